@@ -11,7 +11,8 @@ The life of a sequence here:
 
 Reserve and Compute messages fill `reserved`. The events of the handoff client empty it. The scheduler moves the rest.
 The prompt of a Compute message is a local prompt: this node computes it in chunks, like the tokens of a resumed
-sequence.
+sequence. The first round of the sequence runs the last token of the prompt and samples the first token. If a request
+has several choices, the first choice computes the prompt, and the others take its pages from the prefix cache.
 
 The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
 processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
@@ -51,7 +52,7 @@ from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
 from .outbox import Outbox
 from .reservations import Reservations
-from .round_clock import RoundClock
+from .round_clock import RoundClock, RoundTime
 from .scheduler import DecodeScheduler, StepPlan
 from .sequence import Sequence
 
@@ -70,6 +71,8 @@ class _Counts:
     """Totals since the start."""
 
     steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     pages_moved: int = 0
@@ -83,6 +86,7 @@ class SubmittedRound(NamedTuple):
     sequences: list[Sequence]
     submitted: Submitted
     since: float  # monotonic seconds
+    is_beside_chunk: bool  # the step computed prompts or lost tokens before it
 
 
 class DecodeNode:
@@ -121,6 +125,7 @@ class DecodeNode:
             chunk,
             shape=executor.shape,
             context_len=executor.context_len,
+            num_prompt_states=executor.num_prompt_states,
             choose=None if self.chooser is None else self._choose,
             rests=None if self.chooser is None else self.chooser.rests,
             on_finish=self._release,
@@ -167,12 +172,15 @@ class DecodeNode:
             free_pages=self.cache.available,
             running=len(scheduler.running) + len(scheduler.reserved),
             waiting=len(scheduler.preempted),
+            queued_tokens=scheduler.num_queued_tokens,
         )
 
     def stats(self) -> NodeStats:
         counts, rounds = self._counts, self.rounds.stats
         return NodeStats(
             steps=counts.steps,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
             computed_tokens=counts.computed_tokens,
             generated_tokens=counts.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
@@ -223,13 +231,17 @@ class DecodeNode:
                 self.handoff.claim(sequence.unit, message.prefill, num_cached_pages, sequence.pages[:num_prompt_pages])
 
     def _start_local(self, sequence: Sequence) -> None:
-        """Run a sequence whose prompt is computed here. Only a prefill node can make the state that a drafter with its
-        own KV needs after a prompt, so such a drafter leaves the sequence behind."""
+        """Run a sequence whose prompt is computed here."""
         self.scheduler.start_local(sequence.unit)
-        if self.executor.keeps_missed_rows:
-            sequence.leave_behind()
         if self._take_slot(sequence, None):
-            logger.info("computes %d tokens of a prompt", sequence.num_to_compute, extra={"rid": sequence.unit.rid})
+            self._counts.prompt_tokens += len(sequence.token_ids)
+            self._counts.cached_tokens += sequence.num_cached
+            logger.info(
+                "computes a prompt of %d tokens, %d of them cached",
+                len(sequence.token_ids),
+                sequence.num_cached,
+                extra={"rid": sequence.unit.rid},
+            )
 
     def _take_slot(self, sequence: Sequence, row: bytes | None) -> bool:
         """Give a running sequence a slot in rounds, with the drafter's state in `row` if it has one. False: there is no
@@ -377,6 +389,8 @@ class DecodeNode:
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             sequence.compute(len(row.input_ids))
             self._counts.computed_tokens += len(row.input_ids)
+            if sequence.is_local:
+                self.scheduler.share_computed(sequence)
 
     def _submit_round(self, plan: StepPlan) -> SubmittedRound | None:
         """Submit a round. If the device has no memory for it, make ready for a smaller one, and return None."""
@@ -387,7 +401,7 @@ class DecodeNode:
             self.settle()  # the round before has tokens for them
             self._relieve([each for each in plan.decoding if each.slot is not None], plan.shape, error)
             return None
-        return SubmittedRound(plan.decoding, submitted, since)
+        return SubmittedRound(plan.decoding, submitted, since, bool(plan.rows))
 
     def _relieve(self, sequences: list[Sequence], shape: DraftShape, error: OutOfMemory) -> None:
         """Take work off a round that had no memory: its drafts, or else one sequence, which ends with an error. The
@@ -418,6 +432,8 @@ class DecodeNode:
             self._accept(sequence, accepted)
         self._send(done.sequences)
         round_time = self._clock.judge(seconds)
+        if done.is_beside_chunk:
+            round_time = RoundTime(None if self._overlaps else seconds, None)
         if self.chooser is not None and live and not self.chooser.passes_over(done.submitted.shape.num_steps):
             self.chooser.observe(
                 [slot for _, slot, _ in live],

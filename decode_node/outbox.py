@@ -19,13 +19,18 @@ class Outbox:
         self._ended: OrderedDict[Unit, Sequence] = OrderedDict()
 
     def unsent(self, sequences: Seq[Sequence]) -> list[Tokens]:
-        """Return all tokens of `sequences` that were not sent yet, and mark them as sent."""
+        """Return all tokens of `sequences` that were not sent yet, and mark them as sent. The first tokens after a
+        local prompt have a message of their own, with the number of cached tokens."""
         messages: list[Tokens] = []
         for start in range(0, len(sequences), MAX_BATCH):
-            batch = [each for each in sequences[start : start + MAX_BATCH] if each.num_sent < each.num_generated]
+            new = [each for each in sequences[start : start + MAX_BATCH] if each.num_sent < each.num_generated]
+            batch = [each for each in new if not each.owes_num_cached]
             if batch:
                 messages.append(_tokens(batch, [sequence.num_sent for sequence in batch]))
-            for sequence in batch:
+            messages += [
+                _tokens([each], [each.num_sent], num_cached=each.num_cached) for each in new if each.owes_num_cached
+            ]
+            for sequence in new:
                 sequence.mark_sent()
                 if sequence.ended is not None:
                     self._keep(sequence)
@@ -33,7 +38,8 @@ class Outbox:
 
     def again(self, sequence: Sequence, first: int) -> Tokens:
         """Return the sequence's generated tokens from index `first` on."""
-        return _tokens([sequence], [min(first, sequence.num_generated)])
+        num_cached = sequence.num_cached if sequence.is_local else None
+        return _tokens([sequence], [min(first, sequence.num_generated)], num_cached=num_cached)
 
     def find_ended(self, unit: Unit) -> Sequence | None:
         """Return the unit's sequence if it ended lately."""
@@ -45,8 +51,9 @@ class Outbox:
             self._ended.popitem(last=False)
 
 
-def _tokens(sequences: Seq[Sequence], firsts: Seq[int]) -> Tokens:
-    """Return the tokens of each sequence from its index in `firsts` on."""
+def _tokens(sequences: Seq[Sequence], firsts: Seq[int], *, num_cached: int | None = None) -> Tokens:
+    """Return the tokens of each sequence from its index in `firsts` on. `num_cached`: tokens of the prompt that were
+    found in the prefix cache, if the router needs the number."""
     ids: list[int] = []
     counts: list[int] = []
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
@@ -66,4 +73,5 @@ def _tokens(sequences: Seq[Sequence], firsts: Seq[int]) -> Tokens:
         ids=pack_ids(ids),
         logprobs=logprobs,
         ended=ends,
+        num_cached=num_cached,
     )

@@ -60,16 +60,20 @@ class DecodeScheduler:
         *,
         shape: DraftShape = NO_DRAFTS,
         context_len: int = 1 << 30,
+        num_prompt_states: int = 0,
         choose: Choose | None = None,
         rests: Callable[[], bool] | None = None,
         on_finish: Callable[[Sequence], None] | None = None,
     ) -> None:
-        """`shape`: the largest draft of a round. `choose` gets the sequences of the next round and the number of drafts
-        that each could use, and returns the shape to draft; None: always `shape`. `rests` is called once per round, and
-        returns whether the round drafts nothing for any sequence. `on_finish` is called for every finished sequence."""
+        """`shape`: the largest draft of a round. `num_prompt_states`: positions at the end of a local prompt that are
+        computed although they are cached, for the drafter. `choose` gets the sequences of the next round and the number
+        of drafts that each could use, and returns the shape to draft; None: always `shape`. `rests` is called once per
+        round, and returns whether the round drafts nothing for any sequence. `on_finish` is called for every finished
+        sequence."""
         self.cache = cache
         self.shape = shape
         self.context_len = context_len
+        self._num_prompt_states = num_prompt_states
         self._choose, self._rests = choose, rests
         self._on_finish = on_finish
         self.page_size = cache.pool.page_size
@@ -110,6 +114,15 @@ class DecodeScheduler:
         bisect.insort(self.running, sequence, key=_order)
         return sequence
 
+    def share_computed(self, sequence: Sequence) -> None:
+        """Give the computed pages of a local prompt to the prefix cache, so that others find them."""
+        self._cache_pages(sequence)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of local prompts and of resumed sequences that are still to compute."""
+        return sum(max(0, sequence.num_to_compute - 1) for sequence in (*self.running, *self.preempted))
+
     # --- one step ---
 
     def plan(self, shape: DraftShape | None = None) -> StepPlan:
@@ -126,7 +139,12 @@ class DecodeScheduler:
         for sequence, num_usable in zip(running, usable, strict=True):
             if left and sequence in left:  # it was preempted for an older one
                 continue
-            if len(sequence.token_ids) - sequence.num_computed == 1:
+            num_to_compute = len(sequence.token_ids) - sequence.num_computed
+            if num_to_compute > 1 and sequence.is_local:
+                if self._waits_for_choice(sequence):
+                    continue
+                num_to_compute -= self._find_pages(sequence)
+            if num_to_compute == 1:
                 self._plan_round(sequence, num_usable, plan)
             elif budget > 0:
                 budget -= self._plan_chunk(sequence, budget, plan)
@@ -196,6 +214,34 @@ class DecodeScheduler:
             plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0))
         return num_new
 
+    def _waits_for_choice(self, sequence: Sequence) -> bool:
+        """Whether an older choice of the same request computes pages of the same prompt now. They will be found in the
+        prefix cache."""
+        return any(
+            other.order < sequence.order
+            and other.unit.attempt == sequence.unit.attempt
+            and other.lease is not None
+            and other.num_computed < self._most_cached(other) * self.page_size
+            for other in self._by_rid[sequence.unit.rid]
+        )
+
+    def _find_pages(self, sequence: Sequence) -> int:
+        """Exchange pages of a local prompt of which nothing is computed yet for those that were computed since, by
+        another choice or request. Return how many tokens are in them."""
+        assert sequence.lease is not None, sequence.unit
+        num_before = sequence.num_computed
+        num_leased = len(sequence.lease.pages)
+        if num_before != num_leased * self.page_size:
+            return 0
+        if self.cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence)) <= num_leased:
+            return 0
+        self.cache.release(sequence.lease, sequence.pages)
+        sequence.give_up_pages()
+        has_pages = self._take_pages(sequence)
+        assert has_pages, "fewer pages than those that it has just released"
+        sequence.share_prompt(self.page_size)
+        return sequence.num_computed - num_before
+
     # --- what a round may do ---
 
     def _ends(self, sequence: Sequence) -> bool:
@@ -213,6 +259,8 @@ class DecodeScheduler:
         rests = chosen is None and self._rests is not None and self._rests()
         if rests or self.shape.num_steps == 0:
             return nothing
+        if any(len(each.token_ids) == 1 and not each.num_coming for each in running):
+            return nothing  # before a token that has KV, a drafter has no position to draft from
         usable = [self._usable(sequence) for sequence in running]
         most = max(usable, default=0)
         if not most:
@@ -301,7 +349,7 @@ class DecodeScheduler:
 
         `headroom`: pages that must be left over."""
         num_tokens = len(sequence.token_ids)
-        lease = self.cache.acquire(sequence.token_ids, sequence.salt, (num_tokens - 1) // self.page_size)
+        lease = self.cache.acquire(sequence.token_ids, sequence.salt, self._most_cached(sequence))
         # The second round begins where a fully accepted first one ends. Drafts may go no further than the context.
         end = decode_len(num_tokens, 1 + self.shape.num_steps + self.shape.num_slots, self.context_len)
         num_own = pages_of(end, self.page_size) - len(lease.pages)
@@ -314,6 +362,12 @@ class DecodeScheduler:
             return False
         sequence.take_pages(lease, own)
         return True
+
+    def _most_cached(self, sequence: Sequence) -> int:
+        """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are
+        computed."""
+        num_computed = 1 + (self._num_prompt_states if sequence.lacks_draft else 0)
+        return max(0, len(sequence.token_ids) - num_computed) // self.page_size
 
     def _cache_pages(self, sequence: Sequence) -> None:
         """Give full computed pages to the prefix cache. The sequence keeps its own block table."""

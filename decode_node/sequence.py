@@ -11,7 +11,7 @@ from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
 from ..engine.work import MAX_MISSED, Accepted
-from ..metadata.wire.messages import Dispatch
+from ..metadata.wire.messages import Compute, Dispatch
 from ..metadata.wire.request import Ended, GenerationRequest, TokenLogprobs, Unit
 from .sequence_clock import SequenceClock
 
@@ -21,7 +21,7 @@ class Sequence:
     """Tokens, pages and sampling state of one unit. The pages beyond those of `lease` are its own.
 
     Others change it by its methods only: the scheduler gives and takes pages, the node adds tokens, the outbox sends
-    them. The engine's rounds write `slot` and `num_missed`.
+    them. The engine's rounds write `slot` and `num_missed`, and clear `lacks_draft`.
     """
 
     unit: Unit
@@ -35,7 +35,10 @@ class Sequence:
     num_computed: int = 0  # tokens with KV in `pages`
     num_cached: int = 0  # prompt tokens whose KV was found in a prefix cache, as reported to the client
     num_sent: int = 0  # generated tokens that the router has been sent
+    owes_num_cached: bool = False  # the router must be told `num_cached`, since no prefill node tells it
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into the generated tokens
+    is_local: bool = False  # this node computes its prompt
+    lacks_draft: bool = False  # the drafter has no state of its local prompt yet
     slot: int | None = None  # in the engine's rounds, while it runs
     num_missed: int = 0  # rows that the drafter has not seen
     num_coming: int = 0  # the most tokens that the round under way may bring; 0: no such round has this sequence
@@ -86,6 +89,12 @@ class Sequence:
     def start_local(self, page_size: int) -> None:
         """The prompt is computed here, except for the pages found in the prefix cache."""
         self.num_cached = self._skip_cached_pages(page_size)
+        self.lacks_draft = self.lacks_draft and self.num_to_compute > 1
+
+    def share_prompt(self, page_size: int) -> None:
+        """The sequence has new pages, since an older choice has computed the same prompt. It counts as cached what was
+        in the prefix cache before."""
+        self._skip_cached_pages(page_size)
 
     def preempt(self) -> None:
         """The pages are gone, and all KV with them."""
@@ -96,10 +105,6 @@ class Sequence:
         """The sequence has pages again, and computes its tokens again."""
         self._skip_cached_pages(page_size)
         self.clock.resume()
-
-    def leave_behind(self) -> None:
-        """Never draft: the drafter has no KV of the prompt."""
-        self.num_missed = MAX_MISSED + 1
 
     def compute(self, num_tokens: int) -> None:
         """Record that the KV of the next `num_tokens` tokens is computed."""
@@ -138,6 +143,7 @@ class Sequence:
     def mark_sent(self) -> None:
         """All generated tokens have been sent to the router."""
         self.num_sent = self.num_generated
+        self.owes_num_cached = False
 
     def _append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is not None:
@@ -165,6 +171,7 @@ def new_sequence(message: Dispatch, choice: int, order: int, *, vocab_size: int,
     """Return a choice that the router asks for, without pages yet. Raises RequestError if the model cannot run it."""
     request = message.request
     prompt_ids, received_ids = request.token_ids(vocab_size, context_len)
+    is_local = isinstance(message, Compute)
     sampling = SamplingState(request.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice)
     return Sequence(
         unit=Unit(message.rid, choice, message.attempt),
@@ -174,4 +181,7 @@ def new_sequence(message: Dispatch, choice: int, order: int, *, vocab_size: int,
         token_ids=prompt_ids + received_ids,
         sampling=sampling,
         num_sent=len(received_ids),
+        is_local=is_local,
+        owes_num_cached=is_local,
+        lacks_draft=is_local,
     )

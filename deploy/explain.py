@@ -118,7 +118,11 @@ def _figures(span: Span) -> str:
             cached = f", {span.num_cached:,} more were cached" if span.num_cached else ""
             offered = f"; {_count(prefill.num_offers, 'offer')}" if prefill.num_offers else ""
             early = f", {_count(prefill.early_pages, 'page')} before the last chunk" if prefill.early_pages else ""
-            return f"{span.num_prompt:,} tokens{cached}{offered}{early}"
+            reason = f"; remote, since {span.reason}" if span.reason else ""
+            return f"{span.num_prompt:,} tokens{cached}{offered}{early}{reason}"
+        case "local prefill":
+            reason = f", since {span.reason}" if span.reason else ""
+            return f"at most {span.num_prompt:,} tokens on the decode node{reason}"
         case "pull":
             rate = f" at {span.gb_per_s:g} GB/s" if span.gb_per_s else ""
             over = f" over {pull.transport}" if pull.transport else ""

@@ -40,7 +40,7 @@ _ALLOW_LIST = "allow-list"
 class UpConfig:
     """Settings of the launcher alone. `baton up` also takes those of the router and the nodes."""
 
-    prefill: int = setting(1, "start this many prefill nodes")
+    prefill: int = setting(1, "start this many prefill nodes; with 0, decode nodes compute prompts, too")
     decode: int = setting(1, "start this many decode nodes")
     run_dir: str | None = setting(
         None, "write the logs to this directory (default: a new one under ~/.cache/baton/runs)", metavar="DIR"
@@ -51,9 +51,10 @@ class UpConfig:
     def __post_init__(self) -> None:
         at_least(self, "ready_timeout_s", 0)
         at_least(self, "stop_timeout_s", 0)
-        for name in ("prefill", "decode"):
-            if not 1 <= getattr(self, name) <= 64:
-                raise ConfigError(f"--{name} {getattr(self, name)}: must be 1 to 64")
+        if not 0 <= self.prefill <= 64:
+            raise ConfigError(f"--prefill {self.prefill}: must be 0 to 64")
+        if not 1 <= self.decode <= 64:
+            raise ConfigError(f"--decode {self.decode}: must be 1 to 64, since only decode nodes generate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,8 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     address = f"tcp://{LOOPBACK}:{node_port}"
     drain = plan.up.stop_timeout_s
     router = replace(plan.keyed(plan.router, ROUTER), port=http_port, node_address=address, drain_timeout_s=drain)
+    if plan.up.prefill == 0:
+        router = replace(router, local_prefill="always")
     made = [Command("router", "router", _argv("router", router), to_environ(router))]
     threads = split_threads(len(os.sched_getaffinity(0)), plan.up.prefill, plan.up.decode)
     gpus = _gpus()

@@ -26,10 +26,10 @@ from .config import SHARING
 from .copies import recorded_event, to_host
 from .draft_row import get_draft
 from .draft_shape import DraftShape
-from .drafters.base import PromptChunk
 from .engine import Engine
 from .executor import HostProposer
 from .graphs import RoundGraphs
+from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
 from .round import RoundResult, catch_up, run_round
@@ -78,10 +78,15 @@ class DeviceExecutor:
         self._used: list[InputBlock] = []  # by work since the last round
         self._under_way: deque[_UnderWay] = deque()
         self._row_buffer = MetadataBuffers(engine.schema)
+        self._local_prompts = LocalPrompts(engine, self.slots)
 
     @property
     def keeps_missed_rows(self) -> bool:
         return self.drafter is not None and self.drafter.has_kv
+
+    @property
+    def num_prompt_states(self) -> int:
+        return self._local_prompts.num_states
 
     @property
     def proposer(self) -> HostProposer | None:
@@ -159,7 +164,7 @@ class DeviceExecutor:
                     case LoadSlot():
                         self._load(work)
                     case Recompute():
-                        self._recompute(work)
+                        self._local_prompts.compute(work)
             return
         # inputs of no bucket are used once: keep none, since the next work may have no memory either
         self._used = [block for block in self._used if block.num_seqs in self.buckets.sizes]
@@ -213,6 +218,7 @@ class DeviceExecutor:
             self._catch_up(block.to(self.engine.device), work.num_rows, work.needs)
 
     def _load(self, work: LoadSlot) -> None:
+        self._local_prompts.forget(work.slot)
         draft = None
         if self.drafter is not None and work.row is None:
             draft = self.drafter.allocate(1)
@@ -220,16 +226,6 @@ class DeviceExecutor:
             self._row_buffer.unpack(work.row)
             draft = get_draft(self._row_buffer, self.drafter, work.token_ids)
         self.slots.load(work.slot, len(work.token_ids) - 1, work.token_ids[-1], work.sampling, draft)
-
-    def _recompute(self, work: Recompute) -> None:
-        computed = self.engine.compute(work.rows)
-        if self.drafter is None:
-            return
-        chunks = [
-            PromptChunk(token_ids, row.position, row.position + len(row.input_ids), row.pages)
-            for token_ids, row in zip(work.token_ids, work.rows, strict=True)
-        ]
-        self.drafter.observe_prompt(chunks, computed.extend)
 
     # --- steps on the device ---
 

@@ -54,6 +54,12 @@ class Executor(Protocol):
         ...
 
     @property
+    def num_prompt_states(self) -> int:
+        """Positions at the end of a prompt whose target states make the drafter's state. A local prompt computes them,
+        also if their pages are in the prefix cache. 0: the drafter needs none."""
+        ...
+
+    @property
     def proposer(self) -> HostProposer | None:
         """The drafter, if it proposes on the host."""
         ...

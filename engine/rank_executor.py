@@ -108,6 +108,10 @@ class RankExecutor:
         return self._own.keeps_missed_rows
 
     @property
+    def num_prompt_states(self) -> int:
+        return self._own.num_prompt_states
+
+    @property
     def proposer(self) -> HostProposer | None:
         """The drafter of rank 0: proposals are part of the work."""
         return self._own.proposer

@@ -14,17 +14,29 @@ from .draft_shape import DraftShape
 from .executor import Executor
 from .round_stats import RoundStats
 from .sampling_state import Needs, SamplingState, covering
-from .work import MAX_MISSED, BatchRow, CatchUp, LoadSlot, Recompute, Round, TableChange, Tokens, catch_up_sizes
+from .work import (
+    MAX_MISSED,
+    BatchRow,
+    CatchUp,
+    LoadSlot,
+    LocalRow,
+    Recompute,
+    Round,
+    TableChange,
+    Tokens,
+    catch_up_sizes,
+)
 
 
 class Running(Protocol):
-    """The part of a sequence that rounds use. `Rounds` writes `slot` and `num_missed`."""
+    """The part of a sequence that rounds use. `Rounds` writes `slot` and `num_missed`, and clears `lacks_draft`."""
 
     slot: int | None
     token_ids: list[int]  # the last one is the bonus token
     pages: list[int]  # the block table; it grows in place, and any other change makes a new list
     sampling: SamplingState
     num_missed: int  # rows since the drafter last saw one; beyond MAX_MISSED it never will again
+    lacks_draft: bool  # the drafter has no state of its local prompt yet
 
     @property
     def salt(self) -> str:
@@ -170,10 +182,21 @@ class Rounds:
             late = [sequence for sequence in late if sequence.num_missed]
 
     def recompute(self, sequences: Sequence[Running], rows: Sequence[BatchRow]) -> None:
-        """Compute tokens of sequences that have lost their KV or never had it. Only KV is made: the slot has kept the
-        state, which is of the same tokens, and draft KV that depends on tokens not known yet is stored anew by the
-        next round. Raises OutOfMemory; then the tokens are not computed, and nothing else has changed."""
-        self.executor.submit(Recompute(rows, [sequence.token_ids for sequence in sequences]))
+        """Compute tokens of sequences that have lost their KV or never had it.
+
+        If a sequence lost its KV, only KV is made: the slot has kept the state, which is of the same tokens, and draft
+        KV that depends on tokens not known yet is stored anew by the next round. If the row ends a local prompt, the
+        drafter's state is made, too. Raises OutOfMemory; then the tokens are not computed, and nothing else has
+        changed."""
+        local: list[LocalRow] = []
+        for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
+            if sequence.lacks_draft and self.executor.num_prompt_states:
+                is_last = row.position + len(row.input_ids) == len(sequence.token_ids) - 1
+                local.append(LocalRow(index, _slot(sequence), sequence.sampling if is_last else None))
+        self.executor.submit(Recompute(rows, [sequence.token_ids for sequence in sequences], local))
+        for each in local:
+            if each.sampling is not None:
+                sequences[each.row].lacks_draft = False
 
     def reads_tokens(self, shape: DraftShape) -> bool:
         """Whether a round needs to know on the host what the round before brought."""

@@ -10,7 +10,8 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
     Chunk       computes prompt tokens, and their log-probabilities         Scores
     Tails       samples first tokens, and drafts after them                 FirstTokens, then HandoffRows
     LoadSlot    gives a slot to a sequence                                  -
-    Recompute   computes tokens of sequences that have a slot               -
+    Recompute   computes tokens of sequences that have a slot, and the
+                drafter's state after local prompts                         -
     CatchUp     lets the drafter see rows that rounds left out              -
     Round       drafts, verifies, accepts                                   Tokens
     Forget      frees what is kept of a prompt                              -
@@ -64,14 +65,28 @@ class LoadSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalRow:
+    """A row of a `Recompute` that computes a part of a local prompt, of which the drafter has no state yet.
+
+    The executor keeps the target's states of the prompt's last positions for the slot. After the row that has
+    `sampling`, all tokens but the last have KV, and the slot gets the drafter's state.
+    """
+
+    row: int  # index into the rows
+    slot: int
+    sampling: SamplingState | None = None  # after the last token; None: more rows follow
+
+
+@dataclass(frozen=True, slots=True)
 class Recompute:
     """Tokens whose KV is computed again, or for the first time for a local prompt; in the drafter's pool too.
 
-    Row i continues the sequence `token_ids[i]`. The slot of a sequence keeps its state.
+    Row i continues the sequence `token_ids[i]`. The slot of a sequence keeps its state, unless `local` says otherwise.
     """
 
     rows: Sequence[BatchRow]
     token_ids: Sequence[Sequence[int]]  # of each row, the whole sequence
+    local: Sequence[LocalRow] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,18 @@ class Ballot:
         why = self._unable[decode].reason if decode in self._unable else "it is asked to"
         return Verdict("unconfirmed", f"its canary gave {answer}, which {decode} has not computed alone yet: {why}")
 
+    def verdict_alone(self, voter: Voter) -> Verdict:
+        """Return the verdict on a node that computes whole answers alone."""
+        own = self._own.get(voter)
+        if own is None:
+            return UNTRIED
+        if self._group_answer is None or self._is_open:
+            return Verdict("undecided", f"nodes disagree, and nobody can tell yet who is right: {self._camps()}")
+        if not self._agree(self._group_answer, own.answer):
+            names = self._names(self._group_answer)
+            return Verdict("faulty", f"its canary gave {own.answer}; {names} gave {self._group_answer}")
+        return READY
+
     def wanted(self, now: float) -> list[Voter]:
         """Return the nodes that should compute the prompt alone now.
 

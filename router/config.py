@@ -8,6 +8,7 @@ from pathlib import Path
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
 from .http.origin import allowed_hosts, allowed_origins
+from .prompt_placement import LocalPrefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,10 @@ class RouterConfig(ProcessConfig):
         10.0,
         "let requests wait this many seconds for a new node if no node is left that can take them; then end them "
         "with 503",
+    )
+    local_prefill: LocalPrefill = setting(
+        "never",
+        "let decode nodes compute prompts: never (only if no prefill node is there), or always",
     )
     canary_interval_s: float = setting(
         30.0, "send a canary request to a pair of nodes that served nobody for this many seconds"

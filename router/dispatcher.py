@@ -4,6 +4,9 @@
                  ^       (decode)   (decode)    (prefill)  (prefill)       (decode)    (decode)
                  '------- rescheduled: an attempt failed, a node was lost, or a drain ran out of time
 
+If the decode node computes the prompt itself (prompt_placement.py), it gets Compute instead of Reserve, and all tokens
+come from it.
+
 A request ends when every sequence has finished (a node said so, or the router found a stop string), when its client or
 an operator cancels it, or with an error. Nodes that may still hold something of it get Cancel until they answer.
 
@@ -78,6 +81,7 @@ class Dispatcher:
             self._send_unknown,
             self._joined,
             lambda node, reason: self._comings.append((node, reason)),
+            config.local_prefill,
         )
         self.health = PairHealth(self.registry.groups, config.canary_interval_s)
         bounds = Bounds(config.max_waiting, config.max_waiting_tokens, config.max_queue_s, config.node_wait_s)
@@ -322,6 +326,7 @@ class Dispatcher:
             return False
         request = entry.request
         attempt = request.begin_attempt(set(place.choices), place.prefill, place.decode, now)
+        attempt.place = entry.place
         if place.decode is None:
             self._dispatch(entry, attempt, now)
             return True
@@ -378,7 +383,7 @@ class Dispatcher:
         if not node.is_empty:
             return
         entry.unfit.add(node.routing_id)
-        if not entry.could_go_to(request.group.pairs(), ()):
+        if not entry.could_go_to(request.group.pairs(), (), request.group.local_nodes()):
             error = RequestError(
                 f"the prompt's {len(request.prompt_ids)} tokens and the room to generate do not fit an empty pool: the "
                 f"largest decode pool has {request.group.most_pages('decode')} pages of {request.group.page_size} "
@@ -397,15 +402,28 @@ class Dispatcher:
         attempt.sent_at = now
         if request.dispatched_at is None:
             request.dispatched_at = now
-        stage = "decode" if prefill is None else "prefill"
-        request.timeline.begin(_sequences(request, attempt.choices), stage, now, attempt)
+        stage = "local prefill" if prefill is None else "prefill"
+        reason = attempt.place.words
+        request.timeline.begin(_sequences(request, attempt.choices), stage, now, attempt, reason)
         if attempt.number == 0 and not request.is_canary:
             self._metrics.dispatched(request, now)
+        if not request.is_canary:
+            self._metrics.placed(request, attempt.place)
         self.queues.granted(request, now)
+        choices = tuple(sorted(attempt.choices))
+        logger.log(
+            logging.DEBUG if request.is_canary else logging.INFO,
+            "dispatched: attempt %d, choices %s, prefill %s, decode %s, waited %.3f s",
+            attempt.number,
+            ",".join(map(str, choices)),
+            prefill.node_id if prefill is not None else "local",
+            attempt.decode.node_id if attempt.decode is not None else "none",
+            now - request.created_at,
+            extra={"rid": request.rid},
+        )
         if prefill is None:
             return
         self._placement.begin_prompt(prefill, entry, attempt.number)
-        choices = tuple(sorted(attempt.choices))
         message = Prefill(
             router_epoch=self.epoch,
             rid=request.rid,
@@ -413,16 +431,6 @@ class Dispatcher:
             choices=choices,
             request=request.wire_request(choices[0]),
             decode=attempt.decode.peer_of(prefill) if attempt.decode is not None else None,
-        )
-        logger.log(
-            logging.DEBUG if request.is_canary else logging.INFO,
-            "dispatched: attempt %d, choices %s, prefill %s, decode %s, waited %.3f s",
-            attempt.number,
-            ",".join(map(str, choices)),
-            prefill.node_id,
-            attempt.decode.node_id if attempt.decode is not None else "none",
-            now - request.created_at,
-            extra={"rid": request.rid},
         )
         self._effects.append(Send(prefill, message))
 
@@ -475,6 +483,8 @@ class Dispatcher:
             failure = where if message.code == TransferError.code else None
             self.health.doubt(attempt.prefill, attempt.decode, failure)
             self._look(now)
+        elif attempt.decode is not None:
+            self.health.doubt_alone(attempt.decode)
         if message.code == OutOfMemory.code:
             refused = self._rescheduling.out_of_memory(request, attempt, sequence.index, where, now, at=node)
         else:
@@ -500,6 +510,8 @@ class Dispatcher:
                     self.cancels.send(node, request.rid, attempt.number, (sequence.index,), reason, now)
             if attempt.decode is not None:
                 attempt.decode.release(request.rid, attempt.number, (sequence.index,))
+            if attempt.decode is not None and attempt.prefill is None:
+                self.health.worked_alone(attempt.decode, now)
             attempt.choices.discard(sequence.index)
             if not attempt.choices and attempt.prefill_done:
                 request.attempts.pop(attempt.number, None)
@@ -612,7 +624,11 @@ class Dispatcher:
         self._pump(group, now)
 
     def _look(self, now: float) -> None:
-        """Start the canaries that are due."""
+        """Note which groups compute prompts locally, and start the canaries that are due."""
+        for group in list(self.registry.groups.values()):
+            if group.look(now, self._config.node_wait_s) and group.nodes:
+                logger.info("%s", group.placement_words)
+                self._pump(group, now)
         self._carry_out(self.health.look(now), now)
 
     def _carry_out(self, effects: Iterable[HealthEffect], now: float) -> None:
@@ -635,8 +651,10 @@ class Dispatcher:
             request.is_over = True
             self.health.no_room(request, now)
 
-    def _is_usable(self, prefill: Node, decode: Node | None) -> bool:
-        """Whether this pair, or this prefill node alone, may get requests."""
+    def _is_usable(self, prefill: Node | None, decode: Node | None) -> bool:
+        """Whether this pair, or this prefill or decode node alone, may get requests."""
+        if prefill is None:
+            return decode is not None and self.health.is_usable_alone(decode)
         return self.health.may_answer_alone(prefill) if decode is None else self.health.is_usable(prefill, decode)
 
     # Time
@@ -651,7 +669,8 @@ class Dispatcher:
         for group in self.queues.groups:
             self._end_all(self.queues.late(group, now), now)
             pairs = self._placement.usable_pairs(group)
-            self._end_all(self.queues.stranded(group, pairs, self.health.why_unusable, now), now)
+            decodes = self._placement.usable_alone(group)
+            self._end_all(self.queues.stranded(group, pairs, self.health.why_unusable, now, decodes), now)
             self._pump(group, now)
         self._look(now)
         self.cancels.repeat(now)

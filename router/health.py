@@ -1,4 +1,5 @@
-"""Health of pairs: an automaton, without clock or socket, that decides which (prefill, decode) pairs may get requests.
+"""Health of pairs: an automaton, without clock or socket, that decides which (prefill, decode) pairs may get requests,
+and which decode nodes may get local prompts.
 
 The dispatcher reports events with their time, and carries out the effects that come back, in order: StartCanary,
 GiveUpCanary, PairsReady. Every canary that it starts ends with one event: `answered`, `failed` or `no_room`.
@@ -10,6 +11,8 @@ A pair gets a canary when it is new, after a failure, and when it has served no 
 a vote in the ballot of the pair's group (ballot.py). The ballot also names nodes that must compute the prompt alone;
 they get canaries of their own. An untried pair gets requests if each of its nodes is in a pair that is ready. Neither
 nodes without room nor clients that end their requests count against a pair.
+
+If decode nodes of a group compute prompts, each of them is judged like a pair: by canaries that it computes alone.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ Effect = StartCanary | GiveUpCanary | PairsReady
 
 
 class _Pair:
-    """State of one pair."""
+    """State of one pair, or of a decode node that computes prompts."""
 
     __slots__ = ("canary", "failure", "is_doubted", "retry_at", "verdict", "was_full", "worked_at")
 
@@ -102,8 +105,17 @@ class _PairRun(NamedTuple):
     decode: Node
 
 
+class _LocalRun(NamedTuple):
+    """A canary on a decode node that computes prompts."""
+
+    canary: Canary
+    vote: _Vote
+    pair: _Pair
+    decode: Node
+
+
 class _SoloRun(NamedTuple):
-    """A canary on one node alone."""
+    """A canary on one node alone, for the ballot."""
 
     canary: Canary
     vote: _Vote
@@ -117,20 +129,25 @@ class PairHealth:
         self._groups = groups
         self._interval_s = interval_s
         self._pairs: dict[tuple[bytes, bytes], _Pair] = {}  # by routing ids
+        self._locals: dict[bytes, _Pair] = {}  # decode nodes that compute prompts, by routing id
         self._votes: dict[Group, _Vote] = {}
-        self._runs: dict[str, _PairRun | _SoloRun] = {}  # by the rid of the canary's request under way
+        self._runs: dict[str, _PairRun | _LocalRun | _SoloRun] = {}  # by the rid of the canary's request under way
         self._proven: set[bytes] = set()  # routing ids of the nodes in pairs that are ready
 
     @property
     def is_ready(self) -> bool:
-        """Whether a pair that takes new requests is ready."""
-        return any(self.state(*nodes) == "ready" for group in self._groups.values() for nodes in group.pairs())
+        """Whether a pair that takes new requests is ready, or a decode node that takes local prompts."""
+        groups = self._groups.values()
+        return any(self.state(*nodes) == "ready" for group in groups for nodes in group.pairs()) or any(
+            self.is_usable_alone(node) for group in groups for node in group.local_nodes()
+        )
 
     @property
     def reason(self) -> str:
         """Why no pair is ready, for operators."""
         groups = list(self._groups.values())
         states = [self.state(*nodes) for group in groups for nodes in group.pairs()]
+        states += [self.state_alone(node) for group in groups for node in group.local_nodes()]
         failures = [state for state in states if state not in ("ready", "untried")]
         words = [
             failures[0] if failures else missing_for_service(groups),
@@ -141,6 +158,7 @@ class PairHealth:
     def why_unusable(self, group: Group) -> str:
         """Return why no pair of the group may get requests, for operators."""
         states = [self.state(*nodes) for nodes in group.pairs() if not self.is_usable(*nodes)]
+        states += [self.state_alone(node) for node in group.local_nodes() if not self.is_usable_alone(node)]
         if not states:
             return "its nodes know no common protocol version"
         return next((state for state in states if state != "untried"), "no canary request has passed yet")
@@ -165,6 +183,21 @@ class PairHealth:
             return prefill.routing_id in self._proven and decode.routing_id in self._proven
         return pair.failure is None and pair.verdict.state == "ready"
 
+    def state_alone(self, decode: Node) -> str:
+        """Return the state of a decode node that computes prompts: "ready", "untried", or what is wrong with it."""
+        pair = self._locals.get(decode.routing_id)
+        if pair is None:
+            return "untried"
+        if pair.failure is not None:
+            return pair.failure
+        if pair.verdict.words:
+            return f"decode node {decode.node_id} alone is {pair.verdict.state}: {pair.verdict.words}"
+        return pair.verdict.state
+
+    def is_usable_alone(self, decode: Node) -> bool:
+        """Return whether a decode node may get local prompts."""
+        return self.state_alone(decode) == "ready"
+
     def may_answer_alone(self, prefill: Node) -> bool:
         """Return whether a prefill node may answer requests for one token, which no decode node takes part in.
 
@@ -180,6 +213,18 @@ class PairHealth:
         pair = self._pairs.get(_key(prefill, decode))
         if pair is not None:
             pair.worked_at = now
+
+    def worked_alone(self, decode: Node, now: float) -> None:
+        """Record that a decode node computed a local prompt."""
+        pair = self._locals.get(decode.routing_id)
+        if pair is not None:
+            pair.worked_at = now
+
+    def doubt_alone(self, decode: Node) -> None:
+        """Record that a request with a local prompt failed on a decode node, so that a canary is due."""
+        pair = self._locals.get(decode.routing_id)
+        if pair is not None:
+            pair.is_doubted = True
 
     def doubt(self, prefill: Node, decode: Node, failure: str | None) -> None:
         """Record that a request failed on the pair, so that a canary is due although requests went through it lately.
@@ -201,6 +246,7 @@ class PairHealth:
         """Remove a node that is gone, with its pairs and its votes."""
         for key in [key for key in self._pairs if node.routing_id in key]:
             del self._pairs[key]
+        self._locals.pop(node.routing_id, None)
         vote = self._votes.get(node.group)
         if vote is not None:
             vote.ballot.left(voter_of(node))
@@ -214,8 +260,8 @@ class PairHealth:
         """Start the canaries that are due, and give up those without an answer. Call it several times per second."""
         effects: list[Effect] = []
         for group in self._groups.values():
-            pairs = list(group.pairs())
-            if group.tokenizer is None or not pairs:
+            pairs, decodes = list(group.pairs()), group.local_nodes()
+            if group.tokenizer is None or not (pairs or decodes):
                 continue
             effects += self._renew_vote(group)
             vote = self._votes[group]
@@ -223,6 +269,9 @@ class PairHealth:
                 vote.join(prefill)
                 vote.join(decode)
                 effects += self._look_at(vote, prefill, decode, now)
+            for decode in decodes:
+                vote.join(decode)
+                effects += self._look_at_local(vote, decode, now)
             effects += self._ask_alone(vote, now)
         return effects
 
@@ -231,7 +280,8 @@ class PairHealth:
 
         Pairs that are ready need no hurry: they wait for their next turn.
         """
-        full = [pair for pair in self._pairs.values() if pair.was_full and pair.verdict.state != "ready"]
+        judged = (*self._pairs.values(), *self._locals.values())
+        full = [pair for pair in judged if pair.was_full and pair.verdict.state != "ready"]
         votes = [vote for vote in self._votes.values() if vote.full_until]
         for pair in full:
             pair.retry_at = 0.0
@@ -246,6 +296,11 @@ class PairHealth:
                 pair.canary = pair.failure = None
                 pair.worked_at = now
                 vote.ballot.canary(voter_of(prefill), voter_of(decode), canary.answer)
+                return self._voted(vote, now)
+            case _LocalRun(canary, vote, pair, decode):
+                pair.canary = pair.failure = None
+                pair.worked_at = now
+                vote.ballot.own(voter_of(decode), canary.answer, now)
                 return self._voted(vote, now)
             case _SoloRun(canary) as run if not canary.is_complete:
                 return [self._start(run, now)]
@@ -265,6 +320,10 @@ class PairHealth:
                 logger.error("pair %s: its canary failed: %s", name, reason)
                 pair.canary, pair.failure = None, f"pair {name}: its canary failed: {reason}"
                 return []
+            case _LocalRun(_, _, pair, decode):
+                logger.error("decode node %s alone: its canary failed: %s", decode.node_id, reason)
+                pair.canary, pair.failure = None, f"decode node {decode.node_id} alone: its canary failed: {reason}"
+                return []
             case _SoloRun(_, vote, voter):
                 del vote.alone[voter]
                 logger.error("%s could not compute a canary alone: %s", voter, reason)
@@ -276,7 +335,7 @@ class PairHealth:
     def no_room(self, request: Request, now: float) -> None:
         """The nodes of a canary have no room for it. That is no fault; the canary is tried again soon."""
         match self._runs.pop(request.rid, None):
-            case _PairRun(_, _, pair):
+            case _PairRun(_, _, pair) | _LocalRun(_, _, pair):
                 pair.canary, pair.was_full, pair.retry_at = None, True, now + FULL_RETRY_S
             case _SoloRun(_, vote, voter):
                 del vote.alone[voter]
@@ -284,7 +343,7 @@ class PairHealth:
             case None:
                 pass
 
-    def _start(self, run: _PairRun | _SoloRun, now: float) -> StartCanary:
+    def _start(self, run: _PairRun | _LocalRun | _SoloRun, now: float) -> StartCanary:
         request = run.canary.next_request(now)
         self._runs[request.rid] = run
         return StartCanary(request, run.canary.nodes)
@@ -304,22 +363,42 @@ class PairHealth:
         for (prefill, _), pair in self._pairs.items():
             if prefill in group.nodes:
                 pair.worked_at, pair.retry_at = None, 0.0
+        for routing_id, local in self._locals.items():
+            if routing_id in group.nodes:
+                local.worked_at, local.retry_at = None, 0.0
         return effects
 
     def _look_at(self, vote: _Vote, prefill: Node, decode: Node, now: float) -> list[Effect]:
         pair = self._pairs.setdefault(_key(prefill, decode), _Pair())
         if pair.canary is not None:
             return _overdue(pair.canary, now)
-        if now < pair.retry_at:
+        if not self._is_due(pair, self.is_usable(prefill, decode), now):
             return []
-        has_worked_lately = pair.worked_at is not None and now - pair.worked_at < self._interval_s
-        is_well = pair.failure is None and self.is_usable(prefill, decode)
-        if has_worked_lately and is_well and not pair.is_doubted:
-            return []
-        pair.retry_at = now + RETRY_S
-        pair.is_doubted = pair.was_full = False
         pair.canary = Canary(vote.group, vote.prompt_ids, (prefill, decode))
         return [self._start(_PairRun(pair.canary, vote, pair, prefill, decode), now)]
+
+    def _look_at_local(self, vote: _Vote, decode: Node, now: float) -> list[Effect]:
+        pair = self._locals.get(decode.routing_id)
+        if pair is None:  # what it computed alone before counts
+            pair = self._locals[decode.routing_id] = _Pair()
+            pair.verdict = vote.ballot.verdict_alone(voter_of(decode))
+        if pair.canary is not None:
+            return _overdue(pair.canary, now)
+        if not self._is_due(pair, self.is_usable_alone(decode), now):
+            return []
+        pair.canary = Canary(vote.group, vote.prompt_ids, (None, decode))
+        return [self._start(_LocalRun(pair.canary, vote, pair, decode), now)]
+
+    def _is_due(self, pair: _Pair, is_usable: bool, now: float) -> bool:
+        """Return whether a canary is due. If so, the caller starts one."""
+        if now < pair.retry_at:
+            return False
+        has_worked_lately = pair.worked_at is not None and now - pair.worked_at < self._interval_s
+        if has_worked_lately and pair.failure is None and is_usable and not pair.is_doubted:
+            return False
+        pair.retry_at = now + RETRY_S
+        pair.is_doubted = pair.was_full = False
+        return True
 
     def _ask_alone(self, vote: _Vote, now: float) -> list[Effect]:
         """Start canaries on the nodes that the ballot wants to hear alone, and give up those without an answer."""
@@ -344,7 +423,7 @@ class PairHealth:
         return [*self._recount(vote), *self._ask_alone(vote, now)]
 
     def _recount(self, vote: _Vote) -> list[Effect]:
-        """Take over the ballot's verdicts on the pairs of a group."""
+        """Take over the ballot's verdicts on the pairs of a group, and on decode nodes that compute prompts."""
         has_new = False
         for prefill in vote.group.nodes.values():
             for decode in vote.group.nodes.values():
@@ -354,7 +433,15 @@ class PairHealth:
                 before, pair.verdict = pair.verdict, vote.ballot.verdict(voter_of(prefill), voter_of(decode))
                 if before != pair.verdict:
                     has_new |= pair.verdict.state == "ready"
-                    _log(_name(prefill, decode), before, pair.verdict)
+                    _log(f"pair {_name(prefill, decode)}", before, pair.verdict)
+        for node in vote.group.nodes.values():
+            local = self._locals.get(node.routing_id)
+            if local is None:
+                continue
+            before, local.verdict = local.verdict, vote.ballot.verdict_alone(voter_of(node))
+            if before != local.verdict:
+                has_new |= local.verdict.state == "ready"
+                _log(f"decode node {node.node_id} alone", before, local.verdict)
         ready = [key for key, pair in self._pairs.items() if pair.verdict.state == "ready"]
         self._proven = {routing_id for key in ready for routing_id in key}
         return [PairsReady(vote.group)] if has_new else []
@@ -384,10 +471,10 @@ def _name(prefill: Node, decode: Node) -> str:
 def _log(name: str, before: Verdict, after: Verdict) -> None:
     match after.state:
         case "ready":
-            logger.info("pair %s is ready", name)
+            logger.info("%s is ready", name)
         case "faulty":
-            logger.error("pair %s is faulty: %s", name, after.words)
+            logger.error("%s is faulty: %s", name, after.words)
         case "undecided" if before.state != "undecided":
-            logger.warning("pair %s is undecided: %s", name, after.words)
+            logger.warning("%s is undecided: %s", name, after.words)
         case _:
-            logger.debug("pair %s is %s: %s", name, after.state, after.words)
+            logger.debug("%s is %s: %s", name, after.state, after.words)

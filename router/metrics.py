@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from ..metadata.wire.messages import Admitted, PrefillDone
 from .node import Node
+from .prompt_placement import PromptPlace
 from .registry import Registry
 from .request import Request, Sequence
 
@@ -146,6 +147,12 @@ class Metrics:
             ["model", "reason"],
             registry=registry,
         )
+        self._placed = Counter(
+            "baton_placed_prompts",
+            "Prompts given to prefill nodes (remote) or decode nodes (local), by reason.",
+            ["model", "place", "reason"],
+            registry=registry,
+        )
         self._http = Counter("baton_http_responses", "HTTP responses.", ["status"], registry=registry)
         self._ttft = _histogram(registry, "baton_ttft_seconds", "Time to first token.")
         self._e2e = _histogram(registry, "baton_e2e_seconds", "Time from a request to its end.")
@@ -183,6 +190,10 @@ class Metrics:
     def moved(self, request: Request, reason: MoveReason) -> None:
         """A request goes on on other nodes."""
         self._moved.labels(request.group.key.model, reason).inc()
+
+    def placed(self, request: Request, place: PromptPlace) -> None:
+        """A prefill or a decode node computes a prompt."""
+        self._placed.labels(request.group.key.model, place.where, place.reason).inc()
 
     def dispatched(self, request: Request, now: float) -> None:
         """A request has nodes for the first time."""

@@ -17,6 +17,7 @@ class Need(NamedTuple):
     pages_per_choice: int  # added by each further choice on the prefill node
     decode_pages: int | None  # None: no decode node is needed
     context_len: int  # tokens of the prompt and of the longest output
+    local_pages: int = 0  # on a decode node that computes the prompt itself
 
     @classmethod
     def of(cls, request: Request, choice: int, *, needs_decode: bool) -> Need:
@@ -27,7 +28,8 @@ class Need(NamedTuple):
         one, two = (prefill_pages(num_tokens, count, page_size, layout.key_lookahead) for count in (1, 2))
         context_len = prompt_len + request.params.max_tokens
         reserved_len = decode_len(num_tokens, PLAIN_ROUNDS_LEN, context_len)
-        return cls(one, two - one, pages_of(reserved_len, page_size) if needs_decode else None, context_len)
+        num_pages = pages_of(reserved_len, page_size)
+        return cls(one, two - one, num_pages if needs_decode else None, context_len, num_pages)
 
     def fits_prefill(self, node: Node) -> bool:
         """Whether this prefill node could compute it when idle."""
@@ -36,6 +38,10 @@ class Need(NamedTuple):
     def fits_decode(self, node: Node) -> bool:
         """Whether this decode node could generate it when idle."""
         return (self.decode_pages or 0) <= node.hello.capacity.num_pages and self._fits(node)
+
+    def fits_local(self, node: Node) -> bool:
+        """Whether this decode node could compute the prompt and generate when idle."""
+        return self.local_pages <= node.hello.capacity.num_pages and self._fits(node)
 
     def fits_any(self, pairs: Iterable[tuple[Node, Node]]) -> bool:
         """Whether one of these pairs could serve it when idle."""

@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 from ..metadata.bus.sockets import routing_id
 from ..metadata.wire.membership import Heartbeat, Hello
+from ..metadata.wire.messages import Compute
 from ..metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
+from .prompt_placement import GroupFacts, LocalPrefill, patience_s, place_prompt
 from .text.tokenizer import ChatTemplate, TextTokenizer
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -316,8 +318,11 @@ class Node:
 class Group:
     """Nodes that can be paired with each other, with the tokenizer and template of their model."""
 
-    def __init__(self, key: GroupKey, hello: Hello) -> None:
+    def __init__(self, key: GroupKey, hello: Hello, local_prefill: LocalPrefill = "never") -> None:
         self.key = key
+        self.facts = GroupFacts(local_prefill)  # `look` renews them
+        self._had_prefill = False
+        self._prefill_at: float | None = None  # when a prefill node was last seen, or the group was first looked at
         self.card: ModelCard = hello.model
         self.layout = hello.layout
         self.nodes: dict[bytes, Node] = {}
@@ -341,10 +346,46 @@ class Group:
                 if prefill.shares_protocol(decode.hello):
                     yield prefill, decode
 
+    def look(self, now: float, node_wait_s: float) -> bool:
+        """Renew the facts on which the placement of prompts depends. Return whether it changes for ordinary requests.
+
+        To be called several times per second. `node_wait_s`: how long requests wait for a node."""
+        before = self.computes_locally
+        decodes = self.live("decode")
+        if any(node.role == "prefill" for node in self.nodes.values()):  # one that drains may be put back
+            self._had_prefill, self._prefill_at = True, now
+        elif self._prefill_at is None or not self.nodes:
+            self._had_prefill, self._prefill_at = False, now
+        most = patience_s(node_wait_s, had_prefill=self._had_prefill)
+        self.facts = GroupFacts(
+            self.facts.mode,
+            lacks_prefill=now - self._prefill_at > most,
+            decodes_compute=bool(decodes) and all(node.knows(Compute) for node in decodes),
+        )
+        return before != self.computes_locally
+
     @property
-    def is_paired(self) -> bool:
-        """Whether the group has a pair of nodes and a tokenizer."""
-        return self.tokenizer is not None and any(True for _ in self.pairs())
+    def computes_locally(self) -> bool:
+        """Whether decode nodes compute the prompts of ordinary requests."""
+        return place_prompt(self.facts, wants_prompt_logprobs=False).where == "local"
+
+    @property
+    def placement_words(self) -> str:
+        """A sentence on who computes the prompts of ordinary requests."""
+        place = place_prompt(self.facts, wants_prompt_logprobs=False)
+        who = "decode nodes" if place.where == "local" else "prefill nodes"
+        return f"model {self.key.model}: {who} compute prompts{place.words and ', since ' + place.words}"
+
+    def local_nodes(self) -> list[Node]:
+        """Return the decode nodes that compute prompts and take new work."""
+        return [node for node in self.live("decode") if node.knows(Compute)] if self.computes_locally else []
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether the group has a tokenizer, and a pair of nodes or decode nodes that compute prompts."""
+        if self.tokenizer is None:
+            return False
+        return any(True for _ in self.pairs()) or bool(self.local_nodes())
 
     @property
     def context_len(self) -> int:

@@ -45,9 +45,9 @@ class Place(NamedTuple):
 
 class Placement:
     """Chooses nodes. `is_usable(prefill, decode)` says whether a pair may get requests; decode is None if the prefill
-    node answers alone."""
+    node answers alone, prefill is None if the decode node computes the prompt."""
 
-    def __init__(self, is_usable: Callable[[Node, Node | None], bool]) -> None:
+    def __init__(self, is_usable: Callable[[Node | None, Node | None], bool]) -> None:
         self._is_usable = is_usable
         self._affinity = PrefixAffinity()
 
@@ -55,15 +55,19 @@ class Placement:
         """Return the pairs of a group that may get requests."""
         return [pair for pair in group.pairs() if self._is_usable(*pair)]
 
+    def usable_alone(self, group: Group) -> list[Node]:
+        """Return the decode nodes of a group that may get local prompts."""
+        return [node for node in group.local_nodes() if self._is_usable(None, node)]
+
     def fitting(self, group: Group) -> Callable[[Entry], bool]:
         """Return a function that says whether nodes of the group could take an entry, however busy they are now."""
-        pairs, prefills = self.usable_pairs(group), group.live("prefill")
+        nodes = self.usable_pairs(group), group.live("prefill"), self.usable_alone(group)
         known: dict[Hashable, bool] = {}  # most entries need about the same
 
         def fits(entry: Entry) -> bool:
-            like = (entry.need, entry.needs_decode, frozenset(entry.unfit))
+            like = (entry.need, entry.needs_decode, entry.is_local, frozenset(entry.unfit))
             if like not in known:
-                known[like] = entry.could_go_to(pairs, prefills)
+                known[like] = entry.could_go_to(*nodes)
             return known[like]
 
         return fits
@@ -71,11 +75,11 @@ class Placement:
     def choose(self, entry: Entry, now: float) -> Place | None:
         """Return nodes for as many choices of the entry as they have room for; None if there is no room now."""
         prefill = decode = None
-        if entry.needs_decode:
+        if entry.needs_decode or entry.is_local:
             decode = self._choose_decode(entry, now)
             if decode is None:
                 return None
-        if entry.needs_prefill:
+        if not entry.is_local:
             prefill = self._choose_prefill(entry, decode)
             if prefill is None:
                 return None
@@ -98,6 +102,11 @@ class Placement:
     def _choose_decode(self, entry: Entry, now: float) -> Node | None:
         if entry.pair is not None:
             nodes = [entry.pair[1]] if entry.pair[1] is not None else []
+        elif entry.is_local:
+            nodes = [node for node in self.usable_alone(entry.request.group) if entry.need.fits_local(node)]
+            nodes = [node for node in nodes if node.routing_id not in entry.unfit]
+            nodes = [node for node in nodes if not entry.request.ran_out_on(node)] or nodes
+            nodes = [node for node in nodes if not entry.request.has_failed_on(None, node)] or nodes
         else:
             request, group, need = entry.request, entry.request.group, entry.need
             prefills = [node for node in group.live("prefill") if need.fits_prefill(node)]
@@ -114,7 +123,8 @@ class Placement:
         figures = [
             DecodeFigures(each.free_pages, each.num_units, each.max_running, each.is_full(now)) for each in nodes
         ]
-        index = choose_decode(figures, entry.need.decode_pages or 0)
+        num_pages = entry.need.local_pages if entry.is_local else entry.need.decode_pages or 0
+        index = choose_decode(figures, num_pages)
         return None if index is None else nodes[index]
 
     def _choose_prefill(self, entry: Entry, decode: Node | None) -> Node | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..metadata.errors import BatonError, Overloaded, RequestError, Unavailable
@@ -27,6 +27,7 @@ from .errors import NodeFault
 from .needs import Need
 from .node import ROLES, Group, Node
 from .pace import Pace
+from .prompt_placement import PromptPlace, place_prompt
 from .request import Attempt, Request
 
 AGE_S = 10.0  # seconds of waiting that make up for one step of priority
@@ -72,16 +73,28 @@ class Entry:
         sequence = self.request.sequences[self.choices[0]]
         return sequence.num_left > 1 and sequence.finish_reason is None
 
-    def could_go_to(self, pairs: Iterable[tuple[Node, Node]], prefills: Iterable[Node]) -> bool:
-        """Whether one of these pairs, or one of these prefill nodes if that is enough, could serve it when idle."""
+    @property
+    def place(self) -> PromptPlace:
+        """Who computes its prompt."""
+        if self.pair is not None:
+            return PromptPlace("local" if self.pair[0] is None else "remote", "never")
+        return place_prompt(self.request.group.facts, wants_prompt_logprobs=self.request.needs_prompt_logprobs)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a decode node computes its prompt."""
+        return self.place.where == "local"
+
+    def could_go_to(
+        self, pairs: Iterable[tuple[Node, Node]], prefills: Iterable[Node], decodes: Iterable[Node] = ()
+    ) -> bool:
+        """Whether one of these pairs, or one of these prefill nodes if that is enough, could serve it when idle. If its
+        prompt is local: whether one of these decode nodes could."""
+        if self.is_local:
+            return any(self.need.fits_local(node) for node in decodes if node.routing_id not in self.unfit)
         if not self.needs_decode:
             return any(self.need.fits_prefill(prefill) for prefill in prefills)
         return self.need.fits_any(pair for pair in pairs if pair[1].routing_id not in self.unfit)
-
-    @property
-    def needs_prefill(self) -> bool:
-        """False if a decode node computes the prompt itself."""
-        return self.pair is None or self.pair[0] is not None
 
     @property
     def num_tokens(self) -> int:
@@ -242,15 +255,22 @@ class Queues:
         """Raises Unavailable if nodes are missing, RequestError if the nodes that are there could never take it."""
         group, need = entry.request.group, entry.need
         roles = ROLES if entry.needs_decode else ROLES[:1]
+        if entry.is_local:
+            roles = ROLES[1:]
         missing: list[Role] = [role for role in roles if not group.live(role)]
         if missing:
+            if group.computes_locally and not entry.is_local:
+                raise no_node(_only_prefill(entry), [group], missing)
             if self.may_wait(group, now):
                 return
             raise no_node(f"no {missing[0]} node serves model {group.key.model!r} now", [group], missing)
         pairs = list(group.pairs())
-        if entry.could_go_to(pairs, group.live("prefill")) or (entry.needs_decode and not pairs):
+        if entry.could_go_to(pairs, group.live("prefill"), group.local_nodes()):
             return
-        pages: dict[Role, int] = {"prefill": need.prefill_pages, "decode": need.decode_pages or 0}
+        if entry.needs_decode and not pairs and not entry.is_local:
+            return
+        num_pages = need.local_pages if entry.is_local else need.decode_pages or 0
+        pages: dict[Role, int] = {"prefill": need.prefill_pages, "decode": num_pages}
         short: list[Role] = [role for role in roles if pages[role] > group.most_pages(role)]
         role: Role = short[0] if short else roles[-1]
         raise RequestError(
@@ -305,7 +325,7 @@ class Queues:
 
         A node that joined lately may be the first of several: a restarted router meets its nodes one after the other.
         """
-        if group.is_paired:
+        if group.can_serve:
             return True
         times = [self._served_at[group]] if group in self._served_at else []
         if group.tokenizer is not None:
@@ -333,23 +353,29 @@ class Queues:
         ]
 
     def stranded(
-        self, group: Group, pairs: list[tuple[Node, Node]], why_unusable: Callable[[Group], str], now: float
+        self,
+        group: Group,
+        pairs: list[tuple[Node, Node]],
+        why_unusable: Callable[[Group], str],
+        now: float,
+        decodes: Sequence[Node] = (),
     ) -> list[Refused]:
         """Return the requests of a group that have waited too long for a node that could take them.
 
-        To be called several times per second with the pairs that may get requests.
+        To be called several times per second with the pairs that may get requests, and the decode nodes that may get
+        local prompts.
         """
-        if pairs:
+        if pairs or decodes:
             self._served_at[group] = now
         prefills = group.live("prefill")
         refused: list[Refused] = []
         for entry in self._queues[group]:
-            if entry.attempt is not None or entry.request.is_over or entry.could_go_to(pairs, prefills):
+            if entry.attempt is not None or entry.request.is_over or entry.could_go_to(pairs, prefills, decodes):
                 entry.stranded_since = None
             elif entry.stranded_since is None:
                 entry.stranded_since = now
             elif now - entry.stranded_since > self._bounds.node_wait_s:
-                refused.append(Refused(entry.request, self._stranded_error(entry, pairs, why_unusable)))
+                refused.append(Refused(entry.request, self._stranded_error(entry, [*pairs, *decodes], why_unusable)))
         return refused
 
     # What is learned from those who were served
@@ -390,16 +416,24 @@ class Queues:
         return self.num_waiting_tokens + asked.num_tokens - self._bounds.num_tokens
 
     def _stranded_error(
-        self, entry: Entry, pairs: list[tuple[Node, Node]], why_unusable: Callable[[Group], str]
+        self, entry: Entry, usable: Sequence[object], why_unusable: Callable[[Group], str]
     ) -> BatonError:
         group, wait_s = entry.request.group, self._bounds.node_wait_s
         words = f"no node of model {group.key.model!r} could take the request for {wait_s:g} s: "
-        missing: list[Role] = [role for role in ROLES if not group.live(role)]
+        roles = ROLES[1:] if entry.is_local else ROLES
+        missing: list[Role] = [role for role in roles if not group.live(role)]
+        if missing and group.computes_locally and not entry.is_local:
+            return no_node(_only_prefill(entry), [group], missing)
         if missing:
             return no_node(words + f"no {' and no '.join(missing)} node is left", [group], missing)
-        if not pairs:
+        if not usable:
             shown = words + "its nodes cannot work together now"
             return NodeFault(words + why_unusable(group), Unavailable.code, shown)
         need = entry.need
-        pages = max(need.prefill_pages, need.decode_pages or 0)
+        pages = need.local_pages if entry.is_local else max(need.prefill_pages, need.decode_pages or 0)
         return Unavailable(f"{words}none has room for the {pages} pages and the {need.context_len} tokens of context")
+
+
+def _only_prefill(entry: Entry) -> str:
+    """Return why a request cannot be served although decode nodes compute the prompts of others."""
+    return f"no prefill node serves model {entry.request.group.key.model!r} now, and {entry.place.words}"

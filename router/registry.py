@@ -31,6 +31,7 @@ from ..metadata.wire.request import MAX_TEXT
 from .node import Group, GroupKey, Node
 from .node_history import LOSS_WORDS, Loss, NodeHistories
 from .pairing_diagnostics import incompatible_nodes, missing_partner, refusal
+from .prompt_placement import LocalPrefill
 from .text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Registry:
         send: Callable[[bytes, ToNode, int], bool],
         on_joined: Callable[[Node], None],
         on_lost: Callable[[Node, str], None],
+        local_prefill: LocalPrefill = "never",
     ) -> None:
         self.nodes: dict[bytes, Node] = {}  # by routing id
         self.groups: dict[GroupKey, Group] = {}
@@ -79,6 +81,7 @@ class Registry:
         self._liveness: PeerLiveness[bytes] = PeerLiveness()
         self._waiting: dict[bytes, _WaitingHello] = {}  # by routing id
         self._lines = Throttle(most=MAX_LINES)
+        self._local_prefill: LocalPrefill = local_prefill
         self._epoch = epoch
         self._send = send
         self._on_joined = on_joined
@@ -212,7 +215,7 @@ class Registry:
         """Yield one group per model name that can be served now."""
         names: set[str] = set()
         for group in self.groups.values():
-            if group.is_paired and group.key.model not in names:
+            if group.can_serve and group.key.model not in names:
                 names.add(group.key.model)
                 yield group
 
@@ -220,7 +223,7 @@ class Registry:
         key = _key_of(hello)
         group = self.groups.get(key)
         if group is None:
-            group = Group(key, hello)
+            group = Group(key, hello, self._local_prefill)
             self.groups[key] = group
         group.tokenizer = group.tokenizer or self._tokenizers.get(key.tokenizer)
         node = Node(hello, group, now)

@@ -24,6 +24,7 @@ from ..metadata.wire.request import (
     pack_ids,
 )
 from .node import Group, Node
+from .prompt_placement import PromptPlace
 from .text.detokenizer import make_detokenizer
 from .text.stop_strings import StopStrings
 from .trace import TraceRecorder
@@ -72,6 +73,7 @@ class Attempt:
         "dispatched",
         "num_asks",
         "number",
+        "place",
         "prefill",
         "prefill_done",
         "sent_at",
@@ -82,6 +84,7 @@ class Attempt:
         self.choices = choices  # indices of the sequences that still run
         self.prefill = prefill
         self.decode = decode
+        self.place = PromptPlace("remote" if prefill is not None else "local", "never")  # who computes the prompt
         self.dispatched = False  # it has its nodes: Prefill was sent if a prefill node takes part
         self.prefill_done = prefill is None
         self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node
@@ -398,7 +401,7 @@ class Request:
         for sequence in self.sequences:
             sequence.failures = [pair for pair in sequence.failures if node.routing_id not in pair]
 
-    def has_failed_on(self, prefill: Node, decode: Node | None) -> bool:
+    def has_failed_on(self, prefill: Node | None, decode: Node | None) -> bool:
         """Whether an attempt failed on this pair."""
         return _pair_of(prefill, decode) in self.failed_pairs
 

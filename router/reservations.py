@@ -26,7 +26,8 @@ class Reservations:
         request = entry.request
         entry.attempt = attempt
         self._entries[request.rid, attempt.number] = entry
-        decode.reserve(request.rid, attempt.number, attempt.choices, entry.need.decode_pages or 0)
+        num_pages = entry.need.local_pages if attempt.prefill is None else entry.need.decode_pages or 0
+        decode.reserve(request.rid, attempt.number, attempt.choices, num_pages)
         return self._ask(request, attempt, decode, now)
 
     def get(self, rid: str, attempt: int) -> Entry | None:

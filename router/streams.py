@@ -86,6 +86,8 @@ class TokenStreams:
                 if message.num_cached is not None and sequence.request.num_cached is None:
                     sequence.request.num_cached = message.num_cached
                 logprobs, end = message.logprobs.get(row, ()), message.ended.get(row)
+                if len(sequence.received) == sequence.num_before:
+                    sequence.request.timeline.first_local_token(sequence, now)
                 delta = self._merge(node, sequence, firsts[row], ids[start : start + count], logprobs, end, now)
                 if delta is not None:
                     self._deliver(sequence, delta, now)

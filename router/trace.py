@@ -40,7 +40,7 @@ CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 MAX_CONTEXT_HEADER = 512  # characters; longer headers are dropped
 
 Outcome = Literal["live", "done", "failed", "cancelled"]
-Stage = Literal["queue", "reserve", "prefill", "handoff", "decode", "paused", "finish"]
+Stage = Literal["queue", "reserve", "prefill", "local prefill", "handoff", "decode", "paused", "finish"]
 
 
 class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field leads back to the span
@@ -51,7 +51,7 @@ class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field 
     seconds: float = 0.0  # set when the trace is read
     node: str = ""
     attempt: int | None = None
-    reason: str = ""  # queue: why the sequence was rescheduled; paused: why
+    reason: str = ""  # queue: why the sequence was rescheduled; paused: why; prefill: why it is computed there
     num_refused: int = 0  # queue: how often a decode node was full
     num_tokens: int = 0  # received during this span
     num_prompt: int = 0  # prefill: tokens computed
@@ -251,7 +251,7 @@ class TraceRecorder:
         node_id, number = node.node_id if node is not None else "", attempt.number if attempt is not None else None
         for choice in choices:
             num_tokens = len(choice.received)
-            num_prompt = self.trace.num_prompt + num_tokens if name == "prefill" else 0
+            num_prompt = self.trace.num_prompt + num_tokens if name in ("prefill", "local prefill") else 0
             span = Span(name, now - self.begun, 0.0, node_id, number, reason[:MAX_REASON], num_prompt=num_prompt)
             self.trace.sequences[choice.index].begin(span, num_tokens)
 
@@ -267,6 +267,11 @@ class TraceRecorder:
         """The first token arrived from the prefill node."""
         if self._last(choice).name == "prefill":
             self.begin((choice,), "handoff", now, choice.attempt)
+
+    def first_local_token(self, choice: SequenceLike, now: float) -> None:
+        """The first token of an attempt arrived. If the decode node has computed the prompt, it decodes from now on."""
+        if self._last(choice).name == "local prefill":
+            self.begin((choice,), "decode", now, choice.attempt)
 
     def admitted(self, choice: SequenceLike, message: Admitted, now: float) -> None:
         """The decode node has all pages and runs the sequence."""
@@ -361,6 +366,7 @@ def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> lis
             steps = _, _, prefill, first_token = _fill(span, end_s, "dispatch", durations)
             prefill.num_prompt, prefill.num_cached = span.num_prompt - report.num_cached, report.num_cached
             prefill.prefill_times, first_token.num_tokens = times, span.num_tokens
+            prefill.reason = span.reason
         case Admitted(times=times, transfer_s=moving_s):
             durations = {"pull": times.last_s, "admission": times.admit_s}
             steps = offer, pull, _ = _fill(span, end_s, "offer", durations)

@@ -84,7 +84,7 @@ class Reserve(Dispatch, frozen=True, tag="reserve"):
 
 class Compute(Dispatch, frozen=True, tag="compute"):
     """To a decode node without a prefill node: take pages as for Reserve, compute the prompt and the received tokens
-    here, and generate. The node answers Reserved; no Admitted follows."""
+    here, and generate. The node answers Reserved; no Admitted follows. The first Tokens say how much was cached."""
 
     since: ClassVar[int] = 6
 

@@ -13,16 +13,19 @@ from ...metadata.wire.node_info import Capacity, HandoffSchema, Load, NodeStats,
 from ..availability import Degraded
 
 
-class HealthAnswer(Struct, frozen=True):
-    """Answer of GET /health."""
+class HealthAnswer(Struct, frozen=True, omit_defaults=True):
+    """Answer of GET /health. `local_prefill` has a sentence for each model whose prompts decode nodes compute."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok"]
+    local_prefill: list[str] = []
 
 
 class ReadyAnswer(Struct, frozen=True, omit_defaults=True):
-    """Answer of GET /ready. `degraded` is present only for operators, and only if some node is not as it should be."""
+    """Answer of GET /ready. `local_prefill` has a sentence for each model whose prompts decode nodes compute.
+    `degraded` is present only for operators, and only if some node is not as it should be."""
 
     status: Literal["ready"]
+    local_prefill: list[str] = []
     degraded: list[Degraded] = []
 
 

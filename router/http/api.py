@@ -74,13 +74,13 @@ class Api:
             raise NotFound(f"model {model!r} is not served here; served are: {names}", param="model")
         now = time.monotonic()
         served = [group for group in groups if self.dispatcher.queues.may_wait(group, now)]
-        ready = [group for group in served if group.is_paired] or served
+        ready = [group for group in served if group.can_serve] or served
         if not ready:
             missing: list[Role] = [role for role in ROLES if not any(group.live(role) for group in groups)]
             why = f"it has no {' and no '.join(missing)} node" if missing else "its nodes are not ready"
             raise no_node(f"model {model!r} cannot be served now: {why}", groups, missing)
         group = min(ready, key=lambda group: len(self.dispatcher.queues.waiting_in(group)))
-        assert group.tokenizer is not None, "a paired group has its tokenizer"
+        assert group.tokenizer is not None, "a group that can serve has its tokenizer"
         return group, group.tokenizer
 
     @staticmethod

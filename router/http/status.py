@@ -15,9 +15,9 @@ from .admin_types import HealthAnswer, ReadyAnswer
 from .api import Api, json_response
 
 
-async def health(_api: Api, _request: web.Request) -> web.StreamResponse:
+async def health(api: Api, _request: web.Request) -> web.StreamResponse:
     """GET /health: the process answers."""
-    return json_response(HealthAnswer())
+    return json_response(HealthAnswer("ok", _local_prefill(api)))
 
 
 async def ready(api: Api, http_request: web.Request) -> web.StreamResponse:
@@ -28,9 +28,14 @@ async def ready(api: Api, http_request: web.Request) -> web.StreamResponse:
         raise NoNode("no request could be served now", api.dispatcher.health.reason)
     registry, is_operator = api.dispatcher.registry, api.access.may_operate(http_request[CALLER])
     found = degraded(registry.nodes.values(), registry.histories, time.monotonic()) if is_operator else []
-    return json_response(ReadyAnswer("ready", found))
+    return json_response(ReadyAnswer("ready", _local_prefill(api), found))
 
 
 async def metrics(api: Api, _request: web.Request) -> web.StreamResponse:
     """GET /metrics, in Prometheus' text format."""
     return web.Response(body=api.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _local_prefill(api: Api) -> list[str]:
+    groups = api.dispatcher.registry.groups.values()
+    return sorted({group.placement_words for group in groups if group.local_nodes()})

@@ -15,7 +15,8 @@ from matrix import Plain
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.sequence import Sequence, new_sequence
 from baton.engine.engine import Engine
-from baton.metadata.wire.messages import Compute
+from baton.metadata.wire.messages import Compute, Reserve
+from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
 
 MakeSequence = Callable[..., Sequence]
@@ -41,7 +42,8 @@ def engine(checkpoint: Callable[..., Path]) -> Engine:
 
 @pytest.fixture
 def make_sequence(engine: Engine) -> MakeSequence:
-    """`make_sequence("r", 9)`: a sequence with a prompt of nine tokens, younger than those made before."""
+    """`make_sequence("r", 9)`: a sequence with a prompt of nine tokens, younger than those made before. `is_local`: the
+    decode node computes the prompt."""
     orders = itertools.count()
 
     def make(
@@ -52,12 +54,14 @@ def make_sequence(engine: Engine) -> MakeSequence:
         attempt: int = 0,
         received: int = 0,
         max_tokens: int = 8,
+        is_local: bool = False,
         **more: Any,
     ) -> Sequence:
         ids = [(7 * index + len(rid)) % 50 for index in range(num_tokens)]
         prompt_ids, received_ids = pack_ids(ids[: num_tokens - received]), pack_ids(ids[num_tokens - received :])
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)
-        message = Compute("router", rid, attempt, (choice,), GenerationRequest(prompt_ids, params, received_ids))
+        work = "router", rid, attempt, (choice,), GenerationRequest(prompt_ids, params, received_ids)
+        message = Compute(*work) if is_local else Reserve(*work, Peer("prefill-0", "epoch"))
         sizes = {"vocab_size": engine.model_config.vocab_size, "context_len": engine.context_len}
         return new_sequence(message, choice, next(orders), **sizes)
 

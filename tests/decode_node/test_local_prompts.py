@@ -1,18 +1,24 @@
 """Local prompts: a decode node that computes a prompt itself gives the same tokens as with a prefill node.
 
-It does so beside sequences whose prompts came from a prefill node, and frees all that it took."""
+It does so beside sequences whose prompts came from a prefill node, drafts the same, and frees all that it took."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import drafters
 import pytest
+import torch
+from heads import ALGORITHM
 from matrix import PAGE_SIZE, Plain
-from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params
+from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 
+from baton.engine.draft_shape import DraftShape
+from baton.engine.drafters.base import RoundRows
+from baton.engine.trees import Drafts
 from baton.metadata.wire.messages import Cancel, Resend
 from baton.metadata.wire.request import Unit
 
@@ -57,6 +63,139 @@ def test_a_local_prompt_gives_the_same_tokens_as_a_handoff(
             case.check([results[f"{phase} {case.ask.name}", choice] for choice in range(case.ask.n)])
     assert (pair.decode.stats().preemptions > 3) == is_preempted
     assert len(pair.admitted) == sum(case.ask.n for case in reference.cases)
+
+
+@pytest.mark.parametrize("name", drafters.ALL)
+def test_a_drafter_proposes_the_same_after_a_local_prompt(
+    name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
+) -> None:
+    """A local prompt with one received token has the same rounds as the prompt without it after a handoff."""
+    model = drafters.target_of(name, checkpoint)
+    pair = make_pair(model, **drafters.settings(name, model, tmp_path, steps=3))
+    proposed = record_drafts(pair)
+    for prompt_len in (1, 5, 12, 13):
+        prompt = [(7 * index + prompt_len) % 50 for index in range(prompt_len)]
+        sampled = params(9, temperature=1.0, seed=prompt_len)
+        pair.submit(f"remote {prompt_len}", prompt, sampled)
+        remote = pair.run()[f"remote {prompt_len}", 0]
+        expected, drafts = counts(remote), proposed.copy()
+        assert len(drafts) > 2
+        for chunk_tokens in (1, PAGE_SIZE):
+            pair.decode.cache.flush()
+            pair.decode.scheduler.chunk_tokens = chunk_tokens
+            for more in ("", " again"):  # the second finds pages of the first
+                proposed.clear()
+                rid = f"local {prompt_len} {chunk_tokens}{more}"
+                pair.submit(rid, prompt, sampled, received=remote.ids[:1], is_local=True)
+                local = pair.run()[rid, 0]
+                assert local.ids[1:] == remote.ids[1:], rid
+                assert proposed == drafts and counts(local) == expected, rid
+        proposed.clear()
+
+
+def record_drafts(pair: NodePair) -> list[list[list[int]]]:
+    """Return a list to which the decode node's drafter adds what it proposes in each round."""
+    proposed: list[list[list[int]]] = []
+    drafter = pair.decode.executor.engine.drafter
+    propose = drafter.propose
+
+    def record(rows: RoundRows, shape: DraftShape) -> Drafts:
+        drafts = propose(rows, shape)
+        proposed.append(drafts.tokens.tolist())
+        return drafts
+
+    drafter.propose = record
+    return proposed
+
+
+def counts(result: Result) -> tuple[int, int, int]:
+    assert result.ended is not None
+    return result.ended.num_rounds, result.ended.num_drafted, result.ended.num_accepted
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp"])
+def test_a_drafter_that_is_right_is_right_from_the_first_token_on(
+    name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
+) -> None:
+    bigram = drafters.make_bigram(checkpoint("llama"), tmp_path / "bigram")
+    head = drafters.make_right(name, bigram, tmp_path / "head")
+    pair = make_pair(bigram, speculative=ALGORITHM[name], draft_model=str(head), draft_steps=3)
+    for index, prompt_len in enumerate((3, 5, 12, 23)):
+        pair.submit(f"{prompt_len}", range(1, prompt_len + 1), params(12, seed=index), n=1 + index % 2, is_local=True)
+    for (rid, _), result in pair.run().items():
+        num_rounds, num_drafted, num_accepted = counts(result)
+        assert num_rounds == 3 and num_accepted == num_drafted == 9, (rid, result.ended)
+
+
+def test_one_choice_computes_the_prompt_and_the_others_share_its_pages(
+    checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    pair = make_pair(checkpoint("llama"), speculative="ngram", draft_steps=2)
+    sampled = params(6, temperature=1.0, seed=3, num_logprobs=1)
+    pair.submit("remote", range(1, 31), sampled, n=3, cache_salt="other")
+    pair.submit("local", range(1, 31), sampled, n=3, is_local=True)
+    results = pair.run()
+    for choice in range(3):
+        ours, theirs = results["local", choice], results["remote", choice]
+        assert ours.ids == theirs.ids and [each.top_ids for each in ours.logprobs] == [
+            each.top_ids for each in theirs.logprobs
+        ]
+        assert ours.ended is not None and ours.ended.num_cached == 0
+    assert pair.decode.stats().computed_tokens == 29 + 2, "the others compute one token each"
+    assert pair.decode.stats().prompt_tokens == 90
+
+
+def test_the_next_choice_computes_the_prompt_if_the_first_is_cancelled(
+    checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    pair = make_pair(checkpoint("llama"))
+    pair.submit("r", range(1, 41), params(6), n=2, is_local=True)
+    pair.step_until(lambda: 0 < pair.decode.stats().computed_tokens < 30)
+    pair.send("decode", Cancel(router_epoch=ROUTER_EPOCH, rid="r", attempt=0, choices=(0,), reason="test"))
+    del pair.results["r", 0]
+    second = pair.run()["r", 1]
+    pair.submit("same", range(1, 41), params(6), cache_salt="other")
+    assert second.ids == pair.run()["same", 0].ids
+
+
+def test_a_local_prompt_of_one_output_token(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    pair = make_pair(checkpoint("llama"), speculative="ngram", draft_steps=2)
+    for prompt_len in (1, 9):
+        for is_local in (False, True):
+            rid = f"{prompt_len} {is_local}"
+            pair.submit(rid, range(1, prompt_len + 1), params(1, num_logprobs=2), is_local=is_local)
+            if not is_local:
+                pair.run()
+        remote, local = (pair.run()[f"{prompt_len} {is_local}", 0] for is_local in (False, True))
+        assert len(local.ids) == 1 and local.ids == remote.ids
+        assert local.logprobs[0].top_ids == remote.logprobs[0].top_ids
+
+
+def test_without_memory_for_a_chunk_the_longest_prompt_ends_and_the_others_go_on(
+    checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
+) -> None:
+    model = checkpoint("llama")
+    settings = drafters.settings("mtp3-deepseek", model, tmp_path, steps=3)
+    pair = make_pair(model, **settings)
+    pair.submit("same", range(1, 10), params(6))
+    same = pair.run()["same", 0]
+    pair.decode.cache.flush()
+    pair.decode.scheduler.chunk_tokens = 24
+    drafter = pair.decode.executor.engine.drafter
+    finish_prompt, num_calls = drafter.finish_prompt, itertools.count()
+
+    def finish(*args: Any) -> Any:
+        if next(num_calls) == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return finish_prompt(*args)
+
+    drafter.finish_prompt = finish
+    pair.submit("long", range(1, 41), params(6), is_local=True)
+    pair.submit("short", range(1, 10), params(6), is_local=True)
+    results = pair.run()
+    failed = results["long", 0].failed
+    assert failed is not None and failed.code == "out_of_memory" and failed.retryable
+    assert results["short", 0].ids == same.ids
 
 
 def test_a_local_prompt_needs_no_prefill_node(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:

@@ -50,6 +50,20 @@ def test_a_large_batch_is_split(make_sequence: MakeSequence, monkeypatch: pytest
     assert [len(message.units) for message in Outbox().unsent(sequences)] == [2, 1]
 
 
+def test_the_first_tokens_of_a_local_prompt_say_how_much_was_cached(make_sequence: MakeSequence) -> None:
+    box, one, two = Outbox(), make_sequence("a", 5), make_sequence("bb", 3, is_local=True)
+    two.num_cached = 2
+    generate(one, 11)
+    generate(two, 21)
+    messages = box.unsent([one, two])
+    assert [columns(message) for message in messages] == [[("a", 0, [11])], [("bb", 0, [21])]]
+    assert [message.num_cached for message in messages] == [None, 2]
+    generate(two, 22)
+    (message,) = box.unsent([one, two])
+    assert columns(message) == [("bb", 1, [22])] and message.num_cached is None
+    assert box.again(two, 0).num_cached == 2 and box.again(one, 0).num_cached is None
+
+
 def test_tokens_are_sent_again_from_an_index(make_sequence: MakeSequence) -> None:
     box, sequence = Outbox(), make_sequence("r", 6, received=1)
     generate(sequence, 11, 12, 13)

@@ -12,7 +12,7 @@ from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence
 from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
-from baton.engine.work import Accepted
+from baton.engine.work import MAX_MISSED, Accepted
 
 from .conftest import MakeSequence
 
@@ -105,7 +105,7 @@ def test_a_local_prompt_is_computed_in_chunks_beside_rounds(
     make_scheduler: MakeScheduler, make_sequence: MakeSequence
 ) -> None:
     scheduler = make_scheduler(chunk_tokens=8)
-    decoding, local = start(scheduler, make_sequence("a", 5)), make_sequence("bb", 20)
+    decoding, local = start(scheduler, make_sequence("a", 5)), make_sequence("bb", 20, is_local=True)
     assert scheduler.reserve(local)
     scheduler.start_local(local.unit)
     lengths: list[int] = []
@@ -116,6 +116,66 @@ def test_a_local_prompt_is_computed_in_chunks_beside_rounds(
         run_round(plan)
     assert lengths == [8, 8, 3], "the last token is left to a round"
     assert scheduler.plan().decoding == [decoding, local]
+
+
+def test_choices_of_a_local_prompt_wait_for_the_oldest_and_take_its_pages(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    scheduler = make_scheduler(chunk_tokens=8)
+    choices = [make_sequence("r", 14, choice=choice, is_local=True) for choice in range(3)]
+    for sequence in choices:
+        assert scheduler.reserve(sequence)
+        scheduler.start_local(sequence.unit)
+    free = scheduler.cache.available
+    assert compute_chunks(scheduler.plan()) == [8], "of the oldest alone"
+    scheduler.preempt(choices[2])
+    assert compute_chunks(scheduler.plan()) == [5]
+    scheduler.share_computed(choices[0])
+    plan = scheduler.plan()
+    assert plan.decoding == choices[:1] and [row.position for row in plan.rows] == [12, 12]
+    assert compute_chunks(plan) == [1, 1] and scheduler.num_queued_tokens == 0
+    assert choices[1].pages[:3] == choices[0].pages[:3] == choices[2].pages[:3] and choices[1].num_cached == 0
+    assert scheduler.cache.available == free + 6
+    assert scheduler.plan().decoding == choices
+
+
+def test_a_choice_computes_the_prompt_itself_if_the_oldest_loses_its_pages(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    scheduler = make_scheduler(chunk_tokens=8)
+    older, younger = (make_sequence("r", 14, choice=choice, is_local=True) for choice in range(2))
+    for sequence in (older, younger):
+        assert scheduler.reserve(sequence)
+        scheduler.start_local(sequence.unit)
+    assert scheduler.plan().sequences == [older]
+    scheduler.finish(older)
+    assert scheduler.plan().sequences == [younger]
+
+
+def test_positions_whose_states_a_drafter_needs_are_computed_although_they_are_cached(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    for num_states, num_pages in ((0, 3), (1, 2), (5, 1), (9, 0)):
+        scheduler = make_scheduler(num_prompt_states=num_states)
+        first = start(scheduler, make_sequence("r", 13))
+        scheduler.finish(first)
+        local = make_sequence("r", 13, is_local=True)
+        assert scheduler.reserve(local)
+        scheduler.start_local(local.unit)
+        assert (len(local.pages) > 0, local.num_cached) == (True, 4 * num_pages), num_states
+        scheduler.finish(local)
+        scheduler.cache.flush()
+
+
+def test_nothing_is_drafted_before_a_token_has_kv(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
+    scheduler = make_scheduler(shape=DraftShape(3))
+    one, other = make_sequence("r", 1, is_local=True), start(scheduler, make_sequence("bb", 5))
+    assert scheduler.reserve(one)
+    scheduler.start_local(one.unit)
+    plan = scheduler.plan()
+    assert set(plan.decoding) == {one, other} and plan.shape.num_steps == 0 and not one.lacks_draft
+    run_round(plan)
+    assert scheduler.plan().shape.num_steps == 3
 
 
 def test_the_youngest_is_preempted_and_resumed_before_new_reservations(
@@ -157,7 +217,7 @@ def test_drafts_are_limited_per_sequence(make_scheduler: MakeScheduler, make_seq
         start(scheduler, make_sequence("ccc", 4, max_tokens=3)),
         start(scheduler, make_sequence("dddd", 4, max_tokens=20)),
     ]
-    sequences[3].leave_behind()
+    sequences[3].num_missed = MAX_MISSED + 1
     plan = scheduler.plan()
     assert (plan.decoding, plan.limits, plan.shape.num_steps) == (sequences, [4, 2, 1, 0], 4)
     scheduler.finish(sequences[0])

@@ -65,7 +65,7 @@ def test_each_command_has_help(command: str) -> None:
         (["router", "--port", "99999"], ["99999"]),
         (["router", "--config", "/no/such/file.toml"], ["/no/such/file.toml"]),
         (["up", "--model", "/no/such/model"], ["--model /no/such/model", "no such directory"]),
-        (["up", "--prefill", "0"], ["--prefill 0"]),
+        (["up", "--prefill", "0", "--decode", "0"], ["--decode 0", "only decode nodes generate"]),
         (["upp"], ["no command 'upp'", "did you mean 'up'"]),
         (["chat", "--url", "ftp://x"], ["ftp://x"]),
         (["keys", "/no/such/directory/cluster.key"], ["/no/such/directory/cluster.key"]),

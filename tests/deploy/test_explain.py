@@ -108,6 +108,18 @@ def test_a_trace_for_people(server: Server, explain: Explain) -> None:
     assert rows["sum"].split() == ["sum", "0.0", "2,000.0", "100%"]
 
 
+def test_a_prompt_shows_who_computed_it_and_why(server: Server, explain: Explain) -> None:
+    spans = [
+        Span("local prefill", 0.0, 0.5, "d0", 0, "no prefill node is here", num_prompt=612),
+        Span("prefill", 0.5, 0.5, "p0", 1, "only a prefill node gives them", num_prompt=612),
+    ]
+    trace = msgspec.structs.replace(TRACE, sequences=[SequenceTrace(0, "length", 21, spans)])
+    server.say(Explanation([trace]))
+    text = explain("cmpl-1")[1]
+    assert "d0, at most 612 tokens on the decode node, since no prefill node is here" in text
+    assert "p0, attempt 2, 612 tokens; remote, since only a prefill node gives them" in text
+
+
 def test_bars_lie_where_their_spans_lie(server: Server, explain: Explain) -> None:
     server.say(Explanation([TRACE]))
     rows = [line for line in explain("cmpl-1")[1].splitlines() if "%  " in line]

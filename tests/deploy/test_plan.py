@@ -41,9 +41,34 @@ def test_the_commands_of_a_plan() -> None:
     assert not any("hunter2" in word for item in made for word in item.argv)
 
 
+def test_a_plan_without_prefill_nodes_lets_decode_nodes_compute_prompts() -> None:
+    router, *nodes = commands(
+        Plan(UpConfig(prefill=0, decode=2), RouterConfig(), PrefillConfig(), DecodeConfig()), 5701, 8001
+    )
+    assert "--local-prefill=always" in router.argv and [node.name for node in nodes] == ["decode-0", "decode-1"]
+    router = commands(default_plan(), 5701, 8001)[0]
+    assert not any("local-prefill" in word for word in router.argv)
+    assert split_threads(4, 0, 1) == {"prefill": 3, "decode": 3}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [
+        (0, 0, "--decode 0: must be 1 to 64, since only decode nodes generate"),
+        (1, 0, "--decode 0: must be 1 to 64"),
+        (-1, 1, "--prefill -1: must be 0 to 64"),
+        (65, 1, "--prefill 65: must be 0 to 64"),
+    ],
+)
+def test_a_plan_needs_a_decode_node(prefill: int, decode: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        UpConfig(prefill=prefill, decode=decode)
+
+
 @pytest.mark.parametrize(
     ("gpus", "sizes", "shares"),
     [
+        ("0", (0, 1), ["0.9"]),
         ("", (1, 1), [None, None]),
         ("0", (1, 1), ["0.45", "0.45"]),
         ("0,1", (1, 1), ["0.9", "0.9"]),

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 from drafters import perturbed
+from heads import write_head
 from node_pair import params
 from solo import Running
 
@@ -220,6 +221,39 @@ def test_a_drafter_on_the_host_proposes_on_rank_0_alone(pairs: Pairs, model: Pat
     ours = serve(RankPrompts(two), RankExecutor(two), two.engine.pool, chunk=5, steps=(3,))
     assert_equal(ours, theirs)
     assert sum(each.num_accepted for each in ours) > 0
+
+
+def local_outputs(executor: Executor, pool: PagePool) -> list[Output]:
+    """Compute the prompts of all requests in chunks of 5 as local prompts, then run rounds of 3 drafts."""
+    rounds, running = Rounds(executor), list[tuple[Running, Output]]()
+    for ids, wanted in REQUESTS:
+        pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
+        state = SamplingState(wanted, ids, vocab_size=executor.vocab_size)
+        sequence = Running(len(ids), list(ids), 0, pages, state, lacks_draft=True)
+        rounds.admit(sequence, None)
+        for begin in range(0, len(ids) - 1, 5):
+            stop = min(begin + 5, len(ids) - 1)
+            rounds.recompute([sequence], [BatchRow(ids[begin:stop], begin, pages, 0)])
+        running.append((sequence, Output()))
+    for _ in range(12):
+        result = rounds.run([each for each, _ in running], rounds.shape, [3] * len(running))
+        for (sequence, output), accepted in zip(running, result.rows, strict=True):
+            assert accepted is not None
+            output.take(sequence, accepted)
+    for sequence, _ in running:
+        rounds.release(sequence)
+        pool.release(sequence.pages)
+    return [output for _, output in running]
+
+
+def test_two_ranks_compute_local_prompts_as_one_process(pairs: Pairs, model: Path, tmp_path: Path) -> None:
+    settings = {"speculative": "eagle", "draft_model": str(write_head(tmp_path / "eagle", "eagle", model))}
+    alone = Engine(_config(model, draft_steps=3, **settings))
+    theirs = local_outputs(DeviceExecutor(alone, NUM_SLOTS), alone.pool)
+    two = pairs.get(draft_steps=3, **settings)
+    ours = local_outputs(RankExecutor(two), two.engine.pool)
+    assert_equal(ours, theirs)
+    assert [each.num_accepted for each in ours] == [each.num_accepted for each in theirs]
 
 
 # --- every rank has sequences of its own, and some hidden units of each layer ---

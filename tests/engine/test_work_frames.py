@@ -15,6 +15,7 @@ from baton.engine.work import (
     CopyPages,
     Forget,
     LoadSlot,
+    LocalRow,
     Recompute,
     Round,
     TableChange,
@@ -44,7 +45,7 @@ ROUND = Round(
 VALUES = [
     ROUND,
     CatchUp([3], [2], [TableChange(3, 1, [6])], [0], [4], 2, Needs()),
-    Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]]),
+    Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]], [LocalRow(0, 7)]),
     Forget(2**40),
     WarmUp(),
     Tokens([Accepted([1, 2], [TokenLogprobs(-0.5, (1,), (-0.5,)), None], 1, 2), None]),
@@ -65,6 +66,9 @@ def test_states_of_sampling_are_what_they_were() -> None:
     load = decode(encode(LoadSlot(1, [1, 2, 3, 4, 5], state, b"\x00\xff")))
     assert (load.slot, load.token_ids, load.row) == (1, [1, 2, 3, 4, 5], b"\x00\xff")
     assert _states_equal(load.sampling, state)
+    work = Recompute([BatchRow([4], 3, [5, 6], 0)], [[1, 2, 3, 4, 5]], [LocalRow(0, 7, state)])
+    [local] = decode(encode(work)).local
+    assert (local.row, local.slot) == (0, 7) and _states_equal(local.sampling, state)
     tail = Tail(0, [state, state], [[5], [6]], CopyPages([5], [6]), True, 4)
     chunk = Chunk([ChunkRow(7, [1, 2, 3], BatchRow([2, 3], 1, [5], 1, 1), 2)], [Tails([tail])])
     sent = decode(encode(chunk))

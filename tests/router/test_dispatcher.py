@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.metadata.errors import BatonError, Overloaded, ProtocolError, RequestError, Unavailable
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load, NodeStats
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Ended, SamplingParams, TokenLogprobs, Unit, pack_ids, unpack_ids
 from baton.router.cancels import ACK_S, MAX_ACK_S
 from baton.router.config import RouterConfig
@@ -59,7 +61,7 @@ class Client:
 class World:
     """A dispatcher, its clock, and nodes that do what the test says. There are no canaries."""
 
-    def __init__(self, *names: str, **settings: Any) -> None:
+    def __init__(self, *names: str, protocol_max: int = PROTOCOL_MAX, **settings: Any) -> None:
         self.now = time.monotonic()
         self.dispatcher = Dispatcher(RouterConfig(**settings), "e", METRICS)
         self.dispatcher.health.look = lambda now: []  # type: ignore[method-assign]
@@ -69,7 +71,7 @@ class World:
         self.unreachable: set[str] = set()  # names of nodes to which nothing can be sent
         self.num_submitted = 0
         for name in names or ("p0", "d0"):
-            self.join(name)
+            self.join(name, protocol_max=protocol_max)
         self.group.tokenizer = text_tokenizer()
 
     @property
@@ -80,8 +82,9 @@ class World:
     def node(self, name: str) -> Any:
         return self.dispatcher.registry.nodes[f"{name}:1".encode()]
 
-    def join(self, name: str, **sizes: Any) -> None:
+    def join(self, name: str, protocol_max: int = PROTOCOL_MAX, **sizes: Any) -> None:
         hello = make_hello("prefill" if name[0] == "p" else "decode", name, **sizes)
+        hello = msgspec.structs.replace(hello, protocol_max=protocol_max)
         self.do(self.dispatcher.on_message(f"{name}:1".encode(), hello, self.now))
 
     def lose(self, name: str) -> None:
@@ -581,7 +584,7 @@ def test_a_request_waits_for_the_other_role_while_nodes_come_back_to_a_new_route
 
 @pytest.mark.parametrize("name", ["d0", "p0"])
 def test_nobody_waits_for_a_role_that_does_not_join_for_longer_than_stated(name: str) -> None:
-    world = World(name, node_wait_s=2.0)
+    world = World(name, node_wait_s=2.0, protocol_max=m.Compute.since - 1)  # it cannot compute prompts
     client = world.submit()
     world.wait(2.0 + 3 * SLOW_TICK_S)
     role = "prefill" if name == "d0" else "decode"

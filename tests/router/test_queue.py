@@ -22,6 +22,7 @@ from baton.metadata.errors import Overloaded, RequestError, Unavailable
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity
 from baton.router.errors import NodeFault
+from baton.router.prompt_placement import GroupFacts
 from baton.router.queue import (
     AGE_S,
     MARGIN_S,
@@ -287,6 +288,8 @@ class Group:
     page_size = 16
     layout = SimpleNamespace(page_size=16, key_lookahead=0)
     tokenizer: Any = object()
+    facts = GroupFacts()
+    computes_locally = False
 
     def __init__(self, prefill: int = 1, decode: int = 1) -> None:
         self.by_role = {"prefill": [node() for _ in range(prefill)], "decode": [node() for _ in range(decode)]}
@@ -295,11 +298,14 @@ class Group:
     def live(self, role: str) -> list[Any]:
         return self.by_role[role]
 
+    def local_nodes(self) -> list[Any]:
+        return []
+
     def pairs(self) -> Any:
         return ((prefill, decode) for prefill in self.by_role["prefill"] for decode in self.by_role["decode"])
 
     @property
-    def is_paired(self) -> bool:
+    def can_serve(self) -> bool:
         return any(True for _ in self.pairs())
 
     def most_pages(self, role: str) -> int:
@@ -321,6 +327,7 @@ class Waiting:
             prompt_ids=[5] * 160,
             cache_salt="",
             params=SimpleNamespace(max_tokens=100),
+            needs_prompt_logprobs=False,
             sequences=[SimpleNamespace(received=[], num_left=100 if needs_decode else 1, finish_reason=None)],
         )
         self.entry: Any = Entry(request, (0,))

@@ -17,7 +17,7 @@ import pytest
 
 from baton.metadata.errors import BatonError
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.messages import Cancel
+from baton.metadata.wire.messages import Cancel, Compute
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unpack_ids
 from baton.router.cancels import Cancels
@@ -273,7 +273,9 @@ def test_requests_wait_for_a_new_node_of_a_role(make_system: Make, role: str) ->
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_no_request_waits_longer_than_node_wait_s(make_system: Make, role: str) -> None:
-    system = make_system(router={"node_wait_s": 0.4}).up()
+    system = make_system(router={"node_wait_s": 0.4})
+    system.cluster.add("decode", "d0", protocol_max=Compute.since - 1)  # it cannot compute prompts
+    system.up(1, 0)
     system.behaviour.hold = threading.Event()
     system.behaviour.answer_prefill = lambda node, message: not is_canary(message)
     asking: list[Any] = []

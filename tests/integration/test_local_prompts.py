@@ -1,0 +1,74 @@
+"""Real processes without a prefill node: decode nodes compute prompts, with the text of a cluster that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, wait_until
+
+from .test_up import DEMO, up
+
+pytestmark = pytest.mark.integration
+
+BODIES: list[dict[str, Any]] = [
+    {"max_tokens": 24, "temperature": 0},
+    {"max_tokens": 24, "temperature": 1.0, "seed": 7, "n": 2},
+    {"max_tokens": 12, "temperature": 0.8, "seed": 3, "top_p": 0.9, "logprobs": 2},
+    {"max_tokens": 1, "temperature": 0, "logprobs": 1},
+]
+PROMPT = "def main(arguments):\n    for each in arguments:\n        print(each)\n    return 0\n\n\nclass Each:\n"
+
+
+def answers(ask: Any) -> list[Any]:
+    """Return the texts and likeliest tokens that the bodies get."""
+    found: list[Any] = []
+    for body in BODIES:
+        answer = ask({"model": "demo", "prompt": PROMPT, "ignore_eos": True, **body})
+        assert answer["usage"]["prompt_tokens"] > 10, answer
+        found.append([(each["text"], (each["logprobs"] or {}).get("tokens")) for each in answer["choices"]])
+    return found
+
+
+def test_baton_up_without_prefill_nodes_serves_the_same_text(
+    tmp_path: Path, new_cluster: Callable[..., Cluster]
+) -> None:
+    with up(tmp_path, DEMO, "--prefill", "0", "--decode", "1", "--no-draft-adaptive") as running:
+        assert len(running.family()) == 2
+
+        def ask(body: Any) -> Any:
+            status, answer = running.request("POST", "/v1/completions", body)
+            assert status == 200, answer
+            return answer
+
+        local = answers(ask)
+        usage = ask({"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0})["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0, usage
+        assert usage["speculation"]["accepted_tokens"] > 0, usage
+        assert running.request("GET", "/ready")[1]["local_prefill"]
+    cluster = new_cluster(DEMO).start()
+    assert answers(lambda body: cluster.post("/v1/completions", body)[1]) == local
+    assert "local_prefill" not in cluster.get("/ready")[1]
+
+
+def test_requests_go_on_when_the_only_prefill_node_is_killed_and_return_when_one_joins(cluster: Cluster) -> None:
+    body = {"model": "tiny-llama", "prompt": "hello there", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def text() -> str:
+        status, answer = cluster.post("/v1/completions", body)
+        assert status == 200, answer
+        return answer["choices"][0]["text"]
+
+    first = text()
+    cluster.processes["prefill-0"].kill()
+    wait_until(lambda: len(cluster.nodes()) == 1, "the router has noticed")
+    assert text() == first
+    wait_until(lambda: cluster.get("/ready")[1].get("local_prefill"), "the router says so")
+    assert "decode nodes compute prompts, since no prefill node is here" in cluster.processes["router"].log
+    cluster.start_node("prefill", "prefill-1")
+    wait_until(lambda: "local_prefill" not in cluster.get("/ready")[1], "prompts go to a prefill node again")
+    assert text() == first
+    page = cluster.get("/metrics")[1]
+    assert 'place="local",reason="no prefill node"} 1.0' in page and 'place="remote",reason="never"} 2.0' in page
