@@ -182,8 +182,8 @@ def split_threads(num_cores: int, num_prefill: int, num_decode: int) -> dict[str
 
 
 def memory_share(own: float | None, sharing: Sequence[float | None]) -> float:
-    """Return the share of a GPU's memory that a node takes: its `own` if one is given, else an equal part of what is
-    left. `sharing`: what is given for each node of the GPU. Raises ConfigError if nothing is left."""
+    """Return the share of a GPU's memory that a node takes: its `own` if one is given, else an equal part of the rest.
+    `sharing`: the given shares of all nodes of the GPU. Raises ConfigError if there is no rest."""
     given = [each for each in sharing if each is not None]
     total, num_others = round(sum(given), 4), len(sharing) - len(given)
     left = round(MEMORY_SHARE - total, 4)

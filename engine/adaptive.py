@@ -5,10 +5,11 @@ The gain. If a is the share of accepted drafts (of those whose predecessors were
 rounds without drafts left out. The K with the most tokens per second wins, 0 included. The unknown counts as good: a is
 estimated as if DOUBT more drafts had been right. So drafts that were not seen for some MEMORY rounds are tried again.
 
-The budget. The node books what drafting gains and loses, in rounds without drafts: a round that took as long as two of
-these and yielded three tokens per sequence has gained one. An account begins with LOAN rounds, and SHARE of all time is
-added. A round drafts only what the account can bear to lose. The loss that it may make is that of a doubtful estimate:
-as if DOUBT more drafts had been wrong, and as if times were wrong by their error. Doubtful gains are booked likewise.
+The budget. The node books the gains and losses of drafting, in rounds without drafts: a round that took as long as two
+of these and yielded three tokens per sequence has gained one. An account begins with LOAN rounds, and SHARE of all time
+is added. A round drafts only as much as the account can bear to lose. The loss that it may make is that of a doubtful
+estimate: as if DOUBT more drafts had been wrong, and as if times were wrong by their error. Doubtful gains are booked
+likewise.
 
 The bound. In N rounds' time a node loses at most LOAN + SHARE * N rounds to drafts, beside the loss of the last round
 that drafted. While drafts are made, a round without drafts is run now and then, because its time is the unit, and so is

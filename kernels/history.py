@@ -16,7 +16,7 @@ every call is a multiple of UNIT. Blocks leave fewer tokens than the smallest ha
     rows     one row of zeros per token left, then the chunk's queries, then zeros. Only the chunk's rows are used
     keys     the tokens left, then the chunk's own, then zeros, which no row of the chunk sees
 
-So no other kernel is needed, and a node plans all `shapes` at start. If `extend_attention` computed what blocks leave,
+So no other kernel is needed, and a node plans all `shapes` at start. If `extend_attention` computed these tokens,
 there would be a third part to join. torch has one more fused attention for GPUs that returns the logarithms
 (`_scaled_dot_product_flash_attention`). It is slower than `extend_attention`. So if cuDNN does not serve,
 `extend_attention` computes the whole chunk.

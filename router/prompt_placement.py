@@ -16,7 +16,7 @@ LOST_S = 1.0  # without a prefill node, after a group has had one, until decode 
 
 
 class PromptPlace(NamedTuple):
-    """Who computes a prompt, and why."""
+    """The role that computes a prompt, and the reason."""
 
     where: Where
     reason: Reason
@@ -46,7 +46,7 @@ class GroupFacts(NamedTuple):
 
 
 def place_prompt(facts: GroupFacts, *, wants_prompt_logprobs: bool) -> PromptPlace:
-    """Return who computes a prompt. `wants_prompt_logprobs`: the request asks for those of its prompt."""
+    """Return the role that computes a prompt. `wants_prompt_logprobs`: the request asks for those of its prompt."""
     if facts.mode == "never" and not facts.lacks_prefill:
         return PromptPlace("remote", "never")
     if not facts.decodes_compute:

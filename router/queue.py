@@ -75,7 +75,7 @@ class Entry:
 
     @property
     def place(self) -> PromptPlace:
-        """Who computes its prompt."""
+        """The role that computes its prompt, and the reason."""
         if self.pair is not None:
             return PromptPlace("local" if self.pair[0] is None else "remote", "never")
         return place_prompt(self.request.group.facts, wants_prompt_logprobs=self.request.needs_prompt_logprobs)
