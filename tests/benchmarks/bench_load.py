@@ -130,6 +130,7 @@ class Client:
         """`port` and `name` of the router and its model; `model` is the directory, for its vocabulary."""
         config = json.loads((model / "config.json").read_text())
         self._port, self._name, self._vocab_size = port, name, config["vocab_size"]
+        self._context_len = config["max_position_embeddings"]
         self._text = PlantedText(self._vocab_size) if config.get("planted") else None
         self._draw = np.random.default_rng(seed)
         self.records: list[Record] = []
@@ -138,8 +139,9 @@ class Client:
 
     async def run(self, arrivals: Sequence[Arrival], num_background: int = 0) -> float:
         """Send all requests, wait for their answers, and return how long that took, in seconds. Meanwhile other
-        streams run, which end with it."""
-        body = self._body([7] * _BACKGROUND.prompt_len, _BACKGROUND.num_tokens)
+        streams run, which end with it. Raises RuntimeError if the router refuses one of these."""
+        _, prompt_len, num_tokens = _BACKGROUND
+        body = self._body([7] * prompt_len, min(num_tokens, self._context_len - prompt_len))
         loop = asyncio.get_running_loop()
         others = [
             await loop.create_connection(lambda: Stream(body), "127.0.0.1", self._port) for _ in range(num_background)
@@ -147,6 +149,9 @@ class Client:
         if others:
             await asyncio.sleep(_BACKGROUND.at_s)
         try:
+            for _, stream in others:
+                if stream.done.done():
+                    stream.done.result()
             return await self._measure(arrivals)
         finally:
             for transport, _ in others:
@@ -182,7 +187,7 @@ class Client:
             events = tokens_of(stream)
             ids = [token for _, part in events for token in part]
             assert len(ids) == num_tokens, (len(ids), num_tokens)
-        except (OSError, AssertionError, TimeoutError) as error:
+        except (OSError, RuntimeError, AssertionError, TimeoutError) as error:
             self.num_failed += 1
             print(f"a request failed: {error}", file=sys.stderr)
             return

@@ -116,6 +116,8 @@ class Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.reads.append((time.perf_counter(), data))
+        if len(self.reads) == 1 and not data.startswith(b"HTTP/1.1 200 ") and not self.done.done():
+            self.done.set_exception(RuntimeError(f"the router refused: {data.decode(errors='replace')[:400]}"))
         if b"[DONE]" in data and not self.done.done():
             self.done.set_result(None)
 

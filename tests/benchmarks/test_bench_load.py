@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
-from bench_load import Arrival, Record, Slo, poisson, read_trace, record, summary, table
+from bench_load import Arrival, Client, Record, Slo, poisson, read_trace, record, summary, table
 
 
 def test_poisson_arrivals_have_their_rate_and_their_spread() -> None:
@@ -65,3 +67,26 @@ def test_goodput_counts_requests_within_both_bounds() -> None:
     lines = table([row | {"rate": 2.0, "failed": 0, "wrong": 0}]).splitlines()
     assert "goodput at 200 / 12 ms" in lines[0] and len({line.count("|") for line in lines}) == 1
     assert "150.0" in lines[2] and "| 1.00 | 1.50 |" in lines[2]
+
+
+@pytest.mark.parametrize("status", ["503 Service Unavailable", "400 Bad Request"])
+def test_a_refusal_is_a_failed_request_at_once(status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The connection stays open, as the router's does, so only the status says that no tokens will come."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 50, "max_position_embeddings": 64}')
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 9\r\n\r\nno node..".encode())
+        await reader.read()
+        writer.close()
+
+    async def run() -> Client:
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        async with server:
+            client = Client(server.sockets[0].getsockname()[1], "m", tmp_path, 0)
+            await asyncio.wait_for(client.run([Arrival(0.0, 4, 2)]), 10)
+            return client
+
+    client = asyncio.run(run())
+    assert (client.num_failed, client.records) == (1, [])
+    assert f"the router refused: HTTP/1.1 {status}" in capsys.readouterr().err
