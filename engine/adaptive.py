@@ -11,10 +11,11 @@ is added. A round drafts only as much as the account can bear to lose. The loss 
 estimate: as if DOUBT more drafts had been wrong, and as if times were wrong by their error. Doubtful gains are booked
 likewise.
 
-The bound. In N rounds' time a node loses at most LOAN + SHARE * N rounds to drafts, beside the loss of the last round
-that drafted. While drafts are made, a round without drafts is run now and then, because its time is the unit, and so is
-a round with one step more than the best, in case its time is wrong. These cost at most SHARE of the tokens, and are as
-frequent as that allows. (docs/architecture.md derives the five numbers.)
+The bound. As far as its times of rounds are right, a node loses at most LOAN + SHARE * N rounds to drafts in N rounds'
+time, beside the loss of the last round that drafted. The first measurement of each kind of round is not believed, and
+may hide a loss of its own. While drafts are made, a round without drafts is run now and then, because its time is the
+unit, and so is a round with one step more than the best, in case its time is wrong. These cost at most SHARE of the
+tokens, and are as frequent as that allows. (docs/architecture.md derives the five numbers.)
 """
 
 from __future__ import annotations

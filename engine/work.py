@@ -1,9 +1,9 @@
-"""Requests of a scheduler to a device (work) and the device's answers (reports), as plain values without torch.
+"""Work that a scheduler asks of a device, and reports of the device, as plain values without torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 
 A scheduler makes work of token ids, page numbers and slots. The executor of each rank does the same work on its own
-device. What lies on a device between two works (slots, states of prompts) is named by numbers that the scheduler
+device. State on a device between two works (slots, states of prompts) is named by numbers that the scheduler
 chooses. Host decisions, such as the length of drafts, are made before the work is built and are named in it.
 
     work        does                                                        report

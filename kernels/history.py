@@ -1,4 +1,4 @@
-"""Causal attention of a chunk of a long prompt whose earlier tokens, its history, have their KV in pages.
+"""Causal attention of a chunk of a long prompt. The tokens before it are its history; their KV lies in pages.
 
     out[t] = sum over j <= num_before + t of softmax_j(q[t] . k[j] / sqrt(head_dim)) v[j]
 

@@ -168,10 +168,9 @@ class PairHealth:
         pair = self._pairs.get(_key(prefill, decode))
         if pair is None:
             return "untried"
-        if pair.failure is not None:
-            return pair.failure
-        if pair.verdict.words:
-            return f"pair {_name(prefill, decode)} is {pair.verdict.state}: {pair.verdict.words}"
+        fault = _fault(f"pair {_name(prefill, decode)}", pair)
+        if fault:
+            return fault
         return "ready" if pair.worked_at is not None and self.is_usable(prefill, decode) else "untried"
 
     def is_usable(self, prefill: Node, decode: Node) -> bool:
@@ -186,13 +185,7 @@ class PairHealth:
     def state_alone(self, decode: Node) -> str:
         """Return the state of a decode node that computes prompts: "ready", "untried", or what is wrong with it."""
         pair = self._locals.get(decode.routing_id)
-        if pair is None:
-            return "untried"
-        if pair.failure is not None:
-            return pair.failure
-        if pair.verdict.words:
-            return f"decode node {decode.node_id} alone is {pair.verdict.state}: {pair.verdict.words}"
-        return pair.verdict.state
+        return "untried" if pair is None else _fault(f"decode node {decode.node_id} alone", pair) or pair.verdict.state
 
     def is_usable_alone(self, decode: Node) -> bool:
         """Return whether a decode node may get local prompts."""
@@ -466,6 +459,13 @@ def _key(prefill: Node, decode: Node) -> tuple[bytes, bytes]:
 
 def _name(prefill: Node, decode: Node) -> str:
     return f"{prefill.node_id} -> {decode.node_id}"
+
+
+def _fault(name: str, pair: _Pair) -> str:
+    """Return a sentence on the fault of a pair or node; "" if none is known."""
+    if pair.failure is not None:
+        return pair.failure
+    return f"{name} is {pair.verdict.state}: {pair.verdict.words}" if pair.verdict.words else ""
 
 
 def _log(name: str, before: Verdict, after: Verdict) -> None:
