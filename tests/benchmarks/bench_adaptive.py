@@ -17,6 +17,7 @@ from baton.engine.round_timing import measure_round
 from baton.engine.rounds import Rounds, Submitted
 from baton.engine.step_times import StepTimes
 from baton.engine.work import MAX_MISSED
+from baton.metadata.wire.request import SamplingParams
 
 NUM_NEW = 256  # tokens a sequence, on average where they differ
 NUM_TURNS = 3
@@ -28,8 +29,8 @@ class _UnderWay(NamedTuple):
     started: float  # seconds
 
 
-def adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
-    """Return tokens per second with adaptive drafting, relative to rounds without drafts.
+def adaptive(engine: Engine, rounds: Rounds, batch: int, params: SamplingParams) -> dict[str, Any]:
+    """Return tokens per second with adaptive drafting, relative to rounds without drafts, sampled by `params`.
 
     Both kinds take turns on the same prompts. The first turn, in which the chooser knows nothing yet, is separate.
     """
@@ -42,10 +43,10 @@ def adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     steps: Counter[int] = Counter()
     num_tokens = num_rounds = num_checked = 0
     for turn in range(1 + NUM_TURNS):
-        sequences = start(engine, rounds, batch, NUM_NEW, turn)
+        sequences = start(engine, rounds, batch, NUM_NEW, turn, params)
         plain.append(run_rounds(rounds, sequences, rounds.shape.with_steps(0), NUM_NEW) / batch)
         num_checked += stop(engine, rounds, sequences)
-        sequences = start(engine, rounds, batch, 4 * NUM_NEW, turn)
+        sequences = start(engine, rounds, batch, 4 * NUM_NEW, turn, params)
         for slot in _slots(sequences):
             chooser.admit(slot)
         seconds, counted = _run(rounds, chooser, sequences)

@@ -30,6 +30,7 @@ from bench_prompts import LENGTHS, small_prompt
 from bench_sequences import CHUNK, Running, check, run_rounds, start, start_long, stop, store
 from bench_tables import heading, tables
 from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
+from sampling_kinds import KINDS
 
 from baton.deploy.logs import setup_logging
 from baton.engine.config import EngineConfig
@@ -48,13 +49,6 @@ from baton.metadata.wire.request import SamplingParams
 BATCHES = (1, 8, 64, 256)
 NUM_STEPS = 64  # of a timed run
 PAGE_SIZE = 64
-SAMPLING: dict[str, dict[str, Any]] = {  # as chat models ask for it
-    "temperature 1": {"temperature": 1.0},
-    "top_p": {"temperature": 0.6, "top_p": 0.9},
-    "top_k": {"temperature": 1.0, "top_k": 50},
-    "penalties": {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1},
-    "logprobs": {"temperature": 0.0, "num_logprobs": 5},
-}
 LONG_PROMPTS = (65_536, 120_000)  # tokens
 HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
 
@@ -101,7 +95,9 @@ def main() -> None:
         "mixed": lambda: [mixed(engine, rounds, batch, limits) for batch in options.batches if batch <= 64],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
-        "adaptive": lambda: [_adaptive(engine, rounds, batch) for batch in options.batches if batch <= 64],
+        "adaptive": lambda: [
+            _adaptive(engine, rounds, batch, kind) for kind in options.kinds for batch in options.batches if batch <= 64
+        ],
         "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
         "long": lambda: [long_prompt(engine, limits, num_tokens) for num_tokens in LONG_PROMPTS],
         "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
@@ -173,8 +169,8 @@ def sampling(engine: Engine, rounds: Rounds, batch: int, shape: DraftShape) -> d
     """
     times = dict[str, list[float]]()
     num_checked = 0
-    for name in ("greedy", *SAMPLING, "greedy"):
-        params = SamplingParams(max_tokens=1 << 16, seed=7, **SAMPLING.get(name, {"temperature": 0.0}))
+    for name in (*KINDS, "greedy"):
+        params = SamplingParams(max_tokens=1 << 16, seed=7, **KINDS[name])
         sequences = start(engine, rounds, batch, (2 * NUM_STEPS + 16) * shape.num_slots, params=params)
         run_rounds(rounds, sequences, shape, 8)
         times.setdefault(name, []).extend(run_rounds(rounds, sequences, shape, NUM_STEPS // 2) for _ in range(3))
@@ -184,7 +180,7 @@ def sampling(engine: Engine, rounds: Rounds, batch: int, shape: DraftShape) -> d
         "batch": batch,
         "steps": shape.num_steps,
         "greedy_ms": medians["greedy"] * 1e3,
-        "rates": {name: medians["greedy"] / medians[name] for name in SAMPLING},
+        "rates": {name: medians["greedy"] / medians[name] for name in KINDS if name != "greedy"},
         "checked_tokens": num_checked,
     }
     say("sampling " + _words(row))
@@ -288,8 +284,8 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     return row
 
 
-def _adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
-    row = adaptive(engine, rounds, batch)
+def _adaptive(engine: Engine, rounds: Rounds, batch: int, kind: str) -> dict[str, Any]:
+    row = {"kind": kind} | adaptive(engine, rounds, batch, SamplingParams(max_tokens=1 << 16, seed=7, **KINDS[kind]))
     say("adaptive " + _words(row))
     return row
 
@@ -434,6 +430,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--speculative", default="eagle3")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--topk", type=int, default=1, help="branches of a node; more than 1: trees")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["greedy"], help="of sampling, for adaptive")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)

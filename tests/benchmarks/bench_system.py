@@ -2,12 +2,15 @@
 
     python tests/benchmarks/synthetic.py llama-3.2-1b models/1b --planted
     python tests/benchmarks/bench_system.py --model models/1b [--streams 1 16 64] [--prompt-len 1024] [--tokens 512]
+    python tests/benchmarks/bench_system.py --model models/8b --speculative eagle3 --draft-model models/8b/eagle3-0.8 \
+        --kinds greedy top_p
 
 All streams of a round start at once. Times to first token (ttft) and between tokens (itl) are measured by the client.
 Tokens per second are those of the whole round, prompts included. `engine` is a decode step of as many sequences in this
 process, measured after both nodes have ended. `share` is the part of that speed that the system keeps while all streams
 generate: from the last stream's first token to the first stream's last token, if that is at least 32 tokens of each.
-With a planted model every token is compared with the known text; the exit status is 1 if one differs. Prints a table;
+With a planted model every greedy token is compared with the known text; the exit status is 1 if one differs.
+`--kinds` are the kinds of sampling with which the streams are asked for, one after the other. Prints a table;
 all figures go to --json FILE.
 """
 
@@ -34,6 +37,7 @@ from bench_router import Stream
 from bench_tables import heading, tables
 from cluster import Cluster
 from planted_text import PlantedText
+from sampling_kinds import KINDS
 
 from baton.engine.config import EngineConfig
 from baton.engine.device_executor import DeviceExecutor
@@ -55,13 +59,13 @@ def main() -> None:
         cluster.start(node_flags=_flags(options), wait=False)
         cluster.wait_ready(num_nodes=2, timeout_s=240)
         report["ready_s"] = round(time.monotonic() - started, 1)
-        points = [measure(cluster, options, num_streams) for num_streams in options.streams]
+        points = [measure(cluster, options, kind, streams) for kind in options.kinds for streams in options.streams]
         if options.logs:
             for path in Path(directory).glob("*.log"):
                 (options.logs / path.name).write_bytes(path.read_bytes()[-200_000:])
     report = heading(options.commit) | report  # asks the device, which the nodes had for themselves
     if options.device == "cuda":
-        add_engine(options, points)
+        add_engine(options, [point for point in points if point["kind"] == "greedy"])
     for name in ("checked_tokens", "wrong_streams"):
         report[name] = sum(point[name] for point in points)
     report["system"] = points
@@ -77,26 +81,27 @@ def _flags(options: argparse.Namespace) -> list[str]:
     flags = ["--device", options.device, "--page-size", str(PAGE_SIZE), "--num-pages", str(num_pages)]
     flags += ["--max-running", str(max(options.streams))]
     flags += ["--transport", options.transport, "--speculative", options.speculative, "--context-len", "16384"]
-    return flags
+    return flags if options.draft_model is None else [*flags, "--draft-model", str(options.draft_model)]
 
 
-def measure(cluster: Cluster, options: argparse.Namespace, num_streams: int) -> dict[str, Any]:
+def measure(cluster: Cluster, options: argparse.Namespace, kind: str, num_streams: int) -> dict[str, Any]:
     """Return the middle one of three rounds by tokens per second. A first round warms up and is only checked."""
-    rounds = [one_round(cluster, options, num_streams, index) for index in range(options.rounds + 1)]
+    rounds = [one_round(cluster, options, kind, num_streams, index) for index in range(options.rounds + 1)]
     middle = sorted(rounds[1:], key=lambda row: row["tokens_per_s"])[options.rounds // 2]
     return middle | {name: sum(row[name] for row in rounds) for name in ("checked_tokens", "wrong_streams")}
 
 
-def one_round(cluster: Cluster, options: argparse.Namespace, num_streams: int, index: int) -> dict[str, Any]:
+def one_round(cluster: Cluster, options: argparse.Namespace, kind: str, num_streams: int, index: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1000 * num_streams + index)
     config = json.loads((options.model / "config.json").read_text())
     vocab_size = config["vocab_size"]
     prompts = torch.randint(0, vocab_size, (num_streams, options.prompt_len), generator=generator).tolist()
     started = time.perf_counter()
-    streams = asyncio.run(ask(cluster, prompts, options.tokens))
+    streams = asyncio.run(ask(cluster, prompts, options.tokens, kind))
     wall_s = time.perf_counter() - started
     outputs = [tokens_of(stream) for stream in streams]
-    num_wrong = count_wrong(prompts, outputs, options.tokens, vocab_size) if config.get("planted") else 0
+    is_known = kind == "greedy" and bool(config.get("planted"))
+    num_wrong = count_wrong(prompts, outputs, options.tokens, vocab_size) if is_known else 0
     times = [np.array([at for at, ids in output for _ in ids]) for output in outputs]
     begun = max(float(each[0]) for each in times)  # from when all have their first token
     ended = min(float(each[-1]) for each in times)  # until the first has its last
@@ -105,6 +110,7 @@ def one_round(cluster: Cluster, options: argparse.Namespace, num_streams: int, i
     ttft = sorted(float(each[0] - started) for each in times)
     gaps = np.concatenate([np.diff(each) for each in times]) * 1e3
     return {
+        "kind": kind,
         "streams": num_streams,
         "tokens_per_s": num_streams * options.tokens / wall_s,
         "ttft_ms_p50": ttft[len(ttft) // 2] * 1e3,
@@ -115,17 +121,19 @@ def one_round(cluster: Cluster, options: argparse.Namespace, num_streams: int, i
         "steady_steps": num_together / num_streams,
         "steady_at": float(np.concatenate(together).mean()) if num_together else 0.0,  # of a stream's tokens
         "wrong_streams": num_wrong,
-        "checked_tokens": num_streams * options.tokens if config.get("planted") else 0,
+        "checked_tokens": num_streams * options.tokens if is_known else 0,
     }
 
 
-async def ask(cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int) -> list[Stream]:
+async def ask(cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int, kind: str) -> list[Stream]:
     name = cluster.model_name
-    return await asyncio.gather(*(_stream(cluster.http_port, name, prompt, num_tokens) for prompt in prompts))
+    return await asyncio.gather(*(_stream(cluster.http_port, name, prompt, num_tokens, kind) for prompt in prompts))
 
 
-async def _stream(port: int, model: str, prompt: list[int], num_tokens: int) -> Stream:
-    fields = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
+async def _stream(port: int, model: str, prompt: list[int], num_tokens: int, kind: str) -> Stream:
+    fields = {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    params = KINDS[kind]
+    fields |= {"logprobs" if name == "num_logprobs" else name: value for name, value in params.items()}
     body = json.dumps({"model": model, "prompt": prompt, **fields}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     loop = asyncio.get_running_loop()
@@ -199,6 +207,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--speculative", default="none")
+    parser.add_argument("--draft-model", type=Path, help="directory of the drafter")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["greedy"], help="of sampling")
     parser.add_argument("--num-tokens", type=int, default=131_072, help="KV tokens of each node's pool")
     parser.add_argument("--logs", type=Path, help="directory that takes the processes' logs")
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")

@@ -158,7 +158,7 @@ def _rounds(report: Report) -> Iterator[_Cell]:
 def _adaptive(report: Report) -> Iterator[_Cell]:
     for row in report.get("adaptive", ()):
         text = f"{row['adaptive']:.3f} ({row['adaptive_first']:.3f}, {row['least']:.3f})"
-        yield _Cell((f"{row['batch']}",), report["drafter"], text)
+        yield _Cell((row["kind"], f"{row['batch']}"), report["drafter"], text)
 
 
 def _handoff(report: Report) -> Iterator[_Cell]:
@@ -175,7 +175,7 @@ def _handoff(report: Report) -> Iterator[_Cell]:
 
 def _system(report: Report) -> Iterator[_Cell]:
     for row in report.get("system", ()):
-        point = (report["model"], f"{row['streams']}")
+        point = (report["model"], row["kind"], f"{row['streams']}")
         yield _Cell(point, "tokens/s, prompts included", f"{row['tokens_per_s']:,.0f}")
         yield _Cell(point, "first token ms, p50 / last", f"{row['ttft_ms_p50']:,.0f} / {row['ttft_ms_max']:,.0f}")
         yield _Cell(point, "between tokens ms, p50 / p99", f"{row['itl_ms_p50']:.2f} / {row['itl_ms_p99']:.1f}")
@@ -193,7 +193,7 @@ _TABLES = (
     _Table(("new tokens", "behind"), _turns),
     _Table(("idle in decode steps, batch",), _idle),
     _Table(("a round over a plain step: tokens/s over plain", "batch"), _rounds),
-    _Table(("adaptive K over none (first turn, least turn), batch",), _adaptive),
+    _Table(("adaptive K over none (first turn, least turn)", "batch"), _adaptive),
     _Table(("handoff by", "GPUs", "page size", "tokens"), _handoff),
-    _Table(("whole system", "streams"), _system),
+    _Table(("whole system", "sampling", "streams"), _system),
 )

@@ -38,8 +38,12 @@ PARTS: dict[str, Part] = {
 DRAFTING: dict[str, Part] = {
     "sampling": lambda engine, rounds: bench_gpu.sampling(engine, rounds, 2, rounds.shape),
     "rounds": lambda engine, rounds: bench_gpu.speculate(engine, rounds, 2),
-    "adaptive": lambda engine, rounds: bench_gpu._adaptive(engine, rounds, 2),
+    "adaptive": lambda engine, rounds: bench_gpu._adaptive(engine, rounds, 2, "greedy"),
 }
+WITH_TOP_P: dict[str, Part] = {
+    "adaptive with top_p": lambda engine, rounds: bench_gpu._adaptive(engine, rounds, 2, "top_p")
+}
+HEAD: dict[str, Any] = {"speculative": "eagle3", "draft_steps": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +72,14 @@ def run(part: str, model: Path, **settings: Any) -> dict[str, Any]:
     engine = Engine(config)
     rounds = Rounds(DeviceExecutor(engine, 2, buckets=(2,)))
     rounds.executor.warm_up()
-    return (PARTS | DRAFTING)[part](engine, rounds)
+    return (PARTS | DRAFTING | WITH_TOP_P)[part](engine, rounds)
 
 
 @pytest.mark.parametrize("part", [*PARTS, *DRAFTING])
 def test_a_part_runs_and_its_row_fits_the_tables(part: str, model: Path) -> None:
     head: dict[str, Any] = {"speculative": "none"}
     if part in DRAFTING:
-        head = {"speculative": "eagle3", "draft_model": str(model / "eagle3"), "draft_steps": 3}
+        head = HEAD | {"draft_model": str(model / "eagle3")}
     row = run(part, model, **head)
     if part == "small-prompts":  # compares nothing, and lacks the device's figures
         return
@@ -83,3 +87,9 @@ def test_a_part_runs_and_its_row_fits_the_tables(part: str, model: Path) -> None
     report = {"model": "small", "drafter": "the head" if part in DRAFTING else None, "topk": 1}
     table = tables({"engine": report | {"num_layers": 4, "hidden_size": 256, part: [row]}})
     assert ("the head" if part in DRAFTING else "small") in table, table
+
+
+def test_adaptive_drafting_is_measured_with_other_kinds_of_sampling(model: Path) -> None:
+    row = run("adaptive with top_p", model, **HEAD, draft_model=str(model / "eagle3"))
+    assert row["kind"] == "top_p" and row["checked_tokens"] == 0, "sampled text is not the planted one"
+    assert sum(row["rounds_by_steps"].values()) > 0

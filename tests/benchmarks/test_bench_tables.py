@@ -29,7 +29,7 @@ def drafted(drafter: str, *, gain: float) -> dict[str, Any]:
     """A report in the form of bench_gpu with a head."""
     rounds = {"batch": 8, "k3_ms": 5.0, "k3_over_plain": 1.2, "k3_tokens_a_round": 2.9, "k3_speedup": gain}
     rounds |= {"k5_ms": 6.0, "k5_over_plain": 1.4, "k5_tokens_a_round": 3.5, "k5_speedup": gain + 0.1}
-    adaptive = {"batch": 8, "adaptive_first": gain - 0.1, "adaptive": gain, "least": gain - 0.2}
+    adaptive = {"kind": "top_p", "batch": 8, "adaptive_first": gain - 0.1, "adaptive": gain, "least": gain - 0.2}
     return {"model": "8b", "drafter": drafter, "topk": 1, "rounds": [rounds], "adaptive": [adaptive]}
 
 
@@ -44,8 +44,9 @@ def handoff(devices: list[str], page_size: int) -> dict[str, Any]:
 
 def system(model: str) -> dict[str, Any]:
     """A report in the form of bench_system."""
-    point = {"streams": 16, "tokens_per_s": 9007.4, "ttft_ms_p50": 102.4, "ttft_ms_max": 1151.0, "itl_ms_p50": 1.161}
-    return {"model": model, "system": [point | {"itl_ms_p99": 3.71, "share": 0.998, "wrong_streams": 0}]}
+    point = {"kind": "greedy", "streams": 16, "tokens_per_s": 9007.4, "ttft_ms_p50": 102.4, "ttft_ms_max": 1151.0}
+    point |= {"itl_ms_p50": 1.161, "itl_ms_p99": 3.71, "share": 0.998, "wrong_streams": 0}
+    return {"model": model, "system": [point]}
 
 
 def rows(text: str, corner: str) -> list[list[str]]:
@@ -101,8 +102,8 @@ def test_heads_are_rows_of_rounds_and_columns_of_adaptive_drafting() -> None:
         ["eagle3-0.8", "8", "1.20: 2.30", "1.40: 2.40"],
         ["eagle3-0.6", "8", "1.20: 1.60", "1.40: 1.70"],
     ]
-    assert rows(text, "adaptive")[0][1:] == ["eagle3-0.8", "eagle3-0.6"]
-    assert rows(text, "adaptive")[1] == ["8", "2.300 (2.200, 2.100)", "1.600 (1.500, 1.400)"]
+    assert rows(text, "adaptive")[0][2:] == ["eagle3-0.8", "eagle3-0.6"]
+    assert rows(text, "adaptive")[1] == ["top_p", "8", "2.300 (2.200, 2.100)", "1.600 (1.500, 1.400)"]
 
 
 def test_trees_stand_beside_chains() -> None:
@@ -122,7 +123,7 @@ def test_handoffs_are_rows_by_transport_gpus_and_page_size() -> None:
 def test_the_whole_system_has_a_row_for_each_number_of_streams() -> None:
     text = tables({"a": system("1b"), "b": system("8b")})
     head, one, _ = rows(text, "whole system")
-    assert one == ["1b", "16", "9,007", "102 / 1,151", "1.16 / 3.7", "1.00"] and len(head) == len(one)
+    assert one == ["1b", "greedy", "16", "9,007", "102 / 1,151", "1.16 / 3.7", "1.00"] and len(head) == len(one)
 
 
 def test_a_report_names_its_date_device_and_commit() -> None:
