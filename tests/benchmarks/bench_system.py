@@ -64,7 +64,7 @@ def main() -> None:
             for path in Path(directory).glob("*.log"):
                 (options.logs / path.name).write_bytes(path.read_bytes()[-200_000:])
     report = heading(options.commit) | report  # asks the device, which the nodes had for themselves
-    if options.device == "cuda":
+    if options.device == "cuda" and options.engine:
         add_engine(options, [point for point in points if point["kind"] == "greedy"])
     for name in ("checked_tokens", "wrong_streams"):
         report[name] = sum(point[name] for point in points)
@@ -205,6 +205,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-engine", dest="engine", action="store_false", help="measure the system alone")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--speculative", default="none")
     parser.add_argument("--draft-model", type=Path, help="directory of the drafter")
