@@ -7,14 +7,16 @@
 Arrivals are those of a Poisson process at each of `--rates` (requests per second) for `--seconds`, or those of a trace:
 one JSON object per line with `timestamp` (milliseconds), `input_length` and `output_length` (tokens), as in the public
 traces of Mooncake (arXiv:2407.00079). `--speed 2` replays a trace twice as fast. Prompts are random token ids, so no
-prefix is cached. Answers are greedy and as long as asked for. `--background 32` keeps so many other streams running,
-which are not measured.
+prefix is cached; another `--seed` draws others. Answers are greedy and as long as asked for. `--background 32` keeps so
+many other streams running, which are not measured.
 
     ttft      milliseconds from sending a request to its first token
     tpot      milliseconds per token after the first, the mean of a request
     second    milliseconds from the first token to the second, which another node computes
     gap       the largest time between two reads with tokens of a request, milliseconds
     goodput   requests per second with ttft and tpot within `--slo TTFT_MS,TPOT_MS`; there may be several
+
+`stages_ms_p50` in the figures has the medians of the stages that `baton explain` shows for a request.
 
 With a planted model (synthetic.py --planted) every answer is compared with the known text; the exit status is 1 if one
 differs or if a request fails. All figures go to --json FILE.
@@ -26,9 +28,11 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import statistics
 import sys
 import time
+import urllib.request
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +124,8 @@ def summary(records: Sequence[Record], seconds: float, slos: Sequence[Slo]) -> d
     return row
 
 
+_MOST_TRACED = 100  # requests
+_RID = re.compile(r'"id": ?"(cmpl-[^"]+)"')
 _BACKGROUND = Arrival(2.0, 64, 12_000)  # a stream beside those that are measured, and its start before them
 
 
@@ -134,6 +140,7 @@ class Client:
         self._text = PlantedText(self._vocab_size) if config.get("planted") else None
         self._draw = np.random.default_rng(seed)
         self.records: list[Record] = []
+        self.rids: list[str] = []  # of answered requests
         self.late_s: list[float] = []  # by which a request was sent after its time
         self.num_failed = self.num_wrong = self.num_checked = 0
 
@@ -192,9 +199,21 @@ class Client:
             print(f"a request failed: {error}", file=sys.stderr)
             return
         self.records.append(record(sent_s, events))
+        self.rids += _RID.findall(b"".join(data for _, data in stream.reads).decode())[:1]
         if self._text is not None:
             self.num_checked += len(ids)
             self.num_wrong += ids != self._text.continuation(prompt, num_tokens)
+
+
+def stages(port: int, rids: Sequence[str]) -> dict[str, float]:
+    """Return the median milliseconds of each stage of the requests, as the router at `port` traced them."""
+    found: dict[str, list[float]] = {}
+    for rid in rids:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/debug/requests/{rid}", timeout=10) as answer:
+            for request in json.load(answer)["requests"]:
+                for part in request["choices"][0]["parts"]:
+                    found.setdefault(part["name"], []).append(part.get("seconds", 0.0) * 1e3)
+    return {name: round(statistics.median(each), 3) for name, each in found.items()}
 
 
 def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -204,6 +223,7 @@ def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int)
     row = {"rate": len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": took_s}
     row |= summary(client.records, took_s, options.slo) if client.records else {"requests": 0}
     row |= {"failed": client.num_failed, "wrong": client.num_wrong, "checked_tokens": client.num_checked}
+    row["stages_ms_p50"] = stages(options.port, client.rids[-_MOST_TRACED:])
     return row | {"late_ms_p99": float(np.percentile(client.late_s, 99)) * 1e3}
 
 
@@ -229,12 +249,12 @@ def main() -> None:
         loads = [read_trace(options.trace.read_text().splitlines(), options.speed)]
     else:
         sizes = options.prompt_len, options.tokens
-        loads = [poisson(rate, options.seconds, *sizes, seed) for seed, rate in enumerate(options.rates)]
+        loads = [poisson(rate, options.seconds, *sizes, seed) for seed, rate in enumerate(options.rates, options.seed)]
     if not all(loads):
         sys.exit("a load has no request: raise --rates or --seconds, or give a trace with lines")
     measure([Arrival(0.0, 16, 4)], options, _FIRST)  # connections, and kinds of kernels that nobody asked for
     rows = []
-    for seed, arrivals in enumerate(loads):
+    for seed, arrivals in enumerate(loads, options.seed):
         rows.append(measure(arrivals, options, seed))
         print(json.dumps(rows[-1]), flush=True)
         if options.json:
@@ -263,6 +283,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="for which requests arrive")
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0, help="of the first load's arrivals and prompts")
     parser.add_argument("--background", type=int, default=0, help="other streams that run meanwhile")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=1.0, help="at which a trace is replayed")
