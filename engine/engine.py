@@ -24,6 +24,7 @@ from ..metadata.handoff.schema import on_gpu, page_bytes, pools
 from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .attention import AttentionContext
+from .background import begin
 from .batch import Computed, ForwardBatch
 from .config import SHARING, DtypeChoice, EngineConfig
 from .cuda_memory import pool_zeros
@@ -98,8 +99,9 @@ class Engine:
         dtype = _DTYPES[self.dtype_name]
         num_pages = num_pages or config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
         _check_size(num_pages)
+        fingerprints = begin(lambda: (fingerprint(self.model_dir), self.speculation.fingerprint), "fingerprints")
         self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress, ranks)
-        self.fingerprints = (fingerprint(self.model_dir), self.speculation.fingerprint)
+        self._fingerprints = fingerprints
         self.card: ModelCard = read_card(
             self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
         )
@@ -107,6 +109,11 @@ class Engine:
         self._make_pools(num_pages)
         self.drafter = self.speculation.load(self.model, *self._target_and_draft_kv(), progress)
         self._prompt_graphs: PromptGraphs | None = None
+
+    @property
+    def fingerprints(self) -> tuple[str, str | None]:
+        """Digests of the weights of target and draft. They are made beside the start, and this waits for them."""
+        return self._fingerprints.result()
 
     def resize(self, num_pages: int) -> None:
         """Make the pools again, with `num_pages` pages. No page may be in use. What was made of the pools before,
