@@ -32,10 +32,12 @@ from .cuda_pool import CudaPool
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.family import Speculation
 from .drafters.speculation import read_speculation
+from .fingerprint import fingerprint
 from .host_memory import available_memory
 from .logprobs import Logprobs, compute_logprobs
 from .model_card import read_card
 from .model_config import ModelConfig
+from .models.read_config import read_model_config
 from .models.registry import load_model
 from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
@@ -45,7 +47,6 @@ from .ranks import ONE_RANK, Ranks
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
 from .sampling_state import SamplingState
-from .weights import fingerprint
 from .work import BatchRow
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Engine:
     ) -> None:
         """`num_pages`: of the first pools, if `resize` makes others later; None: as configured."""
         self.model_dir = resolve_model(config.model)
-        self.model_config = ModelConfig.from_dir(self.model_dir)
+        self.model_config = read_model_config(self.model_dir)
         self.device = choose_device(config.device)
         self.dtype_name = _choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)

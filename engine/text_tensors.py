@@ -13,16 +13,6 @@ from collections.abc import Iterable
 
 from ..metadata.errors import ModelError
 
-# architectures by the model_type of a text_config; prompts of text alone are computed as by these families
-TEXT_MODELS = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_5_vl_text": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_vl_text": "Qwen3ForCausalLM",
-    "hyper_llama": "HyperLlamaForCausalLM",
-}
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",

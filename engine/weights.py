@@ -6,18 +6,14 @@ The same code of a family lists the tensors that a checkpoint must have (`Listed
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ..metadata.errors import ModelError
-from .checkpoint import Checkpoint, TensorSpec, safetensors_files, tensor_digests
+from .checkpoint import Checkpoint, TensorSpec
 from .model_config import ModelConfig
 from .products.base import Split, WeightShard, WeightSource
 from .products.linear import Linear
@@ -225,18 +221,3 @@ def _stored_specs(weights: Weights, projections: Mapping[str, int], in_size: int
 
 def _has_bias(weights: Weights, projections: Collection[str], bias: bool | None) -> bool:
     return any(weights.has(f"{name}.bias") for name in projections) if bias is None else bias
-
-
-def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
-    """Return 32 hexadecimal digits that are equal for equal models, on every host and however the files are split.
-
-    XXH3-128 over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read.
-    `config`: as read already, for a drafter's head. Raises ModelError as loading does."""
-    fields = asdict(config or ModelConfig.from_dir(model_dir))
-    if fields["experts"] is None:  # a field that releases without experts do not have; nodes of both must agree
-        del fields["experts"]
-    digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
-    tensors = {name: value for path in safetensors_files(model_dir) for name, value in tensor_digests(path).items()}
-    for name in sorted(tensors):
-        digest.update(tensors[name])
-    return digest.hexdigest()

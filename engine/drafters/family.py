@@ -19,11 +19,11 @@ from ...metadata.handoff.hidden_layout import TORCH_DTYPES, HiddenDtype, HiddenL
 from ...metadata.handoff.schema import make_schema
 from ...metadata.wire.node_info import HandoffSchema, PoolLayout
 from ..draft_shape import DraftShape
+from ..fingerprint import fingerprint
 from ..model_config import ModelConfig
 from ..models.decoder import DecoderModel
 from ..models.target_ends import TargetEnds, ends_in
 from ..progress import Progress
-from ..weights import fingerprint
 from .base import Drafter
 from .registry import describe
 

@@ -20,6 +20,7 @@ from ..constants import counted
 from ..draft_shape import DraftShape
 from ..model_config import ModelConfig
 from ..models.decoder import DecoderModel
+from ..models.read_config import read_model_config
 from ..models.registry import load_model
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, sample_ahead
@@ -93,7 +94,7 @@ class StandaloneDrafter:
 
 
 def _read(wanted: Wanted) -> Speculation:
-    draft = ModelConfig.from_dir(wanted.draft_dir)
+    draft = read_model_config(wanted.draft_dir)
     _check_vocabulary(wanted, draft)
     return Speculation(
         algorithm=wanted.algorithm,

@@ -32,6 +32,7 @@ from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
 from .decoder import DecoderModel
+from .read_config import read_model_config
 from .tensors import HeadTensors
 
 
@@ -122,7 +123,7 @@ class FrozenKvHead:
 def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:
     """Check a head's directory. Raises ModelError for one that is no such head, ConfigError for a head that does not
     fit the target."""
-    config = ModelConfig.from_dir(directory, "LlamaForCausalLM")
+    config = read_model_config(directory, "LlamaForCausalLM")
     raw = json.loads((directory / "config.json").read_text())
     width, layers = raw.get("backbone_hidden_size"), raw.get("target_layers")
     if not isinstance(width, int) or not isinstance(layers, list) or len(layers) != config.num_layers:

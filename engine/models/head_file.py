@@ -11,6 +11,7 @@ from typing import Any
 from ...metadata.errors import ConfigError
 from ..checkpoint import Checkpoint
 from ..model_config import ModelConfig
+from .read_config import read_model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     ModelError for a directory without one, ConfigError if the head does not fit the target, naming both values."""
     names = tensor_names(directory)
     has_streams = any(name.endswith(".attn_hc.read") for name in names)
-    config = ModelConfig.from_dir(directory, "HyperLlamaForCausalLM" if has_streams else "LlamaForCausalLM")
+    config = read_model_config(directory, "HyperLlamaForCausalLM" if has_streams else "LlamaForCausalLM")
     settings = json.loads((directory / "config.json").read_text())
     own = settings.get("target_hidden_size", config.hidden_size)
     if own != target.hidden_size:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from ..config_file import ConfigFile
 from ..layers.moe import MoeMlp
 from ..model_config import ExpertsConfig, ModelConfig
 from ..weights import Weights
 from .decoder import DecoderModel
+from .family import NUM_EXPERTS, ModelFamily
 from .llama import read_layer, read_mlp, read_model
 
 
@@ -31,3 +33,26 @@ def _read_experts(config: ModelConfig, experts: ExpertsConfig, weights: Weights,
         experts.num_active,
         experts.norm_topk_prob,
     )
+
+
+def _read_experts_config(raw: ConfigFile) -> ExpertsConfig:
+    num_layers = raw.integer("num_hidden_layers")
+    num_experts = raw.integer(next((key for key in NUM_EXPERTS if raw.has(key)), NUM_EXPERTS[0]))
+    num_active = raw.integer("num_experts_per_tok")
+    if num_active > num_experts:
+        raise raw.error("num_experts_per_tok", f"is more than there are experts ({num_experts})")
+    step, dense = raw.integer("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise raw.error("mlp_only_layers", "must be a list of layer numbers")
+    layers = tuple(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense)
+    inner_size = raw.integer("moe_intermediate_size")
+    return ExpertsConfig(num_experts, num_active, inner_size, raw.flag("norm_topk_prob"), layers)
+
+
+QWEN3_MOE = ModelFamily(
+    architecture="Qwen3MoeForCausalLM",
+    read=read_qwen3_moe,
+    qk_norm=True,
+    needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    read_experts=_read_experts_config,
+)

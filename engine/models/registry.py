@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -13,25 +13,16 @@ from ..checkpoint import Checkpoint, TensorSpec
 from ..model_config import ModelConfig
 from ..progress import Progress
 from ..ranks import ONE_RANK, Ranks
-from ..weights import CheckpointWeights, ListedWeights, Weights
+from ..weights import CheckpointWeights, ListedWeights
 from .decoder import DecoderModel
-from .hyper_llama import read_hyper_llama
-from .llama import read_llama
-from .qwen3_moe import read_qwen3_moe
+from .family import ModelFamily
+from .hyper_llama import HYPER_LLAMA
+from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from .qwen3_moe import QWEN3_MOE
 
 logger = logging.getLogger(__name__)
 
-# A family reads its model from weights of any kind: the same call lists the tensors and loads them.
-Family = Callable[[ModelConfig, Weights], DecoderModel]
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": read_llama,
-    "MistralForCausalLM": read_llama,
-    "Qwen2ForCausalLM": read_llama,
-    "Qwen3ForCausalLM": read_llama,
-    "Qwen3MoeForCausalLM": read_qwen3_moe,
-    "HyperLlamaForCausalLM": read_hyper_llama,
-}
+FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, HYPER_LLAMA)}
 
 
 def load_model(
@@ -61,18 +52,18 @@ def load_model(
             checkpoint.num_left_out,
         )
     weights = CheckpointWeights(checkpoint, dtype, torch.device(device), progress, bytes_total, ranks=ranks)
-    return family(config, weights)
+    return family.read(config, weights)
 
 
 def tensor_specs(config: ModelConfig, names: Collection[str] = ()) -> list[TensorSpec]:
     """Return every tensor of a checkpoint of this configuration. `names`: tensors that the checkpoint has, which tell
     the formats of its weights; plain weights unless told otherwise."""
     listed = ListedWeights(names)
-    _family(config)(config, listed)
+    _family(config).read(config, listed)
     return listed.specs
 
 
-def _family(config: ModelConfig) -> Family:
+def _family(config: ModelConfig) -> ModelFamily:
     family = FAMILIES.get(config.architecture)
     if family is None:
         raise ModelError(f"{config.architecture} is not served; Baton serves {', '.join(FAMILIES)}")

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 
 SHARD_BYTES = 4 << 30
 _SHARED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "bos_token_id": None, "eos_token_id": None}
@@ -24,7 +25,7 @@ def write_config(directory: Path, fields: dict[str, Any], architecture: str | No
     """Write config.json and return it as `architecture` reads it. Raises ModelError if Baton cannot compute it."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(_SHARED | fields, indent=2) + "\n")
-    return ModelConfig.from_dir(directory, architecture)
+    return read_model_config(directory, architecture)
 
 
 def standard_normal(name: str, shape: Sequence[int], seed: int) -> Tensor:

@@ -19,8 +19,8 @@ from planted_text import PlantedText
 from solo import Running, Solo
 
 from baton.engine.drafters.eagle3 import FAMILY, aux_layers
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.head_file import read_head
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ModelError
 
 STEPS = 5
@@ -131,7 +131,7 @@ TOO_FEW_KV_HEADS = "qwen2.5-3b"
 @pytest.mark.parametrize("architecture", [name for name in synthetic.ARCHITECTURES if name != TOO_FEW_KV_HEADS])
 def test_real_sizes_have_a_head_of_the_published_shape(tmp_path: Path, architecture: str) -> None:
     target = PlantedModel(tensor_files.write_config(tmp_path, synthetic.ARCHITECTURES[architecture] | OWN))
-    head = PlantedEagle3(target, ModelConfig.from_dir(tmp_path, "LlamaForCausalLM"), 0.8)
+    head = PlantedEagle3(target, read_model_config(tmp_path, "LlamaForCausalLM"), 0.8)
     shapes = {spec.name: spec.shape for spec in head.specs()}
     size = target.config.hidden_size
     assert shapes["lm_head.weight"] == (32_000, size)
@@ -146,7 +146,7 @@ def test_real_sizes_have_a_head_of_the_published_shape(tmp_path: Path, architect
 
 def test_the_layers_are_the_published_ones(headed: Headed) -> None:
     model = headed(0.8)
-    target = ModelConfig.from_dir(model)
+    target = read_model_config(model)
     assert aux_layers(read_head(model / "eagle3", target), target) == (2, 2, 1)  # of four
 
 
@@ -154,7 +154,7 @@ def test_the_command_writes_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(synthetic.ARCHITECTURES, "llama-3.2-1b", small("llama-3.2-1b", max_position_embeddings=2048))
     synthetic.main(["llama-3.2-1b", str(tmp_path), "--planted", "--acceptance", "0.5", "1"])
     for head in ("eagle3-0.5", "eagle3-1"):
-        names = read_head(tmp_path / head, ModelConfig.from_dir(tmp_path)).names
+        names = read_head(tmp_path / head, read_model_config(tmp_path)).names
         assert FAMILY.recognises is not None and FAMILY.recognises(names)
     with pytest.raises(SystemExit):
         synthetic.main(["llama-3.2-1b", str(tmp_path), "--acceptance", "0.5"])
@@ -168,6 +168,6 @@ def test_a_model_that_cannot_have_a_head_is_refused(tmp_path: Path) -> None:
         write_planted_eagle3(tmp_path / "eagle3", target, 0.8)
     published = PlantedModel(tensor_files.write_config(tmp_path, synthetic.ARCHITECTURES[TOO_FEW_KV_HEADS] | OWN))
     with pytest.raises(ModelError, match="16 heads on 2 kv heads are too few"):
-        PlantedEagle3(published, ModelConfig.from_dir(tmp_path, "LlamaForCausalLM"), 0.8)
+        PlantedEagle3(published, read_model_config(tmp_path, "LlamaForCausalLM"), 0.8)
     with pytest.raises(ModelError, match=r"acceptance 1\.5 is no share"):
         write_planted_eagle3(tmp_path / "eagle3", target, 1.5)

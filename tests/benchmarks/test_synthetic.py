@@ -14,9 +14,9 @@ from planted_models import random_prompt, small
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.model_config import ModelConfig
+from baton.engine.fingerprint import fingerprint
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import tensor_specs
-from baton.engine.weights import fingerprint
 from baton.engine.work import BatchRow
 from baton.router.text.tokenizer import TextTokenizer
 
@@ -67,7 +67,7 @@ def test_the_router_reads_the_tokenizer(tmp_path: Path) -> None:
 def test_the_command_writes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(synthetic.ARCHITECTURES, "llama-3.2-1b", small("llama-3.2-1b"))
     synthetic.main(["llama-3.2-1b", str(tmp_path), "--layers", "2", "--dtype", "float16", "--seed", "7"])
-    config = ModelConfig.from_dir(tmp_path)
+    config = read_model_config(tmp_path)
     assert (config.num_layers, config.checkpoint_dtype, config.tie_word_embeddings) == (2, "float16", True)
     assert config.eos_token_ids == ()
     assert json.loads((tmp_path / "config.json").read_text())["rope_scaling"]["factor"] == 32.0

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from baton.engine.attention import HeadNorms, begin_attention
 from baton.engine.batch import ForwardBatch
 from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.engine.rope import RotaryEmbedding
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
@@ -45,7 +46,7 @@ def attend(config: ModelConfig, rows: list[BatchRow], norms: HeadNorms | None) -
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_all_ways_agree(rows: str, window: int | None, has_norms: bool, checkpoint: Checkpoint) -> None:
-    config = ModelConfig.from_dir(checkpoint("mistral", sliding_window=window))
+    config = read_model_config(checkpoint("mistral", sliding_window=window))
     norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim)) if has_norms else None
     ways = {}
     for way, kind in (("triton", "triton"), ("numba", "numba"), ("gathered", "reference")):

@@ -14,7 +14,7 @@ import xxhash
 from checkpoints import CHAT_TEMPLATE, END
 
 from baton.engine.model_card import read_card, read_tokenizer
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ModelError
 from baton.metadata.wire.node_info import ModelCard
 
@@ -32,7 +32,7 @@ def card_of(model_dir: Path, **tokenizer_config: Any) -> ModelCard:
     path = model_dir / "tokenizer_config.json"
     if tokenizer_config:
         path.write_text(json.dumps(json.loads(path.read_text()) | tokenizer_config))
-    return read_card(model_dir, ModelConfig.from_dir(model_dir), "demo", 300)
+    return read_card(model_dir, read_model_config(model_dir), "demo", 300)
 
 
 def test_a_card_has_what_the_router_needs_of_the_model(model_dir: Path) -> None:
@@ -105,7 +105,7 @@ def test_only_numbers_are_defaults_of_sampling(model_dir: Path) -> None:
     "content", [b"{", b"", b"\xff\xfe\x00", b"[1, 2]", b"null", b"[" * 100_000], ids=lambda b: b[:6]
 )
 def test_a_damaged_file_is_named(name: str, content: bytes, model_dir: Path) -> None:
-    config = ModelConfig.from_dir(model_dir)
+    config = read_model_config(model_dir)
     (model_dir / name).write_bytes(content)
     with pytest.raises(ModelError, match=name):
         read_card(model_dir, config, "demo", 300)

@@ -14,7 +14,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.engine import Engine
 from baton.engine.group import Group, OneRank
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
 from baton.engine.ranks import ONE_RANK, Ranks
@@ -37,7 +37,7 @@ def _weights(model: Path, group: Group, rows: RankRows | None = None) -> Checkpo
 def test_the_shares_of_all_ranks_sum_to_the_whole(checkpoint: Callable[..., Path]) -> None:
     """Rows of q, k and v lie side by side; columns of the output projection sum, and its bias counts once."""
     model = checkpoint("llama", attention_bias=True)
-    config, x = ModelConfig.from_dir(model), torch.randn(3, 64)
+    config, x = read_model_config(model), torch.randn(3, 64)
     names = {f"model.layers.0.self_attn.{part}_proj": size for part, size in zip("qkv", (64, 32, 32), strict=True)}
     whole = _weights(model, OneRank())
     qkv = whole.fused(names, 64, split=HEADS_OUT)
@@ -88,7 +88,7 @@ def test_a_model_that_ranks_cannot_share_is_refused(
     family: str, size: int, rows: RankRows | None, error: str, checkpoint: Callable[..., Path]
 ) -> None:
     with pytest.raises(ConfigError, match=error):
-        Ranks(OneOf(0, size), rows).check(ModelConfig.from_dir(checkpoint(family)))
+        Ranks(OneOf(0, size), rows).check(read_model_config(checkpoint(family)))
 
 
 def test_a_drafter_that_reads_the_targets_heads_needs_all_of_them(

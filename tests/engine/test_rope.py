@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.engine.rope import RopeConfig, RotaryEmbedding
 from baton.kernels.rotary import apply_rotary_, rotary_ref
 
@@ -55,7 +55,7 @@ def test_cosines_and_sines_equal_transformers(name: str, tmp_path) -> None:
         rope_parameters=dict(CONFIGS[name]),
     )
     config.save_pretrained(tmp_path)
-    ours = ModelConfig.from_dir(tmp_path)
+    ours = read_model_config(tmp_path)
     positions = torch.tensor([0, 1, 17, 63, 64, 4095, 8192, 40_000, 131_071])
     cos, sin = RotaryEmbedding(ours.rope, 128, torch.device("cpu"))(positions, torch.float32)
     their_cos, their_sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])

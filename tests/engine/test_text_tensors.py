@@ -20,7 +20,7 @@ from node_pair import node_pairs, params
 from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import ForwardBatch
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.text_tensors import is_of_tower, text_tensors
 from baton.engine.work import BatchRow
@@ -78,7 +78,7 @@ def write(name: str, directory: Path, tied: bool = False) -> tuple[Path, Any]:
 @torch.inference_mode()
 def logits_of(directory: Path, ids: list[int]) -> torch.Tensor:
     """Return our logits of all positions, [num_tokens, vocab_size]."""
-    config = ModelConfig.from_dir(directory)
+    config = read_model_config(directory)
     model = load_model(directory, config, torch.float32, "cpu")
     kv = torch.zeros(config.num_layers, 6, 2, config.num_kv_heads, 4, config.head_dim)
     hidden = model.forward(ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 4, "cpu"), kv)
@@ -137,7 +137,7 @@ def wrap(model: Path, directory: Path, **changes: Any) -> Path:
 def test_streams_are_read_from_the_text_configuration(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = checkpoint("hyper_llama")
     wrapped = wrap(model, tmp_path / "wrapped")
-    ours, plain = ModelConfig.from_dir(wrapped), ModelConfig.from_dir(model)
+    ours, plain = read_model_config(wrapped), read_model_config(model)
     assert ours == plain and ours.handoff_hidden_size == 4 * ours.hidden_size
     assert torch.equal(logits_of(wrapped, PROMPT), logits_of(model, PROMPT))
 
@@ -158,7 +158,7 @@ def test_a_text_model_that_is_not_served_is_refused_by_its_key(
 ) -> None:
     wrapped = wrap(checkpoint("hyper_llama"), tmp_path / "wrapped", **changes)
     with pytest.raises(ModelError, match=words):
-        ModelConfig.from_dir(wrapped)
+        read_model_config(wrapped)
 
 
 def test_a_quantized_wrapper_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_quantized_wrapper_is_refused(checkpoint: Callable[..., Path], tmp_pat
     config = json.loads((wrapped / "config.json").read_text())
     (wrapped / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
     with pytest.raises(ModelError, match="quantization_config"):
-        ModelConfig.from_dir(wrapped)
+        read_model_config(wrapped)
 
 
 # --- names --------------------------------------------------------------------------------------------------------
@@ -206,4 +206,4 @@ def test_an_unknown_tensor_in_a_layer_is_refused_as_in_any_checkpoint(
     tensors["language_model.model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
     save_file(tensors, wrapped / "model.safetensors")
     with pytest.raises(ModelError, match=r"has tensors that LlamaForCausalLM does not use .*q_norm"):
-        load_model(wrapped, ModelConfig.from_dir(wrapped), torch.float32, "cpu")
+        load_model(wrapped, read_model_config(wrapped), torch.float32, "cpu")

@@ -1,26 +1,23 @@
-"""Loading: sharded and single files, fusing, progress, the fingerprint, and tensors that do not fit the model."""
+"""Loading: sharded and single files, fusing, progress, and tensors that do not fit the model."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import xxhash
+from checkpoints import shard
 from safetensors.torch import load_file, save_file
 
-from baton.engine.checkpoint import tensor_digests
+from baton.engine.fingerprint import fingerprint
 from baton.engine.layers.decoder import DecoderBody
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.decoder import DecoderModel, DecoderStack
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.products.dense import DenseProduct
-from baton.engine.weights import fingerprint
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]
@@ -34,21 +31,12 @@ def model_dir(checkpoint: Checkpoint, tmp_path: Path) -> Path:
 
 
 def load(model_dir: Path, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
-    return load_model(model_dir, ModelConfig.from_dir(model_dir), dtype, CPU, **options)
+    return load_model(model_dir, read_model_config(model_dir), dtype, CPU, **options)
 
 
 def bodies(model: DecoderModel) -> list[DecoderBody]:
     assert isinstance(model.stack, DecoderStack)
     return [layer.body for layer in model.stack.layers]
-
-
-def shard(model_dir: Path, num_shards: int) -> None:
-    tensors = load_file(model_dir / "model.safetensors")
-    (model_dir / "model.safetensors").unlink()
-    weight_map = {name: f"model-{i % num_shards}.safetensors" for i, name in enumerate(sorted(tensors))}
-    for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name in weight_map if weight_map[name] == file}, model_dir / file)
-    (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def replace(model_dir: Path, **changes: torch.Tensor | None) -> None:
@@ -61,7 +49,7 @@ def test_specs_are_what_transformers_writes(checkpoint: Checkpoint) -> None:
     for family, config in (("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {})):
         model_dir = checkpoint(family, **config)
         written = {name: tuple(tensor.shape) for name, tensor in load_file(model_dir / "model.safetensors").items()}
-        assert {spec.name: spec.shape for spec in tensor_specs(ModelConfig.from_dir(model_dir))} == written
+        assert {spec.name: spec.shape for spec in tensor_specs(read_model_config(model_dir))} == written
 
 
 def test_sharded_equals_single(model_dir: Path) -> None:
@@ -93,40 +81,6 @@ def test_sixteen_bit_weights_stay_as_they_are(checkpoint: Checkpoint, dtype: tor
     products = [body.attention.qkv.product for body in bodies(model)]
     assert all(isinstance(each, DenseProduct) and each.weight.dtype == dtype for each in products)
     assert model.embed(torch.tensor([0])).dtype == model.dtype == dtype
-
-
-def test_fingerprint_is_of_the_content(model_dir: Path, checkpoint: Checkpoint) -> None:
-    original = fingerprint(model_dir)
-    assert len(original) == 32 and original == fingerprint(checkpoint("llama"))
-    shard(model_dir, 2)
-    assert fingerprint(model_dir) == original
-    config = json.loads((model_dir / "config.json").read_text())
-    (model_dir / "config.json").write_text(json.dumps(config | {"transformers_version": "9.9"}))
-    assert fingerprint(model_dir) == original
-    (model_dir / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
-    assert fingerprint(model_dir) != original
-    assert fingerprint(checkpoint("llama", seed=1)) != original
-    assert fingerprint(checkpoint("llama", "bfloat16")) != original
-
-
-def test_what_other_families_have_is_not_in_the_fingerprint(model_dir: Path) -> None:
-    """Dense models keep the digest of releases that knew no experts, so that nodes of both find each other."""
-    fields = asdict(ModelConfig.from_dir(model_dir))
-    assert fields.pop("experts") is None
-    digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
-    tensors = tensor_digests(model_dir / "model.safetensors")
-    for name in sorted(tensors):
-        digest.update(tensors[name])
-    assert fingerprint(model_dir) == digest.hexdigest()
-
-
-def test_fingerprint_sees_one_byte(model_dir: Path) -> None:
-    original = fingerprint(model_dir)
-    path = model_dir / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    assert fingerprint(model_dir) != original
 
 
 @pytest.mark.parametrize("size", [0, 4, 200, -1])

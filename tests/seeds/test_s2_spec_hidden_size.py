@@ -25,7 +25,7 @@ from baton.engine.draft_row import get_draft, set_draft
 from baton.engine.drafters.base import Drafter, DraftState
 from baton.engine.drafters.shifted import ShiftedDrafter
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.engine.startup import load_engine
 from baton.engine.work import BatchRow
 from baton.metadata.handoff import hidden_layout
@@ -232,7 +232,7 @@ def test_a_layout_without_the_streams_does_not_start(
 def schema_of(checkpoint: Checkpoint, hc_mult: Any, directory: Path, kind: str = HYPER) -> HandoffSchema:
     """Return the schema that a node with this target and its head says hello with."""
     model, drafting = target_and_head(checkpoint, hc_mult, directory, kind)
-    target = ModelConfig.from_dir(model)
+    target = read_model_config(model)
     pool = PoolLayout(num_layers=target.num_layers, num_kv_heads=2, head_dim=16, dtype="float32")
     return read_speculation(DecodeConfig(**drafting), model, target, "float32").schema(pool, 4, checksums=True)
 

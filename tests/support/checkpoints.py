@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -108,3 +110,13 @@ def _tokenizer() -> str:
     )
     tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
     return tokenizer.to_str()
+
+
+def shard(model_dir: Path, num_shards: int) -> None:
+    """Divide the checkpoint in `model_dir`, which is one file, into `num_shards`."""
+    tensors = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
+    weight_map = {name: f"model-{i % num_shards}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in weight_map if weight_map[name] == file}, model_dir / file)
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

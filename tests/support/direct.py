@@ -29,6 +29,7 @@ from baton.engine.drafters.base import DraftState, MissedRows, PromptChunk, Prom
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.heads import DraftHead
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
@@ -157,7 +158,7 @@ class Direct:
     """A drafter, its pool and its target's pool."""
 
     def __init__(self, model: Path, *, page_size: int = 3, **settings: Any) -> None:
-        config = ModelConfig.from_dir(model)
+        config = read_model_config(model)
         self.page_size = page_size
         self.speculation = read_speculation(DecodeConfig(model=str(model), **settings), model, config, "float32")
         self.target = load_model(model, config, torch.float32, "cpu")

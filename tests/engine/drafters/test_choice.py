@@ -13,7 +13,7 @@ from heads import write_head
 from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError, ModelError
 
 
@@ -28,7 +28,7 @@ def recommend(model: Path, **fields: Any) -> None:
 
 
 def read(model: Path, **settings: Any) -> Speculation:
-    return read_speculation(DecodeConfig(model=str(model), **settings), model, ModelConfig.from_dir(model), "float32")
+    return read_speculation(DecodeConfig(model=str(model), **settings), model, read_model_config(model), "float32")
 
 
 def test_the_directory_says_how_nodes_speculate_that_are_not_told(own_model: Path) -> None:

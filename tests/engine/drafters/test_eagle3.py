@@ -10,8 +10,8 @@ import pytest
 from heads import write_head
 
 from baton.engine.drafters.eagle3 import aux_layers
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.head_file import read_head
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -22,7 +22,7 @@ def read(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple
     model = checkpoint("llama", num_hidden_layers=6)
 
     def layers(**settings: Any) -> tuple[int, ...]:
-        target = ModelConfig.from_dir(model)
+        target = read_model_config(model)
         return aux_layers(read_head(write_head(tmp_path / "head", "eagle3", model, **settings), target), target)
 
     return layers

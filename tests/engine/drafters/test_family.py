@@ -14,7 +14,7 @@ from layouts import LOOKAHEAD, SOURCES, WITH_DRAFT_POOL
 from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.handoff.schema import differences, wire_name
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
@@ -25,7 +25,7 @@ def read(
     kind: str, checkpoint: Callable[..., Path], directory: Path, **changes: Any
 ) -> tuple[Speculation, HandoffSchema]:
     model = target_of(kind, checkpoint)
-    target = ModelConfig.from_dir(model)
+    target = read_model_config(model)
     config = DecodeConfig(**(settings(kind, model, directory, steps=3) | changes))
     found = read_speculation(config, model, target, "float32")
     pool = PoolLayout(
@@ -77,5 +77,5 @@ def test_steps_are_each_nodes_own(checkpoint: Callable[..., Path], tmp_path: Pat
 
 def test_without_a_drafter_nothing_is_loaded(checkpoint: Callable[..., Path]) -> None:
     model = checkpoint("llama")
-    none = read_speculation(DecodeConfig(speculative="none"), model, ModelConfig.from_dir(model), "float32")
+    none = read_speculation(DecodeConfig(speculative="none"), model, read_model_config(model), "float32")
     assert none.make is None and none.fingerprint is None and none.describe(model) == "none"

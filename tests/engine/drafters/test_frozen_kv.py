@@ -19,7 +19,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.base import DraftState
 from baton.engine.drafters.frozen_kv import FrozenKvDrafter
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
@@ -130,14 +130,14 @@ def test_another_dtype_than_the_targets_is_refused(checkpoint: Checkpoint, tmp_p
     head = write_head(tmp_path, "frozen-kv-mtp", model)
     config = DecodeConfig(speculative="frozen-kv-mtp", draft_model=str(head), draft_dtype="bfloat16")
     with pytest.raises(ConfigError, match="in the target's dtype float32, but draft_dtype is bfloat16"):
-        read_speculation(config, model, ModelConfig.from_dir(model), "float32")
+        read_speculation(config, model, read_model_config(model), "float32")
 
 
 def schema(model: Path, directory: Path, layers: list[int]) -> HandoffSchema:
     """Return the schema of a node with a head. Only what its file names differs."""
     head = write_head(directory / f"frozen-{layers}", "frozen-kv-mtp", model, target_layers=layers)
     config = DecodeConfig(speculative="frozen-kv-mtp", draft_model=str(head))
-    target = ModelConfig.from_dir(model)
+    target = read_model_config(model)
     pool = PoolLayout(num_layers=3, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, dtype="float32")
     return read_speculation(config, model, target, "float32").schema(pool, 4, checksums=True)
 

@@ -13,7 +13,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def read(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Specu
     def make(kind: str, **settings: Any) -> Speculation:
         head = write_head(tmp_path / kind, kind, model)
         config = DecodeConfig(speculative="mtp", draft_model=str(head), **settings)
-        return read_speculation(config, model, ModelConfig.from_dir(model), "float32")
+        return read_speculation(config, model, read_model_config(model), "float32")
 
     return make
 

@@ -16,7 +16,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError
 
 Checkpoints = Callable[..., Path]
@@ -28,7 +28,7 @@ def model(checkpoint: Checkpoints) -> Path:
 
 
 def read(model: Path, **settings: Any) -> Speculation:
-    return read_speculation(DecodeConfig(model=str(model), **settings), model, ModelConfig.from_dir(model), "float32")
+    return read_speculation(DecodeConfig(model=str(model), **settings), model, read_model_config(model), "float32")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_makes_no_chain_or_tree_is_refused(
 def fingerprint(model: Path, directory: Path, kind: str, **changes: Any) -> str | None:
     head = write_head(directory, kind, model, **changes)
     config = DecodeConfig(speculative=ALGORITHM[kind], draft_model=str(head))
-    return read_speculation(config, model, ModelConfig.from_dir(model), "float32").fingerprint
+    return read_speculation(config, model, read_model_config(model), "float32").fingerprint
 
 
 UNLIKE = [

@@ -15,7 +15,7 @@ from plain_heads import Plain
 from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.drafters.standalone import StandaloneDrafter
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError
 
 DRAFT = {"hidden_size": 30, "intermediate_size": 44, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 10}
@@ -124,7 +124,7 @@ def test_a_draft_model_of_another_vocabulary_or_tokenizer_is_refused(checkpoint:
 
     def read(draft: Path) -> None:
         config = DecodeConfig(model=str(model), speculative="standalone", draft_model=str(draft))
-        read_speculation(config, model, ModelConfig.from_dir(model), "float32")
+        read_speculation(config, model, read_model_config(model), "float32")
 
     few = checkpoint("llama", vocab_size=500)
     with pytest.raises(ConfigError, match=r"has 512 entries, .* has 500") as raised:

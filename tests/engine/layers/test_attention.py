@@ -12,6 +12,7 @@ from baton.engine.attention import HeadNorms, begin_attention
 from baton.engine.batch import ForwardBatch
 from baton.engine.layers.attention import Attention
 from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.engine.products.linear import Linear
 from baton.engine.rope import RotaryEmbedding
 from baton.engine.work import BatchRow
@@ -50,7 +51,7 @@ def dense(x: torch.Tensor, layer: Attention, config: ModelConfig, cos: torch.Ten
 def test_equals_dense_attention(
     window: int | None, has_norms: bool, chunks: tuple[int, ...], checkpoint: Checkpoint
 ) -> None:
-    config = ModelConfig.from_dir(checkpoint("mistral", sliding_window=window))
+    config = read_model_config(checkpoint("mistral", sliding_window=window))
     norms = HeadNorms(random(config.head_dim, seed=1), random(config.head_dim, seed=2)) if has_norms else None
     qkv = Linear.dense(random(config.q_size + 2 * config.kv_size, IN_SIZE, seed=3) / 5)
     layer = Attention(1, qkv, norms, window, Linear.dense(torch.eye(config.q_size)))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.engine.batch import ForwardBatch
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.decoder import DecoderModel, DecoderStack
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.products.half import HalfProduct
 from baton.engine.work import BatchRow
@@ -78,7 +78,7 @@ class Run:
     """Our model on a pool full of NaN, with scattered pages per sequence."""
 
     def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        config = ModelConfig.from_dir(model_dir)
+        config = read_model_config(model_dir)
         self.model: DecoderModel = load_model(model_dir, config, dtype, "cpu")
         self.kv = torch.full(
             (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim),

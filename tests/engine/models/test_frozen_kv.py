@@ -16,10 +16,10 @@ from plain_heads import Plain, PlainFrozenHead
 from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import ForwardBatch
-from baton.engine.model_config import ModelConfig
 from baton.engine.models import frozen_kv
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.frozen_kv import FrozenKvHead, read_frozen_kv
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.kernels.operations import preferring
 from baton.metadata.errors import BatonError, ConfigError, ModelError
@@ -38,7 +38,7 @@ def model(checkpoint: Checkpoint) -> Path:
 
 
 def load(model: Path, head: Path) -> tuple[FrozenKvHead, DecoderModel]:
-    config = ModelConfig.from_dir(model)
+    config = read_model_config(model)
     target = load_model(model, config, torch.float32, "cpu")
     return FrozenKvHead(read_frozen_kv(head, config), target), target
 
@@ -142,7 +142,7 @@ def test_a_configuration_that_does_not_fit_the_target_is_refused(
     config = json.loads((head / "config.json").read_text()) | changes
     (head / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=words) as raised:
-        read_frozen_kv(head, ModelConfig.from_dir(model))
+        read_frozen_kv(head, read_model_config(model))
     assert str(head) in str(raised.value)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from heads import write_head
 
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.head_file import check_state_width, read_head, tensor_names, without_model
+from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError, ModelError
 
 Checkpoint = Callable[..., Path]
@@ -23,18 +23,18 @@ def test_a_leading_model_is_dropped_from_names(checkpoint: Checkpoint, tmp_path:
 
 def test_a_head_has_streams_if_its_layer_mixes_them(checkpoint: Checkpoint, tmp_path: Path) -> None:
     one, four = checkpoint("llama"), checkpoint("hyper_llama")
-    plain = read_head(write_head(tmp_path / "eagle", "eagle", one), ModelConfig.from_dir(one))
-    wide = read_head(write_head(tmp_path / "hyper", "hyper-eagle", four), ModelConfig.from_dir(four))
+    plain = read_head(write_head(tmp_path / "eagle", "eagle", one), read_model_config(one))
+    wide = read_head(write_head(tmp_path / "hyper", "hyper-eagle", four), read_model_config(four))
     assert (plain.config.spec_hidden_size, wide.config.spec_hidden_size) == (64, 256)
-    check_state_width(plain, ModelConfig.from_dir(one))
-    check_state_width(wide, ModelConfig.from_dir(four))
+    check_state_width(plain, read_model_config(one))
+    check_state_width(wide, read_model_config(four))
     with pytest.raises(ConfigError, match=r"64 numbers \(hc_mult 1\).*256 \(hc_mult 4\)"):
-        check_state_width(plain, ModelConfig.from_dir(four))
+        check_state_width(plain, read_model_config(four))
 
 
 def test_sizes_of_another_target_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("llama")
-    target = ModelConfig.from_dir(model)
+    target = read_model_config(model)
     with pytest.raises(ConfigError, match="target of hidden size 32; the target has 64"):
         read_head(write_head(tmp_path / "narrow", "eagle", model, hidden_size=32), target)
     with pytest.raises(ConfigError, match="vocabulary of 500; the target has 512"):

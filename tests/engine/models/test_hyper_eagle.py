@@ -14,10 +14,10 @@ from plain_heads import Plain, PlainHead
 from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import ForwardBatch
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.head_file import check_state_width, read_head
 from baton.engine.models.heads import load_eagle
 from baton.engine.models.hyper_eagle import HyperEagleHead
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.metadata.errors import ConfigError, ModelError
 
@@ -33,7 +33,7 @@ def model(checkpoint: Checkpoint) -> Path:
 
 
 def load(model: Path, head: Path) -> HyperEagleHead:
-    config = ModelConfig.from_dir(model)
+    config = read_model_config(model)
     loaded = load_eagle(read_head(head, config), load_model(model, config, torch.float32, "cpu"))
     assert isinstance(loaded, HyperEagleHead)
     return loaded
@@ -132,12 +132,12 @@ def test_heads_for_other_streams_are_refused(checkpoint: Checkpoint, tmp_path: P
     """Both numbers of streams, and both widths, are in the message."""
     four, two, one = checkpoint("hyper_llama"), checkpoint("hyper_llama", hc_mult=2), checkpoint("llama")
     head = write_head(tmp_path / "head", "hyper-eagle", four)
-    check_state_width(read_head(head, ModelConfig.from_dir(four)), ModelConfig.from_dir(four))
+    check_state_width(read_head(head, read_model_config(four)), read_model_config(four))
     for other, words in ((two, "128 (hc_mult 2)"), (one, "64 (hc_mult 1)")):
         with pytest.raises(ConfigError) as error:
-            check_state_width(read_head(head, ModelConfig.from_dir(other)), ModelConfig.from_dir(other))
+            check_state_width(read_head(head, read_model_config(other)), read_model_config(other))
         assert "states of 256 numbers (hc_mult 4)" in str(error.value) and words in str(error.value)
     for kind in ("eagle", "mtp-deepseek"):
-        file = read_head(write_head(tmp_path / kind, kind, one), ModelConfig.from_dir(four))
+        file = read_head(write_head(tmp_path / kind, kind, one), read_model_config(four))
         with pytest.raises(ConfigError, match=r"64 numbers \(hc_mult 1\).*256 \(hc_mult 4\)"):
-            check_state_width(file, ModelConfig.from_dir(four))
+            check_state_width(file, read_model_config(four))

@@ -18,6 +18,7 @@ from baton.engine.batch import ForwardBatch
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.decoder import DecoderStack
 from baton.engine.models.hyper_llama import HyperStack
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
@@ -55,7 +56,7 @@ class Run:
     """Our model and its KV, full of NaN; one sequence."""
 
     def __init__(self, model_dir: Path, **changes: Any) -> None:
-        self.config = dataclasses.replace(ModelConfig.from_dir(model_dir), **changes)
+        self.config = dataclasses.replace(read_model_config(model_dir), **changes)
         self.model = load_model(model_dir, self.config, torch.float32, "cpu")
         self.kv = pool(self.config)
         self.pages = random.Random(0).sample(range(1, NUM_PAGES), 30)
@@ -142,7 +143,7 @@ def test_streams_where_the_family_has_none_are_refused(checkpoint: Checkpoint, t
     config = (checkpoint("llama") / "config.json").read_text().replace("{", '{"hc_mult": 4,', 1)
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match="hc_mult = 4 is not served for LlamaForCausalLM"):
-        ModelConfig.from_dir(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_streams_of_another_number_than_the_tensors_are_refused(target_dir: Path) -> None:

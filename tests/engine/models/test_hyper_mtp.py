@@ -16,10 +16,10 @@ from heads import HYPER_LAYERED, HYPER_MTP, write_head
 from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import ForwardBatch
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.head_file import check_state_width, read_head
 from baton.engine.models.hyper_mtp import HyperMtpHead, load_hyper_mtp
 from baton.engine.models.mtp import layer_prefixes, load_mtp
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError, ModelError
@@ -29,7 +29,7 @@ Checkpoint = Callable[..., Path]
 
 
 def load(model: Path, head: Path) -> tuple[HyperMtpHead, ...]:
-    config = ModelConfig.from_dir(model)
+    config = read_model_config(model)
     file = read_head(head, config)
     check_state_width(file, config)
     return load_hyper_mtp(file, layer_prefixes(file.names), load_model(model, config, torch.float32, "cpu"))
@@ -118,7 +118,7 @@ def test_tensors_that_are_missing_or_unknown_are_refused(
 def test_layers_without_streams_take_another_layout(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """`e_proj` and `h_proj` on a target with one stream: no such checkpoint is known."""
     one = checkpoint("llama")
-    config = ModelConfig.from_dir(one)
+    config = read_model_config(one)
     head = write_head(tmp_path / "head", HYPER_MTP, checkpoint("hyper_llama"))
     tensors = load_file(head / "model.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if "_hc." not in name}, head / "model.safetensors")

@@ -15,9 +15,9 @@ from plain_heads import Plain, PlainHead
 from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import ForwardBatch
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.head_file import read_head
 from baton.engine.models.mtp import MtpHead, layer_prefixes, load_mtp, takes_chained_states
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
@@ -37,7 +37,7 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 
 
 def load(model: Path, head: Path) -> tuple[MtpHead, ...]:
-    config = ModelConfig.from_dir(model)
+    config = read_model_config(model)
     file = read_head(head, config)
     return load_mtp(file, layer_prefixes(file.names), load_model(model, config, torch.float32, "cpu"))
 
@@ -132,7 +132,7 @@ def test_layers_are_chained_by_their_layout_unless_config_json_says_otherwise(
     model = checkpoint("hyper_llama" if "hyper" in kind else "llama")
     for settings, expected in (({}, default), ({"mtp_chained": True}, True), ({"mtp_chained": False}, False)):
         head = write_head(tmp_path / json.dumps(settings), kind, model, **settings)
-        assert takes_chained_states(read_head(head, ModelConfig.from_dir(model))) == expected
+        assert takes_chained_states(read_head(head, read_model_config(model))) == expected
 
 
 @pytest.mark.parametrize("kind", PREFIX)

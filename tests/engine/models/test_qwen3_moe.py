@@ -16,9 +16,9 @@ from solo import Solo
 from ties import Reference
 
 from baton.engine.batch import ForwardBatch
-from baton.engine.model_config import ModelConfig
+from baton.engine.fingerprint import fingerprint
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
-from baton.engine.weights import fingerprint
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 
@@ -46,7 +46,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 def forward(model_dir: Path, ids: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
     """Logits of all tokens, [len(ids), vocab_size]."""
-    config = ModelConfig.from_dir(model_dir)
+    config = read_model_config(model_dir)
     model = load_model(model_dir, config, torch.float32, "cpu")
     kv = torch.full((config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim), float("nan"))
     pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), 20), 0, []
@@ -68,7 +68,7 @@ def test_logits_equal_transformers(model_dir: Path, chunks: tuple[int, ...]) -> 
 
 def test_the_tensors_are_what_transformers_writes(model_dir: Path) -> None:
     written = {name: tuple(tensor.shape) for name, tensor in load_file(model_dir / "model.safetensors").items()}
-    assert {spec.name: spec.shape for spec in tensor_specs(ModelConfig.from_dir(model_dir))} == written
+    assert {spec.name: spec.shape for spec in tensor_specs(read_model_config(model_dir))} == written
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
@@ -124,7 +124,7 @@ def test_a_configuration_that_is_not_served_is_refused(
     config = {key: value for key, value in config.items() if key not in changes or value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=words):
-        ModelConfig.from_dir(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_the_fingerprint_counts_how_experts_are_used(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.models.target_ends import ends_in
 
 
 def test_ends_of_the_same_dtype_are_the_target_itself(checkpoint: Callable[..., Path]) -> None:
     model = checkpoint("llama")
-    target = load_model(model, ModelConfig.from_dir(model), torch.float32, "cpu")
+    target = load_model(model, read_model_config(model), torch.float32, "cpu")
     assert ends_in(torch.float32, target) is target
 
 
 def test_ends_of_another_dtype_cast(checkpoint: Callable[..., Path]) -> None:
     model = checkpoint("llama")
-    target = load_model(model, ModelConfig.from_dir(model), torch.float32, "cpu")
+    target = load_model(model, read_model_config(model), torch.float32, "cpu")
     ends, ids = ends_in(torch.bfloat16, target), torch.tensor([3, 500])
     embedded = ends.embed(ids)
     assert (ends.dtype, ends.device, ends.config) == (torch.bfloat16, target.device, target.config)

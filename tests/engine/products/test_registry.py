@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.engine.checkpoint import FLOATS
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.decoder import DecoderModel, DecoderStack
+from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.products import registry
 from baton.engine.products.base import Product, StoredTensor, WeightSource
@@ -76,7 +76,7 @@ def scaled(checkpoint: Checkpoint, tmp_path: Path) -> Path:
 
 
 def load(model_dir: Path) -> DecoderModel:
-    return load_model(model_dir, ModelConfig.from_dir(model_dir), torch.float32, "cpu")
+    return load_model(model_dir, read_model_config(model_dir), torch.float32, "cpu")
 
 
 def test_without_the_format_the_checkpoint_is_refused(scaled: Path) -> None:
@@ -87,7 +87,7 @@ def test_without_the_format_the_checkpoint_is_refused(scaled: Path) -> None:
 def test_a_new_format_is_one_line(scaled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "PRODUCTS", (ScaledProduct, *registry.PRODUCTS))
     names = load_file(scaled / "model.safetensors").keys()
-    assert {spec.name for spec in tensor_specs(ModelConfig.from_dir(scaled), names)} == set(names)
+    assert {spec.name for spec in tensor_specs(read_model_config(scaled), names)} == set(names)
     ours, plain, x = load(scaled), load(scaled.parent / "plain"), torch.randn(3, 64)
     assert isinstance(ours.stack, DecoderStack) and isinstance(plain.stack, DecoderStack)
     for layer, theirs in zip(ours.stack.layers, plain.stack.layers, strict=True):

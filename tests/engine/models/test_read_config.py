@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.model_config import ModelConfig
+from baton.engine.models.read_config import read_model_config
 from baton.engine.rope import RopeConfig
 from baton.metadata.errors import ModelError
 
@@ -32,7 +33,7 @@ def read(tmp_path: Path, config: dict[str, object], generation: dict[str, object
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    return ModelConfig.from_dir(tmp_path)
+    return read_model_config(tmp_path)
 
 
 def test_fields_and_defaults(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_fields_and_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_what_transformers_writes(checkpoint: Checkpoint, family: str) -> None:
-    config = ModelConfig.from_dir(checkpoint(family))
+    config = read_model_config(checkpoint(family))
     assert config.architecture.lower().startswith(family)
     assert (config.vocab_size, config.head_dim, config.num_kv_heads, config.context_len) == (512, 16, 2, 512)
     assert config.qkv_bias == (family == "qwen2")
@@ -198,14 +199,14 @@ def test_a_switched_on_window_without_size(tmp_path: Path) -> None:
 
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nowhere does not exist"):
-        ModelConfig.from_dir(tmp_path / "nowhere")
+        read_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config.json does not exist"):
-        ModelConfig.from_dir(tmp_path)
+        read_model_config(tmp_path)
     for content in (b'{"architectures": ["Llama', b"\xff\xfe\x00", b"", b"[1, 2]", b"[" * 100_000):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ModelError, match=r"config.json"):
-            ModelConfig.from_dir(tmp_path)
+            read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config.json is not readable JSON"):
-        ModelConfig.from_dir(tmp_path)
+        read_model_config(tmp_path)

@@ -1,0 +1,90 @@
+"""A config.json on disk, read with typed getters whose errors name file, key and value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from ..metadata.errors import ModelError
+
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+
+
+class ConfigFile:
+    """One JSON object on disk. If it describes a text model inside a larger one, in `text_config`, the getters read
+    that.
+
+    Raises ModelError, naming the value and what to do, for a file that is missing or damaged. So do the getters for a
+    value of another type."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelError(f"{path} does not exist; a model directory holds {path.name}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from None
+        if not isinstance(raw, dict):
+            raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
+        self._raw = cast(dict[str, Any], raw)
+        text = self._raw.get("text_config")
+        self._text = cast(dict[str, Any], text) if isinstance(text, dict) else None
+        if self._text is not None:
+            self._raw = _text_fields(self._raw, self._text)
+
+    @property
+    def text_type(self) -> str | None:
+        """The `model_type` of the text model if it is part of a larger one, else None."""
+        return None if self._text is None else str(self._text.get("model_type"))
+
+    @property
+    def architecture(self) -> str:
+        """The first of `architectures`; "" if there is none."""
+        architectures = self.get("architectures")
+        first: Any = cast(list[Any], architectures)[0] if isinstance(architectures, list) and architectures else None
+        return first if isinstance(first, str) else ""
+
+    def get(self, key: str) -> Any:
+        """Return the value, or None if it is null or absent."""
+        return self._raw.get(key)
+
+    def has(self, key: str) -> bool:
+        return key in self._raw
+
+    def error(self, key: str, what: str, *, value: Any = None) -> ModelError:
+        where = "text_config." if self._text is not None and key in self._text else ""
+        return ModelError(f"{self.path}: {where}{key} = {self.get(key) if value is None else value!r} {what}")
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = default if self.get(key) is None else self.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.error(key, f"must be a whole number of at least {minimum}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        return self.positive(key, default if self.get(key) is None else self.get(key))
+
+    def positive(self, key: str, value: Any) -> float:
+        """Return `value`, which was found at `key`, as a positive number."""
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.error(key, "must be a positive number", value=value)
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = False if self.get(key) is None else self.get(key)
+        if not isinstance(value, bool):
+            raise self.error(key, "must be true or false")
+        return value
+
+
+def _text_fields(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model, with those that a wrapper states for the whole model."""
+    fields = dict(text)
+    for key in _OF_THE_WHOLE:
+        if fields.get(key) is None and key in outer:
+            fields[key] = outer[key]
+    if isinstance(outer.get("tie_word_embeddings"), bool):  # the wrapper owns the head
+        fields["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    return fields

@@ -1,0 +1,28 @@
+"""The fingerprint of a model: equal for equal models, so that nodes of two models refuse each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import xxhash
+
+from .checkpoint import safetensors_files, tensor_digests
+from .model_config import ModelConfig
+from .models.read_config import read_model_config
+
+
+def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
+    """Return 32 hexadecimal digits that are equal for equal models, on every host and however the files are split.
+
+    XXH3-128 over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read.
+    `config`: as read already, for a drafter's head. Raises ModelError as loading does."""
+    fields = asdict(config or read_model_config(model_dir))
+    if fields["experts"] is None:  # a field that releases without experts do not have; nodes of both must agree
+        del fields["experts"]
+    digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
+    tensors = {name: value for path in safetensors_files(model_dir) for name, value in tensor_digests(path).items()}
+    for name in sorted(tensors):
+        digest.update(tensors[name])
+    return digest.hexdigest()

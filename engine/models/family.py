@@ -1,0 +1,31 @@
+"""A model family: how its models are read, and what its config.json means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..config_file import ConfigFile
+from ..model_config import ExpertsConfig, ModelConfig
+from ..weights import Weights
+from .decoder import DecoderModel
+
+NUM_EXPERTS = ("num_experts", "num_local_experts")  # both spellings of one key of config.json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """A family that Baton serves. Settings that differ between families are fields."""
+
+    architecture: str  # as config.json names it
+    read: Callable[[ModelConfig, Weights], DecoderModel]  # the same call lists the tensors and loads them
+    text_types: tuple[str, ...] = ()  # model_type of a text_config whose text is computed as by this family
+    qkv_bias: bool | None = None  # None: config.json's attention_bias decides
+    qk_norm: bool = False
+    may_have_mlp_bias: bool = False
+    window: Literal["refused", "all_layers", "by_layer"] = "refused"
+    needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed
+    has_streams: bool = False  # hc_mult residual streams (hyper-connections)
+    hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
+    read_experts: Callable[[ConfigFile], ExpertsConfig] | None = None  # None: it has no mixtures of experts

@@ -1,0 +1,196 @@
+"""Reading of a checkpoint's config.json. Settings that Baton would compute wrongly are refused here by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from ...metadata.errors import ModelError
+from ..config_file import ConfigFile
+from ..model_config import CheckpointDtype, ModelConfig
+from ..rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
+from .family import NUM_EXPERTS, ModelFamily
+from .registry import FAMILIES
+
+
+def read_model_config(path: Path, architecture: str | None = None) -> ModelConfig:
+    """Read `path`/config.json, and generation_config.json if there is one. `architecture` replaces the one in the
+    file: published draft heads use many names.
+
+    Raises ModelError, naming the value and what to do, for a directory or file that is missing or damaged, and for
+    every architecture or feature that Baton does not compute."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
+    raw = ConfigFile(path / "config.json")
+    family = _family(raw, architecture)
+    _check_supported(raw, family)
+    num_heads = raw.integer("num_attention_heads")
+    hidden_size = raw.integer("hidden_size")
+    num_kv_heads = raw.integer("num_key_value_heads", num_heads)
+    head_dim = raw.integer("head_dim", hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise raw.error("num_key_value_heads", f"does not divide num_attention_heads ({num_heads})")
+    if head_dim % 2:
+        raise raw.error("head_dim", "is odd, and rotary embeddings turn pairs", value=head_dim)
+    attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
+    rope = _rope(raw)
+    return ModelConfig(
+        architecture=family.architecture,
+        vocab_size=raw.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=raw.integer("intermediate_size"),
+        num_layers=raw.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_len=_context_len(raw, rope),
+        rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        tie_word_embeddings=raw.flag("tie_word_embeddings"),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        attention_bias=attention_bias,
+        mlp_bias=raw.flag("mlp_bias") if family.may_have_mlp_bias else False,
+        qk_norm=family.qk_norm,
+        sliding_window=_sliding_window(raw, family),
+        checkpoint_dtype=_checkpoint_dtype(raw),
+        eos_token_ids=_eos_token_ids(raw, path / "generation_config.json"),
+        bos_token_id=raw.integer("bos_token_id", minimum=0) if raw.get("bos_token_id") is not None else None,
+        hc_mult=_hc_mult(raw, family),
+        hands_over_collapsed=family.hands_over_collapsed,
+        experts=None if family.read_experts is None else family.read_experts(raw),
+    )
+
+
+def _family(raw: ConfigFile, architecture: str | None) -> ModelFamily:
+    """Return the family of `architecture`, or, if it is None, the one that the file names."""
+    if architecture is None and raw.text_type is not None:
+        found = [family for family in FAMILIES.values() if raw.text_type in family.text_types]
+        if not found:
+            served = ", ".join(each for family in FAMILIES.values() for each in family.text_types)
+            raise raw.error("model_type", f"is not served; Baton serves the text models {served}")
+        return found[0]
+    family = FAMILIES.get(architecture or raw.architecture)
+    if family is None:
+        raise raw.error("architectures", f"is not served; Baton serves {', '.join(FAMILIES)}")
+    return family
+
+
+def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
+    if raw.get("quantization_config") is not None:
+        raise raw.error("quantization_config", "is not served; use the checkpoint in bfloat16, float16 or float32")
+    if raw.get("hidden_act") not in (None, "silu"):
+        raise raw.error("hidden_act", "is not served; only silu is")
+    for key in NUM_EXPERTS:
+        if raw.get(key) and family.read_experts is None:
+            raise raw.error(key, f"is not served for {family.architecture}; use a dense checkpoint")
+    for key in family.needs:
+        if not raw.has(key):
+            raise ModelError(f"{raw.path}: {key} is missing, and its default is not certain; write it into the file")
+
+
+def _rope(raw: ConfigFile) -> RopeConfig:
+    """Read rotary settings in both spellings: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it."""
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    fields = raw.get(key) or {}
+    if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
+        raise raw.error(key, "is not served: one set of rotary parameters for all layers is")
+    partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
+    rope_type = fields.get("rope_type", fields.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise raw.error(f"{key}.rope_type", f"is not served; one of {', '.join(ROPE_TYPES)} is", value=rope_type)
+
+    def number(name: str, default: float | None = None) -> float:
+        value = fields.get(name)
+        return raw.positive(f"{key}.{name}", default if value is None else value)
+
+    theta = number("rope_theta", raw.number("rope_theta", 10_000.0))
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    if rope_type == "linear":
+        return RopeConfig("linear", theta, number("factor"))
+    original = int(number("original_max_position_embeddings", raw.integer("max_position_embeddings")))
+    if rope_type == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if high <= low:
+            raise raw.error(f"{key}.high_freq_factor", f"must be above low_freq_factor ({low})", value=high)
+        return RopeConfig(cast(RopeType, rope_type), theta, number("factor"), original, low, high)
+    factor = number("factor")
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        truncate=fields.get("truncate", True) is not False,
+        attention_factor=number(
+            "attention_factor", yarn_attention_factor(factor, fields.get("mscale"), fields.get("mscale_all_dim"))
+        ),
+    )
+
+
+def _hc_mult(raw: ConfigFile, family: ModelFamily) -> int:
+    """Return the number of residual streams; null, 0 and 1 mean one."""
+    hc_mult = raw.integer("hc_mult", 1, minimum=0)
+    if hc_mult > 1 and not family.has_streams:
+        raise raw.error("hc_mult", f"is not served for {family.architecture}, which has one residual stream")
+    return max(1, hc_mult)
+
+
+def _context_len(raw: ConfigFile, rope: RopeConfig) -> int:
+    """Return max_position_embeddings, or the length that yarn stretches it to: some checkpoints state only the original
+    length."""
+    stated = raw.integer("max_position_embeddings")
+    return max(stated, int(rope.original_context_len * rope.factor)) if rope.rope_type == "yarn" else stated
+
+
+def _sliding_window(raw: ConfigFile, family: ModelFamily) -> tuple[int | None, ...]:
+    num_layers = raw.integer("num_hidden_layers")
+    window = raw.integer("sliding_window") if raw.get("sliding_window") is not None else None
+    layer_types = raw.get("layer_types")
+    if family.window == "by_layer":
+        window = window if raw.flag("use_sliding_window") else None
+        first = raw.integer("max_window_layers", 28, minimum=0)
+        windows = tuple(window if layer >= first else None for layer in range(num_layers))
+        return windows if layer_types is None else _by_layer_types(raw, layer_types, window, num_layers)
+    if family.window == "refused" and window is not None:
+        raise raw.error("sliding_window", f"is not served for {family.architecture}; set it to null if it is not meant")
+    windows = (window,) * num_layers
+    if layer_types is not None and _by_layer_types(raw, layer_types, window, num_layers) != windows:
+        raise raw.error("layer_types", f"is not served for {family.architecture}: all layers must be alike")
+    return windows
+
+
+def _by_layer_types(raw: ConfigFile, layer_types: Any, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise raw.error("layer_types", f"must list {num_layers} layers")
+    if any(layer_type not in ("full_attention", "sliding_attention") for layer_type in layer_types):
+        raise raw.error("layer_types", "is not served; full_attention and sliding_attention are")
+    if "sliding_attention" in layer_types and window is None:
+        raise raw.error("layer_types", "has sliding_attention but no sliding window is switched on")
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def _checkpoint_dtype(raw: ConfigFile) -> CheckpointDtype:
+    key = "dtype" if raw.get("dtype") is not None else "torch_dtype"
+    dtype = raw.get(key) or "float32"
+    if dtype not in get_args(CheckpointDtype):
+        raise raw.error(key, f"is not served; one of {', '.join(get_args(CheckpointDtype))} is")
+    return dtype
+
+
+def _eos_token_ids(raw: ConfigFile, generation_config: Path) -> tuple[int, ...]:
+    """Return the ids that end a text. Chat models have several, which generation_config.json lists; config.json is the
+    fallback."""
+    source = raw
+    if generation_config.exists():
+        generation = ConfigFile(generation_config)
+        source = generation if generation.get("eos_token_id") is not None else raw
+    value = source.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+        raise source.error("eos_token_id", "must be a token id or a list of them")
+    return tuple(ids)

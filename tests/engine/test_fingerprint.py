@@ -1,0 +1,59 @@
+"""The fingerprint is of the content: every byte counts, and how files are split does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import xxhash
+from checkpoints import shard
+
+from baton.engine.checkpoint import tensor_digests
+from baton.engine.fingerprint import fingerprint
+from baton.engine.models.read_config import read_model_config
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def model_dir(checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    """A private copy, to change."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+
+
+def test_fingerprint_is_of_the_content(model_dir: Path, checkpoint: Checkpoint) -> None:
+    original = fingerprint(model_dir)
+    assert len(original) == 32 and original == fingerprint(checkpoint("llama"))
+    shard(model_dir, 2)
+    assert fingerprint(model_dir) == original
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"transformers_version": "9.9"}))
+    assert fingerprint(model_dir) == original
+    (model_dir / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    assert fingerprint(model_dir) != original
+    assert fingerprint(checkpoint("llama", seed=1)) != original
+    assert fingerprint(checkpoint("llama", "bfloat16")) != original
+
+
+def test_what_other_families_have_is_not_in_the_fingerprint(model_dir: Path) -> None:
+    """Dense models keep the digest of releases that knew no experts, so that nodes of both find each other."""
+    fields = asdict(read_model_config(model_dir))
+    assert fields.pop("experts") is None
+    digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
+    tensors = tensor_digests(model_dir / "model.safetensors")
+    for name in sorted(tensors):
+        digest.update(tensors[name])
+    assert fingerprint(model_dir) == digest.hexdigest()
+
+
+def test_fingerprint_sees_one_byte(model_dir: Path) -> None:
+    original = fingerprint(model_dir)
+    path = model_dir / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert fingerprint(model_dir) != original
