@@ -192,11 +192,11 @@ def _gather_kernel(
             scores = scores_of(logits.to(tl.float32), maximum, temperature)
             if has_top_k == 0:
                 weights = tl.where(scores >= tl.load(log_min_p_ptr + row), weights_of(scores), 0)
-                tl.atomic_add(totals_ptr + row, tl.sum(weights, axis=0))
+                tl.atomic_add(totals_ptr + row, tl.sum(weights, axis=0), sem="relaxed")
             if has_some:
                 is_above = (scores >= level) & (scores > -float("inf"))
                 place = tl.cumsum(is_above.to(tl.int32), axis=0) - 1
-                place += tl.atomic_add(num_gathered_ptr + row, tl.sum(is_above.to(tl.int32), axis=0))
+                place += tl.atomic_add(num_gathered_ptr + row, tl.sum(is_above.to(tl.int32), axis=0), sem="relaxed")
                 is_above = is_above & (place < most)
                 tl.store(gathered_ptr + row * most + place, logits, mask=is_above)
                 tl.store(gathered_index_ptr + row * most + place, index, mask=is_above)

@@ -32,6 +32,7 @@ from .triton_packed import key_of, score_of_key
 from .triton_scores import scores_of, weights_of
 
 KEY_OF_LEAST = tl.constexpr(-2139095041)  # of the score -inf
+_KEY_OF_NONE = tl.constexpr(-2139095042)  # below all keys
 _NUM_LEVELS = tl.constexpr(8)
 _RUN = tl.constexpr(32)  # neighbours in a sample, since memory is read in runs
 _DEVIATIONS = tl.constexpr(3.0)  # standard deviations by which the amount in a sample may be wrong
@@ -77,13 +78,12 @@ def largest_key_of_row(
     at = tl.arange(0, MOST)
     stride = tl.maximum(num_logits // (MOST // _RUN), _RUN)
     scores, is_there = _scores_at(row_ptr, at // _RUN * stride + at % _RUN, num_logits, maximum, temperature)
-    keys = tl.where(is_there, key_of(scores), KEY_OF_LEAST)
-    amounts = tl.where(is_there & (keys >= floor), _amounts_of(scores, IS_WEIGHT), 0)
+    keys = tl.where(is_there, key_of(scores), _KEY_OF_NONE)
     # The tokens from `low` on have the amount `enough`, those from `top` on have `above`, which is not enough.
     low, top, enough, above = floor, floor * 0 + 1, total, total * 0
     while low + 1 < top:
         share = (needed - above).to(tl.float32) / (enough - above).to(tl.float32)
-        levels = _levels(keys, amounts, share, low, top)
+        levels = _levels(keys, share, low, top, IS_WEIGHT)
         sums = _amounts_above(row_ptr, num_logits, maximum, temperature, levels, IS_WEIGHT, TILE)
         low = tl.maximum(low, tl.max(tl.where(sums >= needed, levels, KEY_OF_LEAST), axis=0))
         top = tl.minimum(top, tl.min(tl.where(sums >= needed, 1, levels), axis=0))
@@ -92,11 +92,10 @@ def largest_key_of_row(
         if low + 1 < top:
             count, least, most = _collect(row_ptr, num_logits, maximum, temperature, low, top, keys_ptr, MOST, TILE)
             tl.debug_barrier()  # now all threads can read the keys
-            keys = tl.load(keys_ptr + at, mask=at < count, other=KEY_OF_LEAST)
-            amounts = tl.where(at < count, _amounts_of(score_of_key(keys), IS_WEIGHT), 0)
+            keys = tl.load(keys_ptr + at, mask=at < count, other=_KEY_OF_NONE)
             low, top = least, most + 1
             if count <= MOST:
-                low = largest_key(keys, amounts, needed - above, least)
+                low = largest_key(keys, _amounts_from(keys, least, IS_WEIGHT), needed - above, least)
                 top = low + 1
             tl.debug_barrier()  # now they can be overwritten
     return low
@@ -119,6 +118,12 @@ def _amounts_of(scores, IS_WEIGHT: tl.constexpr):
 
 
 @triton.jit
+def _amounts_from(keys, low, IS_WEIGHT: tl.constexpr):
+    """Return the amount of the score of each key, int64, and 0 below `low`."""
+    return tl.where(keys >= low, _amounts_of(score_of_key(tl.maximum(keys, KEY_OF_LEAST)), IS_WEIGHT), 0)
+
+
+@triton.jit
 def _scores_at(row_ptr, index, num_logits, maximum, temperature):
     """Return the scores of the logits `index`, and which of them there are."""
     is_there = index < num_logits
@@ -127,9 +132,10 @@ def _scores_at(row_ptr, index, num_logits, maximum, temperature):
 
 
 @triton.jit
-def _levels(keys, amounts, share, low, top):
+def _levels(keys, share, low, top, IS_WEIGHT: tl.constexpr):
     """Return eight keys from `low` + 1 to `top`, [8] int32, two of which likely enclose the key at and above which
-    `share` (float32) of the sampled amounts lie."""
+    there is `share` (float32) of the amount from `low` on. `keys`: a sample."""
+    amounts = _amounts_from(keys, low, IS_WEIGHT)
     sampled = tl.sum(amounts, axis=0).to(tl.float32)
     wanted = share * sampled
     least = tl.minimum(tl.maximum(tl.min(tl.where(amounts > 0, keys, 0), axis=0), low), top - 1)

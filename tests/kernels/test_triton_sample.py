@@ -157,10 +157,12 @@ def test_filtered_rows_equal_the_reference(filters: Filters, dtype: torch.dtype)
     torch.testing.assert_close(log_softmax.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("few", [2, 1024])
-def test_a_row_is_drawn_from_its_few_likely_tokens_or_from_all(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steep rows and flat ones, filtered and not: those that are searched in registers are drawn there."""
-    monkeypatch.setattr(triton_filters, "_FEW", few)
+@pytest.mark.parametrize("most", [32, 1024])
+def test_a_row_is_drawn_from_its_few_likely_tokens_or_from_all(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steep rows and flat ones, filtered and not: tokens that are gathered are drawn where they are searched."""
+    monkeypatch.setattr(triton_filters, "_FEW", 32)
+    monkeypatch.setattr(triton_filters, "_MOST_GATHERED", most)
+    monkeypatch.setattr(triton_filters, "_MOST_PARTS", 64)
     monkeypatch.setattr(triton_filters, "_SPLIT_SIZE", 512)
     num_rows = 8
     logits, (seeds, positions) = random(num_rows, 2500, seed=4), noise_of(num_rows)
@@ -291,12 +293,13 @@ def test_other_columns_are_refused(columns) -> None:
         perturbed_argmax(random(3, 8), Draws(*columns(*noise_of(3), temperatures(3))))
 
 
-@pytest.mark.parametrize("few", [2, 1024])
+@pytest.mark.parametrize("most", [32, 1024])
 def test_few_likely_tokens_of_a_reduced_vocabulary_are_drawn_with_their_own_noise(
-    few: int, monkeypatch: pytest.MonkeyPatch
+    most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether they are drawn where they are searched, or from all."""
-    monkeypatch.setattr(triton_filters, "_FEW", few)
+    monkeypatch.setattr(triton_filters, "_FEW", 32)
+    monkeypatch.setattr(triton_filters, "_MOST_GATHERED", most)
     monkeypatch.setattr(triton_filters, "_SPLIT_SIZE", 256)
     num_rows, logit_ids = 6, some_ids(611, 2500).to(DEVICE)
     logits, (seeds, positions) = random(num_rows, 611, seed=4), noise_of(num_rows)
