@@ -102,9 +102,9 @@ def shrink(monkeypatch: pytest.MonkeyPatch, *, most: int = 64, few: int = 16) ->
 
 @pytest.mark.parametrize(("most", "few"), [(32, 16), (256, 16), (256, 256)])
 def test_logits_are_searched_wherever_they_are(most: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few gathered, more gathered, or in the row itself; several splits and tiles of each."""
+    """Few gathered, more gathered, fewer than top-k keeps, or in the row itself; several splits and tiles of each."""
     shrink(monkeypatch, most=most, few=few)
-    rows = [ROWS[at] for at in (0, 2, 3, 6, 7)]
+    rows = [ROWS[at] for at in (0, 2, 3, 6, 7)] + [(0.0, 150, 1.0), (0.0, 150, 0.5)]
     for scale in (0.2, 4.0):
         logits = random(len(rows), 211, seed=most, scale=scale)
         check(logits, torch.ones(len(rows), device=DEVICE), columns(rows))
