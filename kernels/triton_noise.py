@@ -39,6 +39,7 @@ _LN_2 = tl.constexpr(_LN_2_PER_EXPONENT)
 _HALF = tl.constexpr(_HALF_BITS)
 _EXPONENT_MASK = tl.constexpr(~_MANTISSA_MASK)
 _M1, _M2 = tl.constexpr(_MULTIPLIER_1), tl.constexpr(_MULTIPLIER_2 + (1 << 32))
+_BOUND_MARGIN = tl.constexpr(1e-3)  # far above the errors of a device's logarithm and of rounding
 _S1, _S2 = tl.constexpr(_SALT_1), tl.constexpr(_SALT_2)
 _W1, _W2 = tl.constexpr(_WEIGHT_1), tl.constexpr(_WEIGHT_2)
 
@@ -125,6 +126,12 @@ def gumbel_from_bits_of(bits):
     x = _log1p_negated(tl.where(is_upper, f_upper, v)) - tl.where(is_upper, k_upper, 0.0)
     f, k = _split_float(x)
     return _log1p_negated(f) - k
+
+
+@triton.jit
+def noise_bound_of(bits):
+    """Return a bound of the noise of int32 bits, float32: not below it, and hardly above where the noise is high."""
+    return -tl.log((bits.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * _UNIT) + _BOUND_MARGIN
 
 
 @triton.jit

@@ -10,11 +10,50 @@ on how a row is split. `key_of` alone gives the order of scores without NaN.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # logits of a program
 
 LOWEST = tl.constexpr(-(2**63))  # below every packed score
 _NAN_KEY = tl.constexpr(2**31 - 1)
+
+
+def part_maxima(logits: Tensor, part_size: int = _BLOCK) -> Tensor:
+    """Return the largest logit of each part of a row, packed with its index: [num_rows, num_parts] int64.
+
+    Args:
+        logits: [num_rows, num_logits] float32, bfloat16 or float16, rows contiguous.
+        part_size: logits of a part, a power of two.
+    """
+    num_rows, num_logits = logits.shape
+    num_parts, block = triton.cdiv(num_logits, part_size), max(_BLOCK, part_size)
+    largest = torch.empty((num_rows, num_parts), dtype=torch.int64, device=logits.device)
+    if num_rows:
+        _part_maxima_kernel[num_rows, triton.cdiv(num_logits, block)](
+            logits, largest, logits.stride(0), num_logits, num_parts, NUM_PARTS=block // part_size, PART=part_size
+        )
+    return largest
+
+
+@triton.jit
+def _part_maxima_kernel(
+    logits_ptr,  # [num_rows, num_logits], rows `stride` apart
+    largest_ptr,  # [num_rows, num_parts] int64, written
+    stride,
+    num_logits,
+    num_parts,
+    NUM_PARTS: tl.constexpr,  # of a program
+    PART: tl.constexpr,
+):
+    """Grid: (num_rows, ceil(num_parts / NUM_PARTS))."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1) * NUM_PARTS + tl.arange(0, NUM_PARTS)
+    index = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    logits = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=0.0).to(tl.float32)
+    packed = tl.where(index < num_logits, pack(logits, index), LOWEST)
+    tl.store(largest_ptr + row * num_parts + part, tl.max(packed, axis=1), mask=part < num_parts)
 
 
 @triton.jit
@@ -51,7 +90,8 @@ def score_of(packed):
 
 
 @triton.jit
-def row_max(largest_ptr, row, splits, SPLITS: tl.constexpr):
-    """Return the packed maximum of a row's splits; `largest` [num_rows, splits]."""
-    split = tl.arange(0, SPLITS)
-    return tl.max(tl.load(largest_ptr + row.to(tl.int64) * splits + split, mask=split < splits, other=LOWEST), axis=0)
+def row_max(largest_ptr, row, num_parts, PARTS: tl.constexpr):
+    """Return the packed maximum of a row's parts; `largest` [num_rows, num_parts]."""
+    part = tl.arange(0, PARTS)
+    at = largest_ptr + row.to(tl.int64) * num_parts + part
+    return tl.max(tl.load(at, mask=part < num_parts, other=LOWEST), axis=0)

@@ -4,9 +4,9 @@ The noise has the bits of kernels/noise.py: the same IEEE operations in the same
 multiplications into additions. Differences and divisions round as torch's do.
 
 Scores are packed with their ids (triton_packed.py), so a row's token does not depend on how a row is split. There are
-three launches. `_row_max_kernel` finds the maximum of each split of a row, the second kernel the best scores of each
-split, the third the best of the splits. If all rows are greedy, one launch is left out. If rows have filters,
-triton_filters.py finds their thresholds before the second launch, and ids below them count as -inf.
+three launches. `part_maxima` finds the largest logit of each part of a row, the second kernel the best score of each
+part, the third the best of the row. If all rows are greedy, the second one is left out. The second kernel computes the
+noise of few tokens (triton_draws.py). If rows have top-k or top-p, triton_filters.py draws their tokens instead.
 
 If logits are of some tokens alone, all kernels rank the indices of logits. They read a token's id where they draw its
 noise, and the last kernel returns ids.
@@ -25,13 +25,15 @@ from torch import Tensor
 
 from .noise import check_token_ids
 from .sample import Choice, Draws
-from .triton_filters import Draw, score_thresholds, scores_of
+from .triton_draws import best_of_block, has_maximum, perturbed_largest
+from .triton_filters import Draw, search_rows
 from .triton_noise import check_columns, gumbel_from_bits_of, ids_at, random_bits
-from .triton_packed import LOWEST, id_of, pack, row_max, score_of
+from .triton_packed import LOWEST, id_of, pack, part_maxima, row_max, score_of
+from .triton_scores import scores_of
 
 MAX_TOPK = 20
 _COLUMNS = ("seeds_ptr", "positions_ptr", "temperatures_ptr", "thresholds_ptr")  # which lie as the batch size has them
-_SPLIT_SIZE = 1024  # ids of a program
+_PART_SIZE = 1024  # logits of a program
 _TOPK_SPLIT_SIZE = 2048
 
 
@@ -39,26 +41,29 @@ def perturbed_argmax(logits: Tensor, draws: Draws | None = None, logit_ids: Tens
     """Return `perturbed_argmax_ref`."""
     _check(logits, draws, logit_ids)
     num_rows, num_logits = logits.shape
-    splits = triton.cdiv(num_logits, _SPLIT_SIZE)
+    filters = None if draws is None else draws.filters
+    if draws is not None and filters is not None and filters.top_k is not None:
+        draw = Draw(draws.seeds, draws.positions, logit_ids)
+        choice = search_rows(logits, draws.temperatures, filters, draw).choice
+        assert choice is not None
+        return choice
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_valid = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows == 0:
         return Choice(token_ids, is_valid)
-    largest = torch.empty((num_rows, splits), dtype=torch.int64, device=logits.device)
+    largest = part_maxima(logits, _PART_SIZE)
+    num_parts = largest.shape[1]
     best = largest if draws is None else torch.empty_like(largest)
-    grid, width = (num_rows, splits), triton.next_power_of_2(splits)
-    ids, is_mapped = token_ids if logit_ids is None else logit_ids, logit_ids is not None
-    _row_max_kernel[grid](logits, largest, logits.stride(0), num_logits, BLOCK=_SPLIT_SIZE)
+    width, is_mapped = triton.next_power_of_2(num_parts), logit_ids is not None
+    ids = token_ids if logit_ids is None else logit_ids
     if draws is not None:
-        thresholds, drawn = _thresholds(logits, largest, draws, logit_ids, draws_few=True)
-        _perturbed_max_kernel[grid](
-            logits, largest, best, *draws[:3], draws.temperatures if thresholds is None else thresholds,
-            largest if drawn is None else drawn, ids, logits.stride(0), num_logits, splits,
-            FILTERED=thresholds is not None, DRAWN=drawn is not None, MAPPED=is_mapped, BLOCK=_SPLIT_SIZE, SPLITS=width,
-            enable_fp_fusion=False,
+        _perturbed_max_kernel[num_rows, num_parts](
+            logits, largest, best, *draws[:3], draws.temperatures if filters is None else filters.log_min_p,
+            ids, logits.stride(0), num_logits, num_parts,
+            FILTERED=filters is not None, MAPPED=is_mapped, PART=_PART_SIZE, PARTS=width, enable_fp_fusion=False,
         )  # fmt: skip
     _choose_kernel[(num_rows,)](
-        largest, best, token_ids, is_valid, ids, num_logits, splits, MAPPED=is_mapped, SPLITS=width
+        largest, best, token_ids, is_valid, ids, num_logits, num_parts, MAPPED=is_mapped, PARTS=width
     )
     return Choice(token_ids, is_valid)
 
@@ -93,18 +98,21 @@ def topk_of(
         return token_ids, log_softmax, chosen
     best = torch.empty((num_rows, splits, k), dtype=torch.int64, device=logits.device)
     sums = torch.empty((num_rows, splits), dtype=torch.float32, device=logits.device)
-    largest = sums.new_empty(sums.shape, dtype=torch.int64)
-    grid, width = (num_rows, splits), triton.next_power_of_2(splits)
-    thresholds, columns = None, (best, best, sums)
+    largest, thresholds, columns = best, sums, (best, best, sums)
+    filters, width = None if draws is None else draws.filters, triton.next_power_of_2(splits)
     ids, is_mapped = token_ids if logit_ids is None else logit_ids, logit_ids is not None
     if draws is not None:
         columns = draws[:3]
-        _row_max_kernel[grid](logits, largest, logits.stride(0), num_logits, BLOCK=_TOPK_SPLIT_SIZE)
-        thresholds, _ = _thresholds(logits, largest, draws, None, draws_few=False)
-    _perturbed_topk_kernel[grid](
-        logits, largest, best, sums, *columns, sums if thresholds is None else thresholds, ids,
-        logits.stride(0), num_logits, splits, K=k, RANDOM=draws is not None, FILTERED=thresholds is not None,
-        MAPPED=is_mapped, BLOCK=_TOPK_SPLIT_SIZE, SPLITS=width, enable_fp_fusion=False,
+        if filters is not None and filters.top_k is not None:
+            thresholds, largest, _ = search_rows(logits, draws.temperatures, filters)
+        else:
+            thresholds = draws.temperatures if filters is None else filters.log_min_p
+            largest = part_maxima(logits, _TOPK_SPLIT_SIZE)
+    num_parts = largest.numel() // num_rows
+    _perturbed_topk_kernel[num_rows, splits](
+        logits, largest, best, sums, *columns, thresholds, ids, logits.stride(0), num_logits, splits, num_parts,
+        K=k, RANDOM=draws is not None, FILTERED=filters is not None, MAPPED=is_mapped, BLOCK=_TOPK_SPLIT_SIZE,
+        PARTS=triton.next_power_of_2(num_parts), enable_fp_fusion=False,
     )  # fmt: skip
     _choose_topk_kernel[(num_rows,)](
         best, sums, token_ids, log_softmax, logits, token_ids if chosen_ids is None else chosen_ids, chosen, ids,
@@ -125,19 +133,6 @@ def _check(logits: Tensor, draws: Draws | None, logit_ids: Tensor | None) -> Non
         assert temperatures.is_contiguous(), temperatures.stride()
 
 
-def _thresholds(
-    logits: Tensor, largest: Tensor, draws: Draws, logit_ids: Tensor | None, *, draws_few: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the least score that each row keeps, [num_rows] float32; None: it keeps all. And, if `draws_few` and the
-    rows were searched, the drawn tokens of `score_thresholds`."""
-    filters = draws.filters
-    if filters is None or filters.top_k is None:
-        return None if filters is None else filters.log_min_p, None
-    draw = Draw(draws.seeds, draws.positions, logit_ids) if draws_few else None
-    thresholds, drawn = score_thresholds(logits, largest, draws.temperatures, filters, draw)
-    return thresholds, drawn if draws_few else None
-
-
 @triton.jit
 def _perturbed(logits, maximum, temperature, seed, position, ids, threshold, FILTERED: tl.constexpr):
     """Return (logits - max) / temperature + noise of the token `ids`, rounded at each step as torch rounds; -inf below
@@ -149,71 +144,60 @@ def _perturbed(logits, maximum, temperature, seed, position, ids, threshold, FIL
     return perturbed
 
 
-@triton.jit
-def _row_max_kernel(logits_ptr, largest_ptr, stride, num_logits, BLOCK: tl.constexpr):
-    """Grid: (num_rows, splits)."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    index = split * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=0.0).to(tl.float32)
-    packed = tl.where(index < num_logits, pack(logits, index), LOWEST)
-    tl.store(largest_ptr + row * tl.num_programs(1) + split, tl.max(packed, axis=0))
-
-
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _perturbed_max_kernel(
     logits_ptr,  # [num_rows, num_logits]
-    largest_ptr,  # [num_rows, splits] int64 packed logits
-    best_ptr,  # [num_rows, splits] int64 packed scores
+    largest_ptr,  # [num_rows, num_parts] int64 packed logits
+    best_ptr,  # [num_rows, num_parts] int64 packed scores, written: of the part or of the row's likeliest token
     seeds_ptr,
     positions_ptr,
     temperatures_ptr,
     thresholds_ptr,  # [num_rows] float32, read if FILTERED
-    drawn_ptr,  # [num_rows] int64 packed scores, read if DRAWN; not LOWEST: the row's token
     logit_ids_ptr,  # [num_logits] int32, read if MAPPED
     stride,
     num_logits,
-    splits,
+    num_parts,
     FILTERED: tl.constexpr,
-    DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Grid: (num_rows, splits)."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature = tl.load(temperatures_ptr + row)
-    drawn = tl.load(drawn_ptr + row) if DRAWN else LOWEST
-    if temperature == 0.0:
-        tl.store(best_ptr + row * splits + split, tl.load(largest_ptr + row * splits + split))
-    elif drawn != LOWEST:
-        tl.store(best_ptr + row * splits + split, drawn)
-    else:
-        index = split * BLOCK + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=0.0).to(tl.float32)
-        maximum = score_of(row_max(largest_ptr, row, splits, SPLITS))
-        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        threshold, ids = tl.load(thresholds_ptr + row), ids_at(index, num_logits, logit_ids_ptr, MAPPED)
-        packed = pack(_perturbed(logits, maximum, temperature, seed, position, ids, threshold, FILTERED), index)
-        packed = tl.where(index < num_logits, packed, LOWEST)
-        tl.store(best_ptr + row * splits + split, tl.max(packed, axis=0))
+    """Grid: (num_rows, num_parts)."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, at = tl.load(temperatures_ptr + row), row * num_parts + part
+    largest = row_max(largest_ptr, row, num_parts, PARTS)
+    best, maximum = largest, score_of(largest)
+    if (temperature != 0.0) & has_maximum(largest):
+        seed, position, threshold = (
+            tl.load(seeds_ptr + row),
+            tl.load(positions_ptr + row),
+            tl.load(thresholds_ptr + row),
+        )
+        best = perturbed_largest(largest, seed, position, num_logits, logit_ids_ptr, MAPPED)
+        highest = scores_of(score_of(tl.load(largest_ptr + at)), maximum, temperature)
+        best = best_of_block(
+            logits_ptr + row * stride, part * PART, num_logits, highest, maximum, temperature, seed, position,
+            threshold, best, logit_ids_ptr, MAPPED, FILTERED, PART,
+        )  # fmt: skip
+    tl.store(best_ptr + at, best)
 
 
 @triton.jit
 def _choose_kernel(
-    largest_ptr,  # [num_rows, splits] int64 packed logits
-    best_ptr,  # [num_rows, splits] int64 packed scores
+    largest_ptr,  # [num_rows, num_parts] int64 packed logits
+    best_ptr,  # [num_rows, num_parts] int64 packed scores
     token_ids_ptr,  # [num_rows] int64, written
     is_valid_ptr,  # [num_rows] bool, written
     logit_ids_ptr,  # [num_logits] int32, read if MAPPED
     num_logits,
-    splits,
+    num_parts,
     MAPPED: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Grid: (num_rows)."""
     row = tl.program_id(0)
-    maximum = score_of(row_max(largest_ptr, row, splits, SPLITS))  # NaN when a logit is
-    index = id_of(row_max(best_ptr, row, splits, SPLITS))
+    maximum = score_of(row_max(largest_ptr, row, num_parts, PARTS))  # NaN when a logit is
+    index = id_of(row_max(best_ptr, row, num_parts, PARTS))
     tl.store(token_ids_ptr + row, ids_at(index, num_logits, logit_ids_ptr, MAPPED))
     tl.store(is_valid_ptr + row, maximum == maximum)
 
@@ -221,7 +205,7 @@ def _choose_kernel(
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _perturbed_topk_kernel(
     logits_ptr,  # [num_rows, num_logits]
-    largest_ptr,  # [num_rows, splits] int64 packed logits, read where RANDOM
+    largest_ptr,  # [num_rows, num_parts] int64 packed logits, read if RANDOM
     best_ptr,  # [num_rows, splits, K] int64 packed scores
     sums_ptr,  # [num_rows, splits] float32, sum of exp(score - the split's best)
     seeds_ptr,
@@ -232,12 +216,13 @@ def _perturbed_topk_kernel(
     stride,
     num_logits,
     splits,
+    num_parts,
     K: tl.constexpr,
     RANDOM: tl.constexpr,
     FILTERED: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -246,7 +231,7 @@ def _perturbed_topk_kernel(
     if RANDOM:
         temperature = tl.load(temperatures_ptr + row)
         if temperature != 0.0:
-            maximum = score_of(row_max(largest_ptr, row, splits, SPLITS))
+            maximum = score_of(row_max(largest_ptr, row, num_parts, PARTS))
             seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
             threshold, ids = tl.load(thresholds_ptr + row), ids_at(index, num_logits, logit_ids_ptr, MAPPED)
             scores = _perturbed(scores, maximum, temperature, seed, position, ids, threshold, FILTERED)

@@ -1,9 +1,15 @@
 """Time the operations around the layers of a round, in CUDA graphs: Triton kernels against their torch references.
 
-    python tests/benchmarks/bench_kernels_round.py [--rows 1 8 64] [--topk 4 --steps 5 --drafts 16] [--json FILE]
+    python tests/benchmarks/bench_kernels_round.py [--parts round sampling] [--rows 1 8 64] [--sampled-rows 64 384]
+                                                   [--topk 4 --steps 5 --drafts 16] [--json FILE]
 
-The operations: growing trees, choosing their nodes, ancestry, the walk, moving accepted KV in all layers, rows of slots
-with their hidden states, the end of a round, the rotations of positions. Shapes are those of Llama-3.1-8B.
+    round      growing trees, choosing their nodes, ancestry, the walk, moving accepted KV in all layers, rows of slots
+               with their hidden states, the end of a round, the rotations of positions
+    sampling   tokens of verified rows and of a draft head's rows with 32,000 logits: every kind of sampling over logits
+               like a planted model's (a peak, groups, a flat tail), like a real model's (Zipf), and of nearly equal
+               likelihood. They are called as engine/sampling.py calls them
+
+Shapes are those of Llama-3.1-8B.
 
 Each result is compared with the reference before it is timed. A time is that of a graph of twenty calls, divided by
 twenty. Without a GPU, small results are compared in Triton's interpreter and nothing is timed.
@@ -31,7 +37,11 @@ from bench_kernels_dense import microseconds
 from baton.engine.draft_shape import DraftShape
 from baton.kernels import triton_advance, triton_growth, triton_rotary, triton_rows, triton_trees
 from baton.kernels.advance import Columns, advance_ref_
+from baton.kernels.filters import Filters
+from baton.kernels.operations import preferring
+from baton.kernels.processors import History, TokenColumns, process_logits
 from baton.kernels.rotary import turns_ref
+from baton.kernels.sample import Draws, perturbed_argmax
 from baton.kernels.trees import (
     Candidates,
     Frontier,
@@ -45,6 +55,7 @@ from baton.kernels.trees import (
 DEVICE = torch.device("cuda" if IS_TIMED else "cpu")
 DTYPE = torch.bfloat16 if IS_TIMED else torch.float32
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, WIDTH = (32, 8, 128, 4096) if IS_TIMED else (2, 2, 16, 64)
+VOCAB_SIZE, DRAFT_VOCAB_SIZE = (128_256, 32_000) if IS_TIMED else (700, 300)
 PAGE_SIZE, NUM_CALLS = 64, 20
 
 
@@ -133,6 +144,80 @@ def row_cases(num_seqs: int, num_steps: int) -> Iterator[Case]:
     yield Case("turns of positions", lambda: triton_rotary.turns(*turns), lambda: turns_ref(*turns))
 
 
+class Kind(NamedTuple):
+    """Parameters of sampling, as a request states them."""
+
+    temperature: float
+    top_k: int = 2**31 - 1
+    top_p: float = 1.0
+    repetition: float = 1.0
+
+
+KINDS = {
+    "greedy": None,
+    "temperature": Kind(1.0),
+    "top_p": Kind(0.6, top_p=0.9),
+    "top_k": Kind(1.0, top_k=50),
+    "mix": Kind(0.6, top_k=50, top_p=0.9, repetition=1.1),
+    "wide": Kind(1.5, top_k=20_000, top_p=0.99),
+}
+
+
+def logits_like(name: str, num_rows: int, num_logits: int) -> Tensor:
+    """Return logits [num_rows, num_logits] of a distribution: "planted", "zipf" or "flat"."""
+    generator = torch.Generator().manual_seed(num_logits)
+    noise = torch.randn(num_logits, generator=generator)
+    if name == "planted":  # planted.py: the right low digit of 31 gains 2.5, each of ten right bits 1.25
+        codes = torch.arange(min(num_logits, 31_744))
+        num_wrong = (codes.unsqueeze(1) // 31 >> torch.arange(10) & 1).sum(1)
+        row = noise * 0.05
+        row[: len(codes)] += 2.5 * (codes % 31 == 7) + 1.25 * (10 - 2 * num_wrong)
+    elif name == "zipf":
+        row = noise * 0.3 - 1.3 * torch.arange(1, num_logits + 1).log()
+    else:
+        row = noise
+    orders = [torch.randperm(num_logits, generator=generator) for _ in range(min(num_rows, 16))]
+    rows = torch.stack([row[order] for order in orders]).to(DEVICE, DTYPE)
+    return rows.repeat(-(-num_rows // len(orders)), 1)[:num_rows].contiguous()
+
+
+def sampling_cases(num_rows: int, num_logits: int, vocab_size: int) -> Iterator[Case]:
+    """Cases of tokens of rows with `num_logits` logits each, of all tokens of the vocabulary or of some."""
+    seeds, positions = integers(2**62, num_rows), integers(8000, num_rows)
+    logit_ids = None
+    if num_logits < vocab_size:
+        logit_ids = (torch.arange(num_logits, device=DEVICE) * vocab_size // num_logits).to(torch.int32)
+    num_seqs = min(num_rows, 64)
+    columns = TokenColumns(integers(2, num_seqs, vocab_size).bool(), integers(2, num_seqs, vocab_size).to(torch.int32))
+    history = History.of(columns, torch.arange(num_rows, device=DEVICE) % num_seqs)
+    bans_now = torch.zeros(num_rows, dtype=torch.bool, device=DEVICE)
+    for distribution in ("planted", "zipf", "flat"):
+        logits = logits_like(distribution, num_rows, num_logits)
+        for name, kind in KINDS.items():
+            draws, penalties = None, None
+            if kind is not None:
+                off = torch.full((num_rows,), -torch.inf, device=DEVICE)
+                shares = torch.full((num_rows,), kind.top_p, dtype=torch.float64, device=DEVICE)
+                filters = Filters(off, torch.full_like(seeds, kind.top_k), shares) if name != "temperature" else None
+                draws = Draws(seeds, positions, torch.full_like(off, kind.temperature), filters)
+                if kind.repetition != 1:
+                    penalties = torch.tensor([kind.repetition, 0.0, 0.0], device=DEVICE).repeat_interleave(num_rows)
+
+            def sampled(
+                by: Any, logits: Tensor = logits, draws: Draws | None = draws, penalties: Tensor | None = penalties
+            ) -> Tensor:
+                with preferring(by):
+                    if penalties is not None:
+                        logits = process_logits(logits, history, penalties.view(3, -1), bans_now, logit_ids)
+                    return perturbed_argmax(logits, draws, logit_ids).token_ids
+
+            yield Case(
+                f"{name} {distribution} of {num_logits}",
+                lambda sampled=sampled: sampled("triton"),
+                lambda sampled=sampled: sampled("reference"),
+            )
+
+
 def check(case: Case) -> None:
     """Run both from the same start. Raises AssertionError if the results differ."""
     before = [each.clone() for each in case.changed]
@@ -150,12 +235,31 @@ def check(case: Case) -> None:
         )
 
 
+def chosen_cases(args: argparse.Namespace) -> Iterator[tuple[int, Case]]:
+    """Yield the cases of the chosen parts, each with its number of sequences or rows."""
+    if "round" in args.parts:
+        for num_seqs in args.rows:
+            for case in tree_cases(num_seqs, DraftShape(args.steps, args.topk, args.drafts)):
+                yield num_seqs, case
+            for case in row_cases(num_seqs, args.steps):
+                yield num_seqs, case
+    if "sampling" in args.parts:
+        for num_rows in args.sampled_rows:
+            for case in sampling_cases(num_rows, VOCAB_SIZE, VOCAB_SIZE):
+                yield num_rows, case
+        for case in sampling_cases(min(args.sampled_rows), DRAFT_VOCAB_SIZE, VOCAB_SIZE):
+            yield min(args.sampled_rows), case
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=["round", "sampling"], default=["round", "sampling"])
+    parser.add_argument("--sampled-rows", type=int, nargs="+", default=[64, 384] if IS_TIMED else [2])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64] if IS_TIMED else [2], help="sequences")
     parser.add_argument("--topk", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--drafts", type=int, default=16, help="nodes of a tree that are verified")
+    parser.add_argument("--no-reference", action="store_true", help="compare with torch, but do not time it")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report: dict[str, Any] = {
@@ -164,19 +268,15 @@ def main() -> None:
     }
     report["cases"] = []
     with torch.inference_mode():
-        for num_seqs in args.rows:
-            cases = [
-                *tree_cases(num_seqs, DraftShape(args.steps, args.topk, args.drafts)),
-                *row_cases(num_seqs, args.steps),
-            ]
-            for case in cases:
-                check(case)
-                row: dict[str, Any] = {"name": case.name, "sequences": num_seqs}
-                if IS_TIMED:
-                    calls = {"us": case.kernel, "torch_us": case.reference}
-                    row |= {name: microseconds([call] * NUM_CALLS) for name, call in calls.items()}
-                report["cases"].append(row)
-                sys.stdout.write(", ".join(f"{key} {value}" for key, value in row.items()) + "\n")
+        for num_rows, case in chosen_cases(args):
+            check(case)
+            row: dict[str, Any] = {"name": case.name, "rows": num_rows}
+            if IS_TIMED:
+                row["us"] = microseconds([case.kernel] * NUM_CALLS)
+                if not args.no_reference:
+                    row["torch_us"] = microseconds([case.reference] * NUM_CALLS)
+            report["cases"].append(row)
+            sys.stdout.write(", ".join(f"{key} {value}" for key, value in row.items()) + "\n")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
 

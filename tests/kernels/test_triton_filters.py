@@ -11,26 +11,17 @@ from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
-
 from baton.kernels import triton_filters
 from baton.kernels.filters import Filters
-from baton.kernels.filters import _weights as weights_ref
 from baton.kernels.filters import score_thresholds as thresholds_ref
-from baton.kernels.triton_filters import _weights_of, score_thresholds
-from baton.kernels.triton_sample import _row_max_kernel
+from baton.kernels.triton_filters import search_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
 INF, NAN, OFF = float("inf"), float("nan"), 2**31 - 1
-SPLIT = 256  # of the largest logits
 
 
 def thresholds(logits: Tensor, temperatures: Tensor, filters: Filters) -> Tensor:
-    splits = triton.cdiv(logits.shape[1], SPLIT)
-    largest = torch.empty((len(logits), splits), dtype=torch.int64, device=logits.device)
-    _row_max_kernel[(len(logits), splits)](logits, largest, logits.stride(0), logits.shape[1], BLOCK=SPLIT)
-    return score_thresholds(logits, largest, temperatures, filters)[0]
+    return search_rows(logits, temperatures, filters).thresholds
 
 
 def columns(rows: list[tuple[float, int, float]]) -> Filters:
@@ -86,6 +77,12 @@ def test_rows_keep_what_a_sort_keeps(vocab_size: int, scale: float, dtype: torch
     check(logits, temperatures, columns(ROWS))
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 1.0), (OFF, 0.9), (20_000, 0.7)])
+def test_a_flat_row_of_a_real_vocabulary(top_k: int, top_p: float) -> None:
+    logits = random(1, 128_256, dtype=torch.bfloat16, seed=1)
+    check(logits, torch.ones(1, device=DEVICE), columns([(0.0, top_k, top_p)]))
+
+
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter is slow; a GPU checks the size of real vocabularies")
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 8.0])
 def test_rows_of_a_real_vocabulary(scale: float) -> None:
@@ -96,17 +93,63 @@ def test_rows_of_a_real_vocabulary(scale: float) -> None:
         check(logits, torch.tensor([0.7, 1.0, 1.3, 0.0], device=DEVICE).repeat(len(rows) // 4), columns(rows))
 
 
-@pytest.mark.parametrize(("most", "few"), [(32, 16), (300, 16), (300, 256)])
+def shrink(monkeypatch: pytest.MonkeyPatch, *, most: int = 64, few: int = 16) -> None:
+    """Make rows of some hundred logits as large for the kernels as those of real vocabularies."""
+    sizes = {"_MOST_GATHERED": most, "_FEW": few, "_MOST_PARTS": 32, "_SPLIT_SIZE": 64, "_TILE": 128}
+    for name, size in sizes.items():
+        monkeypatch.setattr(triton_filters, name, size)
+
+
+@pytest.mark.parametrize(("most", "few"), [(32, 16), (256, 16), (256, 256)])
 def test_logits_are_searched_wherever_they_are(most: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few in registers, more gathered, too many in the row itself; several splits and tiles of each."""
-    monkeypatch.setattr(triton_filters, "_MOST_GATHERED", most)
-    monkeypatch.setattr(triton_filters, "_FEW", few)
-    monkeypatch.setattr(triton_filters, "_SPLIT_SIZE", 64)
-    monkeypatch.setattr(triton_filters, "_TILE", 128)
-    rows = [ROWS[at] for at in (0, 2, 3, 6, 7)]
+    """Few gathered, more gathered, fewer than top-k keeps, or in the row itself; several splits and tiles of each."""
+    shrink(monkeypatch, most=most, few=few)
+    rows = [ROWS[at] for at in (0, 2, 3, 6, 7)] + [(0.0, 150, 1.0), (0.0, 150, 0.5)]
     for scale in (0.2, 4.0):
         logits = random(len(rows), 211, seed=most, scale=scale)
         check(logits, torch.ones(len(rows), device=DEVICE), columns(rows))
+
+
+def hard_rows(count: int) -> dict[str, Tensor]:
+    """Rows of unlike distributions, [count] each."""
+    normal = random(count, seed=count).cpu()
+    peak = normal * 0.05
+    peak[count // 3], peak[7:47] = 15.0, 12.5 + peak[7:47]  # like a planted model's: a peak, a group, a flat tail
+    return {
+        "planted": peak,
+        "flat": normal * 1e-3,
+        "equal": torch.full((count,), 3.0),
+        "two values": (normal > 0.5).float() * 3,
+        "few values": normal.mul(2).round(),
+        "zipf": -1.3 * torch.arange(1, count + 1).float().log()[torch.randperm(count)],
+        "excluded": torch.where(normal > 1.5, normal, -INF),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature"),
+    [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 100.0), (torch.bfloat16, 0.01)],
+)
+def test_hard_rows(dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any distribution, with filters from the narrowest to the widest; most rows overflow what is gathered."""
+    shrink(monkeypatch)
+    count, rows = 400, hard_rows(400)
+    filters = [(0.0, k, 1.0) for k in (1, 2, 50, count - 1, count)] + [(0.0, OFF, p) for p in (1e-9, 0.9, 1 - 1e-12)]
+    filters += [(0.0, 300, 0.9), (0.3, 100, 0.99)]
+    names = list(rows)[:: 1 if dtype is torch.float32 else 3]
+    logits = torch.stack([rows[name] for name in names for _ in filters]).to(dtype).to(DEVICE)
+    check(logits, torch.full((len(logits),), temperature, device=DEVICE), columns(filters * len(names)))
+
+
+@pytest.mark.parametrize("top_k", [50, 300])
+def test_ties_beyond_what_is_gathered(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The k-th largest logit is one of more equals than fit: all of them stay."""
+    shrink(monkeypatch)
+    logits = random(2, 500, scale=0.1)
+    logits[:, 100:350] = 5.0
+    logits[:, :20] += 9.0
+    kept = check(logits, torch.ones(2, device=DEVICE), columns([(0.0, top_k, 1.0), (0.0, top_k, 0.999999)]))
+    assert kept[0].sum() == (270 if top_k <= 270 else 300)
 
 
 def test_equal_scores_stay_or_go_together() -> None:
@@ -154,21 +197,3 @@ def test_no_rows() -> None:
             top_p=torch.ones(0, dtype=torch.float64, device=DEVICE),
         ),
     ).shape == (0,)
-
-
-@triton.jit
-def _weights_kernel(scores_ptr, out_ptr, count, BLOCK: tl.constexpr):  # noqa: N803
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.load(scores_ptr + at, mask=at < count, other=0.0)
-    tl.store(out_ptr + at, _weights_of(scores), mask=at < count)
-
-
-def test_weights_have_the_bits_of_the_reference() -> None:
-    """Where exponents are rounded half to even, too."""
-    halves = (torch.arange(-64, 1) / 2 / 1.4426950216293335).float()
-    ends = torch.tensor([0.0, -0.0, -INF, -1e30, -32.0, -32.1, -31.9, -1e-30])
-    scores = torch.cat([torch.linspace(-33, 0, 30_001), halves, torch.nextafter(halves, ends[:1]), ends])
-    out = torch.empty(len(scores), dtype=torch.int64, device=DEVICE)
-    grid = (triton.cdiv(len(scores), 1024),)
-    _weights_kernel[grid](scores.to(DEVICE), out, len(scores), BLOCK=1024, enable_fp_fusion=False)
-    assert torch.equal(out.cpu(), weights_ref(scores[None])[0])

@@ -20,9 +20,8 @@ from baton.kernels import triton_filters
 from baton.kernels.filters import Filters
 from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
 from baton.kernels.sample import Draws, perturbed_argmax_ref, perturbed_scores
-from baton.kernels.triton_filters import Draw, score_thresholds
 from baton.kernels.triton_noise import add_gumbel_noise_, gumbel_from_bits
-from baton.kernels.triton_sample import _perturbed, _row_max_kernel, perturbed_argmax, perturbed_topk
+from baton.kernels.triton_sample import _perturbed, perturbed_argmax, perturbed_topk
 from baton.metadata.wire.request import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
@@ -158,10 +157,12 @@ def test_filtered_rows_equal_the_reference(filters: Filters, dtype: torch.dtype)
     torch.testing.assert_close(log_softmax.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("few", [2, 1024])
-def test_a_row_is_drawn_from_its_few_likely_tokens_or_from_all(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steep rows and flat ones, filtered and not: those that are searched in registers are drawn there."""
-    monkeypatch.setattr(triton_filters, "_FEW", few)
+@pytest.mark.parametrize("most", [32, 1024])
+def test_a_row_is_drawn_from_its_few_likely_tokens_or_from_all(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steep rows and flat ones, filtered and not: tokens that are gathered are drawn where they are searched."""
+    monkeypatch.setattr(triton_filters, "_FEW", 32)
+    monkeypatch.setattr(triton_filters, "_MOST_GATHERED", most)
+    monkeypatch.setattr(triton_filters, "_MOST_PARTS", 64)
     monkeypatch.setattr(triton_filters, "_SPLIT_SIZE", 512)
     num_rows = 8
     logits, (seeds, positions) = random(num_rows, 2500, seed=4), noise_of(num_rows)
@@ -177,14 +178,6 @@ def test_a_row_is_drawn_from_its_few_likely_tokens_or_from_all(few: int, monkeyp
     on_host = Draws(seeds.cpu(), positions.cpu(), temperature.cpu(), Filters(*(each.cpu() for each in filters)))
     expected = perturbed_argmax_ref(logits.cpu(), on_host).token_ids.tolist()
     assert perturbed_argmax(logits, draws).token_ids.tolist() == expected
-    largest = torch.empty((num_rows, 3), dtype=torch.int64, device=DEVICE)
-    _row_max_kernel[num_rows, 3](logits, largest, logits.stride(0), 2500, BLOCK=1024)
-    _, drawn = score_thresholds(logits, largest, temperature, filters, Draw(seeds, positions))
-    ids = [0x7FFFFFFF - (each & 0x7FFFFFFF) if each != -(2**63) else None for each in drawn.tolist()]
-    assert [found in (None, token) for found, token in zip(ids, expected, strict=True)] == [True] * num_rows
-    assert ids[4] is ids[5] is None, "rows without filters"
-    assert ids[3] is None, "a flat row keeps most tokens"
-    assert (ids[0] is not None and ids[2] is not None) == (few == 1024)
 
 
 def test_the_lowest_of_equals() -> None:
@@ -300,12 +293,13 @@ def test_other_columns_are_refused(columns) -> None:
         perturbed_argmax(random(3, 8), Draws(*columns(*noise_of(3), temperatures(3))))
 
 
-@pytest.mark.parametrize("few", [2, 1024])
+@pytest.mark.parametrize("most", [32, 1024])
 def test_few_likely_tokens_of_a_reduced_vocabulary_are_drawn_with_their_own_noise(
-    few: int, monkeypatch: pytest.MonkeyPatch
+    most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether they are drawn where they are searched, or from all."""
-    monkeypatch.setattr(triton_filters, "_FEW", few)
+    monkeypatch.setattr(triton_filters, "_FEW", 32)
+    monkeypatch.setattr(triton_filters, "_MOST_GATHERED", most)
     monkeypatch.setattr(triton_filters, "_SPLIT_SIZE", 256)
     num_rows, logit_ids = 6, some_ids(611, 2500).to(DEVICE)
     logits, (seeds, positions) = random(num_rows, 611, seed=4), noise_of(num_rows)
