@@ -23,7 +23,7 @@ from ..kernels.norm import rms_norm
 from ..kernels.operations import captures, reads_pages
 from ..kernels.paged_rows import PagedRows, attend
 from ..kernels.rotary import apply_rotary_
-from .batch import ForwardBatch, upload
+from .batch import ForwardBatch, JointBatch, upload
 from .model_config import ModelConfig
 from .rope import RotaryEmbedding
 
@@ -52,10 +52,13 @@ class AttentionContext(Protocol):
 
 
 def begin_attention(
-    config: ModelConfig, rotary: RotaryEmbedding, batch: ForwardBatch, kv: torch.Tensor
+    config: ModelConfig, rotary: RotaryEmbedding, batch: ForwardBatch | JointBatch, kv: torch.Tensor
 ) -> AttentionContext:
     """Return the context of a forward over `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the
     model's dtype and device."""
+    if isinstance(batch, JointBatch):
+        parts = (begin_attention(config, rotary, part, kv) for part in (batch.first, batch.second))
+        return _JointAttention(*parts, batch.first.num_tokens)
     shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     if batch.num_tokens == 0:
@@ -85,6 +88,19 @@ class _NoAttention:
         del index, norms, window
         assert len(qkv) == 0, qkv.shape
         return qkv[:, : self.q_size]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _JointAttention:
+    """The attention of two batches of one forward, each by its own way."""
+
+    first: AttentionContext
+    second: AttentionContext
+    num_first: int  # tokens of the first batch
+
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+        first, second = qkv.tensor_split((self.num_first,))
+        return torch.cat([self.first(index, first, norms, window), self.second(index, second, norms, window)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,14 +3,18 @@
     Round   --> inputs on the host --> run_round, directly or as a graph --> numbers on the host --> Tokens
     CatchUp --> inputs on the host --> catch_up, likewise
 
+A chunk beside a round shares the round's forward on a CPU. On CUDA it does so if graphs hold both and the padding costs
+less than a forward of its own. Otherwise the chunk is computed first, and then the round.
+
 All work runs on the device in the order of submission. `submit` does not wait for the device, `collect` does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,9 +22,10 @@ from torch import Tensor
 
 from ..kernels.copies import copy_numbers_
 from ..kernels.operations import captures
-from ..metadata.errors import ConfigError, OutOfMemory
+from ..metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
 from ..metadata.wire.request import TokenLogprobs
+from .batch import ForwardBatch
 from .buckets import Buckets
 from .config import SHARING
 from .copies import recorded_event, to_host
@@ -32,7 +37,7 @@ from .graphs import RoundGraphs
 from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
-from .round import RoundResult, catch_up, run_round
+from .round import RoundResult, catch_up, propose, run_round, settle, verify
 from .round_inputs import InputBlock
 from .round_timing import padding_catch_up, padding_round
 from .sampling_state import Needs
@@ -166,8 +171,7 @@ class DeviceExecutor:
                     case Recompute():
                         self._local_prompts.compute(work)
             return
-        # inputs of no bucket are used once: keep none, since the next work may have no memory either
-        self._used = [block for block in self._used if block.num_seqs in self.buckets.sizes]
+        self._drop_unshared()
         raise OutOfMemory(_no_memory(work))  # here the error is gone, whose traceback holds tensors
 
     @property
@@ -200,7 +204,10 @@ class DeviceExecutor:
     def _submit_round(self, work: Round) -> _UnderWay:
         block = self.buckets.fill_round(work)
         self._used.append(block)
-        result = self.run_round(block, work.shape, work.needs)
+        if work.beside is None:
+            result = self.run_round(block, work.shape, work.needs)
+        else:
+            result = self._begin_both(block, work, work.beside)()
         numbers = _numbers_to_host(result.numbers[: len(work.slots)])
         logprobs = result.logprobs
         if logprobs is not None:
@@ -208,6 +215,33 @@ class DeviceExecutor:
             logprobs = Logprobs(*(to_host(each[:num_rows]) for each in logprobs))
         used, self._used = self._used, []
         return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device))
+
+    def _begin_both(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
+        """Submit a chunk, and the round as far as they share the forward. Return the rest of the round. Until it is
+        called, no slot of the round has changed. Raises ChunkOutOfMemory."""
+        with suppress(torch.OutOfMemoryError):
+            if not captures(self.engine.device):
+                return self._begin_jointly(block, work, chunk)
+            self._local_prompts.compute(chunk)
+            return partial(self.run_round, block, work.shape, work.needs)
+        self._drop_unshared()
+        raise ChunkOutOfMemory(_no_memory(chunk))
+
+    def _begin_jointly(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
+        """Run one forward of both."""
+        inputs = block.to(self.engine.device).for_round
+        proposed = propose(self.drafter, self.slots, inputs, work.shape, work.needs)
+        beside = ForwardBatch.build(chunk.rows, self.engine.pool.page_size, self.engine.device)
+        verified = verify(self.engine, proposed, beside)
+        self._local_prompts.take(chunk, verified.beside)
+        return partial(
+            settle, self.engine, self.drafter, self.slots, inputs, proposed, verified, work.shape, work.needs
+        )
+
+    def _drop_unshared(self) -> None:
+        """After work without memory, keep no inputs that belong to no bucket: they are used once, and the next work may
+        have no memory either."""
+        self._used = [block for block in self._used if block.num_seqs in self.buckets.sizes]
 
     def _submit_catch_up(self, work: CatchUp) -> None:
         block = self.buckets.fill_catch_up(work)

@@ -84,7 +84,10 @@ class Executor(Protocol):
 
         Raises OutOfMemory if the device has no memory for it. Then the slots of a Round, a CatchUp or a LoadSlot hold
         no defined state: finish their sequences, or load them again. KV is as it was, but for the positions that the
-        work was to write."""
+        work was to write. The chunk beside a Round is computed all the same.
+
+        Raises ChunkOutOfMemory if the device has no memory for the chunk beside a Round. Then the round is not under
+        way, and all slots are as they were."""
         ...
 
     @property
