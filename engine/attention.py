@@ -57,8 +57,8 @@ def begin_attention(
     """Return the context of a forward over `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the
     model's dtype and device."""
     if isinstance(batch, JointBatch):
-        parts = (begin_attention(config, rotary, part, kv) for part in (batch.first, batch.second))
-        return _JointAttention(*parts, batch.first.num_tokens)
+        first, second = (begin_attention(config, rotary, part, kv) for part in (batch.first, batch.second))
+        return _JointAttention(first, second, batch.first.num_tokens)
     shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     if batch.num_tokens == 0:

@@ -34,6 +34,7 @@ from .draft_shape import DraftShape
 from .engine import Engine
 from .executor import HostProposer
 from .graphs import RoundGraphs
+from .joint_graphs import JointGraphs, JointSize, joint_sizes, widened
 from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
@@ -57,6 +58,14 @@ class _UnderWay(NamedTuple):
     event: torch.cuda.Event | None  # None: the device is the host
 
 
+class _Graphs(NamedTuple):
+    """The graphs of all buckets, which share their inputs and their memory."""
+
+    rounds: RoundGraphs[DraftShape, RoundResult]
+    catching_up: RoundGraphs[int, None]
+    joint: JointGraphs | None  # None: the node computes no prompts
+
+
 class DeviceExecutor:
     """Runs rounds of one engine, with its drafter if it has one. One thread. An `Executor`."""
 
@@ -78,8 +87,7 @@ class DeviceExecutor:
             max_steps=self.shape.num_steps,
             device=engine.device,
         )
-        self._round_graphs: RoundGraphs[DraftShape, RoundResult] | None = None
-        self._catch_up_graphs: RoundGraphs[int, None] | None = None
+        self._graphs: _Graphs | None = None
         self._used: list[InputBlock] = []  # by work since the last round
         self._under_way: deque[_UnderWay] = deque()
         self._row_buffer = MetadataBuffers(engine.schema)
@@ -109,14 +117,16 @@ class DeviceExecutor:
     def runs_ahead(self) -> bool:
         return self.engine.device.type != "cpu"
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, *, computes_prompts: bool = False) -> None:
         """Capture, on CUDA, the graphs of all buckets for every kind of sampling, so that service captures none and
         allocates nothing. `progress` counts them. On a CPU, catch up once. Raises ConfigError if the graphs find no
-        memory."""
+        memory.
+
+        `computes_prompts`: also capture graphs of rounds with chunks beside them."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
-            self._round_graphs, self._catch_up_graphs = self._capture(shapes, sizes, progress)
+            self._graphs = self._capture(shapes, sizes, progress, computes_prompts=computes_prompts)
             self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(0)))  # compiles what surrounds a graph
             self.collect()
             return
@@ -124,12 +134,12 @@ class DeviceExecutor:
             self.submit(padding_catch_up(self.num_slots, num_rows))
         self._free_used()
 
-    def rehearse(self) -> None:
-        """Capture the largest graphs and keep none. They take as much memory as all of them, since smaller ones fit in
-        theirs. Raises as `warm_up`."""
+    def rehearse(self, *, computes_prompts: bool = False) -> None:
+        """Capture the largest graphs that `warm_up` captures, and keep none. They take as much memory as all of them,
+        since smaller ones fit in theirs. Raises as `warm_up`."""
         if captures(self.engine.device):
             sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
-            self._capture([self.shape], sizes[-1:], of_largest=True)
+            self._capture([self.shape], sizes[-1:], of_largest=True, computes_prompts=computes_prompts)
 
     def _capture(
         self,
@@ -138,20 +148,28 @@ class DeviceExecutor:
         progress: Progress | None = None,
         *,
         of_largest: bool = False,
-    ) -> tuple[RoundGraphs[DraftShape, RoundResult], RoundGraphs[int, None]]:
+        computes_prompts: bool = False,
+    ) -> _Graphs:
         """Return graphs of rounds, and of catching up on `num_rows` rows, of all buckets, or `of_largest` alone. Raises
         ConfigError if they find no memory."""
         with suppress(torch.OutOfMemoryError):
             self.slots.allocate_all()
             blocks = self.buckets.allocate_on_device()
-            shared = blocks[-1:] if of_largest else blocks, self.slots.padding, torch.cuda.graph_pool_handle()
+            pool, joint = torch.cuda.graph_pool_handle(), None
+            shared = blocks[-1:] if of_largest else blocks, self.slots.padding, pool
             rounds = RoundGraphs("rounds", self._round, *shared)
             catching_up = RoundGraphs("catching up", self._catch_up, *shared)
+            joint_of = joint_sizes(self.buckets.sizes, self.shape) if computes_prompts else []
+            if joint_of:
+                joint_of = joint_of[-1:] if of_largest else joint_of
+                joint = JointGraphs(self.engine, self.drafter, self.slots, blocks, joint_of, pool)
             with torch.inference_mode():
                 rounds.capture(shapes, progress)
                 if num_rows:
                     catching_up.capture(num_rows, progress)
-            return rounds, catching_up
+                if joint is not None:
+                    joint.capture(progress)
+            return _Graphs(rounds, catching_up, joint)
         raise ConfigError(
             f"the GPU has no memory left for graphs of rounds of {self.num_slots} sequences; lower max_running (or "
             f"num_pages if it is given), or {SHARING}"
@@ -190,8 +208,8 @@ class DeviceExecutor:
 
     def run_round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
         """Run a round with filled inputs, by a graph if the block is a bucket's and there are graphs."""
-        if self._round_graphs is not None and block.num_seqs in self.buckets.sizes:
-            return self._round_graphs.replay(block, shape, needs)
+        if self._graphs is not None and block.num_seqs in self.buckets.sizes:
+            return self._graphs.rounds.replay(block, shape, needs)
         return self._round(block.to(self.engine.device), shape, needs)
 
     def read_row(self, row: bytes) -> Sampled:
@@ -202,12 +220,15 @@ class DeviceExecutor:
     # --- work ---
 
     def _submit_round(self, work: Round) -> _UnderWay:
-        block = self.buckets.fill_round(work)
+        size = None if work.beside is None else self._joint_size(work, work.beside)
+        if size is not None:
+            work = widened(work, size.shape)
+        block = self.buckets.fill_round(work, 0 if size is None else size.num_seqs)
         self._used.append(block)
         if work.beside is None:
             result = self.run_round(block, work.shape, work.needs)
         else:
-            result = self._begin_both(block, work, work.beside)()
+            result = self._begin_both(block, work, work.beside, size)()
         numbers = _numbers_to_host(result.numbers[: len(work.slots)])
         logprobs = result.logprobs
         if logprobs is not None:
@@ -216,11 +237,23 @@ class DeviceExecutor:
         used, self._used = self._used, []
         return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device))
 
-    def _begin_both(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
+    def _joint_size(self, work: Round, chunk: Recompute) -> JointSize | None:
+        joint = None if self._graphs is None else self._graphs.joint
+        return None if joint is None else joint.fitting(work, chunk.rows)
+
+    def _begin_both(
+        self, block: InputBlock, work: Round, chunk: Recompute, size: JointSize | None
+    ) -> Callable[[], RoundResult]:
         """Submit a chunk, and the round as far as they share the forward. Return the rest of the round. Until it is
-        called, no slot of the round has changed. Raises ChunkOutOfMemory."""
+        called, no slot of the round has changed. `size`: of the graphs that hold both; None: none do.
+
+        Raises ChunkOutOfMemory."""
         with suppress(torch.OutOfMemoryError):
-            if not captures(self.engine.device):
+            if size is not None and self._graphs is not None and self._graphs.joint is not None:
+                joint = self._graphs.joint
+                self._local_prompts.take(chunk, joint.verify(size, block, chunk.rows, work.needs))
+                return partial(joint.settle, size, work.needs)
+            if not captures(self.engine.device) and not any(row.num_scored for row in chunk.rows):
                 return self._begin_jointly(block, work, chunk)
             self._local_prompts.compute(chunk)
             return partial(self.run_round, block, work.shape, work.needs)
@@ -246,8 +279,8 @@ class DeviceExecutor:
     def _submit_catch_up(self, work: CatchUp) -> None:
         block = self.buckets.fill_catch_up(work)
         self._used.append(block)
-        if self._catch_up_graphs is not None and block.num_seqs in self.buckets.sizes:
-            self._catch_up_graphs.replay(block, work.num_rows, work.needs)
+        if self._graphs is not None and block.num_seqs in self.buckets.sizes:
+            self._graphs.catching_up.replay(block, work.num_rows, work.needs)
         else:
             self._catch_up(block.to(self.engine.device), work.num_rows, work.needs)
 
