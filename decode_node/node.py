@@ -103,16 +103,19 @@ class DecodeNode:
         *,
         is_adaptive: bool = False,
         overlaps: bool | None = None,
+        expects_prompts: bool = True,
     ):
         """`cache` owns the pages of the pool that `executor` writes; `executor` has `max_running` slots.
         `is_adaptive`: adapt the draft length to the measured benefit; otherwise draft all steps.
-        `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU."""
+        `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU.
+        `expects_prompts`: prepare for local prompts; otherwise they are computed as well, but delay other sequences
+        more."""
         self.executor = executor
         self.cache = cache
         self.membership = membership
         self.handoff = handoff
         with ProgressBar("capturing round graphs") as progress:
-            executor.warm_up(progress)
+            executor.warm_up(progress, expects_prompts=expects_prompts)
         self.rounds = Rounds(executor)
         self.chooser: StepChooser | None = None
         if is_adaptive and executor.shape.num_steps:

@@ -117,16 +117,16 @@ class DeviceExecutor:
     def runs_ahead(self) -> bool:
         return self.engine.device.type != "cpu"
 
-    def warm_up(self, progress: Progress | None = None, *, computes_prompts: bool = False) -> None:
+    def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Capture, on CUDA, the graphs of all buckets for every kind of sampling, so that service captures none and
         allocates nothing. `progress` counts them. On a CPU, catch up once. Raises ConfigError if the graphs find no
         memory.
 
-        `computes_prompts`: also capture graphs of rounds with chunks beside them."""
+        `expects_prompts`: also capture graphs of rounds with chunks beside them."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
-            self._graphs = self._capture(shapes, sizes, progress, computes_prompts=computes_prompts)
+            self._graphs = self._capture(shapes, sizes, progress, expects_prompts=expects_prompts)
             self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(0)))  # compiles what surrounds a graph
             self.collect()
             return
@@ -134,12 +134,12 @@ class DeviceExecutor:
             self.submit(padding_catch_up(self.num_slots, num_rows))
         self._free_used()
 
-    def rehearse(self, *, computes_prompts: bool = False) -> None:
+    def rehearse(self, *, expects_prompts: bool = False) -> None:
         """Capture the largest graphs that `warm_up` captures, and keep none. They take as much memory as all of them,
         since smaller ones fit in theirs. Raises as `warm_up`."""
         if captures(self.engine.device):
             sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
-            self._capture([self.shape], sizes[-1:], of_largest=True, computes_prompts=computes_prompts)
+            self._capture([self.shape], sizes[-1:], of_largest=True, expects_prompts=expects_prompts)
 
     def _capture(
         self,
@@ -148,7 +148,7 @@ class DeviceExecutor:
         progress: Progress | None = None,
         *,
         of_largest: bool = False,
-        computes_prompts: bool = False,
+        expects_prompts: bool = False,
     ) -> _Graphs:
         """Return graphs of rounds, and of catching up on `num_rows` rows, of all buckets, or `of_largest` alone. Raises
         ConfigError if they find no memory."""
@@ -159,7 +159,7 @@ class DeviceExecutor:
             shared = blocks[-1:] if of_largest else blocks, self.slots.padding, pool
             rounds = RoundGraphs("rounds", self._round, *shared)
             catching_up = RoundGraphs("catching up", self._catch_up, *shared)
-            joint_of = joint_sizes(self.buckets.sizes, self.shape) if computes_prompts else []
+            joint_of = joint_sizes(self.buckets.sizes, self.shape) if expects_prompts else []
             if joint_of:
                 joint_of = joint_of[-1:] if of_largest else joint_of
                 joint = JointGraphs(self.engine, self.drafter, self.slots, blocks, joint_of, pool)

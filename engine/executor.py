@@ -75,8 +75,9 @@ class Executor(Protocol):
         """Whether the device works while the host goes on, so that rounds may overlap."""
         ...
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile, load and capture what rounds need, so that no sequence waits for it. `progress` counts graphs."""
+    def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
+        """Compile, load and capture what rounds need, so that no sequence waits for it. `progress` counts graphs.
+        `expects_prompts`: also what rounds with chunks beside them need."""
         ...
 
     def submit(self, work: RoundWork) -> None:

@@ -230,7 +230,9 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The first work of a rank."""
+    """The first work of a rank. `expects_prompts`: as of `Executor.warm_up`."""
+
+    expects_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,7 +311,7 @@ def test_graphs_of_the_steps_bring_what_two_forwards_bring(
     drafting = settings(name, model, tmp_path) | shape
     direct = World(Solo(model, num_pages=800, **drafting), joins=False)
     captured = World(Solo(model, num_pages=800, buckets=(1, 5), **drafting), joins=True)
-    captured.solo.executor.warm_up(computes_prompts=True)
+    captured.solo.executor.warm_up(expects_prompts=True)
     owned = captured.solo.executor._graphs
     assert owned is not None and owned.joint is not None
     watched, num_captured = Watched(owned.joint, monkeypatch), len(host_graphs)
