@@ -220,7 +220,9 @@ class DeviceExecutor:
     # --- work ---
 
     def _submit_round(self, work: Round) -> _UnderWay:
-        size = None if work.beside is None else self._joint_size(work, work.beside)
+        joint, size = None if self._graphs is None else self._graphs.joint, None
+        if joint is not None and work.beside is not None:
+            size = joint.fitting(work, work.beside.rows)
         if size is not None:
             work = widened(work, size.shape)
         block = self.buckets.fill_round(work, 0 if size is None else size.num_seqs)
@@ -237,15 +239,12 @@ class DeviceExecutor:
         used, self._used = self._used, []
         return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device))
 
-    def _joint_size(self, work: Round, chunk: Recompute) -> JointSize | None:
-        joint = None if self._graphs is None else self._graphs.joint
-        return None if joint is None else joint.fitting(work, chunk.rows)
-
     def _begin_both(
         self, block: InputBlock, work: Round, chunk: Recompute, size: JointSize | None
     ) -> Callable[[], RoundResult]:
         """Submit a chunk, and the round as far as they share the forward. Return the rest of the round. Until it is
-        called, no slot of the round has changed. `size`: of the graphs that hold both; None: none do.
+        called, no slot of the round has changed. If both together find no memory, they are computed one after the
+        other. `size`: of the graphs that hold both; None: none do.
 
         Raises ChunkOutOfMemory."""
         with suppress(torch.OutOfMemoryError):
@@ -255,6 +254,7 @@ class DeviceExecutor:
                 return partial(joint.settle, size, work.needs)
             if not captures(self.engine.device) and not any(row.num_scored for row in chunk.rows):
                 return self._begin_jointly(block, work, chunk)
+        with suppress(torch.OutOfMemoryError):
             self._local_prompts.compute(chunk)
             return partial(self.run_round, block, work.shape, work.needs)
         self._drop_unshared()
