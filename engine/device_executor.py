@@ -220,17 +220,12 @@ class DeviceExecutor:
     # --- work ---
 
     def _submit_round(self, work: Round) -> _UnderWay:
-        joint, size = None if self._graphs is None else self._graphs.joint, None
-        if joint is not None and work.beside is not None:
-            size = joint.fitting(work, work.beside.rows)
-        if size is not None:
-            work = widened(work, size.shape)
-        block = self.buckets.fill_round(work, 0 if size is None else size.num_seqs)
-        self._used.append(block)
         if work.beside is None:
+            block = self.buckets.fill_round(work)
+            self._used.append(block)
             result = self.run_round(block, work.shape, work.needs)
         else:
-            result = self._begin_both(block, work, work.beside, size)()
+            work, result = self._run_both(work, work.beside)
         numbers = _numbers_to_host(result.numbers[: len(work.slots)])
         logprobs = result.logprobs
         if logprobs is not None:
@@ -239,29 +234,48 @@ class DeviceExecutor:
         used, self._used = self._used, []
         return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device))
 
-    def _begin_both(
-        self, block: InputBlock, work: Round, chunk: Recompute, size: JointSize | None
-    ) -> Callable[[], RoundResult]:
-        """Submit a chunk, and the round as far as they share the forward. Return the rest of the round. Until it is
-        called, no slot of the round has changed. If both together find no memory, they are computed one after the
-        other. `size`: of the graphs that hold both; None: none do.
-
-        Raises ChunkOutOfMemory."""
-        with suppress(torch.OutOfMemoryError):
-            if size is not None and self._graphs is not None and self._graphs.joint is not None:
-                joint = self._graphs.joint
-                self._local_prompts.take(chunk, joint.verify(size, block, chunk.rows, work.needs))
-                return partial(joint.settle, size, work.needs)
-            if not captures(self.engine.device) and not any(row.num_scored for row in chunk.rows):
-                return self._begin_jointly(block, work, chunk)
-        with suppress(torch.OutOfMemoryError):
-            self._local_prompts.compute(chunk)
-            return partial(self.run_round, block, work.shape, work.needs)
+    def _run_both(self, work: Round, chunk: Recompute) -> tuple[Round, RoundResult]:
+        """Submit a round and the chunk beside it. Return the round as it was submitted, and its result. Raises
+        ChunkOutOfMemory."""
+        joint = None if self._graphs is None else self._graphs.joint
+        size = None if joint is None else joint.fitting(work, chunk.rows)
+        if joint is not None and size is not None:
+            work = widened(work, size.shape)
+            block = self.buckets.fill_round(work, size.num_seqs)
+        else:
+            block = self.buckets.fill_round(work)
+        self._used.append(block)
+        ways: list[Callable[[], Callable[[], RoundResult]]] = [partial(self._begin_apart, block, work, chunk)]
+        if joint is not None and size is not None:
+            ways.insert(0, partial(self._begin_by_graphs, joint, size, block, work, chunk))
+        elif not captures(self.engine.device) and not any(row.num_scored for row in chunk.rows):
+            ways.insert(0, partial(self._begin_jointly, block, work, chunk))
+        for begin in ways:  # the way that needs less memory last
+            settling = None
+            with suppress(torch.OutOfMemoryError):
+                settling = begin()
+            if settling is not None:
+                return work, settling()
         self._drop_unshared()
         raise ChunkOutOfMemory(_no_memory(chunk))
 
+    # Each way submits the chunk, and the round as far as they share the forward, and returns the rest of the round.
+    # Until this is called, no slot of the round has changed.
+
+    def _begin_apart(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
+        """Compute the chunk first, and then the round."""
+        self._local_prompts.compute(chunk)
+        return partial(self.run_round, block, work.shape, work.needs)
+
+    def _begin_by_graphs(
+        self, joint: JointGraphs, size: JointSize, block: InputBlock, work: Round, chunk: Recompute
+    ) -> Callable[[], RoundResult]:
+        """Replay graphs that hold both."""
+        self._local_prompts.take(chunk, joint.verify(size, block, chunk.rows, work.needs))
+        return partial(joint.settle, size, work.needs)
+
     def _begin_jointly(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
-        """Run one forward of both."""
+        """Run one forward of both directly."""
         inputs = block.to(self.engine.device).for_round
         proposed = propose(self.drafter, self.slots, inputs, work.shape, work.needs)
         beside = ForwardBatch.build(chunk.rows, self.engine.pool.page_size, self.engine.device)
