@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..engine.config import EngineConfig
+from ..metadata.config import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +17,9 @@ class DecodeConfig(EngineConfig):
     node's."""
 
     CUDA_CHUNK_TOKENS: ClassVar[int] = 1024
+
+    expect_prompts: bool = setting(
+        True,
+        "on cuda, prepare at the start for prompts that this node computes beside its rounds; without it, the start is "
+        "shorter, and such prompts delay other sequences more (with baton up: no if --local-prefill is never)",
+    )

@@ -22,7 +22,7 @@ def run(config: DecodeConfig) -> int:
     def make_executor(engine: Engine) -> DeviceExecutor:
         return DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
 
-    engine = load_engine(config, lambda engine: make_executor(engine).rehearse())
+    engine = load_engine(config, lambda engine: make_executor(engine).rehearse(expects_prompts=config.expect_prompts))
     handoff = HandoffClient(make_endpoint(config, name, engine, keys, epoch))
 
     def make_node(membership: Membership) -> DecodeNode:
@@ -34,6 +34,7 @@ def run(config: DecodeConfig) -> int:
             config.max_running,
             config.chunk(engine.device.type),
             is_adaptive=config.draft_adaptive,
+            expects_prompts=config.expect_prompts,
         )
 
     return serve(config, name, "decode", engine, keys, epoch, "", make_node)

@@ -39,12 +39,12 @@ from ..engine.executor import Executor
 from ..engine.prefix_cache import PrefixCache
 from ..engine.progress import ProgressBar
 from ..engine.round_timing import measure_round
-from ..engine.rounds import Rounds, Submitted
+from ..engine.rounds import LocalChunk, Rounds, Submitted
 from ..engine.step_times import StepTimes
 from ..engine.work import NO_NUMBERS, Accepted
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
-from ..metadata.errors import OutOfMemory, ProtocolError
+from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
@@ -86,7 +86,7 @@ class SubmittedRound(NamedTuple):
     sequences: list[Sequence]
     submitted: Submitted
     since: float  # monotonic seconds
-    is_beside_chunk: bool  # the step computed prompts or lost tokens before it
+    is_beside_chunk: bool  # the step computes prompts or lost tokens, too
 
 
 class DecodeNode:
@@ -103,16 +103,19 @@ class DecodeNode:
         *,
         is_adaptive: bool = False,
         overlaps: bool | None = None,
+        expects_prompts: bool = True,
     ):
         """`cache` owns the pages of the pool that `executor` writes; `executor` has `max_running` slots.
         `is_adaptive`: adapt the draft length to the measured benefit; otherwise draft all steps.
-        `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU."""
+        `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU.
+        `expects_prompts`: prepare for local prompts; otherwise they are computed as well, but delay other sequences
+        more."""
         self.executor = executor
         self.cache = cache
         self.membership = membership
         self.handoff = handoff
         with ProgressBar("capturing round graphs") as progress:
-            executor.warm_up(progress)
+            executor.warm_up(progress, expects_prompts=expects_prompts)
         self.rounds = Rounds(executor)
         self.chooser: StepChooser | None = None
         if is_adaptive and executor.shape.num_steps:
@@ -367,7 +370,7 @@ class DecodeNode:
     def _compute(self, plan: StepPlan) -> None:
         """Submit the planned step, then settle the round before. If rounds do not overlap, settle the new one too."""
         self._counts.steps += 1
-        if plan.rows:
+        if plan.rows and not plan.decoding:
             self._recompute(plan)
         begun = self._submit_round(plan) if plan.decoding else None
         if begun is not None:
@@ -381,11 +384,19 @@ class DecodeNode:
     def _recompute(self, plan: StepPlan) -> None:
         try:
             self.rounds.recompute(plan.sequences, plan.rows)
-        except OutOfMemory as error:  # the next step tries again without the sequence that has most to compute
-            rows = zip(plan.sequences, plan.rows, strict=True)
-            largest, _ = max(rows, key=lambda each: (len(each[1].input_ids), each[0].order))
-            self._end_for_memory(largest, error)
-            return
+        except OutOfMemory as error:
+            self._relieve_chunk(plan, error)
+        else:
+            self._note_computed(plan)
+
+    def _relieve_chunk(self, plan: StepPlan, error: OutOfMemory) -> None:
+        """End the sequence that has most to compute of a chunk that had no memory. The next step tries again."""
+        rows = zip(plan.sequences, plan.rows, strict=True)
+        largest, _ = max(rows, key=lambda each: (len(each[1].input_ids), each[0].order))
+        self._end_for_memory(largest, error)
+
+    def _note_computed(self, plan: StepPlan) -> None:
+        """Record that the device computes the planned chunk."""
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             sequence.compute(len(row.input_ids))
             self._counts.computed_tokens += len(row.input_ids)
@@ -393,14 +404,21 @@ class DecodeNode:
                 self.scheduler.share_computed(sequence)
 
     def _submit_round(self, plan: StepPlan) -> SubmittedRound | None:
-        """Submit a round. If the device has no memory for it, make ready for a smaller one, and return None."""
+        """Submit a round, and the planned chunk beside it. If the device has no memory for them, make ready for less,
+        and return None."""
         since = self._clock.submit()
+        beside = LocalChunk(plan.sequences, plan.rows) if plan.rows else None
         try:
-            submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits)
+            submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits, beside)
+        except ChunkOutOfMemory as error:
+            self._relieve_chunk(plan, error)
+            return None
         except OutOfMemory as error:
+            self._note_computed(plan)
             self.settle()  # the round before has tokens for them
             self._relieve([each for each in plan.decoding if each.slot is not None], plan.shape, error)
             return None
+        self._note_computed(plan)
         return SubmittedRound(plan.decoding, submitted, since, bool(plan.rows))
 
     def _relieve(self, sequences: list[Sequence], shape: DraftShape, error: OutOfMemory) -> None:
@@ -433,7 +451,7 @@ class DecodeNode:
         self._send(done.sequences)
         round_time = self._clock.judge(seconds)
         if done.is_beside_chunk:
-            round_time = RoundTime(None if self._overlaps else seconds, None)
+            round_time = RoundTime(None, None)
         if self.chooser is not None and live and not self.chooser.passes_over(done.submitted.shape.num_steps):
             self.chooser.observe(
                 [slot for _, slot, _ in live],

@@ -157,6 +157,8 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
                 model=str(_model_dir(config).resolve()),
                 threads=num_threads,
             )
+            if isinstance(node, DecodeConfig) and router.local_prefill == "never":
+                node = replace(node, expect_prompts=False)
             environ = {"OMP_NUM_THREADS": str(num_threads)}
             if gpus and config.device != "cpu":
                 place = len(made) - 1

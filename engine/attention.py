@@ -23,7 +23,7 @@ from ..kernels.norm import rms_norm
 from ..kernels.operations import captures, reads_pages
 from ..kernels.paged_rows import PagedRows, attend
 from ..kernels.rotary import apply_rotary_
-from .batch import ForwardBatch, upload
+from .batch import ForwardBatch, JointBatch, upload
 from .model_config import ModelConfig
 from .rope import RotaryEmbedding
 
@@ -52,10 +52,15 @@ class AttentionContext(Protocol):
 
 
 def begin_attention(
-    config: ModelConfig, rotary: RotaryEmbedding, batch: ForwardBatch, kv: torch.Tensor
+    config: ModelConfig, rotary: RotaryEmbedding, batch: ForwardBatch | JointBatch, kv: torch.Tensor
 ) -> AttentionContext:
     """Return the context of a forward over `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the
     model's dtype and device."""
+    if isinstance(batch, JointBatch):
+        first, second = (begin_attention(config, rotary, part, kv) for part in (batch.first, batch.second))
+        if isinstance(first, _TritonAttention) and isinstance(second, _TritonAttention):
+            return _JointTritonAttention.of(first, second)
+        return _JointAttention(first, second, batch.first.num_tokens)
     shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     if batch.num_tokens == 0:
@@ -85,6 +90,19 @@ class _NoAttention:
         del index, norms, window
         assert len(qkv) == 0, qkv.shape
         return qkv[:, : self.q_size]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _JointAttention:
+    """The attention of two batches of one forward, each by its own way."""
+
+    first: AttentionContext
+    second: AttentionContext
+    num_first: int  # tokens of the first batch
+
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+        first, second = qkv.tensor_split((self.num_first,))
+        return torch.cat([self.first(index, first, norms, window), self.second(index, second, norms, window)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,8 +206,6 @@ class _TritonAttention:
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
 
     def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
-        from ..kernels.triton_attention import decode_attention
-        from ..kernels.triton_extend import extend_attention
         from ..kernels.triton_store import norm_rotate_store
 
         assert self.plan.rows is not None
@@ -197,8 +213,18 @@ class _TritonAttention:
         q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.plan.rows, norms, eps)
         if self.prompts is not None:
             return self._attend_prompts(self.prompts, q, qkv, kv_layer)
+        return self.attend(q, kv_layer, window).flatten(1)
+
+    def attend(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, window: int | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the attention of `q` [num_tokens, num_heads, head_dim], whose KV is stored: `out`, or a new tensor of
+        q's shape."""
+        from ..kernels.triton_attention import decode_attention
+        from ..kernels.triton_extend import extend_attention
+
         attend = decode_attention if self.plan.starts is None else extend_attention
-        return attend(q, kv_layer, self.plan, window).flatten(1)
+        return attend(q, kv_layer, self.plan, window, out=out)
 
     def _attend_prompts(
         self, prompts: Prompts, q: torch.Tensor, qkv: torch.Tensor, kv_layer: torch.Tensor
@@ -222,6 +248,35 @@ class _TritonAttention:
                 found = next(rest)
             outs.append(found)
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _JointTritonAttention:
+    """The attention of two batches of one forward on CUDA. One launch stores the new tokens of both. Prompts of the
+    batches read their keys in pages."""
+
+    first: _TritonAttention
+    second: _TritonAttention
+    rows: torch.Tensor  # [num_tokens] int64, where new KV of both goes
+    cos: torch.Tensor  # [num_tokens, 1, head_dim]
+    sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
+
+    @classmethod
+    def of(cls, first: _TritonAttention, second: _TritonAttention) -> _JointTritonAttention:
+        assert first.plan.rows is not None and second.plan.rows is not None
+        rows = torch.cat([first.plan.rows, second.plan.rows])
+        cos, sin = torch.cat([first.cos, second.cos]), torch.cat([first.sin, second.sin])
+        return cls(first, second, rows, cos, sin)
+
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+        from ..kernels.triton_store import norm_rotate_store
+
+        kv_layer, eps = self.first.kv_layers[index], self.first.config.rms_norm_eps
+        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.rows, norms, eps)
+        out, num_first = torch.empty_like(q, memory_format=torch.contiguous_format), len(self.first.cos)
+        self.first.attend(q[:num_first], kv_layer, window, out[:num_first])
+        self.second.attend(q[num_first:], kv_layer, window, out[num_first:])
+        return out.flatten(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -115,6 +115,20 @@ class ForwardBatch:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JointBatch:
+    """Two batches of one forward, of different sequences. Layers that work token by token see the tokens of both end to
+    end. Attention sees two batches."""
+
+    first: ForwardBatch
+    second: ForwardBatch
+    input_ids: torch.Tensor  # [num_tokens] int64, of both
+
+    @classmethod
+    def of(cls, first: ForwardBatch, second: ForwardBatch) -> JointBatch:
+        return cls(first, second, torch.cat([first.input_ids, second.input_ids]))
+
+
 class Computed(NamedTuple):
     """Result of a forward."""
 

@@ -52,9 +52,10 @@ class Buckets:
         """Return one block per bucket on the device, for graphs."""
         return [self._allocate(size, on_host=False) for size in self._free]
 
-    def fill_round(self, work: Round) -> InputBlock:
-        """Return a filled block of the smallest bucket that holds the round; rows behind its sequences are padding."""
-        block, num_seqs = self._take(work), len(work.slots)
+    def fill_round(self, work: Round, least: int = 0) -> InputBlock:
+        """Return a filled block of the smallest bucket that holds the round and `least` sequences; rows behind the
+        round's are padding."""
+        block, num_seqs = self._take(work, least), len(work.slots)
         inputs = block.for_round
         limits, proposed = inputs.limits.numpy(), inputs.proposed.numpy()
         limits[:num_seqs], limits[num_seqs:] = work.limits, 0
@@ -76,11 +77,11 @@ class Buckets:
         """Take a block back, which the device has read."""
         self._free.get(block.num_seqs, []).append(block)
 
-    def _take(self, work: Round | CatchUp) -> InputBlock:
+    def _take(self, work: Round | CatchUp, least: int = 0) -> InputBlock:
         """Return a block with slots and block tables."""
         self._tables.apply(work.changes)
         num_seqs = len(work.slots)
-        size = next((each for each in self._free if each >= num_seqs), num_seqs)
+        size = next((each for each in self._free if each >= max(num_seqs, least)), num_seqs)
         free = self._free.get(size)
         block = free.pop() if free else self._allocate(size)
         num_columns = min(max(work.num_pages, default=0) + self._num_spare, self._tables.num_columns)

@@ -3,14 +3,18 @@
     Round   --> inputs on the host --> run_round, directly or as a graph --> numbers on the host --> Tokens
     CatchUp --> inputs on the host --> catch_up, likewise
 
+A chunk beside a round shares the round's forward on a CPU. On CUDA it does so if graphs hold both and the padding costs
+less than a forward of its own. Otherwise the chunk is computed first, and then the round.
+
 All work runs on the device in the order of submission. `submit` does not wait for the device, `collect` does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,9 +22,10 @@ from torch import Tensor
 
 from ..kernels.copies import copy_numbers_
 from ..kernels.operations import captures
-from ..metadata.errors import ConfigError, OutOfMemory
+from ..metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
 from ..metadata.wire.request import TokenLogprobs
+from .batch import ForwardBatch
 from .buckets import Buckets
 from .config import SHARING
 from .copies import recorded_event, to_host
@@ -29,10 +34,11 @@ from .draft_shape import DraftShape
 from .engine import Engine
 from .executor import HostProposer
 from .graphs import RoundGraphs
+from .joint_graphs import JointGraphs, JointSize, joint_sizes, widened
 from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
-from .round import RoundResult, catch_up, run_round
+from .round import RoundResult, catch_up, propose, run_round, settle, verify
 from .round_inputs import InputBlock
 from .round_timing import padding_catch_up, padding_round
 from .sampling_state import Needs
@@ -50,6 +56,14 @@ class _UnderWay(NamedTuple):
     numbers: Tensor  # of RoundResult, on the host likewise
     logprobs: Logprobs | None  # likewise
     event: torch.cuda.Event | None  # None: the device is the host
+
+
+class _Graphs(NamedTuple):
+    """The graphs of all buckets, which share their inputs and their memory."""
+
+    rounds: RoundGraphs[DraftShape, RoundResult]
+    catching_up: RoundGraphs[int, None]
+    joint: JointGraphs | None  # None: the node computes no prompts
 
 
 class DeviceExecutor:
@@ -73,8 +87,7 @@ class DeviceExecutor:
             max_steps=self.shape.num_steps,
             device=engine.device,
         )
-        self._round_graphs: RoundGraphs[DraftShape, RoundResult] | None = None
-        self._catch_up_graphs: RoundGraphs[int, None] | None = None
+        self._graphs: _Graphs | None = None
         self._used: list[InputBlock] = []  # by work since the last round
         self._under_way: deque[_UnderWay] = deque()
         self._row_buffer = MetadataBuffers(engine.schema)
@@ -104,14 +117,16 @@ class DeviceExecutor:
     def runs_ahead(self) -> bool:
         return self.engine.device.type != "cpu"
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Capture, on CUDA, the graphs of all buckets for every kind of sampling, so that service captures none and
         allocates nothing. `progress` counts them. On a CPU, catch up once. Raises ConfigError if the graphs find no
-        memory."""
+        memory.
+
+        `expects_prompts`: also capture graphs of rounds with chunks beside them."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
-            self._round_graphs, self._catch_up_graphs = self._capture(shapes, sizes, progress)
+            self._graphs = self._capture(shapes, sizes, progress, expects_prompts=expects_prompts)
             self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(0)))  # compiles what surrounds a graph
             self.collect()
             return
@@ -119,12 +134,12 @@ class DeviceExecutor:
             self.submit(padding_catch_up(self.num_slots, num_rows))
         self._free_used()
 
-    def rehearse(self) -> None:
-        """Capture the largest graphs and keep none. They take as much memory as all of them, since smaller ones fit in
-        theirs. Raises as `warm_up`."""
+    def rehearse(self, *, expects_prompts: bool = False) -> None:
+        """Capture the largest graphs that `warm_up` captures, and keep none. They take as much memory as all of them,
+        since smaller ones fit in theirs. Raises as `warm_up`."""
         if captures(self.engine.device):
             sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
-            self._capture([self.shape], sizes[-1:], of_largest=True)
+            self._capture([self.shape], sizes[-1:], of_largest=True, expects_prompts=expects_prompts)
 
     def _capture(
         self,
@@ -133,20 +148,28 @@ class DeviceExecutor:
         progress: Progress | None = None,
         *,
         of_largest: bool = False,
-    ) -> tuple[RoundGraphs[DraftShape, RoundResult], RoundGraphs[int, None]]:
+        expects_prompts: bool = False,
+    ) -> _Graphs:
         """Return graphs of rounds, and of catching up on `num_rows` rows, of all buckets, or `of_largest` alone. Raises
         ConfigError if they find no memory."""
         with suppress(torch.OutOfMemoryError):
             self.slots.allocate_all()
             blocks = self.buckets.allocate_on_device()
-            shared = blocks[-1:] if of_largest else blocks, self.slots.padding, torch.cuda.graph_pool_handle()
+            pool, joint = torch.cuda.graph_pool_handle(), None
+            shared = blocks[-1:] if of_largest else blocks, self.slots.padding, pool
             rounds = RoundGraphs("rounds", self._round, *shared)
             catching_up = RoundGraphs("catching up", self._catch_up, *shared)
+            joint_of = joint_sizes(self.buckets.sizes, self.shape) if expects_prompts else []
+            if joint_of:
+                joint_of = joint_of[-1:] if of_largest else joint_of
+                joint = JointGraphs(self.engine, self.drafter, self.slots, blocks, joint_of, pool)
             with torch.inference_mode():
                 rounds.capture(shapes, progress)
                 if num_rows:
                     catching_up.capture(num_rows, progress)
-            return rounds, catching_up
+                if joint is not None:
+                    joint.capture(progress)
+            return _Graphs(rounds, catching_up, joint)
         raise ConfigError(
             f"the GPU has no memory left for graphs of rounds of {self.num_slots} sequences; lower max_running (or "
             f"num_pages if it is given), or {SHARING}"
@@ -166,8 +189,7 @@ class DeviceExecutor:
                     case Recompute():
                         self._local_prompts.compute(work)
             return
-        # inputs of no bucket are used once: keep none, since the next work may have no memory either
-        self._used = [block for block in self._used if block.num_seqs in self.buckets.sizes]
+        self._drop_unshared()
         raise OutOfMemory(_no_memory(work))  # here the error is gone, whose traceback holds tensors
 
     @property
@@ -186,8 +208,8 @@ class DeviceExecutor:
 
     def run_round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
         """Run a round with filled inputs, by a graph if the block is a bucket's and there are graphs."""
-        if self._round_graphs is not None and block.num_seqs in self.buckets.sizes:
-            return self._round_graphs.replay(block, shape, needs)
+        if self._graphs is not None and block.num_seqs in self.buckets.sizes:
+            return self._graphs.rounds.replay(block, shape, needs)
         return self._round(block.to(self.engine.device), shape, needs)
 
     def read_row(self, row: bytes) -> Sampled:
@@ -198,9 +220,12 @@ class DeviceExecutor:
     # --- work ---
 
     def _submit_round(self, work: Round) -> _UnderWay:
-        block = self.buckets.fill_round(work)
-        self._used.append(block)
-        result = self.run_round(block, work.shape, work.needs)
+        if work.beside is None:
+            block = self.buckets.fill_round(work)
+            self._used.append(block)
+            result = self.run_round(block, work.shape, work.needs)
+        else:
+            work, result = self._run_both(work, work.beside)
         numbers = _numbers_to_host(result.numbers[: len(work.slots)])
         logprobs = result.logprobs
         if logprobs is not None:
@@ -209,11 +234,67 @@ class DeviceExecutor:
         used, self._used = self._used, []
         return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device))
 
+    def _run_both(self, work: Round, chunk: Recompute) -> tuple[Round, RoundResult]:
+        """Submit a round and the chunk beside it. Return the round as it was submitted, and its result. Raises
+        ChunkOutOfMemory."""
+        joint = None if self._graphs is None else self._graphs.joint
+        size = None if joint is None else joint.fitting(work, chunk.rows)
+        if joint is not None and size is not None:
+            work = widened(work, size.shape)
+            block = self.buckets.fill_round(work, size.num_seqs)
+        else:
+            block = self.buckets.fill_round(work)
+        self._used.append(block)
+        ways: list[Callable[[], Callable[[], RoundResult]]] = [partial(self._begin_apart, block, work, chunk)]
+        if joint is not None and size is not None:
+            ways.insert(0, partial(self._begin_by_graphs, joint, size, block, work, chunk))
+        elif not captures(self.engine.device) and not any(row.num_scored for row in chunk.rows):
+            ways.insert(0, partial(self._begin_jointly, block, work, chunk))
+        for begin in ways:  # the way that needs less memory last
+            settling = None
+            with suppress(torch.OutOfMemoryError):
+                settling = begin()
+            if settling is not None:
+                return work, settling()
+        self._drop_unshared()
+        raise ChunkOutOfMemory(_no_memory(chunk))
+
+    # Each way submits the chunk, and the round as far as they share the forward, and returns the rest of the round.
+    # Until this is called, no slot of the round has changed.
+
+    def _begin_apart(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
+        """Compute the chunk first, and then the round."""
+        self._local_prompts.compute(chunk)
+        return partial(self.run_round, block, work.shape, work.needs)
+
+    def _begin_by_graphs(
+        self, joint: JointGraphs, size: JointSize, block: InputBlock, work: Round, chunk: Recompute
+    ) -> Callable[[], RoundResult]:
+        """Replay graphs that hold both."""
+        self._local_prompts.take(chunk, joint.verify(size, block, chunk.rows, work.needs))
+        return partial(joint.settle, size, work.needs)
+
+    def _begin_jointly(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
+        """Run one forward of both directly."""
+        inputs = block.to(self.engine.device).for_round
+        proposed = propose(self.drafter, self.slots, inputs, work.shape, work.needs)
+        beside = ForwardBatch.build(chunk.rows, self.engine.pool.page_size, self.engine.device)
+        verified = verify(self.engine, proposed, beside)
+        self._local_prompts.take(chunk, verified.beside)
+        return partial(
+            settle, self.engine, self.drafter, self.slots, inputs, proposed, verified, work.shape, work.needs
+        )
+
+    def _drop_unshared(self) -> None:
+        """After work without memory, keep no inputs that belong to no bucket: they are used once, and the next work may
+        have no memory either."""
+        self._used = [block for block in self._used if block.num_seqs in self.buckets.sizes]
+
     def _submit_catch_up(self, work: CatchUp) -> None:
         block = self.buckets.fill_catch_up(work)
         self._used.append(block)
-        if self._catch_up_graphs is not None and block.num_seqs in self.buckets.sizes:
-            self._catch_up_graphs.replay(block, work.num_rows, work.needs)
+        if self._graphs is not None and block.num_seqs in self.buckets.sizes:
+            self._graphs.catching_up.replay(block, work.num_rows, work.needs)
         else:
             self._catch_up(block.to(self.engine.device), work.num_rows, work.needs)
 

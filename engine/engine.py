@@ -25,7 +25,7 @@ from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .attention import AttentionContext
 from .background import begin
-from .batch import Computed, ForwardBatch
+from .batch import Computed, ForwardBatch, JointBatch
 from .config import SHARING, DtypeChoice, EngineConfig
 from .cuda_memory import pool_zeros
 from .cuda_pool import CudaPool
@@ -266,7 +266,7 @@ class Engine:
         ]
         return Logprobs(*map(torch.cat, zip(*parts, strict=True))).to_host()
 
-    def states(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def states(self, batch: ForwardBatch | JointBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
         states = self.model.forward_with_aux(batch, self.kv, self.speculation.aux_layers)

@@ -75,8 +75,9 @@ class Executor(Protocol):
         """Whether the device works while the host goes on, so that rounds may overlap."""
         ...
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile, load and capture what rounds need, so that no sequence waits for it. `progress` counts graphs."""
+    def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
+        """Compile, load and capture what rounds need, so that no sequence waits for it. `progress` counts graphs.
+        `expects_prompts`: also what rounds with chunks beside them need."""
         ...
 
     def submit(self, work: RoundWork) -> None:
@@ -84,7 +85,10 @@ class Executor(Protocol):
 
         Raises OutOfMemory if the device has no memory for it. Then the slots of a Round, a CatchUp or a LoadSlot hold
         no defined state: finish their sequences, or load them again. KV is as it was, but for the positions that the
-        work was to write."""
+        work was to write. The chunk beside a Round is computed all the same.
+
+        Raises ChunkOutOfMemory if the device has no memory for the chunk beside a Round. Then the round is not under
+        way, and all slots are as they were."""
         ...
 
     @property

@@ -1,6 +1,8 @@
-"""Computes prompts, and tokens that lost their KV, on a decode node: in chunks, between rounds.
+"""Computes prompts, and tokens that lost their KV, on a decode node: in chunks, between rounds or beside them.
 
     Recompute --> target's forward --> observe_prompt --> ... the last chunk --> finish_prompt --> the slot
+
+A chunk beside a round has its forward there (round.py); `take` does the rest.
 
 A local prompt is a prompt that the decode node computes itself. All its tokens but the last one get KV here. The last
 token is the bonus token of the sequence's first round, and that round samples the first token of the output. So the
@@ -47,18 +49,22 @@ class LocalPrompts:
     def compute(self, work: Recompute) -> None:
         """Submit the tokens, and the drafter's state after the prompts that end. If the device has no memory for it,
         what was kept stays as it was."""
+        self.take(work, self._engine.compute(work.rows).extend)
+
+    def take(self, work: Recompute, extend: Tensor | None) -> None:
+        """Do the part of `compute` that follows the target's forward, given the states `extend` [num_tokens, extend
+        width] of all rows, end to end. None: the drafter takes none, or there is no drafter."""
         drafter = self._engine.drafter
-        computed = self._engine.compute(work.rows)
         if drafter is None:
             return
         chunks = [
             PromptChunk(token_ids, row.position, _stop(row), row.pages)
             for token_ids, row in zip(work.token_ids, work.rows, strict=True)
         ]
-        drafter.observe_prompt(chunks, computed.extend)
-        if not work.local or computed.extend is None:
+        drafter.observe_prompt(chunks, extend)
+        if not work.local or extend is None:
             return
-        own = computed.extend.split([len(row.input_ids) for row in work.rows])
+        own = extend.split([len(row.input_ids) for row in work.rows])
         latest = [self._latest(local, work.rows[local.row], own[local.row]) for local in work.local]
         ends = [(local, kept) for local, kept in zip(work.local, latest, strict=True) if local.sampling is not None]
         if ends:

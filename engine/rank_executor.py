@@ -128,10 +128,10 @@ class RankExecutor:
     def runs_ahead(self) -> bool:
         return self._own.runs_ahead
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        self._ranked.send(WarmUp())
+    def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
+        self._ranked.send(WarmUp(expects_prompts))
         with self._ranked.processes.guarded():
-            self._own.warm_up(progress)
+            self._own.warm_up(progress, expects_prompts=expects_prompts)
 
     def submit(self, work: RoundWork) -> None:
         """Do `work` on all ranks. A rank without memory for it raises RankLost, since others may have done it. Only a
@@ -189,8 +189,11 @@ class OwnWorkExecutor:
         """Do works[i] on rank i. Return the tokens of each rank if the works are rounds, else nothing.
 
         A forward is collective: an idle rank gets a Recompute without rows or a Round without slots, of the same shape
-        as the others'. Raises RankLost if a rank is gone or hangs."""
+        as the others'. A Round has no chunk beside it. Raises RankLost if a rank is gone or hangs."""
         assert len(works) == self._ranked.size, (len(works), self._ranked.size)
+        assert not any(isinstance(work, Round) and work.beside is not None for work in works), (
+            "a chunk is work of its own"
+        )
         lens = tuple(map(_num_rows, works))
         for rank, work in enumerate(works):
             if rank and work is not None:
@@ -255,7 +258,7 @@ def run_rank(
             case Forget():
                 prompts.forget(work.key)
             case WarmUp():
-                executor.warm_up()
+                executor.warm_up(expects_prompts=work.expects_prompts)
             case Round():
                 executor.submit(work)
                 num_under_way += 1

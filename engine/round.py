@@ -7,6 +7,12 @@ decides only how many tokens a round yields: one without drafts, up to K + 1 wit
 the result, so a CUDA graph can hold the whole round. Batches above the largest bucket run the same function over
 tensors of their own size. `catch_up` is a second such function: it runs the drafter over rows that rounds without
 drafts left out.
+
+A round has three steps, and each can be a graph of its own (joint_graphs.py):
+
+    propose   reads the slots; the drafter drafts
+    verify    the target's forward, which a chunk of prompts may share, so that the weights are read once
+    settle    sample, accept, observe; writes the slots
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from ..kernels.attention import Tree
 from ..kernels.rows import gather_rows
 from ..kernels.tree_types import Ancestry
 from ..kernels.trees import ancestry
-from .batch import ForwardBatch
+from .batch import ForwardBatch, JointBatch
 from .constants import counted
 from .draft_shape import DraftShape
 from .drafters.base import Drafter, DraftState, MissedRows, RoundRows
@@ -41,41 +47,66 @@ class RoundResult(NamedTuple):
     logprobs: Logprobs | None  # of num_seqs * (K + 1) rows; None: no row asks for them
 
 
+class Proposed(NamedTuple):
+    """A round before its forward."""
+
+    rows: RoundRows
+    drafts: Drafts
+    tree: Ancestry | None  # of the drafts; None: they are a chain
+
+    @classmethod
+    def of(cls, rows: RoundRows, drafts: Drafts, shape: DraftShape) -> Proposed:
+        """Return a round of these sequences with these drafts."""
+        return cls(rows, drafts, None if drafts.parents is None else ancestry(drafts.parents, shape.num_steps))
+
+    @property
+    def num_nodes(self) -> int:
+        """Tokens of each sequence that the target runs: the bonus token and the drafts."""
+        return self.drafts.tokens.shape[1] + 1
+
+
+class Verified(NamedTuple):
+    """Result of a round's forward, before anything is sampled."""
+
+    final: Tensor  # [num_seqs * (N + 1), hidden_size] after the final norm
+    extend: Tensor | None  # [num_seqs * (N + 1), width] for the drafter; None: it takes none
+    beside: (
+        Tensor | None
+    )  # [num_tokens, width], extend states of the chunk beside the round; None: likewise, or no chunk
+
+
 def run_round(
     engine: Engine, drafter: Drafter | None, slots: Slots, inputs: RoundInputs, shape: DraftShape, needs: Needs
 ) -> RoundResult:
     """Store the KV of all verified tokens and advance the slots. With `shape.num_steps` 0 nothing is drafted."""
-    observes = drafter is not None and (shape.num_steps > 0 or not drafter.has_kv)
-    rows = slots.read(inputs.slots, inputs.block_table, needs, inputs.proposed, with_draft=observes)
-    drafts, tree = Drafts(rows.lengths.new_empty(len(rows.lengths), 0)), None
+    proposed = propose(drafter, slots, inputs, shape, needs)
+    return settle(engine, drafter, slots, inputs, proposed, verify(engine, proposed), shape, needs)
+
+
+def propose(drafter: Drafter | None, slots: Slots, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> Proposed:
+    """Read the slots and draft. The slots keep their state."""
+    rows = read(drafter, slots, inputs, shape, needs)
     if drafter is not None and shape.num_steps:
-        drafts = drafter.propose(rows, shape)
-    if drafts.parents is not None:
-        tree = ancestry(drafts.parents, shape.num_steps)
-    hidden, logits = _verify(engine, rows, drafts, tree)
-    sampled = sample(logits, _node_sampling(rows, drafts, tree), with_logprobs=False)
-    targets = sampled.token_ids.view(len(rows.lengths), drafts.tokens.shape[1] + 1)
-    is_valid = sampled.is_valid.view(targets.shape)
-    scored = logits if needs.num_logprobs is not None else None
-    if tree is None:
-        path = accept_chain(drafts.tokens, targets, inputs.limits)
-    else:
-        path = accept_tree(drafts, targets, inputs.limits, shape.num_steps)
-        targets, is_valid, hidden, scored = _along(path, targets, is_valid, hidden, scored)
-        engine.move_kv(inputs.block_table, *_moves(rows, path))
-    draft = _observe(drafter, slots, inputs, rows, hidden, targets, path.num_accepted, observes)
-    numbers = slots.advance(inputs.slots, targets, is_valid, path.num_accepted, draft, needs)
-    logprobs = None
-    if scored is not None and needs.num_logprobs is not None:
-        logprobs = compute_logprobs(scored, targets.flatten(), needs.num_logprobs)
-    return RoundResult(numbers, logprobs)
+        return Proposed.of(rows, drafter.propose(rows, shape), shape)
+    return Proposed(rows, no_drafts(rows), None)
 
 
-def _verify(engine: Engine, rows: RoundRows, drafts: Drafts, tree: Ancestry | None) -> tuple[Tensor | None, Tensor]:
-    """Return the target's extend state [num_seqs, N + 1, width] (None if no drafter takes it) and its logits
-    [num_seqs * (N + 1), vocab_size] at the bonus token and the drafts."""
+def read(drafter: Drafter | None, slots: Slots, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> RoundRows:
+    """Return the sequences of a round as it begins."""
+    observes = _observes(drafter, shape)
+    return slots.read(inputs.slots, inputs.block_table, needs, inputs.proposed, with_draft=observes)
+
+
+def no_drafts(rows: RoundRows) -> Drafts:
+    """Return the drafts of a round that drafts nothing."""
+    return Drafts(rows.lengths.new_empty(len(rows.lengths), 0))
+
+
+def verify(engine: Engine, proposed: Proposed, beside: ForwardBatch | None = None) -> Verified:
+    """Run the target over the bonus tokens and the drafts and, in the same forward, over the chunk `beside` them."""
+    rows, drafts, tree = proposed
     input_ids, positions, visible = rows.last_tokens.unsqueeze(1), rows.lengths.unsqueeze(1), None
-    num_nodes = drafts.tokens.shape[1] + 1
+    num_nodes = proposed.num_nodes
     if num_nodes > 1:
         input_ids = torch.cat([input_ids, drafts.tokens], dim=1)
         depths = counted(num_nodes, input_ids.device) if tree is None else tree.depths
@@ -85,8 +116,49 @@ def _verify(engine: Engine, rows: RoundRows, drafts: Drafts, tree: Ancestry | No
     batch = ForwardBatch.uniform(
         input_ids, positions, rows.lengths + num_nodes, rows.block_table, engine.pool.page_size, visible
     )
-    extend, final = engine.states(batch)
-    return None if extend is None else extend.view(*input_ids.shape, extend.shape[-1]), engine.model.logits(final)
+    if beside is None:
+        extend, final = engine.states(batch)
+        return Verified(final, extend, None)
+    extend, final = engine.states(JointBatch.of(batch, beside))
+    own = batch.num_tokens
+    return Verified(final[:own], *((None, None) if extend is None else (extend[:own], extend[own:])))
+
+
+def settle(
+    engine: Engine,
+    drafter: Drafter | None,
+    slots: Slots,
+    inputs: RoundInputs,
+    proposed: Proposed,
+    verified: Verified,
+    shape: DraftShape,
+    needs: Needs,
+) -> RoundResult:
+    """Sample, accept and observe, and advance the slots."""
+    rows, drafts, tree = proposed
+    logits, hidden = engine.model.logits(verified.final), verified.extend
+    sampled = sample(logits, _node_sampling(rows, drafts, tree), with_logprobs=False)
+    targets = sampled.token_ids.view(len(rows.lengths), proposed.num_nodes)
+    is_valid = sampled.is_valid.view(targets.shape)
+    hidden = None if hidden is None else hidden.view(*targets.shape, hidden.shape[-1])
+    scored = logits if needs.num_logprobs is not None else None
+    if tree is None:
+        path = accept_chain(drafts.tokens, targets, inputs.limits)
+    else:
+        path = accept_tree(drafts, targets, inputs.limits, shape.num_steps)
+        targets, is_valid, hidden, scored = _along(path, targets, is_valid, hidden, scored)
+        engine.move_kv(inputs.block_table, *_moves(rows, path))
+    draft = _observe(drafter, slots, inputs, rows, hidden, targets, path.num_accepted, _observes(drafter, shape))
+    numbers = slots.advance(inputs.slots, targets, is_valid, path.num_accepted, draft, needs)
+    logprobs = None
+    if scored is not None and needs.num_logprobs is not None:
+        logprobs = compute_logprobs(scored, targets.flatten(), needs.num_logprobs)
+    return RoundResult(numbers, logprobs)
+
+
+def _observes(drafter: Drafter | None, shape: DraftShape) -> bool:
+    """Return whether the drafter sees what the round brings: one with KV leaves a round without drafts for later."""
+    return drafter is not None and (shape.num_steps > 0 or not drafter.has_kv)
 
 
 def _node_sampling(rows: RoundRows, drafts: Drafts, tree: Ancestry | None) -> SamplingBatch:

@@ -8,8 +8,10 @@ slots on the device, and all work on slots and pages is done in the order of sub
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from ..metadata.errors import ChunkOutOfMemory, OutOfMemory
 from .draft_shape import DraftShape
 from .executor import Executor
 from .round_stats import RoundStats
@@ -42,6 +44,13 @@ class Running(Protocol):
     def salt(self) -> str:
         """Requests of one salt may learn from each other."""
         ...
+
+
+class LocalChunk(NamedTuple):
+    """Tokens of sequences that have lost their KV or never had it: `rows[i]` are of `sequences[i]`."""
+
+    sequences: Sequence[Running]
+    rows: Sequence[BatchRow]
 
 
 class Submitted(NamedTuple):
@@ -103,19 +112,30 @@ class Rounds:
         """Submit a round and collect it. Without sequences nothing runs."""
         return self.collect(self.submit(sequences, shape, limits)) if sequences else Tokens([])
 
-    def submit(self, sequences: Sequence[Running], shape: DraftShape, limits: Sequence[int]) -> Submitted:
+    def submit(
+        self,
+        sequences: Sequence[Running],
+        shape: DraftShape,
+        limits: Sequence[int],
+        beside: LocalChunk | None = None,
+    ) -> Submitted:
         """Begin a round: drafts of `shape` for all, of which the i-th sequence takes at most limits[i] (`Round` says
-        which pages they must have). The round before may be under way, unless `reads_tokens`.
+        which pages they must have). The round before may be under way, unless `reads_tokens`. The chunk `beside` it is
+        of other sequences, and is computed as by `recompute`.
 
         Raises OutOfMemory if the device has no memory for it. Collect the round before; then finish or `reload` each
-        of `sequences`."""
+        of `sequences`. The chunk is computed all the same. Raises ChunkOutOfMemory if the device has no memory for the
+        chunk; then neither has changed anything."""
         num_caught_up = 0
         if shape.num_steps:
             limits = self._leave_behind(sequences, limits)
             num_caught_up = self.num_missed(sequences)
             self.catch_up(sequences)
         work = self.make_round(sequences, shape, limits)
-        self.executor.submit(work)
+        if beside is None:
+            self.executor.submit(work)
+        else:
+            self._submit_both(work, beside)
         if self.executor.keeps_missed_rows:
             for sequence in sequences:
                 if shape.num_steps == 0 or sequence.num_missed > MAX_MISSED:  # nothing is accepted then
@@ -188,15 +208,9 @@ class Rounds:
         KV that depends on tokens not known yet is stored anew by the next round. If the row ends a local prompt, the
         drafter's state is made, too. Raises OutOfMemory; then the tokens are not computed, and nothing else has
         changed."""
-        local: list[LocalRow] = []
-        for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
-            if sequence.lacks_draft and self.executor.num_prompt_states:
-                is_last = row.position + len(row.input_ids) == len(sequence.token_ids) - 1
-                local.append(LocalRow(index, _slot(sequence), sequence.sampling if is_last else None))
-        self.executor.submit(Recompute(rows, [sequence.token_ids for sequence in sequences], local))
-        for each in local:
-            if each.sampling is not None:
-                sequences[each.row].lacks_draft = False
+        work = self._recompute_of(sequences, rows)
+        self.executor.submit(work)
+        _note_drafts(work, sequences)
 
     def reads_tokens(self, shape: DraftShape) -> bool:
         """Whether a round needs to know on the host what the round before brought."""
@@ -217,6 +231,25 @@ class Rounds:
         if proposer is None:
             return 0, 0
         return proposer.replay(_slot(sequence), sequence.token_ids, sequence.salt, self.shape.num_steps, num_tries)
+
+    def _submit_both(self, work: Round, beside: LocalChunk) -> None:
+        chunk = self._recompute_of(*beside)
+        try:
+            self.executor.submit(replace(work, beside=chunk))
+        except ChunkOutOfMemory:
+            raise
+        except OutOfMemory:
+            _note_drafts(chunk, beside.sequences)
+            raise
+        _note_drafts(chunk, beside.sequences)
+
+    def _recompute_of(self, sequences: Sequence[Running], rows: Sequence[BatchRow]) -> Recompute:
+        local: list[LocalRow] = []
+        for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
+            if sequence.lacks_draft and self.executor.num_prompt_states:
+                is_last = row.position + len(row.input_ids) == len(sequence.token_ids) - 1
+                local.append(LocalRow(index, _slot(sequence), sequence.sampling if is_last else None))
+        return Recompute(rows, [sequence.token_ids for sequence in sequences], local)
 
     def _leave_behind(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[int]:
         """Leave behind for good the sequences that lack rows and want no drafts. Return the limits that hold then: a
@@ -240,6 +273,13 @@ class Rounds:
             changes.append(TableChange(slot, first, pages[first:]))
             self._sent[slot] = _SentTable(pages, num_pages)
         return changes
+
+
+def _note_drafts(done: Recompute, sequences: Sequence[Running]) -> None:
+    """Note which of the chunk's sequences have the drafter's state now."""
+    for each in done.local:
+        if each.sampling is not None:
+            sequences[each.row].lacks_draft = False
 
 
 def _needs(sequences: Sequence[Running]) -> Needs:

@@ -13,7 +13,7 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
     Recompute   computes tokens of sequences that have a slot, and the
                 drafter's state after local prompts                         -
     CatchUp     lets the drafter see rows that rounds left out              -
-    Round       drafts, verifies, accepts                                   Tokens
+    Round       drafts, verifies, accepts; does a Recompute beside it       Tokens
     Forget      frees what is kept of a prompt                              -
     WarmUp      compiles and captures what other work needs                 -
     CopyPages   copies pages within every pool                              -
@@ -118,6 +118,9 @@ class Round:
 
     Pages must cover the tokens of a sequence, and `shape.num_slots` more if its limit is not 0 (in a chain: limit + 1
     more), counted from the most that the round before may have brought.
+
+    `beside` is of other sequences. Whether it is computed in the round's own forward or before it is the executor's
+    choice.
     """
 
     slots: Sequence[int]
@@ -129,6 +132,7 @@ class Round:
     needs: Needs  # of all sequences together
     num_logprobs: Sequence[int | None]
     proposed: Sequence[Sequence[int]] = ()  # drafts that were found on the host, num_steps of each
+    beside: Recompute | None = None
 
 
 RoundWork = LoadSlot | Recompute | CatchUp | Round
@@ -226,7 +230,9 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The first work of a rank."""
+    """The first work of a rank. `expects_prompts`: as of `Executor.warm_up`."""
+
+    expects_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,8 +142,9 @@ def decode_attention(
     plan: Plan,
     window: int | None = None,
     tiles: DecodeTiles | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `paged_attention_ref` of a uniform plan, causal or a tree: a new tensor of q's shape.
+    """Return `paged_attention_ref` of a uniform plan, causal or a tree: contiguous `out` or a new tensor, of q's shape.
 
     `q` [num_tokens, num_heads, head_dim] may be strided by token, as a view of qkv is. `kv_layer` [num_pages, 2,
     num_kv_heads, page_size, head_dim] is contiguous. Both are float32, bfloat16 or float16. Products have that dtype,
@@ -165,7 +166,8 @@ def decode_attention(
     items, firsts, arrivals = (None, None, None) if shares is None else (shares.items, shares.firsts, shares.arrivals)
     grid = (num_splits, num_seqs) if shares is None else (num_items, 1)
     dependent = gpu.dependent_launch(num_tokens)
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    assert out.is_contiguous() and (out.shape, out.dtype) == (q.shape, q.dtype), (out.shape, out.dtype)
     parts = stats = None
     if num_items > num_seqs:
         num_rows = num_items * query_len * num_heads

@@ -69,8 +69,9 @@ def extend_attention(
     plan: Plan,
     window: int | None = None,
     tiles: ExtendTiles | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `paged_attention_ref` of a causal plan with `starts`, a new tensor [num_tokens, num_heads, head_dim].
+    """Return `paged_attention_ref` of a causal plan with `starts`: contiguous `out` or a new tensor, of q's shape.
 
     `q` [num_tokens, num_heads, head_dim] and `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] have strides
     and dtypes as in `decode_attention`. A sequence may have no new tokens. Rows of a sequence of length 0 are 0."""
@@ -81,7 +82,8 @@ def extend_attention(
     tiles = tiles or ExtendTiles.choose(kv_layer)
     group = num_heads // num_kv_heads
     num_tiles = num_tokens * group // tiles.block_m + num_seqs
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    assert out.is_contiguous() and (out.shape, out.dtype) == (q.shape, q.dtype), (out.shape, out.dtype)
     shares = parts = stats = None
     if num_tiles < 2 * tiles.num_slots and plan.block_table.shape[1] * page_size > _MIN_SPLIT:
         shares = plan.shares(_shares, num_tiles, group, tiles.block_m, tiles.num_slots, num_kv_heads)

@@ -70,6 +70,10 @@ class OutOfMemory(BatonError):
     code = "out_of_memory"
 
 
+class ChunkOutOfMemory(OutOfMemory):
+    """A device has no memory for the chunk of prompts beside a round. Neither of them was computed."""
+
+
 class RankLost(BatonError):
     """A rank of the node died, hangs, or did not do what the others did. The node must start again."""
 

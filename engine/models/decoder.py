@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionContext, begin_attention
-from ..batch import ForwardBatch
+from ..batch import ForwardBatch, JointBatch
 from ..layers.decoder import DecoderLayer
 from ..layers.embedding import Embedding, LmHead
 from ..layers.residual import Residual
@@ -87,12 +87,12 @@ class DecoderModel:
         return self.forward_with_aux(batch, kv, ()).final
 
     @torch.inference_mode()
-    def forward_with_aux(self, batch: ForwardBatch, kv: Tensor, aux_layers: Sequence[int]) -> TargetStates:
+    def forward_with_aux(self, batch: ForwardBatch | JointBatch, kv: Tensor, aux_layers: Sequence[int]) -> TargetStates:
         """Run `forward`, and return also the states for drafters: the handoff state, and the residual stream at the
         inputs of `aux_layers` (num_layers: the last layer's output)."""
         return self.stack(self.embed(batch.input_ids), self.begin(batch, kv), aux_layers)
 
-    def begin(self, batch: ForwardBatch, kv: Tensor) -> AttentionContext:
+    def begin(self, batch: ForwardBatch | JointBatch, kv: Tensor) -> AttentionContext:
         """Return what the attention layers of one forward share."""
         assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
         return begin_attention(self.config, self._rotary, batch, kv)

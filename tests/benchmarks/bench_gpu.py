@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from bench_adaptive import adaptive
+from bench_joint import CHUNKS, joint
 from bench_prompts import LENGTHS, small_prompt
 from bench_sequences import CHUNK, Running, check, run_rounds, start, start_long, stop, store
 from bench_tables import heading, tables
@@ -79,7 +80,7 @@ def main() -> None:
     executor = DeviceExecutor(engine, max(options.batches), buckets=options.batches)
     rounds = Rounds(executor)
     with ProgressBar("capturing round graphs") as progress:
-        executor.warm_up(progress)
+        executor.warm_up(progress, expects_prompts="joint" in options.only)
     report["capture_s"] = round(time.monotonic() - started, 2)
     with ProgressBar("capturing prompt graphs") as progress:
         engine.capture_prompts(progress)
@@ -93,6 +94,13 @@ def main() -> None:
             for steps in sorted({0, rounds.shape.num_steps})
         ],
         "mixed": lambda: [mixed(engine, rounds, batch, limits) for batch in options.batches if batch <= 64],
+        "joint": lambda: [
+            _joint(engine, rounds, batch, num_tokens, rounds.shape.with_steps(steps))
+            for batch in options.batches
+            if batch <= 64
+            for steps in sorted({0, rounds.shape.num_steps})
+            for num_tokens in CHUNKS
+        ],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "adaptive": lambda: [
@@ -290,6 +298,12 @@ def _adaptive(engine: Engine, rounds: Rounds, batch: int, kind: str) -> dict[str
     return row
 
 
+def _joint(engine: Engine, rounds: Rounds, batch: int, num_tokens: int, shape: DraftShape) -> dict[str, Any]:
+    row = joint(engine, rounds, batch, num_tokens, shape)
+    say("joint " + _words(row))
+    return row
+
+
 def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -> dict[str, Any]:
     """Compute `num_prompts` prompts at once, in chunks as a node does."""
     generator = torch.Generator().manual_seed(1)
@@ -441,6 +455,7 @@ def _options() -> argparse.Namespace:
         "decode",
         "sampling",
         "mixed",
+        "joint",
         "idle",
         "rounds",
         "adaptive",

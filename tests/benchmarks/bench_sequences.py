@@ -44,6 +44,7 @@ class Running:
     sampling: SamplingState
     slot: int | None = None
     num_missed: int = 0
+    lacks_draft: bool = False
     salt: str = ""
     num_accepted: list[int] = field(default_factory=list)
 

@@ -134,6 +134,14 @@ def _small_prompts(report: Report) -> Iterator[_Cell]:
         yield _Cell(point, f"{model} kernels ms", f"{row['kernels_ms']:.2f}")
 
 
+def _joint(report: Report) -> Iterator[_Cell]:
+    for row in report.get("joint", ()):
+        point = (report["model"], f"{row['batch']}", f"{row['steps']}", f"{row['tokens']}")
+        for name in ("round", "chunk", "apart", "joint"):
+            yield _Cell(point, f"{name} ms", f"{row[f'{name}_ms']:.2f}")
+        yield _Cell(point, "one forward", "yes" if row["is_joint"] else "no")
+
+
 def _turns(report: Report) -> Iterator[_Cell]:
     for row in report.get("turns", ()):
         yield _Cell((f"{row['tokens']:,}", f"{row['prefix']:,}"), f"{report['model']} ms", f"{row['ms']:.2f}")
@@ -190,6 +198,7 @@ _TABLES = (
     _Table(("prefill, tokens/s",), _prompts),
     _Table(("a long prompt, tokens",), _long),
     _Table(("a short prompt, tokens",), _small_prompts),
+    _Table(("a round and a chunk", "batch", "K", "its tokens"), _joint),
     _Table(("new tokens", "behind"), _turns),
     _Table(("idle in decode steps, batch",), _idle),
     _Table(("a round over a plain step: tokens/s over plain", "batch"), _rounds),

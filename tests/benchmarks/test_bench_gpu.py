@@ -11,6 +11,7 @@ from typing import Any
 
 import bench_adaptive
 import bench_gpu
+import bench_joint
 import bench_sequences
 import pytest
 import torch
@@ -30,6 +31,7 @@ Part = Callable[[Engine, Rounds], dict[str, Any]]
 PARTS: dict[str, Part] = {
     "decode": lambda _, rounds: bench_gpu.decode(rounds.executor, rounds, 2, LIMITS),
     "mixed": lambda engine, rounds: bench_gpu.mixed(engine, rounds, 2, LIMITS),
+    "joint": lambda engine, rounds: bench_gpu._joint(engine, rounds, 2, 16, rounds.shape.with_steps(0)),
     "prefill": lambda engine, _: bench_gpu.prefill(engine, LIMITS, 2, 24),
     "long": lambda engine, _: bench_gpu.long_prompt(engine, LIMITS, 40),
     "small-prompts": lambda engine, _: bench_gpu._small_prompt(engine, 16),
@@ -54,7 +56,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_sequences, "CHUNK", 16)
     monkeypatch.setattr(bench_gpu, "CHUNK", 16)
     monkeypatch.setattr(bench_adaptive, "NUM_NEW", 12)
-    for module in (bench_adaptive, bench_sequences):
+    for module in (bench_adaptive, bench_joint, bench_sequences):
         monkeypatch.setattr(module, "CONTEXT", 48)
 
 

@@ -89,7 +89,11 @@ def test_the_tables_show_short_prompts_turns_and_idle_time() -> None:
     short = {"tokens": 1024, "wall_ms": 7.4, "submit_ms": 3.0, "device_ms": 4.0, "kernels_ms": 3.75, "launches": 185.0}
     idle = {"batch": 8, "idle_share": 0.026, "idle_share_between_rounds": 0.004, "longest_gap_us": 5.2}
     turn = {"tokens": 64, "prefix": 15360, "ms": 6.543}
-    text = tables({"": engine(**{"small-prompts": [short], "idle": [idle], "turns": [turn]})})
+    beside = {"batch": 8, "steps": 0, "tokens": 64, "is_joint": True, "round_ms": 4.2, "chunk_ms": 4.8}
+    beside |= {"apart_ms": 9.0, "joint_ms": 5.126}
+    parts = {"small-prompts": [short], "idle": [idle], "turns": [turn], "joint": [beside]}
+    text = tables({"": engine(**parts)})
+    assert rows(text, "a round and a chunk")[1] == ["8b", "8", "0", "64", "4.20", "4.80", "9.00", "5.13", "yes"]
     assert rows(text, "new tokens")[1] == ["64", "15,360", "6.54"]
     assert rows(text, "a short prompt")[1] == ["1,024", "7.40", "3.75"]
     assert rows(text, "idle")[1] == ["8", "0.4%", "2.6%", "5"]

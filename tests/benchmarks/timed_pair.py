@@ -150,11 +150,11 @@ class TimedPair(NodePair):
             self._sampled_at = time.perf_counter()
             return result
 
-        def stamp_and_submit(sequences: Any, shape: Any, limits: Any) -> Any:
+        def stamp_and_submit(sequences: Any, shape: Any, *rest: Any) -> Any:
             self._has_run = True
             self._round_at = self._round_at or time.perf_counter()
             self._steps.append(shape.num_steps)
-            return submit(sequences, shape, limits)
+            return submit(sequences, shape, *rest)
 
         def collect_and_count(submitted: Any) -> Any:
             results = collect(submitted)

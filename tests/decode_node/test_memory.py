@@ -225,6 +225,31 @@ def test_the_largest_local_prompt_ends_and_the_others_are_computed_again(overlap
     pair.check_books()
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_local_prompt_without_memory_beside_a_round_ends_and_the_round_goes_on(
+    overlaps: bool, make_pair: MakePair
+) -> None:
+    """Beside the round, and alone after it, the prompt finds no memory. A shorter one then finds it."""
+    pair = make_pair(overlaps=overlaps)
+    expected, peak = peak_of(pair, [PLAIN] * 2)
+    memory = MemoryLimit(peak * 3)
+    names = [f"{len(pair.results)} {number}" for number in range(2)]
+    pair.decode.cache.flush()
+    with memory.around(pair.decode.executor, "submit"):
+        for number, name in enumerate(names):
+            pair.submit(name, prompt(number), PLAIN)
+        pair.step_until(lambda: len(pair.decode.scheduler.running) == 2)
+        pair.submit("long", prompt(2, 38), PLAIN, is_local=True)
+        pair.submit("short", prompt(3, 6), PLAIN, is_local=True)
+        pair.run()
+    failed = pair.results["long", 0].failed
+    assert failed is not None and (failed.code, failed.retryable) == ("out_of_memory", True)
+    assert "tokens of prompts" in failed.message and memory.num_failures > 0
+    assert [pair.results[name, 0].ids for name in names] == [each.ids for each in expected]
+    assert len(pair.results["short", 0].ids) == NUM_TOKENS
+    pair.check_books()
+
+
 def test_the_limit_counts_what_is_alive(make_pair: MakePair) -> None:
     """Rounds of one size take the same memory, whatever came before; larger ones take more."""
     pair = make_pair()

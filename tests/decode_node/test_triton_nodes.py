@@ -52,7 +52,7 @@ def test_output_is_that_of_the_cpu_kernels(
     if name != "none":
         settings = {"speculative": name, "draft_model": str(write_head(tmp_path / name, name, model)), "draft_steps": 2}
     expected = outputs(model)
-    monkeypatch.setattr(DeviceExecutor, "warm_up", lambda self, progress: None)
+    monkeypatch.setattr(DeviceExecutor, "warm_up", lambda self, progress, **_: None)
     monkeypatch.setattr(Engine, "capture_prompts", lambda self, progress: None)
     with preferring("triton"):
         assert outputs(model, **settings) == expected

@@ -46,8 +46,10 @@ def test_a_plan_without_prefill_nodes_lets_decode_nodes_compute_prompts() -> Non
         Plan(UpConfig(prefill=0, decode=2), RouterConfig(), PrefillConfig(), DecodeConfig()), 5701, 8001
     )
     assert "--local-prefill=always" in router.argv and [node.name for node in nodes] == ["decode-0", "decode-1"]
-    router = commands(default_plan(), 5701, 8001)[0]
+    assert not any("expect-prompts" in word for node in nodes for word in node.argv), "yes is their default"
+    router, prefill, decode = commands(default_plan(), 5701, 8001)
     assert not any("local-prefill" in word for word in router.argv)
+    assert "--no-expect-prompts" in decode.argv and "--no-expect-prompts" not in prefill.argv
     assert split_threads(4, 0, 1) == {"prefill": 3, "decode": 3}
 
 

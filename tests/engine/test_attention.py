@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import triton_device
 pytest.importorskip("triton")
 
 from baton.engine.attention import HeadNorms, begin_attention
-from baton.engine.batch import ForwardBatch
+from baton.engine.batch import ForwardBatch, JointBatch
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.read_config import read_model_config
 from baton.engine.rope import RotaryEmbedding
@@ -30,15 +31,21 @@ ROWS = {
 }
 
 
-def attend(config: ModelConfig, rows: list[BatchRow], norms: HeadNorms | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attended values of layer 1, and the pool afterwards."""
+def attend(
+    config: ModelConfig, rows: list[BatchRow], norms: HeadNorms | None, num_first: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attended values of layer 1, and the pool afterwards. `num_first`: rows of the first of two joint batches."""
     generator = torch.Generator().manual_seed(0)
     shape = (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
     kv = torch.randn(shape, generator=generator)
     num_tokens = sum(len(row.input_ids) for row in rows)
     qkv = torch.randn(num_tokens, config.q_size + 2 * config.kv_size, generator=generator)
     rotary = RotaryEmbedding(config.rope, config.head_dim, torch.device("cpu"))
-    context = begin_attention(config, rotary, ForwardBatch.build(rows, PAGE_SIZE, "cpu"), kv)
+    batch: ForwardBatch | JointBatch = ForwardBatch.build(rows, PAGE_SIZE, "cpu")
+    if num_first is not None:
+        parts = (ForwardBatch.build(part, PAGE_SIZE, "cpu") for part in (rows[:num_first], rows[num_first:]))
+        batch = JointBatch.of(*parts)
+    context = begin_attention(config, rotary, batch, kv)
     return context(1, qkv, norms, config.sliding_window[1]), kv
 
 
@@ -61,3 +68,18 @@ def test_all_ways_agree(rows: str, window: int | None, has_norms: bool, checkpoi
                 torch.testing.assert_close(ways[way][1][at], ways["gathered"][1][at], atol=1e-4, rtol=1e-4)
         unused = [page for page in range(1, NUM_PAGES) if page not in used]
         assert torch.equal(ways[way][1][:, unused], ways["gathered"][1][:, unused])
+
+
+@pytest.mark.parametrize("kind", ["triton", "numba", "reference"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_two_batches_of_one_forward_attend_as_alone(kind: Any, window: int | None, checkpoint: Checkpoint) -> None:
+    """The first is a round, the second a chunk of prompts of several lengths."""
+    config = ModelConfig.from_dir(checkpoint("mistral", sliding_window=window))
+    norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim))
+    rows = [*ROWS["decode"], BatchRow([1] * 5, 0, [4]), BatchRow([1], 9, [1]), BatchRow([1] * 20, 3, [6, 7])]
+    with preferring(kind):
+        expected, expected_kv = attend(config, rows, norms)
+        for num_first in (1, 2, 4):
+            found, kv = attend(config, rows, norms, num_first)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(kv[1], expected_kv[1], atol=1e-5, rtol=1e-5)

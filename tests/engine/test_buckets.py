@@ -74,6 +74,8 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it(buckets: Buckets) -> No
     assert buckets.sizes == [2, 4]
     sizes = [buckets.fill_round(make_round(list(range(count)))).num_seqs for count in (1, 2, 3, 4, 5)]
     assert sizes == [2, 2, 4, 4, 5]
+    sizes = [buckets.fill_round(make_round(list(range(count))), 3).num_seqs for count in (1, 2, 4, 5)]
+    assert sizes == [4, 4, 4, 5], "room for three sequences at least"
 
 
 def test_a_block_is_not_given_out_until_it_is_free_again(buckets: Buckets) -> None:

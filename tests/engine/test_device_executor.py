@@ -10,12 +10,17 @@ import pytest
 import torch
 from drafters import settings, target_of
 from node_pair import params
-from solo import Solo
+from scratch import check_state
+from solo import Running, Solo
 
+from baton.engine import device_executor
 from baton.engine import round as rounds_on_device
 from baton.engine.draft_row import pack_draft
-from baton.engine.work import MAX_MISSED
-from baton.metadata.errors import OutOfMemory
+from baton.engine.pages import Owner
+from baton.engine.rounds import LocalChunk
+from baton.engine.sampling_state import SamplingState
+from baton.engine.work import MAX_MISSED, BatchRow
+from baton.metadata.errors import ChunkOutOfMemory, OutOfMemory
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -130,3 +135,75 @@ def test_a_sequence_goes_on_from_its_tokens_after_a_round_without_memory(
         assert torch.equal(kept, solo.executor.slots._ints[:, victim.slot])
         solo.run(victim, len(victim.generated) + 3, 0)
     assert victim.generated[:12] == expected[:12] and victim.num_missed > MAX_MISSED
+
+
+def local(solo: Solo, prompt: list[int]) -> Running:
+    """Return a sequence with a slot whose prompt is not computed yet."""
+    state = SamplingState(params(40, seed=8), prompt, vocab_size=solo.engine.model_config.vocab_size)
+    pages = solo.engine.pool.allocate(16, Owner.REQUEST)
+    sequence = Running(len(prompt), list(prompt), 0, pages, state, lacks_draft=True)
+    solo.rounds.admit(sequence, None)
+    return sequence
+
+
+def chunk_of(sequence: Running) -> LocalChunk:
+    """Return all tokens of a local prompt but the last."""
+    return LocalChunk([sequence], [BatchRow(sequence.token_ids[:-1], 0, sequence.pages, 0)])
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_chunk_without_memory_leaves_the_round_as_it_was(
+    together: bool, solo: Solo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If only both together find no memory, they are computed one after the other."""
+    wants = params(40, temperature=1.0, seed=3)
+    plain = solo.start(PROMPT, wants)
+    expected = solo.run(plain, 12, 2)
+    solo.rounds.release(plain)
+    waiting, sequence = local(solo, [9, 8, 7, 6]), solo.start(PROMPT, wants)
+    scratch = solo.from_scratch(waiting)
+    expected_draft = solo.draft(scratch)
+    solo.rounds.release(scratch)
+    owner, name = (device_executor, "verify") if together else (solo.executor.drafter, "observe_prompt")
+    memory, shape = Memory(monkeypatch, owner, name), solo.rounds.shape.with_steps(2)
+    state = solo.draft(sequence)
+    memory.is_full = True
+    if together:
+        solo.take([sequence], solo.rounds.collect(solo.rounds.submit([sequence], shape, [2], chunk_of(waiting))))
+    else:
+        ints = solo.executor.slots._ints.clone()
+        for _ in range(3):
+            with pytest.raises(ChunkOutOfMemory, match="no memory left for 3 tokens of prompts") as caught:
+                solo.rounds.submit([sequence], shape, [2], chunk_of(waiting))
+            assert caught.value.__context__ is None
+        assert waiting.lacks_draft and torch.equal(ints, solo.executor.slots._ints)
+        check_state(solo.draft(sequence), state)
+        memory.is_full = False
+        solo.take([sequence], solo.rounds.collect(solo.rounds.submit([sequence], shape, [2], chunk_of(waiting))))
+    assert not waiting.lacks_draft
+    check_state(solo.draft(waiting), expected_draft)
+    assert solo.run(sequence, 12, 2) == expected
+
+
+def test_a_chunk_is_computed_although_the_round_beside_it_has_no_memory(
+    solo: Solo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wants = params(40, temperature=1.0, seed=3)
+    plain = solo.start(PROMPT, wants)
+    expected = solo.run(plain, 12, 0)
+    solo.rounds.release(plain)
+    waiting, sequence = local(solo, [9, 8, 7, 6]), solo.start(PROMPT, wants)
+    scratch = solo.from_scratch(waiting)
+    expected_draft = solo.draft(scratch)
+    solo.rounds.release(scratch)
+    memory = Memory(monkeypatch, rounds_on_device, "sample")
+    memory.is_full = True
+    with pytest.raises(OutOfMemory, match="a round of 1 sequences") as caught:
+        solo.rounds.submit([sequence], solo.rounds.shape.with_steps(2), [2], chunk_of(waiting))
+    assert not isinstance(caught.value, ChunkOutOfMemory) and not waiting.lacks_draft
+    memory.is_full = False
+    waiting.num_computed = 3
+    solo.rounds.reload(sequence)
+    check_state(solo.draft(waiting), expected_draft)
+    assert solo.run(sequence, 12, 0) == expected
+    assert len(solo.run(waiting, 5, 2)) == 5

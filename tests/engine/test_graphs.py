@@ -13,8 +13,10 @@ import torch
 from baton.engine import graphs
 from baton.engine.config import EngineConfig
 from baton.engine.device_executor import DeviceExecutor
+from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.graphs import graph_sizes
+from baton.engine.joint_graphs import CHUNK_SIZES, JointGraphs, JointSize
 from baton.engine.sampling_state import KINDS, Needs, covering
 from baton.kernels.operations import preferring
 from baton.metadata.errors import ConfigError
@@ -102,14 +104,17 @@ def test_graphs_that_find_no_memory_at_start_are_refused_in_words(
         getattr(executor, start)()
 
 
+@pytest.mark.parametrize("expects_prompts", [False, True])
 def test_a_rehearsal_captures_the_largest_bucket_beside_the_inputs_of_all(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    expects_prompts: bool, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured = list[list[int]]()
+    captured, joint = list[list[int]](), list[list[JointSize]]()
+    monkeypatch.setattr(JointGraphs, "capture", lambda graphs, *_: joint.append(graphs.sizes))
     monkeypatch.setattr(graphs.RoundGraphs, "capture", lambda graphs, *_: captured.append(list(graphs._inputs)))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=8))
     executor = DeviceExecutor(engine, 5, [1, 2, 5])
     with preferring("triton"):
-        executor.rehearse()
+        executor.rehearse(expects_prompts=expects_prompts)
     assert captured == [[5]]
+    assert joint == ([[JointSize(5, DraftShape(0), CHUNK_SIZES[-1])]] if expects_prompts else [])

@@ -24,7 +24,7 @@ from baton.engine.executor import Executor
 from baton.engine.pages import Owner, PagePool
 from baton.engine.prompts import Prompts, SubmittedChunk
 from baton.engine.rank_executor import OwnWorkExecutor, RankedEngine, RankExecutor, RankPrompts
-from baton.engine.rounds import Rounds
+from baton.engine.rounds import LocalChunk, Rounds
 from baton.engine.sampling_state import SamplingState
 from baton.engine.work import Accepted, BatchRow, Chunk, ChunkRow, CopyPages, LoadSlot, Recompute, Tail, Tails
 from baton.metadata.errors import RankLost
@@ -252,6 +252,49 @@ def test_two_ranks_compute_local_prompts_as_one_process(pairs: Pairs, model: Pat
     theirs = local_outputs(DeviceExecutor(alone, NUM_SLOTS), alone.pool)
     two = pairs.get(draft_steps=3, **settings)
     ours = local_outputs(RankExecutor(two), two.engine.pool)
+    assert_equal(ours, theirs)
+    assert [each.num_accepted for each in ours] == [each.num_accepted for each in theirs]
+
+
+def beside_outputs(executor: Executor, pool: PagePool) -> list[Output]:
+    """Compute the prompts of all requests but the first beside the rounds of the first, then run rounds of all."""
+    rounds, running = Rounds(executor), list[tuple[Running, Output]]()
+    for ids, wanted in REQUESTS:
+        pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
+        state = SamplingState(wanted, ids, vocab_size=executor.vocab_size)
+        sequence = Running(len(ids), list(ids), 0, pages, state, lacks_draft=True)
+        rounds.admit(sequence, None)
+        for begin in range(0, len(ids) - 1, 5):
+            stop = min(begin + 5, len(ids) - 1)
+            rows = [BatchRow(ids[begin:stop], begin, pages, 0)]
+            if not running:
+                rounds.recompute([sequence], rows)
+                continue
+            shape, beside = rounds.shape.with_steps(begin % 2 * 3), LocalChunk([sequence], rows)
+            result = rounds.collect(
+                rounds.submit([each for each, _ in running], shape, [shape.num_steps] * len(running), beside)
+            )
+            for (each, output), accepted in zip(running, result.rows, strict=True):
+                assert accepted is not None
+                output.take(each, accepted)
+        running.append((sequence, Output()))
+    for _ in range(5):
+        result = rounds.run([each for each, _ in running], rounds.shape, [3] * len(running))
+        for (sequence, output), accepted in zip(running, result.rows, strict=True):
+            assert accepted is not None
+            output.take(sequence, accepted)
+    for sequence, _ in running:
+        rounds.release(sequence)
+        pool.release(sequence.pages)
+    return [output for _, output in running]
+
+
+def test_two_ranks_compute_prompts_beside_rounds_as_one_process(pairs: Pairs, model: Path, tmp_path: Path) -> None:
+    settings = {"speculative": "eagle", "draft_model": str(write_head(tmp_path / "eagle", "eagle", model))}
+    alone = Engine(_config(model, draft_steps=3, **settings))
+    theirs = beside_outputs(DeviceExecutor(alone, NUM_SLOTS), alone.pool)
+    two = pairs.get(draft_steps=3, **settings)
+    ours = beside_outputs(RankExecutor(two), two.engine.pool)
     assert_equal(ours, theirs)
     assert [each.num_accepted for each in ours] == [each.num_accepted for each in theirs]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.engine.draft_shape import DraftShape
@@ -46,8 +48,10 @@ VALUES = [
     ROUND,
     CatchUp([3], [2], [TableChange(3, 1, [6])], [0], [4], 2, Needs()),
     Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]], [LocalRow(0, 7)]),
+    replace(ROUND, beside=Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]], [LocalRow(0, 7)])),
     Forget(2**40),
     WarmUp(),
+    WarmUp(expects_prompts=True),
     Tokens([Accepted([1, 2], [TokenLogprobs(-0.5, (1,), (-0.5,)), None], 1, 2), None]),
 ]
 

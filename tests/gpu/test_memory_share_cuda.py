@@ -47,8 +47,8 @@ def test_a_node_takes_its_share_and_no_more(role: str, checkpoint: Callable[...,
     with preferring("triton"):
         if role == "decode":
             config = config_of(DecodeConfig, checkpoint("llama"), share)
-            engine = load_engine(config, lambda engine: executor_of(engine).rehearse())
-            executor_of(engine).warm_up()
+            engine = load_engine(config, lambda engine: executor_of(engine).rehearse(expects_prompts=True))
+            executor_of(engine).warm_up(expects_prompts=True)
         else:
             config = config_of(PrefillConfig, checkpoint("llama"), share)
             engine = load_engine(config, lambda engine: Prompts(engine).warm_up())

@@ -227,11 +227,11 @@ class Watch:
         buckets = pair.decode.executor.buckets
         fill_round, fill_catch_up = buckets.fill_round, buckets.fill_catch_up
 
-        def submitting(sequences: Any, shape: DraftShape, limits: Sequence[int]) -> Submitted:
+        def submitting(sequences: Any, shape: DraftShape, limits: Sequence[int], *rest: Any) -> Submitted:
             watch.members.append({sequence.unit.rid for sequence in sequences})
             watch.num_old.append(sum(sequence.num_generated > 2 for sequence in sequences))
             watch.limits.append(set(limits))
-            return submit(sequences, shape, limits)
+            return submit(sequences, shape, limits, *rest)
 
         def collecting(submitted: Submitted) -> Tokens:
             results = collect(submitted)

@@ -1,0 +1,279 @@
+"""CUDA graphs of rounds that share their forward with a chunk of prompts, so that the weights are read once for both.
+
+A round is three graphs here, one for each of its steps (round.py):
+
+    propose   for a bucket, a draft shape and a kind of sampling
+    verify    for a bucket, a draft shape and a number of prompt tokens
+    settle    for a bucket, a draft shape and a kind of sampling
+
+All graphs share the memory for what lies between their kernels, so a result in it lasts until the next replay. What one
+step leaves for the next therefore lies in tensors of its own (`_Seam`).
+
+A forward over padding costs less than a second forward as long as it is small. So a few buckets serve all rounds, the
+largest drafts also serve smaller ones, and two kinds of sampling serve all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .capture import captured
+from .draft_shape import DraftShape
+from .drafters.base import Drafter, RoundRows
+from .engine import Engine
+from .progress import Progress, tracked
+from .prompt_graphs import PromptInputs, bucket
+from .round import Proposed, RoundResult, Verified, no_drafts, propose, read, settle, verify
+from .round_inputs import InputBlock
+from .sampling_state import EVERYTHING, GREEDY, SAMPLED, Needs, covering
+from .slots import Slots
+from .trees import Drafts
+from .work import BatchRow, Round
+
+logger = logging.getLogger(__name__)
+
+CHUNK_SIZES = (64, 128, 256)  # tokens of the chunks
+MIN_BATCH, MIN_GROWTH = 8, 4  # sequences of the smallest bucket, and from one bucket to the next
+MAX_ROUND_ROWS = 512  # of a round with drafts; a larger one gains less than its padding costs
+MAX_PADDING = 192  # rows of a forward: on an H200 they cost about half of what reading the weights of an 8B model costs
+_KINDS = (SAMPLED, EVERYTHING)
+
+
+class JointSize(NamedTuple):
+    """Sizes of a forward that a round and a chunk share."""
+
+    num_seqs: int  # of the round's bucket
+    shape: DraftShape
+    num_tokens: int  # of the chunk
+
+    @property
+    def num_round_rows(self) -> int:
+        return self.num_seqs * (self.shape.num_drafts + 1)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_round_rows + self.num_tokens
+
+
+def joint_sizes(batches: Sequence[int], shape: DraftShape) -> list[JointSize]:
+    """Return the sizes that are worth graphs, smallest first, for buckets of `batches` sequences (in rising order) and
+    rounds that draft at most `shape`."""
+    chosen: list[int] = []
+    for size in batches:
+        if size == batches[-1] or size >= (MIN_GROWTH * chosen[-1] if chosen else MIN_BATCH):
+            chosen.append(size)
+    sizes = [
+        JointSize(num_seqs, each, num_tokens)
+        for num_seqs in chosen
+        for each in sorted({shape.with_steps(0), shape})
+        for num_tokens in CHUNK_SIZES
+    ]
+    return sorted(
+        (size for size in sizes if not size.shape.num_steps or size.num_round_rows <= MAX_ROUND_ROWS),
+        key=lambda size: size.num_rows,
+    )
+
+
+def fitting(sizes: Sequence[JointSize], num_seqs: int, shape: DraftShape, num_tokens: int) -> JointSize | None:
+    """Return the one of `sizes` (smallest first) with the least padding for a round and a chunk of `num_tokens`. None:
+    no size holds them, or the padding costs as much as a forward of the chunk's own."""
+    drafts = shape.num_steps > 0
+    for size in sizes:
+        holds = size.num_seqs >= num_seqs and size.num_tokens >= num_tokens
+        if holds and drafts == (size.shape.num_steps > 0) and shape.num_steps <= size.shape.num_steps:
+            num_padding = size.num_rows - num_seqs * (shape.num_drafts + 1) - num_tokens
+            return size if num_padding <= MAX_PADDING else None
+    return None
+
+
+def widened(work: Round, shape: DraftShape) -> Round:
+    """Return the same round with drafts of `shape`, of which each sequence accepts no more than before."""
+    if work.shape == shape:
+        return work
+    num_more = shape.num_steps - work.shape.num_steps
+    return replace(
+        work,
+        shape=shape,
+        limits=[min(limit, work.shape.num_steps) for limit in work.limits],
+        proposed=[[*drafts, *[drafts[-1]] * num_more] for drafts in work.proposed],
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seam:
+    """What the steps of one round leave for the next step. One round runs at a time."""
+
+    tokens: Tensor  # [num_seqs, N] int64, of the largest bucket and drafts
+    parents: Tensor  # [num_seqs, N] int64, if the drafts are trees
+    final: Tensor  # [num_rows, hidden_size] after the final norm
+    extend: Tensor | None  # [num_rows, width] for the drafter; None: it takes none
+    beside: Tensor | None  # [num_tokens, width] likewise, of the chunk
+
+    @classmethod
+    def allocate(cls, engine: Engine, sizes: Sequence[JointSize]) -> _Seam:
+        """Return the tensors for all of `sizes`."""
+        device, hidden = engine.device, engine.speculation.hidden
+        num_rows, num_tokens = max(size.num_round_rows for size in sizes), max(size.num_tokens for size in sizes)
+        num_seqs, num_drafts = max(size.num_seqs for size in sizes), max(size.shape.num_drafts for size in sizes)
+        tokens = torch.zeros(num_seqs, num_drafts, dtype=torch.int64, device=device)
+        final = torch.zeros(num_rows, engine.model_config.hidden_size, dtype=engine.model.dtype, device=device)
+        extend, beside = (hidden.allocate("extend", num, device) for num in (num_rows, num_tokens))
+        return cls(tokens, torch.zeros_like(tokens), final, extend, beside)
+
+    def put_drafts(self, drafts: Drafts) -> None:
+        self.tokens[: len(drafts.tokens)].copy_(drafts.tokens)
+        if drafts.parents is not None:
+            self.parents[: len(drafts.parents)].copy_(drafts.parents)
+
+    def proposed(self, rows: RoundRows, shape: DraftShape) -> Proposed:
+        """Return the round of `rows` with the drafts that were put here."""
+        if not shape.num_steps:
+            return Proposed(rows, no_drafts(rows), None)
+        tokens, parents = (each[: len(rows.lengths)] for each in (self.tokens, self.parents))
+        return Proposed.of(rows, Drafts(tokens, None if shape.is_chain else parents), shape)
+
+    def put_verified(self, verified: Verified) -> None:
+        pairs = zip((self.final, self.extend, self.beside), verified, strict=True)
+        for kept, new in pairs:
+            assert (kept is None) == (new is None), (kept, new)
+            if kept is not None and new is not None:
+                kept[: len(new)].copy_(new)
+
+    def verified(self, num_rows: int) -> Verified:
+        """Return the states of the round, of `num_rows` rows, that were put here."""
+        return Verified(self.final[:num_rows], None if self.extend is None else self.extend[:num_rows], None)
+
+
+class _Key(NamedTuple):
+    step: Literal["propose", "verify", "settle"]
+    num_seqs: int
+    shape: DraftShape
+    of: Needs | int  # the kind of sampling, or the tokens of the chunk
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    result: RoundResult | None  # of a settle: static tensors that every replay writes
+
+
+class JointGraphs:
+    """Owns the graphs, their inputs of chunks on the device, and what lies between the steps of a round."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter | None,
+        slots: Slots,
+        blocks: Sequence[InputBlock],
+        sizes: Sequence[JointSize],
+        pool: Any,
+    ) -> None:
+        """`blocks`: inputs of rounds on the device, one for each bucket, which other graphs may use, too. `sizes`: from
+        `joint_sizes`. `pool` (`torch.cuda.graph_pool_handle`) is the memory of all graphs that share it."""
+        assert sizes, "no size is worth a graph"
+        self.sizes = list(sizes)
+        self._engine, self._drafter, self._slots, self._pool = engine, drafter, slots, pool
+        self._blocks = {block.num_seqs: block for block in blocks}
+        self._page_size = engine.pool.page_size
+        self._num_columns = -(-engine.context_len // self._page_size)
+        self._seam = _Seam.allocate(engine, sizes)
+        self._prompts = {
+            num: PromptInputs.allocate(num, self._num_columns, engine.device)
+            for num in {each.num_tokens for each in sizes}
+        }
+        self._captured: dict[_Key, _Captured] = {}
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Capture all graphs, forwards first and large ones first, so that the others fit in their memory. `progress`
+        counts graphs. Raises torch.OutOfMemoryError."""
+        torch.cuda.empty_cache()  # as each capture does, so that the difference is the graphs'
+        started, before = time.monotonic(), torch.cuda.memory_reserved()
+        for num, inputs in self._prompts.items():
+            inputs.block.copy_(PromptInputs.of((), self._page_size, num, self._num_columns).block)
+        for key in tracked(self._keys(), progress):
+            block = self._blocks[key.num_seqs]
+            block.fill_with_padding(self._slots.padding)
+            self._captured[key] = _Captured(*captured(self._step(key, block), self._pool))
+        logger.info(
+            "%d graphs of rounds with chunks captured in %.1f s, %d MiB",
+            len(self._captured),
+            time.monotonic() - started,
+            (torch.cuda.memory_reserved() - before) >> 20,
+        )
+
+    def fitting(self, work: Round, rows: Sequence[BatchRow]) -> JointSize | None:
+        """Return the size whose graphs compute a round and `rows` together. None: none does, or it would not pay."""
+        num_tokens = bucket(rows, CHUNK_SIZES, self._num_columns * self._page_size)
+        if num_tokens is None:
+            return None
+        return fitting(self.sizes, len(work.slots), work.shape, sum(len(row.input_ids) for row in rows))
+
+    def verify(self, size: JointSize, inputs: InputBlock, rows: Sequence[BatchRow], needs: Needs) -> Tensor | None:
+        """Submit the round's steps up to the forward, which computes `rows`, too. Return the extend states of `rows`
+        [num_tokens, width], valid until the next call; None: the drafter takes none.
+
+        `inputs` have the bucket's size and hold a round of `size.shape`. They lie in host memory that stays as it is
+        until the device has read it."""
+        self._blocks[size.num_seqs].copy_(inputs)
+        chunk = PromptInputs.of(
+            rows, self._page_size, size.num_tokens, self._num_columns, pinned=inputs.block.is_pinned()
+        )
+        self._prompts[size.num_tokens].block.copy_(chunk.block, non_blocking=True)
+        if size.shape.num_steps:
+            self._replay(_Key("propose", size.num_seqs, size.shape, _kind(needs)))
+        self._replay(_Key("verify", size.num_seqs, size.shape, size.num_tokens))
+        beside = self._seam.beside
+        return None if beside is None else beside[: sum(len(row.input_ids) for row in rows)]
+
+    def settle(self, size: JointSize, needs: Needs) -> RoundResult:
+        """Submit the rest of the round that `verify` began. The result is static: read it before the next call."""
+        result = self._replay(_Key("settle", size.num_seqs, size.shape, _kind(needs)))
+        assert result is not None
+        return result
+
+    def _keys(self) -> list[_Key]:
+        sizes = sorted(self.sizes, key=lambda size: size.num_rows, reverse=True)
+        rounds = list(dict.fromkeys((size.num_seqs, size.shape) for size in sizes))
+        keys = [_Key("verify", *size) for size in sizes]
+        keys += [_Key("propose", *each, kind) for each in rounds for kind in _KINDS if each[1].num_steps]
+        return keys + [_Key("settle", *each, kind) for each in rounds for kind in _KINDS]
+
+    def _replay(self, key: _Key) -> RoundResult | None:
+        found = self._captured[key]
+        found.graph.replay()
+        return found.result
+
+    def _step(self, key: _Key, block: InputBlock) -> Callable[[], RoundResult | None]:
+        """Return what the graph of `key` runs."""
+        inputs, shape, seam = block.for_round, key.shape, self._seam
+        if isinstance(key.of, int):
+            chunk = self._prompts[key.of]
+
+            def run_forward() -> None:
+                rows = self._slots.read(inputs.slots, inputs.block_table, GREEDY, with_draft=False)
+                seam.put_verified(verify(self._engine, seam.proposed(rows, shape), chunk.batch(self._page_size)))
+
+            return run_forward
+        kind = key.of
+
+        def run_propose() -> None:
+            seam.put_drafts(propose(self._drafter, self._slots, inputs, shape, kind).drafts)
+
+        def run_settle() -> RoundResult:
+            rows = read(self._drafter, self._slots, inputs, shape, kind)
+            proposed, verified = seam.proposed(rows, shape), seam.verified(key.num_seqs * (shape.num_drafts + 1))
+            return settle(self._engine, self._drafter, self._slots, inputs, proposed, verified, shape, kind)
+
+        return run_propose if key.step == "propose" else run_settle
+
+
+def _kind(needs: Needs) -> Needs:
+    """Return the kind of sampling whose graphs do all that `needs` asks for."""
+    return SAMPLED if covering(needs) in (GREEDY, SAMPLED) else EVERYTHING

@@ -1,0 +1,171 @@
+"""A round and a chunk of prompts in one graph of a forward bring what two forwards bring, whatever lies in padding.
+
+The comparison is with the same steps called directly, one after the other, on the same device.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import settings, target_of
+from node_pair import params
+from solo import Running, Solo, spoil
+from waits import no_waiting
+
+from baton.engine.joint_graphs import JointSize
+from baton.engine.pages import Owner
+from baton.engine.rounds import LocalChunk
+from baton.engine.sampling_state import SamplingState
+from baton.engine.work import BatchRow
+from baton.kernels.operations import preferring
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1},
+    {"temperature": 1.3, "logit_bias": {7: 2.0}, "presence_penalty": 0.3, "num_logprobs": 2},
+]
+PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3, 90, 150, 41))]
+NUM_RUNNING = 3  # the prompts after these are computed beside rounds
+MEMBERS = ((0,), (1, 0), (2, 1, 0), (0, 2), (1, 2, 0), (2,))
+CHUNKS = (1, 15, 16, 17, 64)
+CASES = [
+    *[(name, {}) for name in ("ngram", "standalone", "eagle3", "hyper-eagle", "frozen-kv-mtp", "mtp3-deepseek")],
+    ("eagle", {"draft_topk": 2, "draft_steps": 3}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    """Only with our kernels can a forward be captured."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with preferring("triton"):
+        yield
+
+
+def start_local(solo: Solo, index: int) -> Running:
+    prompt = PROMPTS[index]
+    state = SamplingState(params(90, seed=index, **PARAMS[index % 3]), prompt, vocab_size=512)
+    pages = solo.engine.pool.allocate(-(-(len(prompt) + 110) // solo.engine.pool.page_size), Owner.REQUEST)
+    sequence = Running(len(prompt), list(prompt), 0, pages, state, lacks_draft=True)
+    solo.rounds.admit(sequence, None)
+    return sequence
+
+
+def run(solo: Solo, *, joins: bool) -> tuple[list[list[int]], list[list[int]], list[torch.Tensor]]:
+    """Return tokens, accepted counts, and KV and states at the end. Every prompt is computed beside rounds."""
+    sequences = [solo.start(prompt, params(90, seed=i, **PARAMS[i])) for i, prompt in enumerate(PROMPTS[:NUM_RUNNING])]
+    waiting = [start_local(solo, index) for index in range(NUM_RUNNING, len(PROMPTS))]
+    sequences, running = [*sequences, *waiting], list(sequences)
+    most, rng = solo.rounds.shape.num_steps, random.Random(1)
+    for turn in range(24):
+        members = [running[i] for i in MEMBERS[turn % 6]]
+        num_steps = rng.choice((0, most, rng.choice(list(solo.rounds.shape.choices))))
+        limits = [rng.choice((num_steps, num_steps // 2, 0)) for _ in members]
+        computed = rng.sample(waiting, min(len(waiting), 1 + turn % 2))
+        rows: list[BatchRow] = []
+        for sequence in computed:
+            begin = sequence.num_computed
+            stop = min(begin + rng.choice(CHUNKS), sequence.prompt_len - 1)
+            rows.append(BatchRow(sequence.token_ids[begin:stop], begin, sequence.pages, 0))
+        spoil(solo, sequences[0])
+        step(solo, members, num_steps, limits, LocalChunk(computed, rows), joins=joins)
+        for sequence, row in zip(computed, rows, strict=True):
+            sequence.num_computed += len(row.input_ids)
+            if sequence.num_computed == sequence.prompt_len - 1:
+                waiting.remove(sequence)
+                running.insert(turn % 3, sequence)
+    assert not waiting
+    state = [value for each in sequences for _, value in solo.draft(each).present()]
+    state += [solo.target_kv(each) for each in sequences]
+    return [each.token_ids for each in sequences], [each.num_accepted for each in sequences], state
+
+
+def step(
+    solo: Solo, members: Sequence[Running], num_steps: int, limits: Sequence[int], chunk: LocalChunk, *, joins: bool
+) -> None:
+    shape, beside = solo.rounds.shape.with_steps(num_steps), chunk if chunk.rows and joins else None
+    if chunk.rows and beside is None:
+        solo.rounds.recompute(*chunk)
+    solo.take(members, solo.rounds.collect(solo.rounds.submit(members, shape, limits, beside)))
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=lambda each: each if isinstance(each, str) else "")
+def test_graphs_bring_what_direct_calls_bring_one_after_the_other(
+    name: str,
+    shape: dict[str, int],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = target_of(name, checkpoint)
+    drafting = settings(name, model, tmp_path) | shape
+    direct = run(Solo(model, device="cuda", num_pages=400, num_slots=8, **drafting), joins=False)
+    captured = Solo(model, device="cuda", num_pages=400, num_slots=8, buckets=(1, 2), **drafting)
+    captured.executor.warm_up(expects_prompts=True)
+    graphs = captured.executor._graphs
+    assert graphs is not None and graphs.joint is not None
+    sizes, verify, joint = list[JointSize](), graphs.joint.verify, graphs.joint
+
+    def noting(size: JointSize, *rest: Any) -> Any:
+        for each in (joint._seam.final, joint._seam.extend, joint._seam.beside):
+            if each is not None:
+                each.fill_(float("nan"))
+        sizes.append(size)
+        return verify(size, *rest)
+
+    monkeypatch.setattr(joint, "verify", noting)
+    tokens, accepted, state = run(captured, joins=True)
+    assert (tokens, accepted) == direct[:2]
+    for ours, theirs in zip(state, direct[2], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+    assert len(sizes) > 4 and {size.num_seqs for size in sizes} == {2}
+    assert {size.shape.num_steps for size in sizes} == {0, captured.rounds.shape.num_steps}
+
+
+def test_the_host_does_not_wait_for_the_device(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The host submits a round and the chunk beside it while the device works."""
+    model = target_of("eagle3", checkpoint)
+    drafting = settings("eagle3", model, tmp_path)
+    solo = Solo(model, device="cuda", num_pages=400, num_slots=8, buckets=(2,), **drafting)
+    solo.executor.warm_up(expects_prompts=True)
+    sequences = [solo.start(PROMPTS[i], params(90, seed=i)) for i in range(2)]
+    waiting = start_local(solo, 4)
+    steps = solo.rounds.shape.num_steps
+    for begin in (0, 16, 32):
+        row = BatchRow(waiting.token_ids[begin : begin + 16], begin, waiting.pages, 0)
+        chunk = LocalChunk([waiting], [row])
+        torch.cuda.synchronize()
+        if begin:  # what surrounds the graphs is compiled, and pinned memory is there
+            with no_waiting():
+                submitted = solo.rounds.submit(sequences, solo.rounds.shape, [steps] * 2, chunk)
+        else:
+            submitted = solo.rounds.submit(sequences, solo.rounds.shape, [steps] * 2, chunk)
+        solo.take(sequences, solo.rounds.collect(submitted))
+        waiting.num_computed += 16
+
+
+def test_a_layer_of_two_batches_attends_as_alone(checkpoint: Callable[..., Path]) -> None:
+    """Whole forwards of both, in bfloat16: logits and KV within the bound of direct calls against each other."""
+    from baton.engine.batch import ForwardBatch, JointBatch
+    from baton.engine.config import EngineConfig
+    from baton.engine.engine import Engine
+
+    engine = Engine(
+        EngineConfig(model=str(checkpoint("qwen3")), device="cuda", dtype="bfloat16", num_pages=64, page_size=16)
+    )
+    rows = [BatchRow([5], 20, [1, 2]), BatchRow([6], 9, [3]), BatchRow([7] * 40, 0, [4, 5, 6]), BatchRow([8], 3, [7])]
+    engine.kv.normal_()
+    before = engine.kv.clone()
+    first, second = (ForwardBatch.build(part, 16, "cuda") for part in (rows[:2], rows[2:]))
+    with torch.inference_mode():
+        expected = torch.cat([engine.states(first)[1], engine.states(second)[1]])
+        expected_kv = engine.kv.clone()
+        engine.kv.copy_(before)
+        _, found = engine.states(JointBatch.of(first, second))
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=0.1)
+    torch.testing.assert_close(engine.kv[:, 1:], expected_kv[:, 1:], atol=0.1, rtol=0.1)
