@@ -2,12 +2,14 @@
 
     Round   --> inputs on the host --> run_round, directly or as a graph --> numbers on the host --> Tokens
     CatchUp --> inputs on the host --> catch_up, likewise
+    Recompute --> local_prompts.py --> Scores, if tokens are scored
 
 All work runs on the device in the order of submission. `submit` does not wait for the device, `collect` does.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,14 +34,23 @@ from .graphs import RoundGraphs
 from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
+from .prompt_scores import SubmittedScores
 from .round import RoundResult, catch_up, run_round
 from .round_inputs import InputBlock
 from .round_timing import padding_catch_up, padding_round
 from .sampling_state import Needs
 from .slots import Slots
-from .work import Accepted, CatchUp, LoadSlot, Recompute, Round, RoundWork, Tokens, catch_up_sizes
+from .work import Accepted, CatchUp, LoadSlot, Recompute, Round, RoundWork, Scores, Tokens, catch_up_sizes
 
 _COUNTS = 2  # numbers of a row before its tokens
+
+
+class _Scored(NamedTuple):
+    """Log-probabilities of prompt tokens that the device computes or has computed."""
+
+    begun: float  # monotonic seconds
+    scores: SubmittedScores
+    event: torch.cuda.Event | None  # None: the device is the host
 
 
 class _UnderWay(NamedTuple):
@@ -79,6 +90,7 @@ class DeviceExecutor:
         self._under_way: deque[_UnderWay] = deque()
         self._row_buffer = MetadataBuffers(engine.schema)
         self._local_prompts = LocalPrompts(engine, self.slots)
+        self._scored: _Scored | None = None  # of the last Recompute
 
     @property
     def keeps_missed_rows(self) -> bool:
@@ -164,7 +176,7 @@ class DeviceExecutor:
                     case LoadSlot():
                         self._load(work)
                     case Recompute():
-                        self._local_prompts.compute(work)
+                        self._recompute(work)
             return
         # inputs of no bucket are used once: keep none, since the next work may have no memory either
         self._used = [block for block in self._used if block.num_seqs in self.buckets.sizes]
@@ -183,6 +195,14 @@ class DeviceExecutor:
         for inputs in done.inputs:
             self.buckets.free(inputs)
         return _report(done)
+
+    def collect_scores(self) -> Scores:
+        """Wait for the last Recompute, which had scored tokens, and return its report, once."""
+        done, self._scored = self._scored, None
+        assert done is not None, "the last Recompute had no scored tokens, or was collected"
+        if done.event is not None:
+            done.event.synchronize()
+        return Scores(done.begun, time.monotonic(), done.scores.read())
 
     def run_round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
         """Run a round with filled inputs, by a graph if the block is a bucket's and there are graphs."""
@@ -208,6 +228,12 @@ class DeviceExecutor:
             logprobs = Logprobs(*(to_host(each[:num_rows]) for each in logprobs))
         used, self._used = self._used, []
         return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device))
+
+    def _recompute(self, work: Recompute) -> None:
+        self._scored, begun = None, time.monotonic()
+        scores = self._local_prompts.compute(work)
+        if scores is not None:
+            self._scored = _Scored(begun, scores, recorded_event(self.engine.device))
 
     def _submit_catch_up(self, work: CatchUp) -> None:
         block = self.buckets.fill_catch_up(work)

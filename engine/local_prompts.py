@@ -5,7 +5,8 @@
 A local prompt is a prompt that the decode node computes itself. All its tokens but the last one get KV here. The last
 token is the bonus token of the sequence's first round, and that round samples the first token of the output. So the
 drafter's state is made as on a prefill node whose prompt ended one token earlier: the last token of the prompt stands
-for the sampled one.
+for the sampled one. The tokens that get KV here score all tokens of the prompt after the first, if a request asks for
+their log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from .copies import to_device
 from .drafters.base import PromptChunk, PromptTail
 from .engine import Engine
+from .prompt_scores import SubmittedScores
 from .sampling_batch import SamplingBatch
 from .slots import Slots
 from .work import BatchRow, LocalRow, Recompute
@@ -44,21 +46,34 @@ class LocalPrompts:
         drafter = self._engine.drafter
         return 0 if drafter is None or drafter.hidden.extend is None else 1 + drafter.hidden.num_target_rows
 
-    def compute(self, work: Recompute) -> None:
-        """Submit the tokens, and the drafter's state after the prompts that end. If the device has no memory for it,
-        what was kept stays as it was."""
-        drafter = self._engine.drafter
+    def compute(self, work: Recompute) -> SubmittedScores | None:
+        """Submit the tokens, their log-probabilities if some are scored, and the drafter's state after the prompts that
+        end. Return the log-probabilities. If the device has no memory for it, what was kept stays as it was."""
         computed = self._engine.compute(work.rows)
+        scores = None
+        if work.is_scored:
+            scores = SubmittedScores.of(self._engine, work.rows, work.token_ids, work.num_logprobs, computed.final)
+        self._observe(work, computed.extend)
+        return scores
+
+    def forget(self, slot: int) -> None:
+        """Free what is kept for a slot, if there is anything."""
+        self._kept.pop(slot, None)
+
+    def _observe(self, work: Recompute, extend: Tensor | None) -> None:
+        """Let the drafter see the tokens. `extend` [num_tokens, extend width] are the target's states, if it reads
+        any."""
+        drafter = self._engine.drafter
         if drafter is None:
             return
         chunks = [
             PromptChunk(token_ids, row.position, _stop(row), row.pages)
             for token_ids, row in zip(work.token_ids, work.rows, strict=True)
         ]
-        drafter.observe_prompt(chunks, computed.extend)
-        if not work.local or computed.extend is None:
+        drafter.observe_prompt(chunks, extend)
+        if not work.local or extend is None:
             return
-        own = computed.extend.split([len(row.input_ids) for row in work.rows])
+        own = extend.split([len(row.input_ids) for row in work.rows])
         latest = [self._latest(local, work.rows[local.row], own[local.row]) for local in work.local]
         ends = [(local, kept) for local, kept in zip(work.local, latest, strict=True) if local.sampling is not None]
         if ends:
@@ -68,10 +83,6 @@ class LocalPrompts:
                 self._kept[local.slot] = kept
             else:
                 self.forget(local.slot)
-
-    def forget(self, slot: int) -> None:
-        """Free what is kept for a slot, if there is anything."""
-        self._kept.pop(slot, None)
 
     def _latest(self, local: LocalRow, row: BatchRow, states: Tensor) -> _Kept:
         """Return the states of the last positions, given those of the row, [len(row.input_ids), extend width]. What was

@@ -22,6 +22,7 @@ from .work import (
     LocalRow,
     Recompute,
     Round,
+    Scores,
     TableChange,
     Tokens,
     catch_up_sizes,
@@ -186,17 +187,24 @@ class Rounds:
 
         If a sequence lost its KV, only KV is made: the slot has kept the state, which is of the same tokens, and draft
         KV that depends on tokens not known yet is stored anew by the next round. If the row ends a local prompt, the
-        drafter's state is made, too. Raises OutOfMemory; then the tokens are not computed, and nothing else has
-        changed."""
+        drafter's state is made, too. If rows have scored tokens, collect the scores before the next call. Raises
+        OutOfMemory; then the tokens are not computed, and nothing else has changed."""
         local: list[LocalRow] = []
         for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
             if sequence.lacks_draft and self.executor.num_prompt_states:
                 is_last = row.position + len(row.input_ids) == len(sequence.token_ids) - 1
                 local.append(LocalRow(index, _slot(sequence), sequence.sampling if is_last else None))
-        self.executor.submit(Recompute(rows, [sequence.token_ids for sequence in sequences], local))
+        num_logprobs: list[int] = []
+        if any(row.num_scored for row in rows):
+            num_logprobs = [sequence.sampling.params.num_logprobs or 0 for sequence in sequences]
+        self.executor.submit(Recompute(rows, [sequence.token_ids for sequence in sequences], local, num_logprobs))
         for each in local:
             if each.sampling is not None:
                 sequences[each.row].lacks_draft = False
+
+    def collect_scores(self) -> Scores:
+        """Wait for the last `recompute`, whose rows had scored tokens, and return the report."""
+        return self.executor.collect_scores()
 
     def reads_tokens(self, shape: DraftShape) -> bool:
         """Whether a round needs to know on the host what the round before brought."""

@@ -45,7 +45,7 @@ ROUND = Round(
 VALUES = [
     ROUND,
     CatchUp([3], [2], [TableChange(3, 1, [6])], [0], [4], 2, Needs()),
-    Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]], [LocalRow(0, 7)]),
+    Recompute([BatchRow([1, 2], 0, [5], 0, 2)], [[1, 2, 3]], [LocalRow(0, 7)], [4]),
     Forget(2**40),
     WarmUp(),
     Tokens([Accepted([1, 2], [TokenLogprobs(-0.5, (1,), (-0.5,)), None], 1, 2), None]),
