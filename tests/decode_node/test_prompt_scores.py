@@ -10,7 +10,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from matrix import PAGE_SIZE
+from matrix import PAGE_SIZE, start_together
 from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params
 
 from baton.decode_node.prompt_scores import PromptScores
@@ -138,7 +138,7 @@ def test_a_preemption_in_the_middle_of_a_prompt_loses_and_doubles_none(
 def test_without_memory_for_scores_the_request_that_asks_for_them_ends(
     checkpoint: Callable[..., Path], make_pair: MakePair
 ) -> None:
-    """Another one has the longer chunk, and goes on."""
+    """Another one has more tokens in the same chunk, and goes on."""
     pair = make_pair(checkpoint("llama"), chunk_tokens=40)
     pair.submit("same", prompt_of(25), params(6), cache_salt="before")
     same = pair.run()["same", 0]
@@ -153,6 +153,7 @@ def test_without_memory_for_scores_the_request_that_asks_for_them_ends(
     engine.score = scoring
     submit(pair, "scored", prompt_of(9))
     pair.submit("longer", prompt_of(25), params(6), is_local=True)
+    start_together(pair)
     results = pair.run()
     failed = results["scored", 0].failed
     assert failed is not None and failed.code == "out_of_memory" and failed.retryable
