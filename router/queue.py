@@ -429,4 +429,3 @@ class Queues:
         need = entry.need
         pages = need.local_pages if entry.is_local else max(need.prefill_pages, need.decode_pages or 0)
         return Unavailable(f"{words}none has room for the {pages} pages and the {need.context_len} tokens of context")
-
