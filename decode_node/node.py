@@ -12,7 +12,9 @@ The life of a sequence here:
 Reserve and Compute messages fill `reserved`. The events of the handoff client empty it. The scheduler moves the rest.
 The prompt of a Compute message is a local prompt: this node computes it in chunks, like the tokens of a resumed
 sequence. The first round of the sequence runs the last token of the prompt and samples the first token. If a request
-has several choices, the first choice computes the prompt, and the others take its pages from the prefix cache.
+has several choices, the first choice computes the prompt, and the others take its pages from the prefix cache. If the
+request asks for log-probabilities of the prompt, the first choice computes every position, also those that are cached,
+and the node sends PrefillDone when it has them all.
 
 The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
 processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
@@ -47,7 +49,7 @@ from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
-from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
+from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
 from .outbox import Outbox
@@ -237,6 +239,7 @@ class DecodeNode:
         """Run a sequence whose prompt is computed here."""
         self.scheduler.start_local(sequence.unit)
         if self._take_slot(sequence, None):
+            self._send_scores(sequence)
             self._counts.prompt_tokens += len(sequence.token_ids)
             self._counts.cached_tokens += sequence.num_cached
             logger.info(
@@ -269,7 +272,7 @@ class DecodeNode:
     def _resend(self, unit: Unit, first: int) -> None:
         """Send the unit's tokens from number `first` on again. If its pages do not come, ask for the offers again."""
         sequence = self.scheduler.get(unit) or self.outbox.find_ended(unit)
-        if sequence is None:
+        if sequence is None or self._has_lost_scores(sequence, first):
             self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
         elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.ask_offers(unit):
             # the router has the prefill node's first token, so the offers that go with it were sent and lost
@@ -277,6 +280,12 @@ class DecodeNode:
             self._fail(unit, "transfer_error", "an offer of the prefill node was lost", is_retryable=True)
         else:
             self.membership.send(self.outbox.again(sequence, first))
+
+    def _has_lost_scores(self, sequence: Sequence, first: int) -> bool:
+        """Whether the router has all tokens of a sequence and lacks the log-probabilities of its local prompt. The node
+        has sent these and does not keep them."""
+        has_all = sequence.ended is not None and first >= sequence.num_generated
+        return has_all and sequence.is_local and sequence.request.prompt_logprobs
 
     def _drop(self, sequence: Sequence, reason: str) -> None:
         if sequence.unit in self.scheduler.reserved:
@@ -370,9 +379,13 @@ class DecodeNode:
     def _compute(self, plan: StepPlan) -> None:
         """Submit the planned step, then settle the round before. If rounds do not overlap, settle the new one too."""
         self._counts.steps += 1
-        if plan.rows and not plan.decoding:
-            self._recompute(plan)
-        begun = self._submit_round(plan) if plan.decoding else None
+        is_scored = any(row.num_scored for row in plan.rows)
+        chunk = LocalChunk(plan.sequences, plan.rows) if plan.rows else None
+        if chunk is not None and (is_scored or not plan.decoding):
+            chunk, is_scored = None, self._recompute(plan) and is_scored
+        begun = self._submit_round(plan, chunk) if plan.decoding else None
+        if is_scored:  # now, while the device has the round to do
+            self._settle_scores(plan)
         if begun is not None:
             self.settle()
             for sequence, limit in zip(begun.sequences, begun.submitted.limits, strict=True):
@@ -381,18 +394,21 @@ class DecodeNode:
         if begun is None or not self._overlaps:
             self.settle()
 
-    def _recompute(self, plan: StepPlan) -> None:
+    def _recompute(self, plan: StepPlan) -> bool:
+        """Submit the planned chunk. False: the device has no memory for it, and the sequence that asks for most has
+        ended."""
         try:
             self.rounds.recompute(plan.sequences, plan.rows)
         except OutOfMemory as error:
             self._relieve_chunk(plan, error)
-        else:
-            self._note_computed(plan)
+            return False
+        self._note_computed(plan)
+        return True
 
     def _relieve_chunk(self, plan: StepPlan, error: OutOfMemory) -> None:
-        """End the sequence that has most to compute of a chunk that had no memory. The next step tries again."""
+        """End the sequence that asks for most of a chunk that had no memory. The next step tries again."""
         rows = zip(plan.sequences, plan.rows, strict=True)
-        largest, _ = max(rows, key=lambda each: (len(each[1].input_ids), each[0].order))
+        largest, _ = max(rows, key=lambda each: (each[1].num_scored, len(each[1].input_ids), each[0].order))
         self._end_for_memory(largest, error)
 
     def _note_computed(self, plan: StepPlan) -> None:
@@ -403,18 +419,46 @@ class DecodeNode:
             if sequence.is_local:
                 self.scheduler.share_computed(sequence)
 
-    def _submit_round(self, plan: StepPlan) -> SubmittedRound | None:
-        """Submit a round, and the planned chunk beside it. If the device has no memory for them, make ready for less,
-        and return None."""
+    def _settle_scores(self, plan: StepPlan) -> None:
+        """Wait for the log-probabilities of the planned chunks. Send those of the prompts that are complete."""
+        report = self.rounds.collect_scores()
+        for sequence, row, logprobs in zip(plan.sequences, plan.rows, report.logprobs, strict=True):
+            if row.num_scored:
+                sequence.take_scores(row.position, logprobs)
+                self._send_scores(sequence)
+
+    def _send_scores(self, sequence: Sequence) -> None:
+        """Send the log-probabilities of a local prompt, in the message that a prefill node sends, if they were asked
+        for and are complete."""
+        scores = sequence.prompt_scores
+        if scores is None or not scores.is_complete:
+            return
+        unit = sequence.unit
+        self.membership.send(
+            PrefillDone(
+                rid=unit.rid,
+                attempt=unit.attempt,
+                queue_s=0.0,
+                compute_s=time.monotonic() - scores.begun,
+                num_cached=sequence.num_cached,
+                load=self.load(),
+                prompt_logprobs=tuple(scores.logprobs),
+            )
+        )
+        sequence.forget_scores()
+
+    def _submit_round(self, plan: StepPlan, beside: LocalChunk | None) -> SubmittedRound | None:
+        """Submit a round, and the planned chunk if it is `beside`. If the device has no memory for them, make ready for
+        less, and return None."""
         since = self._clock.submit()
-        beside = LocalChunk(plan.sequences, plan.rows) if plan.rows else None
         try:
             submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits, beside)
         except ChunkOutOfMemory as error:
             self._relieve_chunk(plan, error)
             return None
         except OutOfMemory as error:
-            self._note_computed(plan)
+            if beside is not None:
+                self._note_computed(plan)
             self.settle()  # the round before has tokens for them
             self._relieve([each for each in plan.decoding if each.slot is not None], plan.shape, error)
             return None

@@ -56,7 +56,12 @@ class Reservations:
         for choice in message.choices:
             try:
                 sequence = new_sequence(
-                    message, choice, next(self._orders), vocab_size=self._vocab_size, context_len=self._context_len
+                    message,
+                    choice,
+                    next(self._orders),
+                    vocab_size=self._vocab_size,
+                    context_len=self._context_len,
+                    scores_prompt=not granted,
                 )
             except RequestError as error:
                 self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error), is_retryable=False)

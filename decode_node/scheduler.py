@@ -211,7 +211,9 @@ class DecodeScheduler:
         start, stop = sequence.num_computed, sequence.num_computed + num_new
         if self._grow(sequence, stop, plan):
             plan.sequences.append(sequence)
-            plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0))
+            scores = sequence.prompt_scores
+            num_scored = 0 if scores is None else scores.num_scored(start, num_new)
+            plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0, num_scored))
         return num_new
 
     def _waits_for_choice(self, sequence: Sequence) -> bool:
@@ -221,7 +223,7 @@ class DecodeScheduler:
             other.order < sequence.order
             and other.unit.attempt == sequence.unit.attempt
             and other.lease is not None
-            and other.num_computed < self._most_cached(other) * self.page_size
+            and other.num_computed < self._most_shared(other) * self.page_size
             for other in self._by_rid[sequence.unit.rid]
         )
 
@@ -366,6 +368,13 @@ class DecodeScheduler:
     def _most_cached(self, sequence: Sequence) -> int:
         """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are
         computed."""
+        if sequence.prompt_scores is None:
+            return self._most_shared(sequence)
+        return min(self._most_shared(sequence), sequence.prompt_scores.num_skippable // self.page_size)
+
+    def _most_shared(self, sequence: Sequence) -> int:
+        """Return how many pages of a sequence other choices of its request may find in the prefix cache once it has
+        computed its prompt."""
         num_computed = 1 + (self._num_prompt_states if sequence.lacks_draft else 0)
         return max(0, len(sequence.token_ids) - num_computed) // self.page_size
 

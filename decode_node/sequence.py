@@ -13,6 +13,7 @@ from ..engine.stopping import ended
 from ..engine.work import MAX_MISSED, Accepted
 from ..metadata.wire.messages import Compute, Dispatch
 from ..metadata.wire.request import Ended, GenerationRequest, TokenLogprobs, Unit
+from .prompt_scores import PromptScores
 from .sequence_clock import SequenceClock
 
 
@@ -39,6 +40,7 @@ class Sequence:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into the generated tokens
     is_local: bool = False  # this node computes its prompt
     lacks_draft: bool = False  # the drafter has no state of its local prompt yet
+    prompt_scores: PromptScores | None = None  # of its local prompt; None: not asked for here, or sent
     slot: int | None = None  # in the engine's rounds, while it runs
     num_missed: int = 0  # rows that the drafter has not seen
     num_coming: int = 0  # the most tokens that the round under way may bring; 0: no such round has this sequence
@@ -118,6 +120,15 @@ class Sequence:
         """The round's results have come."""
         self.num_coming = 0
 
+    def take_scores(self, start: int, logprobs: Seq[TokenLogprobs]) -> None:
+        """Take log-probabilities of the tokens after the positions from `start` on."""
+        assert self.prompt_scores is not None, self.unit
+        self.prompt_scores.take(start, logprobs)
+
+    def forget_scores(self) -> None:
+        """The log-probabilities of the prompt have been sent to the router."""
+        self.prompt_scores = None
+
     # --- tokens ---
 
     def append_first(self, token_id: int, logprobs: TokenLogprobs | None, num_cached: int) -> None:
@@ -167,11 +178,17 @@ class Sequence:
         return self.num_computed
 
 
-def new_sequence(message: Dispatch, choice: int, order: int, *, vocab_size: int, context_len: int) -> Sequence:
-    """Return a choice that the router asks for, without pages yet. Raises RequestError if the model cannot run it."""
+def new_sequence(
+    message: Dispatch, choice: int, order: int, *, vocab_size: int, context_len: int, scores_prompt: bool = False
+) -> Sequence:
+    """Return a choice that the router asks for, without pages yet. Raises RequestError if the model cannot run it.
+
+    `scores_prompt`: of the choices of this message, this one brings the log-probabilities of the prompt if they are
+    asked for and the prompt is local."""
     request = message.request
     prompt_ids, received_ids = request.token_ids(vocab_size, context_len)
     is_local = isinstance(message, Compute)
+    wants_scores = scores_prompt and is_local and request.prompt_logprobs
     sampling = SamplingState(request.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice)
     return Sequence(
         unit=Unit(message.rid, choice, message.attempt),
@@ -184,4 +201,5 @@ def new_sequence(message: Dispatch, choice: int, order: int, *, vocab_size: int,
         is_local=is_local,
         owes_num_cached=is_local,
         lacks_draft=is_local,
+        prompt_scores=PromptScores(len(prompt_ids) - 1) if wants_scores else None,
     )

@@ -2,6 +2,7 @@
 
     Round   --> inputs on the host --> run_round, directly or as a graph --> numbers on the host --> Tokens
     CatchUp --> inputs on the host --> catch_up, likewise
+    Recompute --> local_prompts.py --> Scores, if tokens are scored
 
 A chunk beside a round shares the round's forward on a CPU. On CUDA it does so if graphs hold both and the padding costs
 less than a forward of its own. Otherwise the chunk is computed first, and then the round.
@@ -11,6 +12,7 @@ All work runs on the device in the order of submission. `submit` does not wait f
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,14 +40,23 @@ from .joint_graphs import JointGraphs, JointSize, joint_sizes, widened
 from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
+from .prompt_scores import SubmittedScores
 from .round import RoundResult, catch_up, propose, run_round, settle, verify
 from .round_inputs import InputBlock
 from .round_timing import padding_catch_up, padding_round
 from .sampling_state import Needs
 from .slots import Slots
-from .work import Accepted, CatchUp, LoadSlot, Recompute, Round, RoundWork, Tokens, catch_up_sizes
+from .work import Accepted, CatchUp, LoadSlot, Recompute, Round, RoundWork, Scores, Tokens, catch_up_sizes
 
 _COUNTS = 2  # numbers of a row before its tokens
+
+
+class _Scored(NamedTuple):
+    """Log-probabilities of prompt tokens that the device computes or has computed."""
+
+    begun: float  # monotonic seconds
+    scores: SubmittedScores
+    event: torch.cuda.Event | None  # None: the device is the host
 
 
 class _UnderWay(NamedTuple):
@@ -92,6 +103,7 @@ class DeviceExecutor:
         self._under_way: deque[_UnderWay] = deque()
         self._row_buffer = MetadataBuffers(engine.schema)
         self._local_prompts = LocalPrompts(engine, self.slots)
+        self._scored: _Scored | None = None  # of the last Recompute
 
     @property
     def keeps_missed_rows(self) -> bool:
@@ -187,7 +199,7 @@ class DeviceExecutor:
                     case LoadSlot():
                         self._load(work)
                     case Recompute():
-                        self._local_prompts.compute(work)
+                        self._recompute(work)
             return
         self._drop_unshared()
         raise OutOfMemory(_no_memory(work))  # here the error is gone, whose traceback holds tensors
@@ -205,6 +217,14 @@ class DeviceExecutor:
         for inputs in done.inputs:
             self.buckets.free(inputs)
         return _report(done)
+
+    def collect_scores(self) -> Scores:
+        """Wait for the last Recompute, which had scored tokens, and return its report, once."""
+        done, self._scored = self._scored, None
+        assert done is not None, "the last Recompute had no scored tokens, or was collected"
+        if done.event is not None:
+            done.event.synchronize()
+        return Scores(done.begun, time.monotonic(), done.scores.read())
 
     def run_round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
         """Run a round with filled inputs, by a graph if the block is a bucket's and there are graphs."""
@@ -237,6 +257,7 @@ class DeviceExecutor:
     def _run_both(self, work: Round, chunk: Recompute) -> tuple[Round, RoundResult]:
         """Submit a round and the chunk beside it. Return the round as it was submitted, and its result. Raises
         ChunkOutOfMemory."""
+        assert not chunk.is_scored, "scores of a chunk beside a round would not be collected"
         joint = None if self._graphs is None else self._graphs.joint
         size = None if joint is None else joint.fitting(work, chunk.rows)
         if joint is not None and size is not None:
@@ -248,7 +269,7 @@ class DeviceExecutor:
         ways: list[Callable[[], Callable[[], RoundResult]]] = [partial(self._begin_apart, block, work, chunk)]
         if joint is not None and size is not None:
             ways.insert(0, partial(self._begin_by_graphs, joint, size, block, work, chunk))
-        elif not captures(self.engine.device) and not any(row.num_scored for row in chunk.rows):
+        elif not captures(self.engine.device):
             ways.insert(0, partial(self._begin_jointly, block, work, chunk))
         for begin in ways:  # the way that needs less memory last
             settling = None
@@ -289,6 +310,12 @@ class DeviceExecutor:
         """After work without memory, keep no inputs that belong to no bucket: they are used once, and the next work may
         have no memory either."""
         self._used = [block for block in self._used if block.num_seqs in self.buckets.sizes]
+
+    def _recompute(self, work: Recompute) -> None:
+        self._scored, begun = None, time.monotonic()
+        scores = self._local_prompts.compute(work)
+        if scores is not None:
+            self._scored = _Scored(begun, scores, recorded_event(self.engine.device))
 
     def _submit_catch_up(self, work: CatchUp) -> None:
         block = self.buckets.fill_catch_up(work)

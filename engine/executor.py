@@ -1,6 +1,6 @@
 """The executor of a decode node, as the node sees it: work goes in, reports come out. Without torch.
 
-    Rounds --LoadSlot, Recompute, CatchUp, Round--> Executor --Tokens--> Rounds
+    Rounds --LoadSlot, Recompute, CatchUp, Round--> Executor --Tokens, Scores--> Rounds
 
 device_executor.py has the executor for this process's device.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .draft_shape import DraftShape
 from .progress import Progress
-from .work import RoundWork, Tokens
+from .work import RoundWork, Scores, Tokens
 
 if TYPE_CHECKING:
     from ..metadata.handoff.buffers import Sampled
@@ -98,6 +98,10 @@ class Executor(Protocol):
 
     def collect(self) -> Tokens:
         """Wait for the oldest round that was not collected, and return its report."""
+        ...
+
+    def collect_scores(self) -> Scores:
+        """Wait for the last Recompute, which had scored tokens, and return its report, once."""
         ...
 
     def read_row(self, row: bytes) -> Sampled:

@@ -7,7 +7,8 @@ A chunk beside a round has its forward there (round.py); `take` does the rest.
 A local prompt is a prompt that the decode node computes itself. All its tokens but the last one get KV here. The last
 token is the bonus token of the sequence's first round, and that round samples the first token of the output. So the
 drafter's state is made as on a prefill node whose prompt ended one token earlier: the last token of the prompt stands
-for the sampled one.
+for the sampled one. The tokens that get KV here score all tokens of the prompt after the first, if a request asks for
+their log-probabilities.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from .copies import to_device
 from .drafters.base import PromptChunk, PromptTail
 from .engine import Engine
+from .prompt_scores import SubmittedScores
 from .sampling_batch import SamplingBatch
 from .slots import Slots
 from .work import BatchRow, LocalRow, Recompute
@@ -46,10 +48,15 @@ class LocalPrompts:
         drafter = self._engine.drafter
         return 0 if drafter is None or drafter.hidden.extend is None else 1 + drafter.hidden.num_target_rows
 
-    def compute(self, work: Recompute) -> None:
-        """Submit the tokens, and the drafter's state after the prompts that end. If the device has no memory for it,
-        what was kept stays as it was."""
-        self.take(work, self._engine.compute(work.rows).extend)
+    def compute(self, work: Recompute) -> SubmittedScores | None:
+        """Submit the tokens, their log-probabilities if some are scored, and the drafter's state after the prompts that
+        end. Return the log-probabilities. If the device has no memory for it, what was kept stays as it was."""
+        computed = self._engine.compute(work.rows)
+        scores = None
+        if work.is_scored:
+            scores = SubmittedScores.of(self._engine, work.rows, work.token_ids, work.num_logprobs, computed.final)
+        self.take(work, computed.extend)
+        return scores
 
     def take(self, work: Recompute, extend: Tensor | None) -> None:
         """Do the part of `compute` that follows the target's forward, given the states `extend` [num_tokens, extend

@@ -26,14 +26,13 @@ from torch import Tensor
 
 from ..metadata.errors import OutOfMemory
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
-from ..metadata.wire.request import TokenLogprobs
 from .batch import Computed
 from .copies import recorded_event, to_device
 from .draft_row import set_draft
 from .drafters.base import DraftState, PromptChunk, PromptTail
 from .engine import Engine
-from .logprobs import Logprobs
 from .progress import Progress
+from .prompt_scores import SubmittedScores
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
 from .work import Chunk, ChunkRow, FirstTokens, HandoffRows, Scores, Tail, Tails
@@ -102,7 +101,8 @@ class Prompts:
                 ]
                 engine.drafter.observe_prompt(chunks, computed.extend)
             self._keep_states(chunk, computed.extend)
-            scored = self._score(chunk, computed.final)
+            prompts, num_logprobs = [each.token_ids for each in chunk.rows], [each.num_logprobs for each in chunk.rows]
+            scored = SubmittedScores.of(engine, rows, prompts, num_logprobs, computed.final)
             submitted, event = time.monotonic(), recorded_event(engine.device)
             tails = [self._submit_tails(each, chunk, computed) for each in chunk.tails]
         return SubmittedChunk(chunk, begun, submitted, event, scored, tails)
@@ -116,22 +116,6 @@ class Prompts:
         own = extend.split([len(each.row.input_ids) for each in chunk.rows])
         for row, states in zip(chunk.rows, own, strict=True):
             self._kept[row.key] = _latest(self._kept.get(row.key), states, 1 + num_rows)
-
-    def _score(self, chunk: Chunk, final: Tensor | None) -> list[Logprobs | None]:
-        """Submit the log-probabilities of each row's scored tokens. `final` [num_tokens, hidden_size] are the chunk's
-        states."""
-        scored: list[Logprobs | None] = []
-        start = 0
-        for each in chunk.rows:
-            num_scored, first = each.row.num_scored, each.row.position + 1
-            if num_scored:
-                assert final is not None, "states of scored tokens were not kept"
-                ids = to_device(torch.tensor(each.token_ids[first : first + num_scored]), final.device)
-                scored.append(self.engine.score(final[start : start + num_scored], ids, each.num_logprobs))
-            else:
-                scored.append(None)
-            start += len(each.row.input_ids)
-        return scored
 
     def _submit_tails(self, work: Tails, chunk: Chunk, computed: Computed) -> SubmittedTails:
         """Submit the sampling of first tokens. What was kept of these prompts goes to the result."""
@@ -154,7 +138,7 @@ class SubmittedChunk:
     begun: float  # monotonic seconds
     submitted: float
     event: torch.cuda.Event | None  # recorded after the chunk's KV; None: the KV was computed before `submit` returned
-    scored: list[Logprobs | None]  # of each row, readable when `event` has happened
+    scored: SubmittedScores  # readable when `event` has happened
     tails: list[SubmittedTails]
 
     @property
@@ -169,8 +153,7 @@ class SubmittedChunk:
         if self.event is not None:
             self.event.synchronize()
             computed = time.monotonic()
-        rows = zip(self.chunk.rows, self.scored, strict=True)
-        return Scores(self.begun, computed, [_read_scores(row, scored) for row, scored in rows])
+        return Scores(self.begun, computed, self.scored.read())
 
     def draft(self) -> None:
         """Submit the drafter's work after the first tokens, too."""
@@ -322,12 +305,6 @@ def _latest(kept: Tensor | None, states: Tensor, num_rows: int) -> Tensor:
     if kept is not None:
         latest = torch.cat([kept, latest])[-num_rows:]
     return latest.clone()
-
-
-def _read_scores(row: ChunkRow, scored: Logprobs | None) -> list[TokenLogprobs]:
-    if scored is None:
-        return []
-    return [entry for entry in scored.to_rows([row.num_logprobs] * row.row.num_scored) if entry is not None]
 
 
 def _rows(values: Tensor, index: Sequence[int]) -> Tensor:

@@ -31,7 +31,7 @@ from .progress import Progress
 from .prompts import Prompts, SubmittedChunk
 from .rank_processes import READY, REPORT, RankProcesses
 from .ranks import Ranks
-from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundWork, Tokens, WarmUp
+from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundWork, Scores, Tokens, WarmUp
 from .work_frames import Work, decode, encode
 
 
@@ -151,6 +151,10 @@ class RankExecutor:
     def collect(self) -> Tokens:
         with self._ranked.processes.guarded():
             return self._own.collect()
+
+    def collect_scores(self) -> Scores:
+        with self._ranked.processes.guarded():
+            return self._own.collect_scores()
 
     def read_row(self, row: bytes) -> Sampled:
         return self._own.read_row(row)

@@ -24,6 +24,7 @@ from .work import (
     LocalRow,
     Recompute,
     Round,
+    Scores,
     TableChange,
     Tokens,
     catch_up_sizes,
@@ -206,11 +207,15 @@ class Rounds:
 
         If a sequence lost its KV, only KV is made: the slot has kept the state, which is of the same tokens, and draft
         KV that depends on tokens not known yet is stored anew by the next round. If the row ends a local prompt, the
-        drafter's state is made, too. Raises OutOfMemory; then the tokens are not computed, and nothing else has
-        changed."""
+        drafter's state is made, too. If rows have scored tokens, collect the scores before the next call. Raises
+        OutOfMemory; then the tokens are not computed, and nothing else has changed."""
         work = self._recompute_of(sequences, rows)
         self.executor.submit(work)
         _note_drafts(work, sequences)
+
+    def collect_scores(self) -> Scores:
+        """Wait for the last `recompute`, whose rows had scored tokens, and return the report."""
+        return self.executor.collect_scores()
 
     def reads_tokens(self, shape: DraftShape) -> bool:
         """Whether a round needs to know on the host what the round before brought."""
@@ -249,7 +254,10 @@ class Rounds:
             if sequence.lacks_draft and self.executor.num_prompt_states:
                 is_last = row.position + len(row.input_ids) == len(sequence.token_ids) - 1
                 local.append(LocalRow(index, _slot(sequence), sequence.sampling if is_last else None))
-        return Recompute(rows, [sequence.token_ids for sequence in sequences], local)
+        num_logprobs: list[int] = []
+        if any(row.num_scored for row in rows):
+            num_logprobs = [sequence.sampling.params.num_logprobs or 0 for sequence in sequences]
+        return Recompute(rows, [sequence.token_ids for sequence in sequences], local, num_logprobs)
 
     def _leave_behind(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[int]:
         """Leave behind for good the sequences that lack rows and want no drafts. Return the limits that hold then: a

@@ -10,8 +10,9 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
     Chunk       computes prompt tokens, and their log-probabilities         Scores
     Tails       samples first tokens, and drafts after them                 FirstTokens, then HandoffRows
     LoadSlot    gives a slot to a sequence                                  -
-    Recompute   computes tokens of sequences that have a slot, and the
-                drafter's state after local prompts                         -
+    Recompute   computes tokens of sequences that have a slot, the
+                drafter's state after local prompts, and the
+                log-probabilities of their tokens                           Scores, if tokens are scored
     CatchUp     lets the drafter see rows that rounds left out              -
     Round       drafts, verifies, accepts; does a Recompute beside it       Tokens
     Forget      frees what is kept of a prompt                              -
@@ -87,6 +88,12 @@ class Recompute:
     rows: Sequence[BatchRow]
     token_ids: Sequence[Sequence[int]]  # of each row, the whole sequence
     local: Sequence[LocalRow] = ()
+    num_logprobs: Sequence[int] = ()  # of each row, as in `ChunkRow`; empty: no row has scored tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a row has scored tokens."""
+        return any(row.num_scored for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,7 @@ class Round:
     Pages must cover the tokens of a sequence, and `shape.num_slots` more if its limit is not 0 (in a chain: limit + 1
     more), counted from the most that the round before may have brought.
 
-    `beside` is of other sequences. Whether it is computed in the round's own forward or before it is the executor's
+    `beside` is of other sequences, without scored tokens. Whether it is computed in the round's own forward or before it is the executor's
     choice.
     """
 
@@ -237,10 +244,10 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The report of a chunk whose KV is computed.
+    """The report of a chunk, or of a `Recompute`, whose KV is computed.
 
-    `logprobs` has, for each row of the chunk, the log-probabilities of its scored tokens. The times are monotonic
-    seconds: when the chunk was begun, and when the host saw that it was computed.
+    `logprobs` has, for each row of the work, the log-probabilities of its scored tokens. The times are monotonic
+    seconds: when the work was begun, and when the host saw that it was computed.
     """
 
     begun: float

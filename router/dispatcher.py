@@ -437,15 +437,17 @@ class Dispatcher:
     # Nodes work on it
 
     def _prefill_done(self, node: Node, message: PrefillDone, now: float) -> None:
+        """A prompt is computed, and its log-probabilities are here if they were asked for."""
         node.report(message.load)
-        node.end_prompt(message.rid, message.attempt)
-        self._metrics.prefill(node, message)
         request = self._requests.get(message.rid)
-        timeline = request.timeline if request is not None else self.finished.get(message.rid)
-        if timeline is not None:
-            timeline.prefill_done(node.node_id, message)
+        if node.role == "prefill":
+            node.end_prompt(message.rid, message.attempt)
+            self._metrics.prefill(node, message)
+            timeline = request.timeline if request is not None else self.finished.get(message.rid)
+            if timeline is not None:
+                timeline.prefill_done(node.node_id, message)
         attempt = request.attempts.get(message.attempt) if request is not None else None
-        if request is not None and attempt is not None and attempt.prefill is node:
+        if request is not None and attempt is not None and attempt.prompt_node is node:
             attempt.prefill_done = True
             if request.num_cached is None:
                 request.num_cached = message.num_cached
@@ -525,7 +527,7 @@ class Dispatcher:
         if request.is_complete:
             self._done(request, now)
         elif request.lacks_prompt and not request.is_paused and not self._will_compute_prompt(request):
-            where = "a prefill node did not send the log-probabilities of the whole prompt"
+            where = "no node sent the log-probabilities of the whole prompt"
             self._fail(request, NodeFault(where, Unavailable.code), now)
 
     def _will_compute_prompt(self, request: Request) -> bool:

@@ -367,12 +367,12 @@ class Group:
     @property
     def computes_locally(self) -> bool:
         """Whether decode nodes compute the prompts of ordinary requests."""
-        return place_prompt(self.facts, wants_prompt_logprobs=False).where == "local"
+        return place_prompt(self.facts).where == "local"
 
     @property
     def placement_words(self) -> str:
         """A sentence on who computes the prompts of ordinary requests."""
-        place = place_prompt(self.facts, wants_prompt_logprobs=False)
+        place = place_prompt(self.facts)
         who = "decode nodes" if place.where == "local" else "prefill nodes"
         return f"model {self.key.model}: {who} compute prompts{place.words and ', since ' + place.words}"
 

@@ -1,7 +1,7 @@
 """Prompt placement decides who computes the prompt of a request: a prefill node (remote) or the decode node (local).
 
-The decision is a pure function of the router's setting `local_prefill` and of a few facts about the group of nodes and
-the request. It gives a reason, which `baton explain` shows and `/metrics` counts.
+The decision is a pure function of the router's setting `local_prefill` and of a few facts about the group of nodes. It
+gives a reason, which `baton explain` shows and `/metrics` counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 LocalPrefill = Literal["never", "always"]  # the values of --local-prefill
 Where = Literal["remote", "local"]
-Reason = Literal["never", "always", "no prefill node", "no able decode node", "prompt log-probabilities"]
+Reason = Literal["never", "always", "no prefill node", "no able decode node"]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
 
@@ -33,8 +33,6 @@ class PromptPlace(NamedTuple):
                 return "no prefill node is here"
             case "no able decode node":
                 return "not every decode node here computes prompts"
-            case "prompt log-probabilities":
-                return "only a prefill node gives log-probabilities of the prompt"
 
 
 class GroupFacts(NamedTuple):
@@ -45,14 +43,12 @@ class GroupFacts(NamedTuple):
     decodes_compute: bool = False  # decode nodes are here, and all of them can compute prompts
 
 
-def place_prompt(facts: GroupFacts, *, wants_prompt_logprobs: bool) -> PromptPlace:
-    """Return the role that computes a prompt. `wants_prompt_logprobs`: the request asks for those of its prompt."""
+def place_prompt(facts: GroupFacts) -> PromptPlace:
+    """Return the role that computes a prompt."""
     if facts.mode == "never" and not facts.lacks_prefill:
         return PromptPlace("remote", "never")
     if not facts.decodes_compute:
         return PromptPlace("remote", "no able decode node")
-    if wants_prompt_logprobs:
-        return PromptPlace("remote", "prompt log-probabilities")
     return PromptPlace("local", "no prefill node" if facts.lacks_prefill else "always")
 
 

@@ -69,7 +69,8 @@ class Entry:
 
     @property
     def needs_decode(self) -> bool:
-        """False if a prefill node does the rest alone: one token, or only the prompt's log-probabilities."""
+        """False if the node that computes the prompt does the rest alone, so that a prefill node needs no decode node:
+        one token, or only the prompt's log-probabilities."""
         sequence = self.request.sequences[self.choices[0]]
         return sequence.num_left > 1 and sequence.finish_reason is None
 
@@ -78,7 +79,7 @@ class Entry:
         """The role that computes its prompt, and the reason."""
         if self.pair is not None:
             return PromptPlace("local" if self.pair[0] is None else "remote", "never")
-        return place_prompt(self.request.group.facts, wants_prompt_logprobs=self.request.needs_prompt_logprobs)
+        return place_prompt(self.request.group.facts)
 
     @property
     def is_local(self) -> bool:
@@ -259,8 +260,6 @@ class Queues:
             roles = ROLES[1:]
         missing: list[Role] = [role for role in roles if not group.live(role)]
         if missing:
-            if group.computes_locally and not entry.is_local:
-                raise no_node(_only_prefill(entry), [group], missing)
             if self.may_wait(group, now):
                 return
             raise no_node(f"no {missing[0]} node serves model {group.key.model!r} now", [group], missing)
@@ -422,8 +421,6 @@ class Queues:
         words = f"no node of model {group.key.model!r} could take the request for {wait_s:g} s: "
         roles = ROLES[1:] if entry.is_local else ROLES
         missing: list[Role] = [role for role in roles if not group.live(role)]
-        if missing and group.computes_locally and not entry.is_local:
-            return no_node(_only_prefill(entry), [group], missing)
         if missing:
             return no_node(words + f"no {' and no '.join(missing)} node is left", [group], missing)
         if not usable:
@@ -432,8 +429,3 @@ class Queues:
         need = entry.need
         pages = need.local_pages if entry.is_local else max(need.prefill_pages, need.decode_pages or 0)
         return Unavailable(f"{words}none has room for the {pages} pages and the {need.context_len} tokens of context")
-
-
-def _only_prefill(entry: Entry) -> str:
-    """Return why a request cannot be served although decode nodes compute the prompts of others."""
-    return f"no prefill node serves model {entry.request.group.key.model!r} now, and {entry.place.words}"

@@ -86,7 +86,7 @@ class Attempt:
         self.decode = decode
         self.place = PromptPlace("remote" if prefill is not None else "local", "never")  # who computes the prompt
         self.dispatched = False  # it has its nodes: Prefill was sent if a prefill node takes part
-        self.prefill_done = prefill is None
+        self.prefill_done = prefill is None  # nothing comes from the node that computes the prompt, except tokens
         self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node
         self.sent_at = now
         self.num_asks = 0  # how often the decode node was asked for its pages
@@ -96,6 +96,11 @@ class Attempt:
     def pair(self) -> PairId:
         """Routing ids of the nodes."""
         return _pair_of(self.prefill, self.decode)
+
+    @property
+    def prompt_node(self) -> Node | None:
+        """The node that computes the prompt."""
+        return self.decode if self.prefill is None else self.prefill
 
     @property
     def nodes(self) -> list[Node]:
@@ -373,7 +378,7 @@ class Request:
 
     def take_prompt_logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Take the prompt's log-probabilities if they were asked for and are complete: one for each token but the
-        first. A prefill node that dropped the request before its prompt was computed sends fewer."""
+        first. A node that dropped the request before its prompt was computed sends fewer."""
         if self.needs_prompt_logprobs and len(logprobs) == len(self.prompt_ids) - 1:
             self.prompt_logprobs = logprobs
 
@@ -424,6 +429,7 @@ class Request:
     def begin_attempt(self, choices: set[int], prefill: Node | None, decode: Node | None, now: float) -> Attempt:
         """Return a new attempt of these choices, under a number never used before."""
         attempt = Attempt(self._next_attempt, choices, prefill, decode, now)
+        attempt.prefill_done = prefill is None and not self.needs_prompt_logprobs
         self._next_attempt += 1
         self.attempts[attempt.number] = attempt
         return attempt

@@ -97,11 +97,11 @@ class Rescheduling:
         return refused
 
     def forgotten(self, node: Node, unit: Unit, reason: str, now: float) -> list[Refused]:
-        """A node does not know a unit that has ended in the router. If it is the prefill node, and the prompt's
+        """A node does not know a unit that has ended in the router. If it has computed the prompt, whose
         log-probabilities are missing, its PrefillDone was lost. Another attempt computes them again."""
         request = self._requests.get(unit.rid)
         attempt = request.attempts.get(unit.attempt) if request is not None else None
-        if request is None or attempt is None or attempt.prefill is not node or not request.lacks_prompt:
+        if request is None or attempt is None or attempt.prompt_node is not node or not request.lacks_prompt:
             return []
         node.end_prompt(unit.rid, unit.attempt)
         return self._lose(request, attempt, node, reason, now)

@@ -9,8 +9,8 @@ have been lost:
 
     no token of this attempt yet        the prefill node, for the first token
     tokens, but no end                  the decode node, which also asks prefill again for pages that it lacks
-    all tokens, but no PrefillDone      the prefill node, if the prompt's log-probabilities are wanted: it sends them,
-                                        or says that it does not know the request
+    all tokens, but no PrefillDone      the node that computes the prompt, if the prompt's log-probabilities are wanted:
+                                        it sends them, or says that it does not know the request
 """
 
 from __future__ import annotations

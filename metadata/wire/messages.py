@@ -132,7 +132,9 @@ class CapacityFreed(Message, frozen=True, tag="room"):
 
 
 class PrefillDone(Message, frozen=True, tag="prefill_done"):
-    """The prefill node's part of a request is over: all tickets have ended. Times in seconds."""
+    """The prefill node's part of a request is over: all tickets have ended. Times in seconds.
+
+    A decode node sends it for a local prompt (Compute) whose log-probabilities were asked for, when it has them all."""
 
     rid: Name
     attempt: Index

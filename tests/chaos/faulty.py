@@ -5,8 +5,8 @@ plan (`Plan`, as JSON) again whenever the file changes. It writes one line per f
 the fault takes effect.
 
 `replacements` lists what the injector replaces: the wire of metadata/bus/sockets.py, through which every message of the
-product passes; `step` and `receive` of every transport; and `time.monotonic`, also as a default argument of Baton's
-functions.
+product passes; `step` and `receive` of every transport; `time.monotonic`, also as a default argument of Baton's
+functions; and the router's decision who computes a prompt.
 
 Messages are damaged where a DEALER socket sends or receives them. One end of every connection is a DEALER (a node's
 link to the router, its heartbeat, a decode node's data links), so each message in either direction can be damaged once.
@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 import zmq
+from drawn_places import drawn_place
 from msgspec import Struct
 
 from baton.metadata.bus import sockets as bus
@@ -70,6 +71,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     clock_s: float = 0.0  # how far the monotonic clock runs ahead; it never goes back
     connect: dict[str, str] = {}  # address: the address to connect to instead
     strike: Strike | None = None
+    places: int | None = None  # seed of the draws who computes a prompt (drawn_places.py); None: the router decides
 
 
 class Faults:
@@ -261,6 +263,7 @@ def switch_on(path: str) -> None:
 def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes to replace as (owner, name, value)."""
     from baton.metadata.handoff.transports.registry import TRANSPORTS
+    from baton.router.queue import Entry
 
     wire = FaultyWire(faults)
     yield bus, "wire", wire
@@ -268,6 +271,7 @@ def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
     for transport in TRANSPORTS.values():
         for name in ("step", "receive"):
             yield transport, name, _spoiling(getattr(transport, name), faults)
+    yield Entry, "place", drawn_place(lambda: faults.plan.places)
     yield time, "monotonic", faults.monotonic
     for function in _our_functions():
         defaults = function.__defaults__ or ()

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from cluster import Cluster, Process, free_port, held, wait_until
+from drawn_places import Place
 from faulty import Plan
 from forked import FAULT_PLAN
 from partition import Lines
@@ -38,10 +39,22 @@ class Rig(Cluster):
     complaints = ("Traceback",)  # warnings are expected: frames are damaged on purpose
     exit_s = 60.0  # on a busy machine, the end of the interpreter alone takes seconds
 
-    def __init__(self, directory: Path, model: Path, flags: list[str], *, nodes: Iterable[str] = NODES, seed: int = 0):
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        flags: list[str],
+        *,
+        nodes: Iterable[str] = NODES,
+        seed: int = 0,
+        place: Place = "remote",
+    ):
+        """`place`: who computes the prompts of requests; `seed` also draws it for each, if it is mixed."""
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory, model, is_forked=True)
         self.flags = flags
+        self._router_flags = [*ROUTER_FLAGS, "--local-prefill", "never" if place == "remote" else "always"]
+        self._places = seed if place == "mixed" else None
         self.nodes_wanted = tuple(nodes)
         self.lines = Lines(seed)
         self.data_ports = {name: free_port() for name in nodes if role_of(name) == "prefill"}
@@ -63,7 +76,7 @@ class Rig(Cluster):
         self.auditor = Auditor(self)
 
     def begin(self) -> Rig:
-        self.start_router(*ROUTER_FLAGS)
+        self.start_router(*self._router_flags)
         for name in self.nodes_wanted:
             self.start_wanted(name)
         self.wait_ready(num_nodes=len(self.nodes_wanted), timeout_s=START_S)
@@ -123,14 +136,15 @@ class Rig(Cluster):
         self.plans[name] = plan
 
     def new_plan(self, name: str, **changes: Any) -> None:
-        """Set a plan in which only the connections are redirected through the lines, with `changes` applied."""
+        """Set a plan that redirects the connections through the lines and draws the places of prompts, with `changes`
+        applied."""
         ends = {
             f"tcp://127.0.0.1:{port}": f"tcp://127.0.0.1:{self.lines[name, prefill].port}"
             for prefill, port in self.data_ports.items()
             if role_of(name) == "decode"
         }
         clock_s = self.plans[name].clock_s if name in self.plans else 0.0
-        self.plan(name, Plan(**{"connect": ends, "clock_s": clock_s, **changes}))
+        self.plan(name, Plan(**{"connect": ends, "clock_s": clock_s, "places": self._places, **changes}))
 
     def new_faults(self) -> list[dict[str, Any]]:
         """Return the faults recorded since the last call, each with the name of its process."""
@@ -167,7 +181,7 @@ class Rig(Cluster):
     def revive_router(self) -> None:
         """Start the router again at the same addresses once the old one has ended."""
         self.processes["router"].popen.wait(START_S)
-        self.start_router(*ROUTER_FLAGS)
+        self.start_router(*self._router_flags)
 
     def settle(self) -> float:
         """Wait until all are ready and no page is held. Returns the seconds between the two."""

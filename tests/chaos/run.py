@@ -26,6 +26,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
+from drawn_places import PLACES  # noqa: E402
 from evidence import Evidence  # noqa: E402
 from models import ALGORITHMS, flags, known_answers, make_target  # noqa: E402
 from play import Play, Result  # noqa: E402
@@ -86,8 +87,10 @@ def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, 
     rng = random.Random(seed * 1000 + number)
     transport = rng.choice(("local", "zmq"))
     directory = work / f"cluster-{number}-{algorithm}"
-    rig = Rig(directory, target, [*flags(algorithm, target), "--transport", transport], seed=seed)
-    print(f"--- {algorithm}, {transport}, {directory}", flush=True)
+    place = rng.choice(PLACES)
+    node_flags = [*flags(algorithm, target), "--transport", transport]
+    rig = Rig(directory, target, node_flags, seed=seed * 1000 + number, place=place)
+    print(f"--- {algorithm}, {transport}, {place} prompts, {directory}", flush=True)
     scenario: Scenario | None = None
     evidence = Evidence(directory)
     try:

@@ -29,17 +29,17 @@ EVENTS = {
 }
 # phase: the message types whose frames are damaged, as a node receives and sends them
 COMING = {
-    "queued": ("reserve",),
+    "queued": ("reserve", "compute"),
     "prefilling": ("prefill",),
     "offered": ("link_welcome", "offer"),
     "pulling": ("pages", "offer", "revoke", "unknown_claim"),
-    "moving": ("cancel", "reserve", "prefill", "resend"),
+    "moving": ("cancel", "reserve", "compute", "prefill", "resend"),
     "idle": ("router_beat", "welcome", "hello_again"),
 }
 # A node receives no message that belongs to these phases alone, so all messages about requests are damaged.
 COMING |= dict.fromkeys(
     ("decoding", "preempted", "draining"),
-    ("resend", "cancel", "reserve", "prefill", "link_welcome", "offer", "pages", "revoke", "router_beat"),
+    ("resend", "cancel", "reserve", "compute", "prefill", "link_welcome", "offer", "pages", "revoke", "router_beat"),
 )
 GOING = {
     "queued": ("reserved", "room"),

@@ -31,7 +31,7 @@ SET = (
 def test_streams_survive_with_their_tokens(tmp_path: Path) -> None:
     target = make_target(tmp_path)
     answers = known_answers(target)
-    rig, tally = Rig(tmp_path / "cluster", target, flags("eagle", target)), Tally()
+    rig, tally = Rig(tmp_path / "cluster", target, flags("eagle", target), place="mixed"), Tally()
     try:
         rig.begin()
         check_clean(rig, answers)

@@ -1,7 +1,8 @@
 """The output with speculation equals the output without it, token for token, however it is computed:
 
     {algorithm} x {chain, tree} x {bucket, direct} x {whole prompts, page-size chunks}     one pair of nodes each;
-                                                          in half of them rounds overlap
+                                                          in half of them rounds overlap; prompts are computed on the
+                                                          prefill node, on the decode node, or on either at random
     x {cold, prefix hit} x {alone, mixed batch with joins and finishes} x {preempted, not}  phases of that pair
 
 A phase runs all requests of tests/support/matrix.py, greedy and seeded ones, and proves that it was of its kind.
@@ -10,6 +11,7 @@ A phase runs all requests of tests/support/matrix.py, greedy and seeded ones, an
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import drafters
 import local_nodes
 import pytest
+from drawn_places import PLACES, Place
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, write_head
 from matrix import CELLS, PAGE_SIZE, Ask, Plain, Watch, coach, run_cell
 from node_pair import NodePair, node_pairs, params, replace
@@ -78,6 +81,20 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePai
         yield make
 
 
+def place_of(name: str, topk: int, buckets: str, chunk: str) -> Place:
+    """Return who computes the prompts. Every two of the dimensions meet in every combination."""
+    index = DRAFTS.index((name, topk)) + 2 * list(BUCKETS).index(buckets) + list(CHUNKS).index(chunk)
+    return PLACES[index % len(PLACES)]
+
+
+def test_each_place_meets_each_value_of_each_dimension() -> None:
+    configurations = list(itertools.product(DRAFTS, BUCKETS, CHUNKS))
+    places = [place_of(*draft, buckets, chunk) for draft, buckets, chunk in configurations]
+    overlaps = [(buckets == "buckets") == (chunk == "pages") for _, buckets, chunk in configurations]
+    for values in (*zip(*configurations, strict=True), overlaps):
+        assert len(set(zip(places, values, strict=True))) == len(PLACES) * len(set(values))
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("buckets", BUCKETS)
 @pytest.mark.parametrize(("name", "topk"), DRAFTS, ids=[f"{name}-{'tree' if k > 1 else 'chain'}" for name, k in DRAFTS])
@@ -100,8 +117,9 @@ def test_output_is_that_of_speculation_off(
         truths = {case.params.seed: truths[case.params.seed] for case in reference.cases if case.ask.name == "stopped"}
     coach(pair.decode.executor.engine.drafter, truths)
     watch = Watch.of(pair)
+    place = place_of(name, topk, buckets, chunk)
     for cell in CELLS:
-        run_cell(pair, cell, reference.cases)
+        run_cell(pair, cell, reference.cases, place)
     check_coverage(pair, watch, BUCKETS[buckets])
     assert watch.num_dead == 0 if not overlaps else watch.num_dead > 0 or name == "ngram", watch.num_dead
 

@@ -224,17 +224,22 @@ def test_a_drafter_on_the_host_proposes_on_rank_0_alone(pairs: Pairs, model: Pat
 
 
 def local_outputs(executor: Executor, pool: PagePool) -> list[Output]:
-    """Compute the prompts of all requests in chunks of 5 as local prompts, then run rounds of 3 drafts."""
+    """Compute the prompts of all requests in chunks of 5 as local prompts, then run rounds of 3 drafts. The outputs
+    have the log-probabilities of the prompts, too."""
     rounds, running = Rounds(executor), list[tuple[Running, Output]]()
     for ids, wanted in REQUESTS:
         pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
         state = SamplingState(wanted, ids, vocab_size=executor.vocab_size)
         sequence = Running(len(ids), list(ids), 0, pages, state, lacks_draft=True)
         rounds.admit(sequence, None)
+        output = Output()
         for begin in range(0, len(ids) - 1, 5):
             stop = min(begin + 5, len(ids) - 1)
-            rounds.recompute([sequence], [BatchRow(ids[begin:stop], begin, pages, 0)])
-        running.append((sequence, Output()))
+            rounds.recompute([sequence], [BatchRow(ids[begin:stop], begin, pages, 0, stop - begin)])
+            [logprobs] = rounds.collect_scores().logprobs
+            output.logprobs += logprobs
+        assert len(output.logprobs) == len(ids) - 1
+        running.append((sequence, output))
     for _ in range(12):
         result = rounds.run([each for each, _ in running], rounds.shape, [3] * len(running))
         for (sequence, output), accepted in zip(running, result.rows, strict=True):

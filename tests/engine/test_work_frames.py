@@ -47,7 +47,7 @@ ROUND = Round(
 VALUES = [
     ROUND,
     CatchUp([3], [2], [TableChange(3, 1, [6])], [0], [4], 2, Needs()),
-    Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]], [LocalRow(0, 7)]),
+    Recompute([BatchRow([1, 2], 0, [5], 0, 2)], [[1, 2, 3]], [LocalRow(0, 7)], [4]),
     replace(ROUND, beside=Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]], [LocalRow(0, 7)])),
     Forget(2**40),
     WarmUp(),

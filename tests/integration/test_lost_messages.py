@@ -4,6 +4,7 @@ Streams go on with the same tokens, and everything they held becomes free."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ BODY: dict[str, Any] = {"prompt": list(range(5, 45)), "max_tokens": 30, "ignore_
 COMING = ("reserve", "prefill", "link_welcome", "offer", "pages", "router_beat")
 GOING = ("reserved", "prefill_done", "link_hello", "claim", "pull", "renew", "ack", "tokens", "admitted", "beat")
 MESSAGES = [*(("in", tag) for tag in COMING), *(("out", tag) for tag in GOING)]
+OF_LOCAL = [("in", "compute"), ("out", "reserved"), ("out", "tokens"), ("out", "prefill_done")]
 OF_CANCELS = [("in", "cancel"), ("in", "revoke"), ("out", "cancelled"), ("out", "drop"), ("out", "revoke_ack")]
 
 
@@ -90,6 +92,27 @@ def test_prompt_logprobs_arrive_though_their_message_was_lost(process: FaultyPro
     assert not stream.errors and len(stream.logprobs[0]) == 40 + 30
     assert process.noted() == [("drop", "out:prefill_done", 0)]
     served.check_books()
+
+
+def test_a_message_about_a_local_prompt_lost_or_doubled_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    process = FaultyProcess(monkeypatch, tmp_path)
+    with Served(make_checkpoint(tmp_path / "tiny"), router={"local_prefill": "always"}) as served:
+        served.up(0, 1)
+        body = BODY | {"echo": True, "logprobs": 1}
+        right = served.ask(**body)
+        served.finish(right)
+        assert len(right.logprobs[0]) == len(right.logprobs[1]) == 40 + 30
+        for kind, (way, tag) in itertools.product(("drop", "duplicate"), OF_LOCAL):
+            spoil(process, kind, way, tag)
+            stream = served.ask(**body)
+            served.finish(stream, timeout_s=LOST_S)
+            assert (stream.ids, stream.finish, stream.errors) == (right.ids, right.finish, []), (kind, tag)
+            for choice, logprobs in right.logprobs.items():
+                assert stream.logprobs[choice] == pytest.approx(logprobs, abs=1e-3), (kind, tag)
+            assert process.noted() == [(kind, f"{way}:{tag}", 0)]
+            served.check_books()
 
 
 def test_a_damaged_tokenizer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Nodes die, leave and come back while streams run: each client receives the tokens of a run without faults.
+"""Nodes die, leave and come back while streams run: each client receives the tokens of a run without faults. Prompts
+are computed on prefill nodes, on decode nodes, or on either at random.
 
 The nodes are real, in one process, stepped by the test (tests/support/served.py).
 """
@@ -9,8 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from drawn_places import Place, drawn_place
 from served import Served, Stream
-from served_nodes import num_generated
+from served_nodes import computing, num_generated
+
+from baton.router.queue import Entry
 
 Start = Callable[..., Served]
 LENGTH = 24
@@ -18,9 +22,16 @@ PENALTIES = {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_pena
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "logprobs": 3, "min_tokens": 9},
     "choices": {"seed": 5, "n": 3, "logprobs": 1, **PENALTIES},
+    "echoed": {"seed": 7, "echo": True, "logprobs": 2},
     "narrow": {"seed": 6, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "temperature": 0.8, "logit_bias": {"97": 2.0}},
 }
-ALGORITHMS = ("none", "ngram", "standalone", "eagle", "mtp3-deepseek")
+ALGORITHMS: dict[str, Place] = {  # and the place of prompts
+    "none": "remote",
+    "ngram": "mixed",
+    "standalone": "local",
+    "eagle": "mixed",
+    "mtp3-deepseek": "mixed",
+}
 
 
 def bodies(stop: str | None = None) -> list[dict[str, Any]]:
@@ -50,6 +61,7 @@ def run_all(served: Served, asked: list[dict[str, Any]], fault: Callable[[list[S
 def assert_equal(streams: list[Stream], clean: list[Stream]) -> None:
     for stream, expected in zip(streams, clean, strict=True):
         assert _but_cached(stream) == _but_cached(expected)
+        assert stream.logprobs.keys() == expected.logprobs.keys()
         for index, logprobs in expected.logprobs.items():
             assert stream.logprobs[index] == pytest.approx(logprobs, abs=2e-3)
 
@@ -59,9 +71,13 @@ def _but_cached(stream: Stream) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_streams_outlive_the_nodes_under_them(start: Start, algorithm: str) -> None:
+def test_streams_outlive_the_nodes_under_them(start: Start, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All kinds of requests go on with the same tokens, text and log-probabilities after every move."""
-    served = start(algorithm, router={"max_attempts": 2}).up(2, 2)
+    place = ALGORITHMS[algorithm]
+    if place == "mixed":
+        monkeypatch.setattr(Entry, "place", drawn_place(lambda: 1))
+    local_prefill = "never" if place == "remote" else "always"
+    served = start(algorithm, router={"max_attempts": 2, "local_prefill": local_prefill}).up(2, 2)
     stop, clean = clean_run(served)
     assert clean[-1].finish[0] == ("stop", stop)
 
@@ -88,8 +104,22 @@ def test_streams_outlive_the_nodes_under_them(start: Start, algorithm: str) -> N
 
         return fault
 
-    faults = [while_handed_over("prefill"), while_handed_over("decode"), after(1, "decode"), after(20, "decode")]
-    for fault in (*faults, after(7, "decode", "prefill")):
+    def while_computed(_: list[Stream]) -> None:
+        """Kill a decode node that computes a prompt. None has the prompt in its cache."""
+        for node in served.nodes.values():
+            node.cache.flush()
+        served.run(lambda: computing(served))
+        name = computing(served)
+        assert name is not None
+        served.kill(name)
+        served.start("decode", f"{name}-again")
+
+    faults: list[Any] = [after(1, "decode"), after(20, "decode"), after(7, "decode", "prefill")]
+    if place != "local":
+        faults += [while_handed_over("prefill"), while_handed_over("decode")]
+    if place != "remote":
+        faults.append(while_computed)
+    for fault in faults:
         assert_equal(run_all(served, bodies(stop), fault), clean)
     served.check_books()
 

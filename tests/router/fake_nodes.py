@@ -289,6 +289,8 @@ class FakeNode(threading.Thread):
                 steps = [self.tokens(unit, message.request, output, place, 1) for place in places]
                 self.sent[unit] = list(steps)
                 self.running.append((0.0, steps))
+        if message.request.prompt_logprobs:
+            self.prefill_done(message)
 
     def reserve(self, message: m.Reserve | m.Compute) -> None:
         granted: list[int] = []
@@ -313,7 +315,11 @@ class FakeNode(threading.Thread):
                 node.reserved.pop((message.rid, choice, message.attempt), None)
             else:
                 node.handoffs.put((message, choice, output))
-        prompt_logprobs = tuple(_logprobs(token) for token in prompt[1:]) if request.prompt_logprobs else ()
+        self.prefill_done(message)
+
+    def prefill_done(self, message: m.Prefill | m.Compute) -> None:
+        prompt = unpack_ids(message.request.prompt_ids)
+        prompt_logprobs = tuple(_logprobs(token) for token in prompt[1:]) if message.request.prompt_logprobs else ()
         self.link.send(
             m.PrefillDone(message.rid, message.attempt, 0.001, 0.002, 3, self.load(), prompt_logprobs=prompt_logprobs)
         )

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from baton.metadata.errors import RequestError, Unavailable
+from baton.metadata.errors import RequestError
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.request import Unit, unpack_ids
+from baton.metadata.wire.request import TokenLogprobs, Unit, unpack_ids
+from baton.router.dispatcher import SLOW_TICK_S
 from baton.router.node import Group
 from baton.router.prompt_placement import LOST_S, GroupFacts, patience_s, place_prompt
+from baton.router.streams import SILENCE_S
 
 from .conftest import System
 from .sites import add_node, make_group
@@ -21,22 +23,20 @@ OLD = m.Compute.since - 1  # a protocol whose decode nodes cannot compute prompt
 
 
 @pytest.mark.parametrize(
-    ("mode", "lacks_prefill", "decodes_compute", "wants", "place"),
+    ("mode", "lacks_prefill", "decodes_compute", "place"),
     [
-        ("never", False, True, False, ("remote", "never")),
-        ("never", True, True, False, ("local", "no prefill node")),
-        ("never", True, False, False, ("remote", "no able decode node")),
-        ("never", True, True, True, ("remote", "prompt log-probabilities")),
-        ("always", False, True, False, ("local", "always")),
-        ("always", True, True, False, ("local", "no prefill node")),
-        ("always", False, False, False, ("remote", "no able decode node")),
-        ("always", False, True, True, ("remote", "prompt log-probabilities")),
+        ("never", False, True, ("remote", "never")),
+        ("never", True, True, ("local", "no prefill node")),
+        ("never", True, False, ("remote", "no able decode node")),
+        ("always", False, True, ("local", "always")),
+        ("always", True, True, ("local", "no prefill node")),
+        ("always", False, False, ("remote", "no able decode node")),
     ],
 )
 def test_the_place_of_a_prompt_and_its_reason(
-    mode: Any, lacks_prefill: bool, decodes_compute: bool, wants: bool, place: tuple[str, str]
+    mode: Any, lacks_prefill: bool, decodes_compute: bool, place: tuple[str, str]
 ) -> None:
-    found = place_prompt(GroupFacts(mode, lacks_prefill, decodes_compute), wants_prompt_logprobs=wants)
+    found = place_prompt(GroupFacts(mode, lacks_prefill, decodes_compute))
     assert found == place and bool(found.words) == (found.reason != "never")
 
 
@@ -151,18 +151,98 @@ def test_requests_go_on_locally_when_the_only_prefill_node_is_lost() -> None:
     world.check_books()
 
 
-def test_always_sends_prompts_to_decode_nodes_except_those_that_want_log_probabilities() -> None:
+@pytest.mark.parametrize("wants", [False, True])
+def test_always_sends_prompts_to_decode_nodes(wants: bool) -> None:
     world = local_world("p0", "d0", local_prefill="always")
-    world.submit()
+    world.submit(wants_prompt_logprobs=wants)
     assert len(world.got("d0", m.Compute)) == 1 and not world.got("d0", m.Reserve)
-    world.submit(wants_prompt_logprobs=True)
-    assert len(world.got("d0", m.Compute)) == 1 and len(world.got("d0", m.Reserve)) == 1
 
 
-def test_log_probabilities_of_a_prompt_are_refused_without_a_prefill_node() -> None:
+TOLD = (TokenLogprobs(-1.0, (), ()),) * 2
+
+
+def say_scores(world: World, asked: m.Compute, logprobs: tuple[TokenLogprobs, ...] = TOLD, name: str = "d0") -> None:
+    world.say(name, m.PrefillDone(asked.rid, asked.attempt, 0.0, 0.1, 0, load(90), prompt_logprobs=logprobs))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_log_probabilities_of_a_local_prompt_come_from_the_decode_node(is_first: bool) -> None:
+    """They come before or after the last token."""
     world = local_world()
-    with pytest.raises(Unavailable, match="no prefill node serves model 'fake' now, and only a prefill node gives log"):
-        world.submit(wants_prompt_logprobs=True)
+    client = world.submit(max_tokens=2, wants_prompt_logprobs=True)
+    asked = grant_local(world)
+    assert asked.request.prompt_logprobs
+    if is_first:
+        say_scores(world, asked)
+    world.tokens("d0", asked, 0, IDS[:2], reason="length")
+    assert client.num_ends == is_first
+    if not is_first:
+        say_scores(world, asked)
+    assert (client.num_done, client.ids, client.request.prompt_logprobs) == (1, {0: IDS[:2]}, TOLD)
+    assert [span.name for span in client.request.timeline.read(world.now).sequences[0].spans][-2:] == [
+        "decode",
+        "finish",
+    ]
+    world.check_books()
+
+
+def test_log_probabilities_of_a_local_prompt_that_were_lost_are_computed_again() -> None:
+    """The decode node does not keep them. What it is asked brings no token."""
+    world = local_world()
+    client = world.submit(max_tokens=2, wants_prompt_logprobs=True)
+    asked = grant_local(world)
+    world.tokens("d0", asked, 0, IDS[:2], reason="length")
+    world.wait(SILENCE_S + 2 * SLOW_TICK_S)
+    (again,) = world.got("d0", m.Resend)
+    assert again.first == 2 and not client.num_ends
+    world.say("d0", m.Failed(again.unit, "unavailable", "the node does not know this request any more", True))
+    second = grant_local(world)
+    assert second.attempt == 1 and second.request.prompt_logprobs
+    assert unpack_ids(second.request.received_ids) == IDS[:2]
+    world.tokens("d0", second, 2, IDS[2:3], reason="length")  # a node samples a token after each prompt
+    say_scores(world, second)
+    assert (client.num_done, client.ids, client.request.prompt_logprobs) == (1, {0: IDS[:2]}, TOLD)
+    world.check_books()
+
+
+def test_log_probabilities_of_a_local_prompt_are_computed_elsewhere_if_their_node_is_lost() -> None:
+    world = local_world("d0", "d1")
+    client = world.submit(max_tokens=2, wants_prompt_logprobs=True)
+    name, other = ("d0", "d1") if world.got("d0", m.Compute) else ("d1", "d0")
+    asked = grant_local(world, name)
+    world.tokens(name, asked, 0, IDS[:2], reason="length")
+    world.lose(name)
+    again = grant_local(world, other)
+    assert again.request.prompt_logprobs and not client.num_ends
+    say_scores(world, again, name=other)
+    assert client.num_done == 1 and client.request.prompt_logprobs == TOLD
+    world.check_books()
+
+
+def test_a_choice_that_fails_brings_the_log_probabilities_in_its_next_attempt() -> None:
+    """The choice whose chunks score the prompt runs out of memory. The other choice ends without them."""
+    world = local_world("d0", "d1")
+    client = world.submit(max_tokens=2, n=2, wants_prompt_logprobs=True)
+    name, other = ("d0", "d1") if world.got("d0", m.Compute) else ("d1", "d0")
+    asked = grant_local(world, name)
+    world.say(name, m.Failed(Unit(asked.rid, 0, 0), "out_of_memory", "no memory", retryable=True))
+    again = grant_local(world, other)
+    assert again.choices == (0,) and again.request.prompt_logprobs
+    world.tokens(name, asked, 0, IDS[:2], choice=1, reason="length")
+    say_scores(world, again, name=other)
+    world.tokens(other, again, 0, IDS[:2], reason="length")
+    assert client.num_done == 1 and client.request.prompt_logprobs == TOLD
+    world.check_books()
+
+
+def test_log_probabilities_of_a_part_of_a_local_prompt_are_not_taken() -> None:
+    world = local_world()
+    client = world.submit(max_tokens=2, wants_prompt_logprobs=True)
+    asked = grant_local(world)
+    say_scores(world, asked, TOLD[:1])
+    world.tokens("d0", asked, 0, IDS[:2], reason="length")
+    assert (client.num_ends, client.num_done) == (1, 0) and "log-probabilities" in str(client.errors[0])
+    world.check_books()
 
 
 def test_a_local_prompt_must_fit_the_pool_of_a_decode_node() -> None:
@@ -209,8 +289,12 @@ def test_a_decode_node_alone_serves_after_a_canary_and_says_so(make_system: Any)
     page = system.router.request("GET", "/metrics")[1].decode()
     assert 'baton_placed_prompts_total{model="fake",place="local",reason="no prefill node"} 1.0' in page
     assert system.router.request("GET", "/v1/models")[1]["data"][0]["id"] == "fake"
-    status, body, _ = system.complete(echo=True, logprobs=1)
-    assert status == 503 and "only a prefill node gives log-probabilities of the prompt" in body["error"]["message"]
+    for max_tokens in (1, 3):
+        status, body, _ = system.complete(echo=True, logprobs=1, max_tokens=max_tokens)
+        logprobs = body["choices"][0]["logprobs"]["token_logprobs"]
+        num_prompt = body["usage"]["prompt_tokens"]
+        assert status == 200 and len(logprobs) == num_prompt + max_tokens, body
+        assert logprobs[0] is None and None not in logprobs[1:]
     system.cluster.add("prefill", "p0")
     wait_until(lambda: "local_prefill" not in system.router.request("GET", "/ready")[1])
     assert system.complete()[1]["choices"][0]["text"] == system.text

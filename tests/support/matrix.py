@@ -6,6 +6,7 @@ single pass over each sequence. None of them is a near tie, so every comparison 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from drawn_places import Place
 from node_pair import NodePair, Result, params, replace
 
 from baton.decode_node.scheduler import StepPlan
@@ -316,7 +318,12 @@ CELLS = [  # in this order a hit finds the pages of the phase before
 ]
 
 
-def run_cell(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
+def is_local(place: Place, rid: str) -> bool:
+    """Return whether the decode node computes the prompt of a request. A draw depends on the request's name alone."""
+    return place == "local" or (place == "mixed" and bool(zlib.crc32(rid.encode()) & 1))
+
+
+def run_cell(pair: NodePair, cell: Cell, cases: list[Case], place: Place = "remote") -> None:
     """Run all requests once, in the way of the cell, and check the output."""
     if not cell.is_hit:
         pair.prefill.cache.flush()
@@ -325,9 +332,9 @@ def run_cell(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
     stats = pair.decode.stats()
     if cell.is_mixed:
         with scarce_pages(pair, FEW_PAGES) if cell.is_preempted else nullcontext():
-            run_mixed(pair, cell, cases)
+            run_mixed(pair, cell, cases, place)
     else:
-        run_each_alone(pair, cell, cases)
+        run_each_alone(pair, cell, cases, place)
     results = [[pair.results[key] for key in sorted(pair.results) if key[0] == name_of(cell, case)] for case in cases]
     for case, choices in zip(cases, results, strict=True):
         case.check(choices)
@@ -336,31 +343,33 @@ def run_cell(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
     if cell.is_preempted:
         assert num_preempted > 1 and (num_recomputed > 9 or cell.is_hit), (cell, num_preempted, num_recomputed)
     else:
-        assert num_preempted == num_recomputed == 0, (cell, num_preempted, num_recomputed)
-    check_hits(pair, cell, [choice for choices in results for choice in choices])
+        assert num_preempted == 0 and (num_recomputed > 0) == (place != "remote"), (cell, num_preempted, num_recomputed)
+    check_hits(pair, cell, [choice for choices in results for choice in choices], place)
 
 
 def name_of(cell: Cell, case: Case) -> str:
     return f"{cell} {case.ask.name}"
 
 
-def run_each_alone(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
+def run_each_alone(pair: NodePair, cell: Cell, cases: list[Case], place: Place) -> None:
     for case in cases:
-        pair.submit(name_of(cell, case), case.prompt, case.params)
-        result = pair.results[name_of(cell, case), 0]
+        name = name_of(cell, case)
+        pair.submit(name, case.prompt, case.params, is_local=is_local(place, name))
+        result = pair.results[name, 0]
         if cell.is_preempted:
             pair.step_until(lambda result=result: len(result.ids) > 2)
             preempt(pair, cell)
         pair.run()
 
 
-def run_mixed(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
+def run_mixed(pair: NodePair, cell: Cell, cases: list[Case], place: Place) -> None:
     """Start some requests together, and let others join later. If they are hits with pages for all, all share one
     round, however long their handoffs take."""
     for is_late in (False, True):
         for case in cases:
             if case.ask.is_late == is_late:
-                pair.submit(name_of(cell, case), case.prompt, case.params, n=case.ask.n)
+                name = name_of(cell, case)
+                pair.submit(name, case.prompt, case.params, n=case.ask.n, is_local=is_local(place, name))
         first: Result = pair.results[name_of(cell, cases[0]), 0]
         pair.step_until(lambda first=first: len(first.ids) > 2)
     if cell.is_hit and not cell.is_preempted:
@@ -403,11 +412,16 @@ def preempt(pair: NodePair, cell: Cell) -> None:
         pair.decode.cache.flush()
 
 
-def check_hits(pair: NodePair, cell: Cell, results: list[Result]) -> None:
+def check_hits(pair: NodePair, cell: Cell, results: list[Result], place: Place) -> None:
+    """Check that requests found cached pages in a hit cell only. If places are drawn, the prefill node may have seen
+    few of the prompts before."""
     num_hits = sum(bool(result.ended and result.ended.num_cached) for result in results)
     num_pages = sum(admitted.num_cached_pages for admitted in pair.admitted)
-    if cell.is_hit:
+    is_scarce = cell.is_mixed and cell.is_preempted  # then the decode node has few pages, and keeps few cached ones
+    if cell.is_hit and place == "remote":
         assert num_hits > len(ASKS) // 2, (cell, num_hits)
         assert num_pages > 0 or cell.is_preempted, cell
-    elif not (cell.is_mixed and cell.is_preempted):  # a choice that waits for pages finds the pages of its own prompt
+    elif cell.is_hit:
+        assert num_hits > (0 if place == "mixed" else len(ASKS) // 2) or is_scarce, (cell, num_hits)
+    elif not is_scarce:  # a choice that waits for pages finds the pages of its own prompt
         assert num_hits == num_pages == 0, (cell, num_hits, num_pages)

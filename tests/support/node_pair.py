@@ -252,11 +252,12 @@ class NodePair:
                 self.ledgers.append(message)
 
     def _dispatch(self) -> None:
-        """Ask for a reservation for the first waiting request. A request of one token needs none."""
+        """Ask for a reservation for the first waiting request. A request of one token needs none, unless its prompt is
+        local."""
         if self._reserving is not None or self.is_full or not self._waiting:
             return
         entry = self._waiting[0]
-        if entry.request.params.max_tokens == 1:
+        if entry.request.params.max_tokens == 1 and not entry.is_local:
             self._waiting.pop(0)
             self._send_prefill(entry, tuple(entry.choices), None)
             return

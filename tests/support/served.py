@@ -197,11 +197,13 @@ class Served:
         return self.nodes[name]
 
     def up(self, num_prefill: int = 1, num_decode: int = 1) -> Served:
-        """Start nodes, and step them until every pair has passed its canary."""
+        """Start nodes, and step them until every pair has passed its canary, and every decode node that may get local
+        prompts."""
         for role, count in (("prefill", num_prefill), ("decode", num_decode)):
             for _ in range(count):
                 self.start(role)
-        self.run(lambda: self._num_ready() == num_prefill * num_decode)
+        num_alone = num_decode if self._settings.get("local_prefill") == "always" else 0
+        self.run(lambda: self._num_ready() == num_prefill * num_decode and self._num_alone() == num_alone)
         return self
 
     def kill(self, name: str) -> None:
@@ -239,6 +241,15 @@ class Served:
         def count() -> int:
             groups = self.dispatcher.registry.groups.values()
             return sum(self.dispatcher.health.state(*pair) == "ready" for group in groups for pair in group.pairs())
+
+        return self.call(count)
+
+    def _num_alone(self) -> int:
+        """Return how many decode nodes may get local prompts."""
+
+        def count() -> int:
+            groups = self.dispatcher.registry.groups.values()
+            return sum(self.dispatcher.health.is_usable_alone(node) for group in groups for node in group.local_nodes())
 
         return self.call(count)
 

@@ -26,6 +26,15 @@ def engine_of(node: Node) -> Engine:
     return node.prompts.engine if isinstance(node, PrefillNode) else node.executor.engine  # type: ignore[attr-defined]
 
 
+def computing(served: Served) -> str | None:
+    """Return the name of a decode node that computes the prompt of a client's request."""
+    for name, node in served.nodes.items():
+        for sequence in node.scheduler if isinstance(node, DecodeNode) else ():
+            if sequence.is_local and sequence.num_to_compute > 1 and not sequence.unit.rid.startswith("canary"):
+                return name
+    return None
+
+
 def num_generated(served: Served) -> int:
     """Return how many tokens the decode nodes have generated for clients' requests that still run.
 
