@@ -126,8 +126,8 @@ class Round:
     Pages must cover the tokens of a sequence, and `shape.num_slots` more if its limit is not 0 (in a chain: limit + 1
     more), counted from the most that the round before may have brought.
 
-    `beside` is of other sequences, without scored tokens. Whether it is computed in the round's own forward or before it is the executor's
-    choice.
+    `beside` is of other sequences, without scored tokens. Whether it is computed in the round's own forward or before
+    it is the executor's choice.
     """
 
     slots: Sequence[int]

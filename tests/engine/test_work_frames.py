@@ -48,7 +48,7 @@ VALUES = [
     ROUND,
     CatchUp([3], [2], [TableChange(3, 1, [6])], [0], [4], 2, Needs()),
     Recompute([BatchRow([1, 2], 0, [5], 0, 2)], [[1, 2, 3]], [LocalRow(0, 7)], [4]),
-    replace(ROUND, beside=Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]], [LocalRow(0, 7)])),
+    replace(ROUND, beside=Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]], [LocalRow(0, 7)], [])),
     Forget(2**40),
     WarmUp(),
     WarmUp(expects_prompts=True),
