@@ -35,6 +35,7 @@ def run(config: DecodeConfig) -> int:
             config.chunk(engine.device.type),
             is_adaptive=config.draft_adaptive,
             expects_prompts=config.expect_prompts,
+            max_gap_s=config.max_gap_s,
         )
 
     return serve(config, name, "decode", engine, keys, epoch, "", make_node)
