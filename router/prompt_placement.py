@@ -1,25 +1,44 @@
 """Prompt placement decides who computes the prompt of a request: a prefill node (remote) or the decode node (local).
 
-The decision is a pure function of the router's setting `local_prefill` and of a few facts about the group of nodes and
-the request. It gives a reason, which `baton explain` shows and `/metrics` counts.
+Both decisions are pure functions. `place_prompt` follows the router's setting `local_prefill` and the facts of a group.
+`place_sooner` compares the times to the second token of the output, from which on the client sees a stream flow. The
+reason is shown by `baton explain` and counted in `/metrics`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 LocalPrefill = Literal["never", "always"]  # the values of --local-prefill
 Where = Literal["remote", "local"]
-Reason = Literal["never", "always", "no prefill node", "no able decode node", "prompt log-probabilities"]
+Reason = Literal[
+    "never",
+    "always",
+    "no prefill node",
+    "no able decode node",
+    "prompt log-probabilities",
+    # of `place_sooner`
+    "sooner",  # the other role would bring the second token later
+    "no room in the gap bound",
+    "decode nodes full",
+    "prefill nodes full",
+    "not measured",
+    "to measure",
+]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
+MAX_TRIAL_LEN = 256  # tokens of a prompt whose time is unknown; it shows what a decode node needs for prompts
 
 
 class PromptPlace(NamedTuple):
-    """The role that computes a prompt, and the reason."""
+    """The role that computes a prompt, and the reason. The times to the second token are estimates in seconds, None if
+    the reason does not need them."""
 
     where: Where
     reason: Reason
+    remote_s: float | None = None
+    local_s: float | None = None
 
     @property
     def words(self) -> str:
@@ -35,6 +54,21 @@ class PromptPlace(NamedTuple):
                 return "not every decode node here computes prompts"
             case "prompt log-probabilities":
                 return "only a prefill node gives log-probabilities of the prompt"
+            case "sooner":
+                other, own_s, other_s = "a decode node", self.remote_s, self.local_s
+                if self.where == "local":
+                    other, own_s, other_s = "a prefill node", self.local_s, self.remote_s
+                return f"the second token comes sooner: {_ms(own_s)}, by {other} {_ms(other_s)}"
+            case "no room in the gap bound":
+                return "beside its streams no decode node has room for a prompt within --max-gap-ms"
+            case "decode nodes full":
+                return "no decode node has room for the sequence now"
+            case "prefill nodes full":
+                return "no prefill node takes another prompt now"
+            case "not measured":
+                return "the times of prompts are not measured yet"
+            case "to measure":
+                return "the decode node is idle, and the prompt shows how long prompts take there"
 
 
 class GroupFacts(NamedTuple):
@@ -43,6 +77,72 @@ class GroupFacts(NamedTuple):
     mode: LocalPrefill = "never"
     lacks_prefill: bool = False  # no prefill node has been there for a while
     decodes_compute: bool = False  # decode nodes are here, and all of them can compute prompts
+
+
+class PromptTimes(NamedTuple):
+    """Measured seconds of prompts on a node under its present load."""
+
+    token_s: float = 0.0  # per token; 0: unknown
+    fixed_s: float = 0.0  # per prompt, besides its tokens
+
+    @property
+    def are_known(self) -> bool:
+        return self.token_s > 0
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the seconds until this many tokens are computed, those of earlier prompts included."""
+        return self.fixed_s + num_tokens * self.token_s
+
+
+class RemoteFigures(NamedTuple):
+    """Figures of a prefill node, and of the handoff, on which the time of a remote prompt depends."""
+
+    num_queued_tokens: int  # of the prompts before this one
+    num_uncached_tokens: int  # of this prompt
+    times: PromptTimes
+    handoff_s: float  # from the end of the prompt to the second token, without one round; 0: unknown
+    round_s: float  # of the decode node that would generate; 0: unknown
+
+    @property
+    def second_token_s(self) -> float:
+        """The seconds from now to the second token. An unknown handoff counts as free, so it is tried and measured."""
+        return self.times.seconds(self.num_queued_tokens + self.num_uncached_tokens) + self.handoff_s + self.round_s
+
+
+class LocalFigures(NamedTuple):
+    """Figures of a decode node on which the time of a local prompt depends."""
+
+    num_queued_tokens: int  # of the local prompts before this one
+    num_uncached_tokens: int  # of this prompt
+    times: PromptTimes  # beside its streams, in chunks within its bound on gaps
+    round_s: float  # 0: unknown
+    has_room: bool  # its bound on gaps leaves room for a chunk beside its streams
+    num_running: int  # sequences that it holds or was asked for
+    max_running: int
+    free_pages: int
+    num_pages: int  # that the request needs there
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it cannot take the sequence now."""
+        return self.num_running >= self.max_running or self.free_pages < self.num_pages
+
+    @property
+    def second_token_s(self) -> float:
+        """The seconds from now to the second token. The first two rounds bring the first two tokens."""
+        return self.times.seconds(self.num_queued_tokens + self.num_uncached_tokens) + 2 * self.round_s
+
+    @property
+    def may_measure(self) -> bool:
+        """Whether this prompt may show how long prompts take there: the node is idle and the prompt is short."""
+        return self.num_running == 0 and self.num_uncached_tokens <= MAX_TRIAL_LEN
+
+
+class SoonerPlace(NamedTuple):
+    """The choice of `place_sooner`. `index` names the chosen decode node in its list; None if the prompt is remote."""
+
+    place: PromptPlace
+    index: int | None = None
 
 
 def place_prompt(facts: GroupFacts, *, wants_prompt_logprobs: bool) -> PromptPlace:
@@ -56,8 +156,45 @@ def place_prompt(facts: GroupFacts, *, wants_prompt_logprobs: bool) -> PromptPla
     return PromptPlace("local", "no prefill node" if facts.lacks_prefill else "always")
 
 
+def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigures]) -> SoonerPlace:
+    """Return the role, and the decode node if the prompt is local, with the earliest second token; remote if equal.
+
+    `remotes`: prefill nodes that take the prompt now. `locals_`: decode nodes that compute prompts.
+
+    Rules for what is unknown. A prefill node that has not computed a prompt counts as the soonest, so it gets one and
+    measures it. A handoff that was never measured counts as free. A decode node that has not computed a prompt gets one
+    only while it is idle, and only a short one: that delays no stream."""
+    able = [(index, each) for index, each in enumerate(locals_) if not each.is_full]
+    with_room = [(index, each) for index, each in able if each.has_room]
+    known = [(index, each) for index, each in with_room if each.times.are_known]
+    local_s, best = min(((each.second_token_s, index) for index, each in known), default=(None, None))
+    if not remotes:
+        if best is not None:
+            return SoonerPlace(PromptPlace("local", "prefill nodes full", None, local_s), best)
+        return SoonerPlace(PromptPlace("remote", "prefill nodes full"))
+    if not able:
+        return SoonerPlace(PromptPlace("remote", "decode nodes full"))
+    if not with_room:
+        return SoonerPlace(PromptPlace("remote", "no room in the gap bound"))
+    if not all(each.times.are_known for each in remotes):
+        return SoonerPlace(PromptPlace("remote", "not measured"))
+    trial = next((index for index, each in with_room if not each.times.are_known and each.may_measure), None)
+    if trial is not None:
+        return SoonerPlace(PromptPlace("local", "to measure"), trial)
+    if local_s is None:
+        return SoonerPlace(PromptPlace("remote", "not measured"))
+    remote_s = min(each.second_token_s for each in remotes)
+    if local_s < remote_s:
+        return SoonerPlace(PromptPlace("local", "sooner", remote_s, local_s), best)
+    return SoonerPlace(PromptPlace("remote", "sooner", remote_s, local_s))
+
+
 def patience_s(node_wait_s: float, *, had_prefill: bool) -> float:
     """Return how long a group is without a prefill node before decode nodes compute its prompts, although the setting
-    is never. Requests wait for `node_wait_s` before they end with an error. A group that never had a prefill node may
-    be starting, so it waits longer."""
+    is never. Requests wait for `node_wait_s` before they end with an error. A group that never had a prefill
+    node may be starting, so it waits longer."""
     return min(LOST_S, node_wait_s / 2) if had_prefill else node_wait_s / 2
+
+
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{1000 * seconds:.1f} ms"

@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.metadata.errors import RequestError, Unavailable
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.request import Unit, unpack_ids
 from baton.router.node import Group
-from baton.router.prompt_placement import LOST_S, GroupFacts, patience_s, place_prompt
+from baton.router.prompt_placement import (
+    LOST_S,
+    MAX_TRIAL_LEN,
+    GroupFacts,
+    LocalFigures,
+    PromptTimes,
+    RemoteFigures,
+    patience_s,
+    place_prompt,
+    place_sooner,
+)
 
 from .conftest import System
 from .sites import add_node, make_group
@@ -37,7 +49,92 @@ def test_the_place_of_a_prompt_and_its_reason(
     mode: Any, lacks_prefill: bool, decodes_compute: bool, wants: bool, place: tuple[str, str]
 ) -> None:
     found = place_prompt(GroupFacts(mode, lacks_prefill, decodes_compute), wants_prompt_logprobs=wants)
-    assert found == place and bool(found.words) == (found.reason != "never")
+    assert found[:2] == place and bool(found.words) == (found.reason != "never")
+
+
+# --- the comparison of nodes ---
+
+LENGTHS = st.integers(0, 20_000)
+SECONDS = st.floats(0, 1)
+TIMES = st.builds(PromptTimes, st.floats(1e-6, 1e-2), SECONDS)
+REMOTES = st.builds(RemoteFigures, LENGTHS, LENGTHS, TIMES, SECONDS, SECONDS)
+COUNTS = st.integers(0, 8)
+LOCAL_TIMES = TIMES | st.just(PromptTimes())
+LOCALS = st.builds(LocalFigures, LENGTHS, LENGTHS, LOCAL_TIMES, SECONDS, st.booleans(), *[COUNTS] * 4)
+PREFILL = RemoteFigures(0, 4096, PromptTimes(2e-5, 4e-3), 0.01, 0.006)  # about 100 ms
+DECODE = LocalFigures(0, 4096, PromptTimes(5e-5, 6e-3), 0.006, True, 3, 8, 100, 10)  # about 220 ms
+
+
+@given(st.lists(REMOTES, max_size=3), st.lists(LOCALS, max_size=3))
+def test_no_choice_brings_the_second_token_later_than_another_would(
+    remotes: list[RemoteFigures], locals_: list[LocalFigures]
+) -> None:
+    place, index = place_sooner(remotes, locals_)
+    assert place.words
+    may = [each for each in locals_ if each.num_running < each.max_running and each.free_pages >= each.num_pages]
+    times = [each.second_token_s for each in may if each.has_room and each.times.are_known]
+    if index is None:
+        assert place.where == "remote"
+        assert not times or (remotes and min(times) >= min(each.second_token_s for each in remotes))
+        return
+    chosen = locals_[index]
+    assert place.where == "local" and chosen in may and chosen.has_room
+    if place.reason == "to measure":
+        assert chosen.num_running == 0 and chosen.num_uncached_tokens <= MAX_TRIAL_LEN
+    else:
+        assert chosen.second_token_s == min(times)
+        assert all(chosen.second_token_s < each.second_token_s for each in remotes)
+
+
+@given(st.lists(REMOTES, min_size=1, max_size=3), st.lists(LOCALS, min_size=1, max_size=3), LENGTHS)
+def test_a_longer_queue_of_a_role_never_brings_it_prompts(
+    remotes: list[RemoteFigures], locals_: list[LocalFigures], more: int
+) -> None:
+    before = place_sooner(remotes, locals_)
+    busier = [each._replace(num_queued_tokens=each.num_queued_tokens + more) for each in remotes]
+    if before.place.where == "local":
+        assert place_sooner(busier, locals_) == before._replace(place=place_sooner(busier, locals_).place)
+    elif before.place.reason == "sooner":
+        slower = [each._replace(num_queued_tokens=each.num_queued_tokens + more) for each in locals_]
+        assert place_sooner(remotes, slower).place.where == "remote"
+
+
+@pytest.mark.parametrize(
+    ("remote", "local", "place"),
+    [
+        ({}, {}, ("remote", "sooner")),
+        ({"num_queued_tokens": 8192}, {}, ("local", "sooner")),
+        ({"num_uncached_tokens": 64}, {"num_uncached_tokens": 64}, ("local", "sooner")),
+        ({"num_uncached_tokens": 96}, {"num_uncached_tokens": 96}, ("remote", "sooner")),
+        (
+            {"num_uncached_tokens": 96},
+            {"num_uncached_tokens": 96, "num_running": 0, "times": PromptTimes(2e-5, 4e-3)},
+            ("local", "sooner"),
+        ),
+        ({}, {"num_uncached_tokens": 100}, ("local", "sooner")),
+        ({"num_queued_tokens": 8192}, {"has_room": False}, ("remote", "no room in the gap bound")),
+        ({"num_queued_tokens": 8192}, {"num_running": 8}, ("remote", "decode nodes full")),
+        ({"num_queued_tokens": 8192}, {"free_pages": 9}, ("remote", "decode nodes full")),
+        ({"num_queued_tokens": 8192, "times": PromptTimes()}, {}, ("remote", "not measured")),
+        ({"num_queued_tokens": 8192}, {"times": PromptTimes()}, ("remote", "not measured")),
+        ({}, {"times": PromptTimes(), "num_running": 0, "num_uncached_tokens": 256}, ("local", "to measure")),
+        ({}, {"times": PromptTimes(), "num_running": 0, "num_uncached_tokens": 257}, ("remote", "not measured")),
+        ({}, {"times": PromptTimes(), "num_running": 1, "num_uncached_tokens": 9}, ("remote", "not measured")),
+    ],
+)
+def test_the_sooner_place_of_a_prompt(remote: dict[str, Any], local: dict[str, Any], place: tuple[str, str]) -> None:
+    found = place_sooner([PREFILL._replace(**remote)], [DECODE._replace(**local)])
+    assert found.place[:2] == place and (found.index == 0) == (place[0] == "local"), found
+
+
+def test_without_a_free_prefill_node_a_decode_node_gets_the_prompt() -> None:
+    assert place_sooner([], [DECODE]) == (("local", "prefill nodes full", None, DECODE.second_token_s), 0)
+    assert place_sooner([], [DECODE._replace(has_room=False)]).place[:2] == ("remote", "prefill nodes full")
+
+
+def test_the_words_name_both_times() -> None:
+    words = place_sooner([PREFILL], [DECODE]).place.words
+    assert words == "the second token comes sooner: 101.9 ms, by a decode node 222.8 ms"
 
 
 def test_a_group_that_never_had_a_prefill_node_waits_longer() -> None:
