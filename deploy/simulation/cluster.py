@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ...decode_node.config import DecodeConfig
 from ...prefill_node.config import PrefillConfig
@@ -12,6 +14,7 @@ from .agenda import Agenda
 from .costs import Costs
 from .decode_node import DecodeNode
 from .figures import Record
+from .gap_bound import GapBound
 from .prefill_node import PrefillNode
 from .request import Request
 from .router import Router
@@ -25,7 +28,7 @@ class Shape:
 
     num_prefill: int
     num_decode: int
-    local_prefill: LocalPrefill
+    local_prefill: LocalPrefill | Literal["auto"]
 
     @property
     def name(self) -> str:
@@ -54,15 +57,15 @@ class Outcome:
 def simulate(shape: Shape, times: Times, arrivals: Sequence[Arrival], max_running: int) -> Outcome:
     """Run a load until its last token. `max_running`: sequences that each node computes at once."""
     agenda, costs = Agenda(), Costs(times, max_running)
-    facts = GroupFacts(shape.local_prefill, lacks_prefill=not shape.num_prefill, decodes_compute=True)
-    router = Router(agenda, costs, facts)
+    is_auto = shape.local_prefill == "auto"
+    mode: LocalPrefill = "always" if shape.local_prefill == "auto" else shape.local_prefill
+    facts = GroupFacts(mode, lacks_prefill=not shape.num_prefill, decodes_compute=True)
+    router = Router(agenda, costs, facts, is_auto=is_auto)
     pool = times.pool_tokens
     chunk = PrefillConfig().chunk("cuda")
     prefills = [PrefillNode(agenda, costs, max_running, pool, chunk, router.computed) for _ in range(shape.num_prefill)]
-    local_chunk = DecodeConfig().chunk("cuda")
-    decodes = [
-        DecodeNode(agenda, costs, max_running, pool, lambda node: local_chunk, router) for _ in range(shape.num_decode)
-    ]
+    bound = GapBound(costs, DecodeConfig().chunk("cuda"), None if is_auto else math.inf)
+    decodes = [DecodeNode(agenda, costs, max_running, pool, bound, router) for _ in range(shape.num_decode)]
     router.join(prefills, decodes)
     requests = [Request(order, arrival) for order, arrival in enumerate(arrivals) if _fits(arrival, times)]
     for request in requests:

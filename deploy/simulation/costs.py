@@ -48,8 +48,8 @@ class Costs:
     def __init__(self, times: Times, max_running: int) -> None:
         """`max_running`: sequences in the largest round."""
         self._per_context_token = _per_context_token(times.rounds)
-        base = Line((batch, each.ms - self._per_context_token * batch * each.context)
-                    for batch, each in _shortest(times.rounds).items())  # fmt: skip
+        slope, shortest = self._per_context_token, _shortest(times.rounds).values()
+        base = Line((each.batch, each.ms - slope * each.batch * each.context) for each in shortest)
         self._round_ms = [base(_bucket(batch, max_running)) for batch in range(max_running + 1)]
         self._per_pair, self._per_square = _attention(times.chunks)
         plain = [each for each in times.chunks if each.prompts == 1 and not each.history]
@@ -74,13 +74,23 @@ class Costs:
         total = sum(piece.tokens for piece in pieces)
         return (self._chunk_base(total) + self._per_square * squares + self._per_pair * pairs) / 1e3
 
-    def beside_s(self, pieces: Sequence[Piece], batch: int, context_tokens: int) -> float:
-        """Return the time by which a chunk makes a step longer that also runs a round."""
+    def beside_s(self, pieces: Sequence[Piece], batch: int) -> float:
+        """Return the time by which a chunk makes a step longer that also runs a round of `batch` sequences."""
         alone_s, total = self.chunk_s(pieces), sum(piece.tokens for piece in pieces)
         if self._joint_extra is None or not batch or total > self._most_joint:
             return alone_s
         pairs = sum(piece.tokens * piece.history for piece in pieces)
         return min(alone_s, (self._joint_extra(total) + self._per_pair * pairs) / 1e3)
+
+    def prompt_s(self, num_tokens: int, chunk_tokens: int, batch: int = 0, context_tokens: int = 0) -> float:
+        """Return the time of a prompt in chunks of at most `chunk_tokens`, each beside a round if there is a batch."""
+        seconds = 0.0
+        for history in range(0, num_tokens, chunk_tokens):
+            piece = Piece(min(chunk_tokens, num_tokens - history), history)
+            seconds += self.beside_s([piece], batch)
+        if batch:
+            seconds += -(-num_tokens // chunk_tokens) * self.round_s(batch, context_tokens)
+        return seconds
 
     def handoff_s(self, num_tokens: int) -> float:
         """Return the time of a handoff whose last chunk has `num_tokens` tokens."""
@@ -112,10 +122,10 @@ def _attention(points: Sequence[ChunkPoint]) -> tuple[float, float]:
     """Return the milliseconds per pair of a token and a token of its history, and per squared length of a prompt's part
     of a chunk: least squares over chunks of equal size. If no chunk has several prompts, a square counts as half as
     many pairs."""
-    plain = Line((each.tokens, each.ms) for each in points if each.prompts == 1 and not each.history)
-    per_pair = max(0.0, _slope(
-        (each.tokens * each.history, each.ms - plain(each.tokens)) for each in points if each.history and each.prompts == 1
-    ))  # fmt: skip
+    alone = [each for each in points if each.prompts == 1]
+    plain = Line((each.tokens, each.ms) for each in alone if not each.history)
+    behind = [(each.tokens * each.history, each.ms - plain(each.tokens)) for each in alone if each.history]
+    per_pair = max(0.0, _slope(behind))
     alike = [pair for pair in combinations(points, 2) if _differ_in_prompts(*pair)]
     if not alike:
         return per_pair, per_pair / 2

@@ -13,12 +13,13 @@ touched when it joins and when it leaves.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from typing import Protocol
 
 from ...router.placement import DecodeFigures
+from ...router.prompt_placement import LocalFigures, PromptTimes
 from .agenda import Agenda
 from .costs import Costs, Piece
+from .gap_bound import GapBound
 from .request import SLACK, Request
 
 _LEAST_AHEAD_S, _SHARE_AHEAD = 1e-3, 0.2  # of a round, before whose end the next one is submitted (round_clock.py)
@@ -31,7 +32,7 @@ class Owner(Protocol):
         """The node holds room for a request."""
         ...
 
-    def ended(self, node: DecodeNode, request: Request) -> None:
+    def ended(self, request: Request) -> None:
         """The last token of a request has come."""
         ...
 
@@ -64,11 +65,10 @@ class DecodeNode:
         costs: Costs,
         max_running: int,
         pool_tokens: int,
-        choose_chunk: Callable[[DecodeNode], int],
+        bound: GapBound,
         owner: Owner,
     ) -> None:
-        """`choose_chunk` returns how many tokens of local prompts the next step computes at most."""
-        self._agenda, self._costs, self._choose_chunk, self._owner = agenda, costs, choose_chunk, owner
+        self._agenda, self._costs, self._bound, self._owner = agenda, costs, bound, owner
         self._max_running, self._pool_tokens = max_running, pool_tokens
         self._asked: list[Request] = []
         self._num_awaited = 0
@@ -99,14 +99,29 @@ class DecodeNode:
         return DecodeFigures(free_tokens, self._num_units, self._max_running, bool(self._preempted))
 
     @property
-    def num_running(self) -> int:
-        """Sequences that take part in rounds."""
-        return len(self._running)
+    def round_s(self) -> float:
+        """The time of a round of the present batch, of one sequence at least."""
+        return self._costs.round_s(max(1, len(self._running)), self._context_tokens)
 
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of their contexts together."""
-        return self._context_tokens
+    def local_figures(self, request: Request) -> LocalFigures:
+        """Return what the router's books and the node's reports show to a request that could be computed here."""
+        batch, context_tokens = len(self._running), self._context_tokens
+        chunk_tokens = self._bound.largest(batch, context_tokens, 0)
+        token_s = 0.0
+        if chunk_tokens:
+            token_s = self._costs.prompt_s(request.prompt_len, chunk_tokens, batch, context_tokens) / request.prompt_len
+        figures, num_tokens = self.figures, request.length + SLACK
+        return LocalFigures(
+            self.queued_tokens,
+            request.prompt_len,
+            PromptTimes(token_s),
+            self.round_s,
+            chunk_tokens > 0,
+            figures.num_running,
+            figures.max_running,
+            figures.free_pages if not figures.is_full else 0,
+            num_tokens,
+        )
 
     @property
     def queued_tokens(self) -> int:
@@ -196,7 +211,7 @@ class DecodeNode:
             ahead_s = max(_LEAST_AHEAD_S, _SHARE_AHEAD * seconds)
         if self._pieces:
             pieces = [Piece(num_tokens, request.num_computed) for request, num_tokens in self._pieces]
-            seconds += self._costs.beside_s(pieces, batch, self._context_tokens)
+            seconds += self._costs.beside_s(pieces, batch)
         self.busy_s += seconds
         self._cutoff = now + seconds - ahead_s
         self._agenda.at(now + seconds, self._end_step, batch)
@@ -231,7 +246,7 @@ class DecodeNode:
         for request in self._ends.pop(self._round, ()):
             self._leave(request)
             self._num_units -= 1
-            self._owner.ended(self, request)
+            self._owner.ended(request)
 
     def _join(self) -> None:
         """Let sequences that were ready in time take part in the next round."""
@@ -264,7 +279,9 @@ class DecodeNode:
             self._had_first.remove(request)
 
     def _plan_chunks(self) -> list[tuple[Request, int]]:
-        budget, pieces = self._choose_chunk(self), list[tuple[Request, int]]()
+        history = self._computing[0][1].num_computed
+        budget = self._bound.largest(len(self._running), self._context_tokens, history)
+        pieces: list[tuple[Request, int]] = []
         for _, request in self._computing:
             if budget <= 0:
                 break

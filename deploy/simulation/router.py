@@ -1,6 +1,7 @@
 """The simulated router: a queue of requests that wait for room, first come, first served.
 
-Its decisions are the product's own: who computes a prompt (`place_prompt`), which decode node generates
+Its decisions are the product's own: who computes a prompt (`place_prompt`,
+`place_sooner`), which decode node generates
 (`choose_decode`), which prefill node computes (`choose_prefill`). Prompts are all different, so no prefix cache helps.
 """
 
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...router.placement import choose_decode, choose_prefill
-from ...router.prompt_placement import GroupFacts, place_prompt
+from ...router.prompt_placement import GroupFacts, place_prompt, place_sooner
 from .agenda import Agenda
 from .costs import Costs
 from .decode_node import DecodeNode
@@ -21,8 +22,8 @@ from .request import SLACK, Request
 class Router:
     """Owns every request from its arrival to its last token."""
 
-    def __init__(self, agenda: Agenda, costs: Costs, facts: GroupFacts) -> None:
-        self._agenda, self._costs, self._facts = agenda, costs, facts
+    def __init__(self, agenda: Agenda, costs: Costs, facts: GroupFacts, *, is_auto: bool) -> None:
+        self._agenda, self._costs, self._facts, self._is_auto = agenda, costs, facts, is_auto
         self._prefills: Sequence[PrefillNode] = ()
         self._decodes: Sequence[DecodeNode] = ()
         self._queue = deque[Request]()
@@ -60,7 +61,7 @@ class Router:
             self.done.append(request)
             self._dispatch()
 
-    def ended(self, node: DecodeNode, request: Request) -> None:
+    def ended(self, request: Request) -> None:
         """The last token of a request has come."""
         self.done.append(request)
         self._dispatch()
@@ -76,11 +77,24 @@ class Router:
         while self._queue and self._place(self._queue[0]):
             self._queue.popleft()
 
+    def _sooner(self, request: Request) -> DecodeNode | None:
+        """Return the decode node that computes the prompt, if that brings the second token sooner."""
+        index = choose_decode([node.figures for node in self._decodes], request.prompt_len + SLACK)
+        round_s = 0.0 if index is None else self._decodes[index].round_s
+        free = [node for node in self._prefills if node.figures.num_queued < node.figures.max_queued]
+        remotes = [node.remote_figures(request, round_s) for node in free]
+        found = place_sooner(remotes, [node.local_figures(request) for node in self._decodes])
+        return None if found.index is None else self._decodes[found.index]
+
     def _place(self, request: Request) -> bool:
         """Ask a decode node, or a prefill node if no decode node is needed. False if there is no room now."""
-        request.is_local = place_prompt(self._facts, wants_prompt_logprobs=False).where == "local"
         decode = prefill = None
-        if request.is_local or request.num_tokens > 1:
+        if self._is_auto:
+            decode = self._sooner(request)
+            request.is_local = decode is not None
+        else:
+            request.is_local = place_prompt(self._facts, wants_prompt_logprobs=False).where == "local"
+        if decode is None and (request.is_local or request.num_tokens > 1):
             index = choose_decode([node.figures for node in self._decodes], request.prompt_len + SLACK)
             if index is None:
                 return False

@@ -91,11 +91,12 @@ def find(model: str) -> Path:
         return path / "times.json"
     if model in names():
         return KEPT / f"{model}.json"
-    measure = f"python tests/benchmarks/measure_times.py --model DIR --out {path / 'times.json' if path.is_dir() else 'times.json'}"
-    missing = f"{path} has no times.json" if path.is_dir() else "there is no such file, directory or known name"
+    directory = str(path) if path.is_dir() else "DIR"
+    missing = "it holds no times.json" if path.is_dir() else "there is no such file, directory or known name"
     raise ConfigError(
-        f"--model {model}: {missing}; known names are {', '.join(names())}; measure times of a model on a GPU with "
-        f"`{measure}`, from a clone of the repository"
+        f"--model {model}: {missing} (known names: {', '.join(names())}); to measure a model's times on a GPU, run "
+        f"`python tests/benchmarks/measure_times.py --model {directory} --out {directory}/times.json` in a clone of "
+        "the repository"
     )
 
 
