@@ -56,7 +56,7 @@ class SizingConfig:
         metavar="FILE",
     )
     max_running: int = setting(
-        EngineConfig.max_running, "let each node compute at most this many sequences at once, as the nodes' own flag"
+        EngineConfig().max_running, "let each node compute at most this many sequences at once, as the nodes' own flag"
     )
     json: bool = setting(False, "print all figures as JSON")
     log_level: str = setting("warning", "debug shows a traceback with an error")
@@ -85,19 +85,17 @@ class Candidate:
     figures: dict[str, Any]  # as `summary` returns them
     slo: Slo
 
-    @property
-    def good_share(self) -> float:
-        """The share of all requests that keep the SLO. One that no node can hold keeps none."""
-        return self._num_good / max(1, len(self.outcome.records) + self.outcome.num_refused)
+    def good_share(self, ttft: float = 1.0, tpot: float = 1.0) -> float:
+        """Return the share of all requests that keep the SLO, if times are multiplied by these factors. A request that
+        no node can hold keeps none."""
+        bounds = Slo(self.slo.ttft_ms / ttft, self.slo.tpot_ms / tpot)
+        num_good = sum(map(bounds.is_kept, self.outcome.records))
+        return num_good / max(1, len(self.outcome.records) + self.outcome.num_refused)
 
     @property
     def goodput(self) -> float:
         """Good requests per second."""
-        return self._num_good / self.outcome.took_s
-
-    @property
-    def _num_good(self) -> int:
-        return sum(map(self.slo.is_kept, self.outcome.records))
+        return sum(map(self.slo.is_kept, self.outcome.records)) / self.outcome.took_s
 
     @property
     def strain(self) -> float:
@@ -139,10 +137,12 @@ def shapes(num_gpus: int) -> list[Shape]:
     return found
 
 
-def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the one with most good requests; of those within 0.1 % of all requests, the least strained."""
-    most = max(each.good_share for each in candidates)
-    return min((each for each in candidates if each.good_share >= most - 1e-3), key=lambda each: each.strain)
+def best(candidates: Sequence[Candidate], ttft: float = 1.0, tpot: float = 1.0) -> Candidate:
+    """Return the one with most good requests, if times are multiplied by these factors; of those within 0.1 % of all
+    requests, the least strained."""
+    shares = [each.good_share(ttft, tpot) for each in candidates]
+    near = [each for each, share in zip(candidates, shares, strict=True) if share >= max(shares) - 1e-3]
+    return min(near, key=lambda each: each.strain)
 
 
 def load(config: SizingConfig) -> list[Arrival]:
@@ -156,7 +156,9 @@ def load(config: SizingConfig) -> list[Arrival]:
             )
         return _trace(Path(config.trace))
     if missing := [flag for flag in sizes if flag not in given]:
-        raise ConfigError(f"{' and '.join(missing)} missing: give --rate, --prompt-len and --tokens, or a --trace")
+        raise ConfigError(
+            f"give --rate, --prompt-len and --tokens, or a --trace; missing: {', '.join(missing)}"
+        )
     assert config.rate is not None and config.prompt_len is not None and config.tokens is not None, sizes
     if config.rate * config.seconds > _MOST_REQUESTS:
         raise ConfigError(
@@ -200,7 +202,7 @@ def _text(candidates: Sequence[Candidate], times: Times, arrivals: Sequence[Arri
 def _line(candidate: Candidate) -> str:
     figures, records = candidate.figures, candidate.outcome.records
     return (
-        f"{candidate.shape.name:<14}{candidate.goodput:>9.2f}{candidate.good_share:>7.0%}"
+        f"{candidate.shape.name:<14}{candidate.goodput:>9.2f}{candidate.good_share():>7.0%}"
         f"{figures['ttft_ms_p50']:>11.1f}{figures['ttft_ms_p99']:>9.1f}"
         f"{figures['tpot_ms_p50']:>11.1f}{figures['tpot_ms_p99']:>8.1f}{figures['gap_ms_p99']:>10.1f}"
         f"{candidate.outcome.num_local / len(records):>8.0%}"
@@ -210,10 +212,10 @@ def _line(candidate: Candidate) -> str:
 def _advice(first: Candidate, slo: Slo) -> str:
     shape = first.shape
     advice = f"Best: {shape.name}. Start it with `baton up {shape.flags}`."
-    if first.good_share < _ENOUGH:
+    if first.good_share() < _ENOUGH:
         ttft, tpot = first.figures["ttft_ms_p50"] / slo.ttft_ms, first.figures["tpot_ms_p50"] / slo.tpot_ms
         advice += (
-            f" It keeps the bounds for only {first.good_share:.0%} of the requests, mostly because "
+            f" It keeps the bounds for only {first.good_share():.0%} of the requests, mostly because "
             f"{'first tokens' if ttft > tpot else 'tokens after the first'} come too late: use more GPUs, or let fewer "
             "requests in."
         )
@@ -225,18 +227,17 @@ def _doubts(candidates: Sequence[Candidate], first: Candidate, times: Times) -> 
     error = times.error
     if error is None:
         return ["This is a simulation. Its file of times states no comparison with real runs, so its error is unknown."]
-    doubts = [
-        f"This is a simulation. Compared with {error.compared_with} it was off by up to {error.ttft_p50:.0%} (ttft "
-        f"p50), {error.tpot_p99:.0%} (tpot p99) and {error.goodput:.0%} of all requests (goodput)."
+    lines = [
+        f"This is a simulation. Compared with {error.compared_with}, its ttft p50 was off by up to "
+        f"{error.ttft_p50:.0%} and its tpot p99 by up to {error.tpot_p99:.0%}."
     ]
-    near = [
-        each.shape.name
-        for each in candidates
-        if each is not first and first.good_share - each.good_share <= error.goodput
-    ]
-    if near:
-        doubts.append(f"Within this error {', '.join(near)} may be as good: measure them with your own load.")
-    return doubts
+    for word, sign in (("longer", 1), ("shorter", -1)):
+        factors = (1 + error.ttft_p50) ** sign, (1 + error.tpot_p99) ** sign
+        then = best(candidates, *factors)
+        still = "still" if then is first else "instead"
+        share = then.good_share(*factors)
+        lines.append(f"If all times are {word} by as much, {then.shape.name} is best {still}: {share:.0%} good.")
+    return lines
 
 
 def _report(candidates: Sequence[Candidate], times: Times, arrivals: Sequence[Arrival], slo: Slo) -> dict[str, Any]:
@@ -256,7 +257,7 @@ def _report(candidates: Sequence[Candidate], times: Times, arrivals: Sequence[Ar
                 "decode": each.shape.num_decode,
                 "local_prefill": each.shape.local_prefill,
                 "goodput": each.goodput,
-                "good_share": each.good_share,
+                "good_share": each.good_share(),
                 **each.figures,
                 "took_s": each.outcome.took_s,
                 "refused": each.outcome.num_refused,

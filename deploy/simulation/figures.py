@@ -47,9 +47,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summary(records: Sequence[Record], seconds: float, slos: Sequence[Slo]) -> dict[str, Any]:
-    """Return percentiles in milliseconds, and for each SLO the good requests per second and their share."""
+    """Return percentiles in milliseconds, and for each SLO the good requests per second and their share. Without a
+    request there are no percentiles."""
     row: dict[str, Any] = {"requests": len(records)}
-    for name, column in zip(("ttft", "tpot", "second", "gap"), zip(*records, strict=True), strict=True):
+    for name, column in zip(("ttft", "tpot", "second", "gap"), zip(*records, strict=True), strict=bool(records)):
         values = sorted(column)
         row |= {f"{name}_ms_p{percent}": percentile(values, percent) * 1e3 for percent in (50, 90, 99)}
     for slo in slos:

@@ -51,13 +51,11 @@ class HandoffPoint(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StatedError(Struct, frozen=True, forbid_unknown_fields=True):
-    """The largest differences between simulated and real runs of this model: shares of the real values, and for the
-    goodput a share of all requests."""
+    """The largest differences between simulated and real runs of this model, as shares of the real values."""
 
     compared_with: str
     ttft_p50: float
     tpot_p99: float
-    goodput: float
 
 
 class Times(Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,6 +127,8 @@ def _fault(times: Times) -> str | None:
         return "chunks must hold two lengths or more of one prompt without a history"
     if not times.handoffs:
         return "handoffs must hold one length or more"
+    if times.error is not None and min(times.error.ttft_p50, times.error.tpot_p99) < 0:
+        return "error must hold shares of 0 or more"
     if times.router_ms < 0 or min(times.pool_tokens, times.context_len) < 1:
         return "router_ms must be 0 or more, pool_tokens and context_len 1 or more"
     return None
