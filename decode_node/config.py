@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..engine.config import EngineConfig
+from ..metadata.config import setting
+from ..metadata.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +15,19 @@ class DecodeConfig(EngineConfig):
     """The settings of a decode node.
 
     While a decode node computes a chunk of a prompt, its other sequences wait. So its chunks are smaller than a prefill
-    node's."""
+    node's, and beside other sequences no longer than the bound on gaps allows. Raises ConfigError if a value is out of
+    range."""
 
     CUDA_CHUNK_TOKENS: ClassVar[int] = 1024
+
+    max_gap_ms: float | None = setting(
+        None,
+        "compute prompts beside running streams in chunks so short that 99 % of the gaps between tokens are at most "
+        "this many milliseconds (default: 1.5 of the node's own rounds at the present batch; if not even a short chunk "
+        "fits in, or prompts wait for more than a second, single gaps are longer)",
+    )
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)
+        if self.max_gap_ms is not None and self.max_gap_ms <= 0:
+            raise ConfigError(f"max_gap_ms is {self.max_gap_ms}; it must be more than 0")

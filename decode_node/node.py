@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ..engine.adaptive import DOUBT, StepChooser
+from ..engine.chunk_costs import ChunkCosts
+from ..engine.chunk_timing import measure_chunk
 from ..engine.draft_shape import DraftShape
 from ..engine.executor import Executor
 from ..engine.prefix_cache import PrefixCache
@@ -50,9 +52,11 @@ from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
+from .chunk_budget import Chunk, ChunkBudget, ChunksAlone
 from .outbox import Outbox
 from .reservations import Reservations
 from .round_clock import RoundClock, RoundTime
+from .round_seconds import RoundSeconds
 from .scheduler import DecodeScheduler, StepPlan
 from .sequence import Sequence
 
@@ -86,7 +90,8 @@ class SubmittedRound(NamedTuple):
     sequences: list[Sequence]
     submitted: Submitted
     since: float  # monotonic seconds
-    is_beside_chunk: bool  # the step computed prompts or lost tokens before it
+    step_since: float  # monotonic seconds: the end of the round before, or the begin of the step if that was later
+    chunk: Chunk | None  # the prompts or lost tokens that the step computed before it
 
 
 class DecodeNode:
@@ -103,10 +108,12 @@ class DecodeNode:
         *,
         is_adaptive: bool = False,
         overlaps: bool | None = None,
+        max_gap_s: float | None = None,
     ):
         """`cache` owns the pages of the pool that `executor` writes; `executor` has `max_running` slots.
         `is_adaptive`: adapt the draft length to the measured benefit; otherwise draft all steps.
-        `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU."""
+        `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU.
+        `max_gap_s`: the operator's bound on the time between tokens beside chunks of prompts; None: the node's own."""
         self.executor = executor
         self.cache = cache
         self.membership = membership
@@ -119,6 +126,9 @@ class DecodeNode:
             measure = functools.partial(measure_round, executor)
             times = StepTimes.measure(measure, min(max_running, _MAX_MEASURED), executor.shape.choices)
             self.chooser = StepChooser(executor.shape, times, max_running)
+        measure = functools.partial(measure_chunk, executor, page_size=cache.pool.page_size)
+        costs = ChunkCosts.measure(measure, min(chunk, executor.context_len - 1))
+        self._budget = ChunkBudget(costs, RoundSeconds(measure_round(executor, 1, 0)), chunk, max_gap_s)
         self.scheduler = DecodeScheduler(
             cache,
             max_running,
@@ -128,10 +138,12 @@ class DecodeNode:
             num_prompt_states=executor.num_prompt_states,
             choose=None if self.chooser is None else self._choose,
             rests=None if self.chooser is None else self.chooser.rests,
+            budget=self._budget.num_tokens,
             on_finish=self._release,
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
         self._under_way: SubmittedRound | None = None
+        self._alone = ChunksAlone()
         self._clock = RoundClock(self._overlaps)
         self.outbox = Outbox()
         self._reservations = Reservations(
@@ -155,6 +167,8 @@ class DecodeNode:
         if plan.rows or plan.decoding or self._under_way is not None:
             self.membership.enter("decode", STEP_LIMIT_S)
             self._compute(plan)
+        else:
+            self._alone.take()
         for sequence in plan.failed:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
         self._reservations.announce_capacity()
@@ -168,11 +182,19 @@ class DecodeNode:
 
     def load(self) -> Load:
         scheduler = self.scheduler
+        # prompts that are not computed yet will be streams when the next ones come
+        num_streams = scheduler.num_streams or min(1, len(scheduler))
+        num_steps = self._under_way.submitted.shape.num_steps if self._under_way is not None else 0
+        rate = self._budget.rate(num_streams, num_steps, scheduler.num_queued_tokens)
         return Load(
             free_pages=self.cache.available,
             running=len(scheduler.running) + len(scheduler.reserved),
             waiting=len(scheduler.preempted),
             queued_tokens=scheduler.num_queued_tokens,
+            prompt_token_s=rate.token_s,
+            prompt_fixed_s=rate.fixed_s,
+            round_s=rate.round_s,
+            has_prompt_room=rate.has_room,
         )
 
     def stats(self) -> NodeStats:
@@ -367,9 +389,11 @@ class DecodeNode:
     def _compute(self, plan: StepPlan) -> None:
         """Submit the planned step, then settle the round before. If rounds do not overlap, settle the new one too."""
         self._counts.steps += 1
-        if plan.rows:
-            self._recompute(plan)
-        begun = self._submit_round(plan) if plan.decoding else None
+        step_since = self._clock.step_since
+        chunk = self._recompute(plan) if plan.rows else None
+        if chunk is not None and not plan.decoding:
+            self._alone.add(chunk, step_since)
+        begun = self._submit_round(plan, chunk, step_since) if plan.decoding else None
         if begun is not None:
             self.settle()
             for sequence, limit in zip(begun.sequences, begun.submitted.limits, strict=True):
@@ -378,21 +402,23 @@ class DecodeNode:
         if begun is None or not self._overlaps:
             self.settle()
 
-    def _recompute(self, plan: StepPlan) -> None:
+    def _recompute(self, plan: StepPlan) -> Chunk | None:
+        """Submit the planned tokens. Return them, or None if the device has no memory for them."""
         try:
             self.rounds.recompute(plan.sequences, plan.rows)
         except OutOfMemory as error:  # the next step tries again without the sequence that has most to compute
             rows = zip(plan.sequences, plan.rows, strict=True)
             largest, _ = max(rows, key=lambda each: (len(each[1].input_ids), each[0].order))
             self._end_for_memory(largest, error)
-            return
+            return None
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             sequence.compute(len(row.input_ids))
             self._counts.computed_tokens += len(row.input_ids)
             if sequence.is_local:
                 self.scheduler.share_computed(sequence)
+        return Chunk.of(plan.rows)
 
-    def _submit_round(self, plan: StepPlan) -> SubmittedRound | None:
+    def _submit_round(self, plan: StepPlan, chunk: Chunk | None, step_since: float) -> SubmittedRound | None:
         """Submit a round. If the device has no memory for it, make ready for a smaller one, and return None."""
         since = self._clock.submit()
         try:
@@ -401,7 +427,7 @@ class DecodeNode:
             self.settle()  # the round before has tokens for them
             self._relieve([each for each in plan.decoding if each.slot is not None], plan.shape, error)
             return None
-        return SubmittedRound(plan.decoding, submitted, since, bool(plan.rows))
+        return SubmittedRound(plan.decoding, submitted, since, step_since, chunk)
 
     def _relieve(self, sequences: list[Sequence], shape: DraftShape, error: OutOfMemory) -> None:
         """Take work off a round that had no memory: its drafts, or else one sequence, which ends with an error. The
@@ -423,7 +449,9 @@ class DecodeNode:
         if done is None:
             return
         results = self.rounds.collect(done.submitted).rows
-        seconds = self._clock.settle(done.since, done.submitted.shape.num_steps)
+        num_streams, num_steps = len(done.sequences), done.submitted.shape.num_steps
+        seconds = self._clock.settle(done.since, num_steps)
+        step_s = self._clock.settled_at - done.step_since
         for sequence in done.sequences:
             sequence.leave_round()
         rows = zip(done.sequences, done.submitted.slots, results, strict=True)
@@ -432,8 +460,14 @@ class DecodeNode:
             self._accept(sequence, accepted)
         self._send(done.sequences)
         round_time = self._clock.judge(seconds)
-        if done.is_beside_chunk:
+        alone = self._alone.take()
+        if done.chunk is not None:  # chunks alone, which the device may not have done before, make it look longer
+            self._budget.end_beside(num_streams, num_steps, done.chunk, step_s if alone is None else None)
             round_time = RoundTime(None if self._overlaps else seconds, None)
+        elif alone is not None:
+            self._budget.end_alone(num_streams, num_steps, alone, self._clock.settled_at - alone.since)
+        else:
+            self._budget.end_round(num_streams, num_steps, round_time.seconds)
         if self.chooser is not None and live and not self.chooser.passes_over(done.submitted.shape.num_steps):
             self.chooser.observe(
                 [slot for _, slot, _ in live],

@@ -31,6 +31,17 @@ class RoundClock:
         self._num_passed = 0
         self._last_s: dict[int, float] = {}  # by draft steps: seconds of the last round
 
+    @property
+    def step_since(self) -> float:
+        """The moment, monotonic seconds, from which a chunk and the round after it take time: the step's begin, or the
+        end of the round before if that came later."""
+        return max(self._begun_at, self._settled_at)
+
+    @property
+    def settled_at(self) -> float:
+        """When the results of the last round came, monotonic seconds."""
+        return self._settled_at
+
     def begin_step(self) -> None:
         """A step begins. The time since the last step went to other work."""
         self._begun_at = time.monotonic()

@@ -33,6 +33,7 @@ from ..metadata.wire.request import Unit
 from .sequence import Sequence
 
 Choose = Callable[[list[Sequence], list[int]], DraftShape]
+Budget = Callable[[int, int, int, int], int]
 
 
 @dataclass(slots=True)
@@ -63,18 +64,21 @@ class DecodeScheduler:
         num_prompt_states: int = 0,
         choose: Choose | None = None,
         rests: Callable[[], bool] | None = None,
+        budget: Budget | None = None,
         on_finish: Callable[[Sequence], None] | None = None,
     ) -> None:
         """`shape`: the largest draft of a round. `num_prompt_states`: positions at the end of a local prompt that are
         computed although they are cached, for the drafter. `choose` gets the sequences of the next round and the number
         of drafts that each could use, and returns the shape to draft; None: always `shape`. `rests` is called once per
-        round, and returns whether the round drafts nothing for any sequence. `on_finish` is called for every finished
-        sequence."""
+        round, and returns whether the round drafts nothing for any sequence. `budget` gets the number of sequences that
+        decode, the draft steps of their round, the tokens before the next ones that need KV, and the number of all
+        tokens that need KV. It returns how many of these the step computes. None, or nothing decodes: `chunk_tokens`.
+        `on_finish` is called for every finished sequence."""
         self.cache = cache
         self.shape = shape
         self.context_len = context_len
         self._num_prompt_states = num_prompt_states
-        self._choose, self._rests = choose, rests
+        self._choose, self._rests, self._budget = choose, rests, budget
         self._on_finish = on_finish
         self.page_size = cache.pool.page_size
         self.max_running = max_running
@@ -119,6 +123,11 @@ class DecodeScheduler:
         self._cache_pages(sequence)
 
     @property
+    def num_streams(self) -> int:
+        """Running sequences that decode, and wait for nothing but rounds."""
+        return sum(sequence.num_to_compute == 1 for sequence in self.running)
+
+    @property
     def num_queued_tokens(self) -> int:
         """Tokens of local prompts and of resumed sequences that are still to compute."""
         return sum(max(0, sequence.num_to_compute - 1) for sequence in (*self.running, *self.preempted))
@@ -133,9 +142,10 @@ class DecodeScheduler:
         if not is_under_way:
             self._resume()
         plan = StepPlan(is_premature=bool(self.preempted) and is_under_way, is_overlapping=is_under_way)
-        running, left, budget = list(self.running), self._left, self.chunk_tokens
+        running, left = list(self.running), self._left
         left.clear()
         plan.shape, usable = self._choose_shape(running, shape)
+        budget = self._chunk_budget(running, plan.shape)
         for sequence, num_usable in zip(running, usable, strict=True):
             if left and sequence in left:  # it was preempted for an older one
                 continue
@@ -204,6 +214,15 @@ class DecodeScheduler:
         if num_tokens <= len(sequence.pages) * self.page_size or self._grow(sequence, num_tokens, plan):
             plan.decoding.append(sequence)
             plan.limits.append(limit)
+
+    def _chunk_budget(self, running: list[Sequence], shape: DraftShape) -> int:
+        """Return how many tokens without KV the step may compute."""
+        first = next((sequence for sequence in running if sequence.num_to_compute > 1), None)
+        num_streams = self.num_streams
+        if first is None or num_streams == 0 or self._budget is None:
+            return self.chunk_tokens
+        num_tokens = self._budget(num_streams, shape.num_steps, first.num_computed, self.num_queued_tokens)
+        return min(self.chunk_tokens, num_tokens)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Plan at most `budget` tokens that need KV, and return how many. The last token is left to a round."""

@@ -111,6 +111,11 @@ class Load(Message, frozen=True):
     waiting: Count
     tickets: Count = 0
     queued_tokens: Count = 0  # prompt tokens still to compute
+    # measured times of prompts under the present load; on a decode node, in chunks beside its streams. 0: unknown
+    prompt_token_s: Annotated[Seconds, Since(6)] = 0.0  # per prompt token
+    prompt_fixed_s: Annotated[Seconds, Since(6)] = 0.0  # per prompt, besides its tokens
+    round_s: Annotated[Seconds, Since(6)] = 0.0  # of a round of a decode node
+    has_prompt_room: Annotated[bool, Since(6)] = True  # the bound on gaps leaves room for a chunk beside the streams
 
 
 class NodeStats(Message, frozen=True):

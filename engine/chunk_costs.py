@@ -1,0 +1,140 @@
+"""Seconds of chunks of prompt tokens on a decode node: measured at the start, corrected while chunks run.
+
+The table is of chunks alone, at the beginning of a sequence. A chunk beside a round, or behind a long history, takes
+longer or shorter. So each kind of chunk has a correction in seconds: alone or beside a round, by magnitude of the chunk
+and of its history. It is the least of the last KEPT measurements, since a disturbance (a pause, another process) only
+adds to a time. A chunk beside a round counts with the time by which it makes the round longer.
+
+A kind with fewer measurements takes the correction of the kind most like it, unless its own ones are less. A chunk that
+was never measured beside a round takes as long as alone, which is the longest that it can take. A correction that adds
+to the table is forgotten after MEMORY other chunks: such chunks may not be tried any more, and would never be measured
+again.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from .step_times import KEPT, MEMORY
+
+_ENOUGH_S = 0.5  # of measuring at the start on a slow machine
+_NUM_RUNS = 3
+_DEPTH_UNIT = 1024  # tokens of history; shorter ones count as none
+_LEAST_SHARE = 0.01  # of the table's time, which no correction goes below
+
+
+class _Kind(NamedTuple):
+    is_beside: bool
+    size: int  # magnitude of the chunk
+    depth: int  # magnitude of its history
+
+
+class _Measured:
+    """The last KEPT corrections of one kind, and the number of chunks that were measured before the last of them."""
+
+    __slots__ = ("lasts", "seen_at")
+
+    def __init__(self) -> None:
+        self.lasts: list[float] = []
+        self.seen_at = 0
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether other kinds may rely on it: it has enough measurements, or one that no disturbance can explain."""
+        return len(self.lasts) == KEPT or min(self.lasts) < 0
+
+
+class ChunkCosts:
+    """A table of seconds by tokens, linear between the measured points, and its corrections."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        """`seconds`: of a chunk of each of some lengths, alone, without history; at least one."""
+        self._sizes = sorted(seconds)
+        self._seconds: list[float] = []  # of each size, rising
+        for size in self._sizes:
+            self._seconds.append(max([seconds[size], *self._seconds[-1:]]))
+        self._measured: dict[_Kind, _Measured] = {}
+        self._num_measured = 0
+        self._corrections: dict[_Kind, float] = {}  # what `_correction` found since the last measurement
+
+    @classmethod
+    def measure(cls, run: Callable[[int], float], max_tokens: int) -> ChunkCosts:
+        """Measure a table. `run(num_tokens)` computes a chunk and returns its seconds. The first run of a length does
+        not count. Lengths beyond the first are left out after half a second."""
+        seconds: dict[int, float] = {}
+        spent_s = 0.0
+        for size in sorted({min(16, max_tokens), max(1, max_tokens // 4), max_tokens}):
+            if seconds and spent_s > _ENOUGH_S:
+                break
+            runs = [run(size) for _ in range(1 + _NUM_RUNS)]
+            seconds[size] = min(runs[1:])
+            spent_s += sum(runs)
+        return cls(seconds)
+
+    def seconds(self, num_tokens: int, depth: int, *, is_beside: bool) -> float:
+        """Return the seconds of a chunk of `num_tokens` behind `depth` tokens. Lengths beyond those measured are
+        extrapolated."""
+        base = self._table(num_tokens)
+        kind = _Kind(is_beside, num_tokens.bit_length(), _magnitude(depth))
+        return max(_LEAST_SHARE * base, base + self._correction(kind))
+
+    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_beside: bool) -> None:
+        """Correct the table by the seconds of a chunk; beside a round: those by which the round was longer."""
+        kind = _Kind(is_beside, num_tokens.bit_length(), _magnitude(depth))
+        measured = self._measured.setdefault(kind, _Measured())
+        measured.lasts.append(max(0.0, seconds) - self._table(num_tokens))
+        del measured.lasts[:-KEPT]
+        self._num_measured += 1
+        measured.seen_at = self._num_measured
+        for old in [old for old, each in self._measured.items() if self._is_forgotten(each)]:
+            del self._measured[old]
+        self._corrections.clear()
+
+    def most_tokens(self, within_s: float, depth: int, most: int) -> int:
+        """Return the length of the longest chunk, up to `most`, that makes a round at most `within_s` longer."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(middle, depth, is_beside=True) <= within_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _is_forgotten(self, measured: _Measured) -> bool:
+        return min(measured.lasts) > 0 and self._num_measured - measured.seen_at > MEMORY
+
+    def _correction(self, kind: _Kind) -> float:
+        """Return the correction of a kind."""
+        if kind not in self._corrections:
+            own = self._measured.get(kind)
+            lasts = [] if own is None else own.lasts
+            self._corrections[kind] = min(lasts if len(lasts) == KEPT else [*lasts, self._likely(kind)])
+        return self._corrections[kind]
+
+    def _likely(self, kind: _Kind) -> float:
+        """Return the correction of the known kind most like this one. A correction that adds grows with the chunk: a
+        long history or a slow machine costs time per token."""
+        known = [each for each, measured in self._measured.items() if each != kind and measured.is_sure]
+        known = [each for each in known if each.is_beside == kind.is_beside] or [
+            each for each in known if not each.is_beside
+        ]
+        if not known:
+            return 0.0
+        like = min(known, key=lambda each: (abs(each.depth - kind.depth), abs(each.size - kind.size), each))
+        correction = min(self._measured[like].lasts)
+        return correction * 2.0 ** (kind.size - like.size) if correction > 0 else correction
+
+    def _table(self, num_tokens: int) -> float:
+        if len(self._sizes) == 1:  # its time is taken as per token, so that a longer chunk counts as too long
+            return self._seconds[0] * max(1.0, num_tokens / self._sizes[0])
+        high = min(max(1, bisect.bisect_left(self._sizes, num_tokens)), len(self._sizes) - 1)
+        left, right = self._sizes[high - 1], self._sizes[high]
+        share = (num_tokens - left) / (right - left)
+        return max(self._seconds[0] / 2, (1 - share) * self._seconds[high - 1] + share * self._seconds[high])
+
+
+def _magnitude(depth: int) -> int:
+    return (depth // _DEPTH_UNIT).bit_length()
