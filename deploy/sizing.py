@@ -58,6 +58,9 @@ class SizingConfig:
     max_running: int = setting(
         EngineConfig().max_running, "let each node compute at most this many sequences at once, as the nodes' own flag"
     )
+    max_gap_ms: float | None = setting(
+        None, "let decode nodes bound the gaps between tokens by this many milliseconds, as their own flag"
+    )
     json: bool = setting(False, "print all figures as JSON")
     log_level: str = setting("warning", "debug shows a traceback with an error")
 
@@ -66,10 +69,10 @@ class SizingConfig:
             raise ConfigError(f"--gpus {self.gpus}: must be 1 to {MAX_GPUS}")
         for name in ("prompt_len", "tokens", "max_running"):
             at_least(self, name, 1)
-        for name in ("rate", "seconds"):
+        for name in ("rate", "seconds", "max_gap_ms"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ConfigError(f"--{name} is {value}; it must be more than 0")
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
         try:
             Slo.parse(self.slo)
         except ValueError as error:
@@ -110,11 +113,11 @@ def run(config: SizingConfig) -> int:
         raise ConfigError("--model is missing: name a file of measured times, such as llama-3.1-8b-h200")
     times = read(find(config.model))
     arrivals = load(config)
-    slo = Slo.parse(config.slo)
+    slo, max_gap_s = Slo.parse(config.slo), None if config.max_gap_ms is None else config.max_gap_ms / 1e3
     candidates = [
         Candidate(shape, outcome, summary(outcome.records, outcome.took_s, [slo]), slo)
         for shape in shapes(config.gpus)
-        for outcome in [simulate(shape, times, arrivals, config.max_running)]
+        for outcome in [simulate(shape, times, arrivals, config.max_running, max_gap_s)]
     ]
     if not candidates[0].outcome.records:
         raise ConfigError(
@@ -156,9 +159,7 @@ def load(config: SizingConfig) -> list[Arrival]:
             )
         return _trace(Path(config.trace))
     if missing := [flag for flag in sizes if flag not in given]:
-        raise ConfigError(
-            f"give --rate, --prompt-len and --tokens, or a --trace; missing: {', '.join(missing)}"
-        )
+        raise ConfigError(f"give --rate, --prompt-len and --tokens, or a --trace; missing: {', '.join(missing)}")
     assert config.rate is not None and config.prompt_len is not None and config.tokens is not None, sizes
     if config.rate * config.seconds > _MOST_REQUESTS:
         raise ConfigError(

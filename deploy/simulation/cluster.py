@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +13,6 @@ from .agenda import Agenda
 from .costs import Costs
 from .decode_node import DecodeNode
 from .figures import Record
-from .gap_bound import GapBound
 from .prefill_node import PrefillNode
 from .request import Request
 from .router import Router
@@ -54,18 +52,22 @@ class Outcome:
     decode_busy: float
 
 
-def simulate(shape: Shape, times: Times, arrivals: Sequence[Arrival], max_running: int) -> Outcome:
-    """Run a load until its last token. `max_running`: sequences that each node computes at once."""
+def simulate(
+    shape: Shape, times: Times, arrivals: Sequence[Arrival], max_running: int, max_gap_s: float | None = None
+) -> Outcome:
+    """Run a load until its last token. `max_running`: sequences that each node computes at once. `max_gap_s`: the
+    decode nodes' bound on gaps beside local prompts; None: their default."""
     agenda, costs = Agenda(), Costs(times, max_running)
     is_auto = shape.local_prefill == "auto"
     mode: LocalPrefill = "always" if shape.local_prefill == "auto" else shape.local_prefill
     facts = GroupFacts(mode, lacks_prefill=not shape.num_prefill, decodes_compute=True)
     router = Router(agenda, costs, facts, is_auto=is_auto)
     pool = times.pool_tokens
-    chunk = PrefillConfig().chunk("cuda")
+    chunk, local_chunk = PrefillConfig().chunk("cuda"), DecodeConfig().chunk("cuda")
     prefills = [PrefillNode(agenda, costs, max_running, pool, chunk, router.computed) for _ in range(shape.num_prefill)]
-    bound = GapBound(costs, DecodeConfig().chunk("cuda"), None if is_auto else math.inf)
-    decodes = [DecodeNode(agenda, costs, max_running, pool, bound, router) for _ in range(shape.num_decode)]
+    decodes = [
+        DecodeNode(agenda, costs, max_running, pool, local_chunk, max_gap_s, router) for _ in range(shape.num_decode)
+    ]
     router.join(prefills, decodes)
     requests = [Request(order, arrival) for order, arrival in enumerate(arrivals) if _fits(arrival, times)]
     for request in requests:

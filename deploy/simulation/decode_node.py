@@ -7,19 +7,23 @@
 As on the real node, messages are handled when a round has ended (or at once if the node is idle or waits for pages), a
 sequence joins a round only until that is submitted, and the youngest sequence gives way if the pool is full. The time
 of a step does not depend on how many sequences the program simulates: a round changes counters, and a sequence is
-touched when it joins and when it leaves.
+touched when it joins and when it leaves. How many tokens of local prompts a step computes is decided by the real node's
+ChunkBudget, which learns from the simulated times.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from typing import Protocol
 
+from ...decode_node.chunk_budget import Chunk, ChunkBudget, ChunksAlone, PromptRate
+from ...decode_node.round_seconds import RoundSeconds
+from ...engine.chunk_costs import ChunkCosts
 from ...router.placement import DecodeFigures
 from ...router.prompt_placement import LocalFigures, PromptTimes
 from .agenda import Agenda
 from .costs import Costs, Piece
-from .gap_bound import GapBound
 from .request import SLACK, Request
 
 _LEAST_AHEAD_S, _SHARE_AHEAD = 1e-3, 0.2  # of a round, before whose end the next one is submitted (round_clock.py)
@@ -56,6 +60,26 @@ class Gaps:
         return self._gaps[at][1] if at < len(self._gaps) else 0.0
 
 
+class RememberedCosts(ChunkCosts):
+    """The chunk costs of a real node, which remember their answers until the next measurement: a simulation asks them a
+    thousand times as often."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        super().__init__(seconds)
+        self._known: dict[tuple[int, int, bool], float] = {}
+
+    def seconds(self, num_tokens: int, depth: int, *, is_beside: bool) -> float:
+        key = num_tokens, depth, is_beside
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = super().seconds(num_tokens, depth, is_beside=is_beside)
+        return found
+
+    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_beside: bool) -> None:
+        self._known.clear()
+        super().observe(num_tokens, depth, seconds, is_beside=is_beside)
+
+
 class DecodeNode:
     """Owns its sequences and the tokens that its pool holds for them."""
 
@@ -65,10 +89,17 @@ class DecodeNode:
         costs: Costs,
         max_running: int,
         pool_tokens: int,
-        bound: GapBound,
+        chunk_tokens: int,
+        max_gap_s: float | None,
         owner: Owner,
     ) -> None:
-        self._agenda, self._costs, self._bound, self._owner = agenda, costs, bound, owner
+        """`chunk_tokens`: the most tokens of a chunk. `max_gap_s`: the operator's bound on gaps between tokens; None:
+        the node's own (decode_node/chunk_budget.py)."""
+        self._agenda, self._costs, self._owner = agenda, costs, owner
+        self._chunk_tokens = chunk_tokens
+        table = RememberedCosts.measure(lambda num_tokens: costs.chunk_s([Piece(num_tokens, 0)]), chunk_tokens)
+        self._budget = ChunkBudget(table, RoundSeconds(costs.round_s(1, 0)), chunk_tokens, max_gap_s)
+        self._alone = ChunksAlone()
         self._max_running, self._pool_tokens = max_running, pool_tokens
         self._asked: list[Request] = []
         self._num_awaited = 0
@@ -100,35 +131,24 @@ class DecodeNode:
 
     @property
     def round_s(self) -> float:
-        """The time of a round of the present batch, of one sequence at least."""
+        """The time of a round under the present load, of one sequence at least."""
         return self._costs.round_s(max(1, len(self._running)), self._context_tokens)
 
     def local_figures(self, request: Request) -> LocalFigures:
         """Return what the router's books and the node's reports show to a request that could be computed here."""
-        batch, context_tokens = len(self._running), self._context_tokens
-        chunk_tokens = self._bound.largest(batch, context_tokens, 0)
-        token_s = 0.0
-        if chunk_tokens:
-            token_s = self._costs.prompt_s(request.prompt_len, chunk_tokens, batch, context_tokens) / request.prompt_len
-        figures, num_tokens = self.figures, request.length + SLACK
+        rate, figures = self._rate, self.figures
+        num_asked = sum(each.prompt_len for each in self._asked if each.is_local)
         return LocalFigures(
-            self.queued_tokens,
+            self._num_queued_tokens + num_asked,
             request.prompt_len,
-            PromptTimes(token_s),
-            self.round_s,
-            chunk_tokens > 0,
+            PromptTimes(rate.token_s, rate.fixed_s),
+            rate.round_s,
+            rate.has_room,
             figures.num_running,
             figures.max_running,
-            figures.free_pages if not figures.is_full else 0,
-            num_tokens,
+            0 if figures.is_full else figures.free_pages,
+            request.length + SLACK,
         )
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of local and preempted sequences that are still to compute."""
-        queued = [request for _, request in (*self._computing, *self._preempted)]
-        queued += [request for request in self._asked if request.is_local]
-        return sum(request.length - 1 - request.num_computed for request in queued)
 
     @property
     def is_empty(self) -> bool:
@@ -151,6 +171,17 @@ class DecodeNode:
         self._reserved_tokens += 1
         self._ready.append((self._agenda.now, request))
         self._wake()
+
+    @property
+    def _rate(self) -> PromptRate:
+        """How long prompts take under the present load. Prompts that are not computed yet will be streams then."""
+        return self._budget.rate(len(self._running) or min(1, self._num_units), 0, self._num_queued_tokens)
+
+    @property
+    def _num_queued_tokens(self) -> int:
+        """Tokens of local and preempted sequences that are still to compute."""
+        queued = (*self._computing, *self._preempted)
+        return sum(request.length - 1 - request.num_computed for _, request in queued)
 
     @property
     def _held_tokens(self) -> int:
@@ -202,6 +233,7 @@ class DecodeNode:
         if not batch and not self._pieces:
             assert not self._computing and not self._ready, "a step without a round computes chunks"
             self._is_idle = True
+            self._alone.take()
             self._take_messages()
             return
         seconds = ahead_s = 0.0
@@ -214,10 +246,11 @@ class DecodeNode:
             seconds += self._costs.beside_s(pieces, batch)
         self.busy_s += seconds
         self._cutoff = now + seconds - ahead_s
-        self._agenda.at(now + seconds, self._end_step, batch)
+        self._agenda.at(now + seconds, self._end_step, batch, seconds)
         self._take_messages()  # a local prompt that is granted now begins in the next step
 
-    def _end_step(self, batch: int) -> None:
+    def _end_step(self, batch: int, seconds: float) -> None:
+        self._learn(batch, seconds)
         for request, num_tokens in self._pieces:
             request.num_computed += num_tokens
             if request.num_computed == request.length - 1:
@@ -226,6 +259,24 @@ class DecodeNode:
         if batch:
             self._end_round()
         self._step()
+
+    def _learn(self, batch: int, seconds: float) -> None:
+        """Let the budget of chunks observe a step of `seconds`, as the real node does."""
+        now, chunk = self._agenda.now, None
+        if self._pieces:
+            num_tokens = sum(num for _, num in self._pieces)
+            chunk = Chunk(num_tokens, sum(num * request.num_computed for request, num in self._pieces) // num_tokens)
+        if not batch:
+            assert chunk is not None, "a step without a round computes chunks"
+            self._alone.add(chunk, now - seconds)
+            return
+        alone = self._alone.take()
+        if chunk is not None:
+            self._budget.end_beside(batch, 0, chunk, seconds if alone is None else None)
+        elif alone is not None:
+            self._budget.end_alone(batch, 0, alone, now - alone.since)
+        else:
+            self._budget.end_round(batch, 0, seconds)
 
     def _end_round(self) -> None:
         now = self._agenda.now
@@ -279,9 +330,10 @@ class DecodeNode:
             self._had_first.remove(request)
 
     def _plan_chunks(self) -> list[tuple[Request, int]]:
-        history = self._computing[0][1].num_computed
-        budget = self._bound.largest(len(self._running), self._context_tokens, history)
-        pieces: list[tuple[Request, int]] = []
+        num_streams, budget, pieces = len(self._running), self._chunk_tokens, list[tuple[Request, int]]()
+        if num_streams:
+            depth = self._computing[0][1].num_computed
+            budget = min(budget, self._budget.num_tokens(num_streams, 0, depth, self._num_queued_tokens))
         for _, request in self._computing:
             if budget <= 0:
                 break

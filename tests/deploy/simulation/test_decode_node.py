@@ -8,13 +8,14 @@ import random
 import pytest
 from simulated import TIMES
 
+from baton.decode_node.chunk_budget import ChunkBudget
 from baton.deploy.simulation.agenda import Agenda
 from baton.deploy.simulation.costs import Costs
-from baton.deploy.simulation.decode_node import DecodeNode, Gaps
+from baton.deploy.simulation.decode_node import DecodeNode, Gaps, RememberedCosts
 from baton.deploy.simulation.figures import Record
-from baton.deploy.simulation.gap_bound import GapBound
 from baton.deploy.simulation.request import Request
 from baton.deploy.simulation.traffic import Arrival
+from baton.engine.chunk_costs import ChunkCosts
 
 
 class Bench:
@@ -23,9 +24,8 @@ class Bench:
     def __init__(
         self, *, max_gap_s: float | None = math.inf, chunk_tokens: int = 1000, pool_tokens: int = 100_000
     ) -> None:
-        self.agenda, costs = Agenda(), Costs(TIMES, 64)
-        bound = GapBound(costs, chunk_tokens, max_gap_s)
-        self.node = DecodeNode(self.agenda, costs, 64, pool_tokens, bound, self)
+        self.agenda = Agenda()
+        self.node = DecodeNode(self.agenda, Costs(TIMES, 64), 64, pool_tokens, chunk_tokens, max_gap_s, self)
         self.away_s: dict[Request, float] = {}
         self.granted_at: list[tuple[int, float]] = []
         self.done: list[Request] = []
@@ -114,6 +114,28 @@ def test_chunks_keep_the_bound_on_gaps() -> None:
     bench.run()
     assert 0.0145 < running.gap_s <= 0.0152  # 1.5 rounds
     assert local.record.ttft_s > 0.1
+
+
+def test_the_products_own_budget_decides_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkBudget, "num_tokens", lambda self, *args: 7)
+    bench = Bench()
+    running = bench.remote(0.0, 9, 200, away_s=0.0)
+    local = bench.local(0.1, 71, 2)
+    bench.run()
+    assert local.record.ttft_s == pytest.approx(12 * 0.010 + 0.010, abs=0.02)
+    assert running.gap_s < 0.0112
+
+
+def test_remembered_costs_are_those_that_were_measured_last() -> None:
+    plain, remembered = ChunkCosts({16: 0.1, 64: 0.2}), RememberedCosts({16: 0.1, 64: 0.2})
+    draw = random.Random(3)
+    for _ in range(200):
+        size, depth, is_beside = draw.choice([8, 20, 64, 90]), draw.choice([0, 5000]), draw.random() < 0.5
+        if draw.random() < 0.2:
+            seconds = draw.random()
+            for each in (plain, remembered):
+                each.observe(size, depth, seconds, is_beside=is_beside)
+        assert plain.seconds(size, depth, is_beside=is_beside) == remembered.seconds(size, depth, is_beside=is_beside)
 
 
 def test_the_largest_gap_since_a_round_is_that_of_a_search() -> None:
