@@ -9,10 +9,10 @@ LEAST_TOKENS beside a round. The rules for that are:
 - The operator gave the bound. A chunk of full length runs beside one round of RARE. So 1 gap in RARE is longer than the
   bound, and the 99th percentile of the gaps holds. The node reports that it has no room, and the router sends prompts
   elsewhere if it can.
-- The operator gave none. A chunk, in which tokens take about as long as what is fixed, runs beside one round of several.
-  They are so many that the mean gap is at most DEFAULT_GAP rounds. If the prompts that wait would take longer than
-  QUEUE_S at this pace, chunks have their full length: otherwise prompts would wait ever longer under a load that the
-  node can serve.
+- The operator gave none. A chunk that takes about twice as long as one of LEAST_TOKENS runs beside one round of
+  several. They are so many that the mean gap is at most DEFAULT_GAP rounds. If the prompts that wait would take longer
+  than QUEUE_S at this pace, chunks have their full length: otherwise prompts would wait ever longer under a load that
+  the node can serve.
 
 Times vary, and a bound on the 99th percentile needs a margin for that. Each chunk after which a gap was too long makes
 the margin larger by STEP, and each other one smaller by STEP / RARE. So the margin rests where about 1 chunk in RARE
@@ -54,7 +54,7 @@ class Alone(NamedTuple):
     """Chunks in a row without a round beside them, before one round."""
 
     mean: Chunk
-    count: int
+    num_chunks: int
     since: float  # monotonic seconds
 
 
@@ -170,7 +170,7 @@ class ChunkBudget:
         """Chunks and one round after them are over, after so many seconds together."""
         self._num_plain += 1
         seconds -= self._rounds.expected(num_streams, num_steps)
-        self._costs.observe(*chunks.mean, seconds / chunks.count, is_beside=False)
+        self._costs.observe(*chunks.mean, seconds / chunks.num_chunks, is_beside=False)
 
     def _bound_s(self, round_s: float) -> float:
         return DEFAULT_GAP * round_s if self._max_gap_s is None else self._max_gap_s

@@ -17,7 +17,7 @@ def padding_chunk(num_tokens: int, page_size: int) -> Recompute:
 
 
 def measure_chunk(executor: Executor, num_tokens: int, page_size: int) -> float:
-    """Return the seconds by which a chunk makes a step with a round of one sequence longer, the host's part included."""
+    """Return the seconds by which a chunk makes a round of one sequence longer, the host's part included."""
     round_s = measure_round(executor, 1, 0)
     started = time.monotonic()
     executor.submit(padding_chunk(num_tokens, page_size))

@@ -41,6 +41,7 @@ from ..metadata.handoff.server import HandoffServer
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
+from .chunk_rate import ChunkRate
 from .chunks import ChunkUnderWay, submit
 from .outbox import FirstToken, Outbox
 from .prompt_ends import PromptEnd
@@ -93,6 +94,7 @@ class PrefillNode:
             prompts.warm_up(progress)
         self._tickets = Tickets(cache.pool, handoff)
         self._counts = _Counts()
+        self._rate = ChunkRate()
         self._keys = itertools.count()
         self._overlaps = prompts.runs_ahead if overlaps is None else overlaps
         self._under_way: ChunkUnderWay | None = None
@@ -123,6 +125,8 @@ class PrefillNode:
             waiting=len(self.scheduler.waiting),
             tickets=len(self._tickets.units()),
             queued_tokens=self.scheduler.num_queued_tokens,
+            prompt_token_s=self._rate.token_s,
+            prompt_fixed_s=self._rate.fixed_s,
         )
 
     def stats(self) -> NodeStats:
@@ -276,6 +280,7 @@ class PrefillNode:
         report = chunk.submitted.wait()
         begun = max(report.begun, self._computed_at)  # the device did the last chunk until then
         self._computed_at = report.computed
+        self._rate.observe(sum(len(row.input_ids) for _, row in chunk.plan), report.computed - begun)
         for (request, row), logprobs in zip(chunk.plan, report.logprobs, strict=True):
             request.finish_chunk(len(row.input_ids), begun, report.computed)
             request.add_prompt_logprobs(logprobs)

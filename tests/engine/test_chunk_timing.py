@@ -1,0 +1,29 @@
+"""Chunks of padding take time and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from drafters import settings, target_of
+from node_pair import params
+from solo import Solo
+
+from baton.engine.chunk_timing import measure_chunk
+
+
+@pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3", "mtp3-deepseek"])
+def test_a_measured_chunk_changes_no_sequence(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = target_of(name, checkpoint)
+    solo = Solo(model, num_slots=3, num_pages=60, buckets=(2,), **settings(name, model, tmp_path))
+    sequence, alone = (solo.start([1, 2, 3, 4, 5], params(30, temperature=1.0, seed=2)) for _ in range(2))
+    expected = solo.run(alone, 12, 2)
+    solo.run(sequence, 5, 2)
+    kv = solo.target_kv(sequence)
+    page_size = solo.engine.pool.page_size
+    for num_tokens in (1, page_size, 3 * page_size + 1):
+        assert 0 <= measure_chunk(solo.executor, num_tokens, page_size) < 60
+    assert torch.equal(solo.target_kv(sequence), kv)
+    assert solo.run(sequence, 12, 2) == expected
