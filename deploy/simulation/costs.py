@@ -82,16 +82,6 @@ class Costs:
         pairs = sum(piece.tokens * piece.history for piece in pieces)
         return min(alone_s, (self._joint_extra(total) + self._per_pair * pairs) / 1e3)
 
-    def prompt_s(self, num_tokens: int, chunk_tokens: int, batch: int = 0, context_tokens: int = 0) -> float:
-        """Return the time of a prompt in chunks of at most `chunk_tokens`, each beside a round if there is a batch."""
-        seconds = 0.0
-        for history in range(0, num_tokens, chunk_tokens):
-            piece = Piece(min(chunk_tokens, num_tokens - history), history)
-            seconds += self.beside_s([piece], batch)
-        if batch:
-            seconds += -(-num_tokens // chunk_tokens) * self.round_s(batch, context_tokens)
-        return seconds
-
     def handoff_s(self, num_tokens: int) -> float:
         """Return the time of a handoff whose last chunk has `num_tokens` tokens."""
         return self._handoff(num_tokens) / 1e3

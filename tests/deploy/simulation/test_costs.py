@@ -48,12 +48,6 @@ def test_a_smaller_chunk_than_the_smallest_measured_one_takes_as_long() -> None:
     assert costs.chunk_s([Piece(20_000, 0)]) == pytest.approx(2.0)
 
 
-def test_a_prompt_takes_as_long_as_its_chunks_and_the_rounds_beside_them() -> None:
-    costs = Costs(TIMES, 64)
-    assert costs.prompt_s(250, 100) == pytest.approx(0.025)
-    assert costs.prompt_s(250, 100, 2, 1000) == pytest.approx(0.025 + 3 * 0.011)
-
-
 def test_a_chunk_beside_a_round_is_joined_with_it_where_that_was_measured_and_is_faster() -> None:
     joints = (JointPoint(8, 100, 64, 12.8), JointPoint(8, 100, 256, 25.8))  # 2 and 15 ms more than the round
     costs = Costs(msgspec.structs.replace(TIMES, joints=joints), 64)

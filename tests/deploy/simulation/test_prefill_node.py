@@ -10,6 +10,7 @@ from baton.deploy.simulation.costs import Costs
 from baton.deploy.simulation.prefill_node import PrefillNode
 from baton.deploy.simulation.request import Request
 from baton.deploy.simulation.traffic import Arrival
+from baton.router.prompt_placement import RemoteFigures
 
 
 class Bench:
@@ -60,9 +61,14 @@ def test_the_books_hold_a_prompt_until_it_is_handed_over() -> None:
     assert figures == [(500, 1), (500, 1), (0, 0)]
 
 
-def test_remote_figures_count_the_prompts_before() -> None:
+def test_remote_figures_count_the_prompts_before_and_what_chunks_took() -> None:
     bench = Bench(1000)
-    bench.node.submit(Request(0, Arrival(0.0, 700, 2)))
-    figures = bench.node.remote_figures(Request(1, Arrival(0.0, 100, 2)), round_s=0.01)
-    assert (figures.num_queued_tokens, figures.num_uncached_tokens) == (700, 100)
-    assert figures.second_token_s == pytest.approx(0.08 + 0.005 + 0.005 + 0.01)
+    request = Request(1, Arrival(0.0, 100, 2))
+    assert not bench.node.remote_figures(request, round_s=0.01).times.are_known
+    bench.run((0.0, 700))
+    bench.agenda.at(1.0, bench.node.submit, Request(0, Arrival(1.0, 700, 2)))
+    figures = list[RemoteFigures]()
+    bench.agenda.at(1.01, lambda: figures.append(bench.node.remote_figures(request, round_s=0.01)))
+    bench.agenda.run()
+    assert (figures[0].num_queued_tokens, figures[0].num_uncached_tokens) == (700, 100)
+    assert figures[0].second_token_s == pytest.approx(0.08 + 0.005 + 0.005 + 0.01)

@@ -50,14 +50,16 @@ def test_sequences_spread_over_decode_nodes() -> None:
 def test_auto_takes_the_sooner_role() -> None:
     """A short prompt on an idle node saves the handoff. A long one behind a queue of prefill waits less."""
     times = msgspec.structs.replace(TIMES, handoffs=(HandoffPoint(100, 20.0),))
+    first = Arrival(0.0, 100, 2)  # a prefill node shows by it how long prompts take there
 
     def num_local(*arrivals: Arrival) -> int:
-        return simulate(Shape(1, 1, "auto"), times, arrivals, 8).num_local
+        return simulate(Shape(1, 1, "auto"), times, [first, *arrivals], 8).num_local
 
-    assert num_local(Arrival(0.0, 100, 5)) == 1
-    assert 0 < num_local(*[Arrival(0.0, 10_000, 2)] * 5) < 5
-    stream = Arrival(0.0, 50, 400)
-    assert num_local(stream, Arrival(1.0, 500, 2)) == 1  # ten chunks beside the stream last longer than the handoff
+    assert num_local() == 0
+    assert num_local(Arrival(1.0, 100, 5)) == 1
+    assert 0 < num_local(*[Arrival(1.0, 10_000, 2)] * 5) < 5
+    stream = Arrival(1.0, 50, 400)
+    assert num_local(stream, Arrival(2.0, 500, 2)) == 1  # ten chunks beside the stream last longer than the handoff
 
 
 def test_a_single_token_needs_no_decode_node() -> None:
