@@ -2,7 +2,7 @@
 
     round      base(bucket of the batch) + a x tokens of all contexts
     chunk      base(tokens) + q x sum of n^2 + h x sum of n x history, over its prompts of n tokens
-    together   a chunk, then a round; or one forward pass, where that was measured and is faster
+    together   a chunk, then a round; or one forward pass, if such batches and chunks were measured and it is faster
     handoff    by the tokens of the last chunk, since the pages before it are pulled while that is computed
 
 Bases are linear between measured sizes, those of the smallest size below it, and go on as the last two sizes say above
@@ -57,10 +57,10 @@ class Costs:
         self._handoff = Line((each.tokens, each.ms) for each in times.handoffs)
         extra = defaultdict[int, list[float]](list)
         for each in times.joints:
-            alone_ms = self.round_s(min(each.batch, max_running), each.batch * each.context) * 1e3
-            extra[each.tokens].append(max(0.0, each.ms - alone_ms))
+            extra[each.tokens].append(each.ms)
         self._joint_extra = Line((tokens, max(found)) for tokens, found in extra.items()) if extra else None
         self._most_joint = max(extra, default=0)
+        self._largest_joint = max((each.batch for each in times.joints), default=0)
         self.router_s = times.router_ms / 1e3
 
     def round_s(self, batch: int, context_tokens: int) -> float:
@@ -77,7 +77,7 @@ class Costs:
     def beside_s(self, pieces: Sequence[Piece], batch: int) -> float:
         """Return the time by which a chunk makes a step longer that also runs a round of `batch` sequences."""
         alone_s, total = self.chunk_s(pieces), sum(piece.tokens for piece in pieces)
-        if self._joint_extra is None or not batch or total > self._most_joint:
+        if self._joint_extra is None or not 0 < batch <= self._largest_joint or total > self._most_joint:
             return alone_s
         pairs = sum(piece.tokens * piece.history for piece in pieces)
         return min(alone_s, (self._joint_extra(total) + self._per_pair * pairs) / 1e3)

@@ -35,10 +35,10 @@ class ChunkPoint(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JointPoint(Struct, frozen=True, forbid_unknown_fields=True):
-    """A round that computes a chunk of a prompt in the same forward pass."""
+    """The time by which a round of `batch` sequences is longer if its forward pass also computes `tokens` prompt
+    tokens."""
 
     batch: int
-    context: int
     tokens: int
     ms: float
 

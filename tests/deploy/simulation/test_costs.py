@@ -49,12 +49,13 @@ def test_a_smaller_chunk_than_the_smallest_measured_one_takes_as_long() -> None:
 
 
 def test_a_chunk_beside_a_round_is_joined_with_it_where_that_was_measured_and_is_faster() -> None:
-    joints = (JointPoint(8, 100, 64, 12.8), JointPoint(8, 100, 256, 25.8))  # 2 and 15 ms more than the round
+    joints = (JointPoint(8, 64, 2.0), JointPoint(4, 64, 1.5), JointPoint(8, 256, 15.0))
     costs = Costs(msgspec.structs.replace(TIMES, joints=joints), 64)
     assert costs.beside_s([Piece(64, 0)], 8) == pytest.approx(2e-3)  # alone 6.4
     assert costs.beside_s([Piece(128, 0)], 8) == pytest.approx((2 + 13 / 3) * 1e-3)
     assert costs.beside_s([Piece(16, 0)], 8) == pytest.approx(1.6e-3)  # alone is faster
     assert costs.beside_s([Piece(64, 0)], 0) == pytest.approx(6.4e-3)  # there is no round
+    assert costs.beside_s([Piece(64, 0)], 9) == pytest.approx(6.4e-3)  # no graph holds so large a batch
     assert costs.beside_s([Piece(300, 0)], 8) == pytest.approx(30e-3)  # no graph holds as many
 
 
