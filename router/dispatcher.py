@@ -269,7 +269,7 @@ class Dispatcher:
             case Reserved():
                 self._reserved(node, message, now)
             case CapacityFreed():
-                node.make_room(message.load)
+                node.make_room(message.load, now)
                 self._room_made(node.group, now)
             case PrefillDone():
                 self._prefill_done(node, message, now)
@@ -326,11 +326,13 @@ class Dispatcher:
             return False
         request = entry.request
         attempt = request.begin_attempt(set(place.choices), place.prefill, place.decode, now)
-        attempt.place = entry.place
+        attempt.place = place.prompt
         if place.decode is None:
             self._dispatch(entry, attempt, now)
             return True
         message = self.reservations.begin(entry, attempt, place.decode, now)
+        if place.prefill is None:
+            self._placement.begin_prompt(place.decode, entry, attempt.number, now)
         request.timeline.begin(_sequences(request, place.choices), "reserve", now, attempt)
         self._effects.append(Send(place.decode, message))
         return True
@@ -352,7 +354,7 @@ class Dispatcher:
 
     def _reserved(self, node: Node, message: Reserved, now: float) -> None:
         """Handle a decode node's answer: dispatch the choices that it granted. The others keep waiting."""
-        node.report(message.load)
+        node.report(message.load, now)
         answer = self.reservations.answered(node, message)
         if answer is None:
             self.cancels.send_unwanted(node, message, self._requests.get(message.rid), now)
@@ -421,9 +423,11 @@ class Dispatcher:
             now - request.created_at,
             extra={"rid": request.rid},
         )
+        if attempt.decode is not None:
+            self._placement.will_cache(attempt.decode, entry)
         if prefill is None:
             return
-        self._placement.begin_prompt(prefill, entry, attempt.number)
+        self._placement.begin_prompt(prefill, entry, attempt.number, now)
         message = Prefill(
             router_epoch=self.epoch,
             rid=request.rid,
@@ -437,7 +441,7 @@ class Dispatcher:
     # Nodes work on it
 
     def _prefill_done(self, node: Node, message: PrefillDone, now: float) -> None:
-        node.report(message.load)
+        node.report(message.load, now)
         node.end_prompt(message.rid, message.attempt)
         self._metrics.prefill(node, message)
         request = self._requests.get(message.rid)
@@ -465,6 +469,9 @@ class Dispatcher:
             sequence.request.timeline.admitted(sequence, message, now)
             if attempt.prefill is not None:
                 self.health.worked(attempt.prefill, node, now)
+                if sequence.seen_at is not None and len(sequence.received) > sequence.num_before:
+                    # a sequence waits half a round on average, until the next one begins
+                    node.group.handoffs.observe(now - sequence.seen_at + node.load.round_s / 2)
 
     def _failed(self, node: Node, message: Failed, now: float) -> None:
         """A node could not go on with a unit."""
@@ -510,6 +517,7 @@ class Dispatcher:
                     self.cancels.send(node, request.rid, attempt.number, (sequence.index,), reason, now)
             if attempt.decode is not None:
                 attempt.decode.release(request.rid, attempt.number, (sequence.index,))
+                self._placement.has_generated(attempt.decode, sequence)
             if attempt.decode is not None and attempt.prefill is None:
                 self.health.worked_alone(attempt.decode, now)
             attempt.choices.discard(sequence.index)

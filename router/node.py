@@ -16,10 +16,12 @@ from ..metadata.wire.membership import Heartbeat, Hello
 from ..metadata.wire.messages import Compute
 from ..metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
-from .prompt_placement import GroupFacts, LocalPrefill, patience_s, place_prompt
+from .handoff_times import HandoffTimes
+from .prompt_placement import GroupFacts, LocalPrefill, PromptTimes, patience_s, place_prompt
 from .text.tokenizer import ChatTemplate, TextTokenizer
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+FLIGHT_S = 0.02  # a report may have been made this long before it came, without the prompts sent since
 FULL_S = 2.0  # a node that refused a reservation is asked again after so long at the latest
 
 
@@ -31,6 +33,13 @@ class GroupKey(NamedTuple):
     draft: str | None
     model: str
     tokenizer: str
+
+
+class _Prompt(NamedTuple):
+    """A prompt that a node was given: the tokens that it is expected to compute, and when (monotonic seconds)."""
+
+    num_tokens: int
+    given_at: float
 
 
 class _Held:
@@ -47,8 +56,9 @@ class Node:
     """One life (epoch) of a prefill or decode node, and the books of what the router has given it.
 
     A decode node's books count choices: `reserve` enters them with the pages that they will take, `grant` keeps those
-    that the node agreed to, `release` takes them out. A prefill node's books count prompts: `begin_prompt`,
-    `end_prompt`. Every entry belongs to an attempt, named by (rid, attempt). Only this class writes the books.
+    that the node agreed to, `release` takes them out. The books of a node that computes prompts count prompts:
+    `begin_prompt`, `end_prompt`. Every entry belongs to an attempt, named by (rid, attempt). Only this class writes the
+    books.
     """
 
     __slots__ = (
@@ -65,6 +75,7 @@ class Node:
         "_pledged_pages",
         "_prompts",
         "_refused_at_free",
+        "_reported_at",
         "_welcomed_at",
         "group",
         "hello",
@@ -79,12 +90,12 @@ class Node:
         self.group = group
         self._load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
         self._beat: Heartbeat | None = None
-        self._last_seen = self._welcomed_at = now
+        self._last_seen = self._welcomed_at = self._reported_at = now
         self._is_leaving = False
         self._is_cordoned = False
         self._evict_at: float | None = None
         self._is_reachable = True
-        self._prompts: dict[tuple[str, int], int] = {}  # prompt tokens that a prefill node has to compute
+        self._prompts: dict[tuple[str, int], _Prompt] = {}
         self._held: dict[tuple[str, int], _Held] = {}
         self._num_units = 0
         self._pledged_pages = 0
@@ -165,12 +176,13 @@ class Node:
         self._beat = beat
         self._last_seen = now
         self._is_reachable = True
-        self.report(beat.load)
+        self.report(beat.load, now)
 
-    def report(self, load: Load) -> None:
+    def report(self, load: Load, now: float) -> None:
         """Record the load that the node reports. If the load shows more room than at a refusal, the node is not full
         any more."""
         self._load = load
+        self._reported_at = now
         if self._full_since is not None and (load.free_pages > self._refused_at_free or load.running == 0):
             self._full_since = None
 
@@ -257,10 +269,10 @@ class Node:
         self._full_since = now
         self._refused_at_free = self._load.free_pages
 
-    def make_room(self, load: Load) -> None:
+    def make_room(self, load: Load, now: float) -> None:
         """The node said that it has room again."""
         self._full_since = None
-        self.report(load)
+        self.report(load, now)
 
     def is_full(self, now: float) -> bool:
         """Whether it refused a reservation lately and has not shown more room since."""
@@ -277,8 +289,9 @@ class Node:
         self._pledged_pages -= held.pledge * len(gone)
         if not held.choices:
             del self._held[rid, attempt]
+            self.end_prompt(rid, attempt)
 
-    # Books of a prefill node
+    # Books of a node that computes prompts
 
     @property
     def num_prompts(self) -> int:
@@ -288,11 +301,26 @@ class Node:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of these prompts that it is expected to compute."""
-        return sum(self._prompts.values())
+        return sum(prompt.num_tokens for prompt in self._prompts.values())
 
-    def begin_prompt(self, rid: str, attempt: int, num_tokens: int) -> None:
+    def num_queued_tokens(self, now: float) -> int:
+        """Return how many prompt tokens the node has still to compute: those that it reported last, less what it can
+        have computed since, and those that it was given since. The books know the most that this can be."""
+        times, since_s = self.prompt_times, now - self._reported_at
+        num_computed = since_s / times.token_s if times.are_known else 0.0
+        num_reported = max(0, self._load.queued_tokens - int(num_computed))
+        given_from = self._reported_at - FLIGHT_S
+        num_given = sum(prompt.num_tokens for prompt in self._prompts.values() if prompt.given_at >= given_from)
+        return min(self.num_prompt_tokens, num_reported + num_given)
+
+    @property
+    def prompt_times(self) -> PromptTimes:
+        """How long prompts take on the node, as it reported last."""
+        return PromptTimes(self._load.prompt_token_s, self._load.prompt_fixed_s)
+
+    def begin_prompt(self, rid: str, attempt: int, num_tokens: int, now: float) -> None:
         """Enter a prompt of which the node has to compute `num_tokens` tokens."""
-        self._prompts[rid, attempt] = num_tokens
+        self._prompts[rid, attempt] = _Prompt(num_tokens, now)
 
     def end_prompt(self, rid: str, attempt: int) -> None:
         """Take the prompt out of the books: the node has finished it, or need not finish it."""
@@ -321,6 +349,7 @@ class Group:
     def __init__(self, key: GroupKey, hello: Hello, local_prefill: LocalPrefill = "never") -> None:
         self.key = key
         self.facts = GroupFacts(local_prefill)  # `look` renews them
+        self.handoffs = HandoffTimes()
         self._had_prefill = False
         self._prefill_at: float | None = None  # when a prefill node was last seen, or the group was first looked at
         self.card: ModelCard = hello.model
@@ -350,7 +379,7 @@ class Group:
         """Renew the facts on which the placement of prompts depends. Return whether it changes for ordinary requests.
 
         To be called several times per second. `node_wait_s`: how long requests wait for a node."""
-        before = self.computes_locally
+        before = self.computes_locally, self.may_compute_locally
         decodes = self.live("decode")
         if any(node.role == "prefill" for node in self.nodes.values()):  # one that drains may be put back
             self._had_prefill, self._prefill_at = True, now
@@ -362,23 +391,32 @@ class Group:
             lacks_prefill=now - self._prefill_at > most,
             decodes_compute=bool(decodes) and all(node.knows(Compute) for node in decodes),
         )
-        return before != self.computes_locally
+        return before != (self.computes_locally, self.may_compute_locally)
 
     @property
     def computes_locally(self) -> bool:
-        """Whether decode nodes compute the prompts of ordinary requests."""
-        return place_prompt(self.facts, wants_prompt_logprobs=False).where == "local"
+        """Whether decode nodes compute the prompts of all ordinary requests."""
+        place = place_prompt(self.facts, wants_prompt_logprobs=False)
+        return place is not None and place.where == "local"
+
+    @property
+    def may_compute_locally(self) -> bool:
+        """Whether decode nodes compute the prompts of some or all ordinary requests."""
+        place = place_prompt(self.facts, wants_prompt_logprobs=False)
+        return place is None or place.where == "local"
 
     @property
     def placement_words(self) -> str:
         """A sentence on who computes the prompts of ordinary requests."""
         place = place_prompt(self.facts, wants_prompt_logprobs=False)
+        if place is None:
+            return f"model {self.key.model}: each prompt is computed by the prefill or decode node that is sooner"
         who = "decode nodes" if place.where == "local" else "prefill nodes"
         return f"model {self.key.model}: {who} compute prompts{place.words and ', since ' + place.words}"
 
     def local_nodes(self) -> list[Node]:
         """Return the decode nodes that compute prompts and take new work."""
-        return [node for node in self.live("decode") if node.knows(Compute)] if self.computes_locally else []
+        return [node for node in self.live("decode") if node.knows(Compute)] if self.may_compute_locally else []
 
     @property
     def can_serve(self) -> bool:

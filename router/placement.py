@@ -1,8 +1,9 @@
 """Placement: chooses the nodes for a waiting request.
 
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
-probably has in its cache need not be computed. Nodes on which the request has not failed yet come first. A node that
-ran out of memory for the request gets it again only if no other node of the role could take it, however busy they are.
+probably has in its cache need not be computed. If the prompt is local, or either role may compute it, see
+prompt_placement.py. Nodes on which the request has not failed yet come first. A node that ran out of memory for the
+request gets it again only if no other node of the role could take it, however busy they are.
 """
 
 from __future__ import annotations
@@ -10,10 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from .affinity import PrefixAffinity
+from .affinity import PrefixAffinity, page_hashes
 from .node import Group, Node
+from .prompt_placement import LocalFigures, PromptPlace, RemoteFigures, choose_local, place_sooner
 from .queue import Entry
+from .request import Sequence as Output
 
+UNEVEN = (
+    0.25  # of max_running: by so much more load than others have, a node gets no local prompt for what it has cached
+)
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
 
 
@@ -41,6 +47,7 @@ class Place(NamedTuple):
     prefill: Node | None
     decode: Node | None
     choices: tuple[int, ...]
+    prompt: PromptPlace  # who computes the prompt, and why
 
 
 class Placement:
@@ -65,7 +72,7 @@ class Placement:
         known: dict[Hashable, bool] = {}  # most entries need about the same
 
         def fits(entry: Entry) -> bool:
-            like = (entry.need, entry.needs_decode, entry.is_local, frozenset(entry.unfit))
+            like = (entry.need, entry.needs_decode, entry.is_local, entry.is_open, frozenset(entry.unfit))
             if like not in known:
                 known[like] = entry.could_go_to(*nodes)
             return known[like]
@@ -74,39 +81,128 @@ class Placement:
 
     def choose(self, entry: Entry, now: float) -> Place | None:
         """Return nodes for as many choices of the entry as they have room for; None if there is no room now."""
-        prefill = decode = None
-        if entry.needs_decode or entry.is_local:
-            decode = self._choose_decode(entry, now)
-            if decode is None:
-                return None
-        if not entry.is_local:
-            prefill = self._choose_prefill(entry, decode)
-            if prefill is None:
-                return None
-        if decode is None:
-            return Place(prefill, None, entry.choices)
-        room = min(decode.max_running - decode.num_units, entry.need.most_choices(prefill))
-        return Place(prefill, decode, entry.choices[:room])
+        prompt = entry.place
+        if prompt is None:
+            return self._choose_sooner(entry, now)
+        return (
+            self._choose_local(entry, prompt, now)
+            if prompt.where == "local"
+            else self._choose_remote(entry, prompt, now)
+        )
 
-    def begin_prompt(self, prefill: Node, entry: Entry, attempt: int) -> None:
-        """Enter the prompt of an entry in the books of its prefill node."""
-        request = entry.request
-        num_cached = self._affinity.num_matched(prefill.routing_id, entry.hashes) * request.group.page_size
-        prefill.begin_prompt(request.rid, attempt, len(request.prompt_ids) - num_cached)
-        self._affinity.note(prefill.routing_id, entry.hashes)
+    def begin_prompt(self, node: Node, entry: Entry, attempt: int, now: float) -> None:
+        """Enter the prompt of an entry in the books of the node that computes it."""
+        node.begin_prompt(entry.request.rid, attempt, self._num_uncached(node, entry), now)
+        self._affinity.note(node.routing_id, entry.hashes)
+
+    def will_cache(self, decode: Node, entry: Entry) -> None:
+        """A decode node gets an entry. It keeps the pages of the prompt in its cache, whoever computes them."""
+        if entry.request.group.may_compute_locally:
+            self._affinity.note(decode.routing_id, entry.hashes)
+
+    def has_generated(self, decode: Node, output: Output) -> None:
+        """A decode node has finished a sequence. The next turn of its conversation finds the pages in its cache."""
+        request = output.request
+        if request.group.may_compute_locally:
+            token_ids = [*request.prompt_ids, *output.received]
+            hashes = page_hashes(token_ids, request.group.page_size, request.cache_salt)
+            self._affinity.note(decode.routing_id, hashes)
 
     def forget_cache(self, node: Node) -> None:
         """The node is gone, or its prefix cache was emptied."""
         self._affinity.forget(node.routing_id)
 
-    def _choose_decode(self, entry: Entry, now: float) -> Node | None:
+    # Who computes the prompt
+
+    def _choose_sooner(self, entry: Entry, now: float) -> Place | None:
+        """Return the nodes of the role that brings the second token sooner."""
+        decode = self._choose_decode(entry, now)
+        remotes = self._remote_figures(entry, decode, now) if decode is not None or not entry.needs_decode else []
+        locals_ = self._local_nodes(entry, now, has_others=bool(remotes))
+        figures = [self._local_figures(node, entry, now) for node in locals_]
+        prompt, index = place_sooner(remotes, figures)
+        if prompt.where == "local":
+            return self._place_local(entry, prompt, None if index is None else locals_[index])
+        if entry.could_go_to(self.usable_pairs(entry.request.group), entry.request.group.live("prefill")):
+            return self._choose_remote(entry, prompt, now)
+        return self._choose_local(entry, PromptPlace("local", "prefill nodes full"), now)
+
+    def _choose_remote(self, entry: Entry, prompt: PromptPlace, now: float) -> Place | None:
+        """Return a prefill node, and a decode node if the entry needs one."""
+        decode = self._choose_decode(entry, now) if entry.needs_decode else None
+        if decode is None and entry.needs_decode:
+            return None
+        prefill = self._choose_prefill(entry, decode)
+        if prefill is None:
+            return None
+        if decode is None:
+            return Place(prefill, None, entry.choices, prompt)
+        room = min(decode.max_running - decode.num_units, entry.need.most_choices(prefill))
+        return Place(prefill, decode, entry.choices[:room], prompt)
+
+    def _choose_local(self, entry: Entry, prompt: PromptPlace, now: float) -> Place | None:
+        """Return a decode node that computes the prompt."""
+        nodes = self._local_nodes(entry, now, has_others=False)
+        figures = [self._local_figures(node, entry, now) for node in nodes]
+        index = choose_local(figures)
+        return self._place_local(entry, prompt, None if index is None else nodes[index])
+
+    def _place_local(self, entry: Entry, prompt: PromptPlace, decode: Node | None) -> Place | None:
+        if decode is None:
+            return None
+        return Place(None, decode, entry.choices[: decode.max_running - decode.num_units], prompt)
+
+    # The nodes of each role, and their figures
+
+    def _local_nodes(self, entry: Entry, now: float, *, has_others: bool) -> list[Node]:
+        """Return the decode nodes that may compute the prompt now. `has_others`: nodes of the other role could do it,
+        so that those where the request failed are left out."""
+        request = entry.request
         if entry.pair is not None:
             nodes = [entry.pair[1]] if entry.pair[1] is not None else []
-        elif entry.is_local:
-            nodes = [node for node in self.usable_alone(entry.request.group) if entry.need.fits_local(node)]
+        else:
+            nodes = [node for node in self.usable_alone(request.group) if entry.need.fits_local(node)]
             nodes = [node for node in nodes if node.routing_id not in entry.unfit]
-            nodes = [node for node in nodes if not entry.request.ran_out_on(node)] or nodes
-            nodes = [node for node in nodes if not entry.request.has_failed_on(None, node)] or nodes
+            fresh = [node for node in nodes if not request.ran_out_on(node)]
+            nodes = fresh if fresh or has_others else nodes
+            fresh = [node for node in nodes if not request.has_failed_on(None, node)]
+            nodes = fresh if fresh or has_others else nodes
+        return [node for node in nodes if not node.is_full(now)]
+
+    def _local_figures(self, node: Node, entry: Entry, now: float) -> LocalFigures:
+        return LocalFigures(
+            node.num_queued_tokens(now),
+            self._num_uncached(node, entry),
+            node.prompt_times,
+            node.load.round_s,
+            node.load.has_prompt_room,
+            node.num_units,
+            node.max_running,
+            node.free_pages,
+            entry.need.local_pages,
+        )
+
+    def _remote_figures(self, entry: Entry, decode: Node | None, now: float) -> list[RemoteFigures]:
+        """Return the figures of the prefill nodes that take the prompt now. If `decode` is None, they answer alone."""
+        handoff_s = 0.0 if decode is None else entry.request.group.handoffs.expected_s
+        round_s = 0.0 if decode is None else decode.load.round_s
+        return [
+            RemoteFigures(
+                node.num_queued_tokens(now), self._num_uncached(node, entry), node.prompt_times, handoff_s, round_s
+            )
+            for node in self._prefill_nodes(entry, decode)
+            if node.num_prompts < QUEUED_PER_SLOT * node.max_running
+        ]
+
+    def _num_uncached(self, node: Node, entry: Entry) -> int:
+        """Return how many prompt tokens the node probably has to compute."""
+        num_cached = self._affinity.num_matched(node.routing_id, entry.hashes) * entry.request.group.page_size
+        return len(entry.request.prompt_ids) - num_cached
+
+    def _choose_decode(self, entry: Entry, now: float) -> Node | None:
+        """Return a decode node for a prompt that a prefill node computes."""
+        if entry.pair is not None:
+            nodes = [entry.pair[1]] if entry.pair[1] is not None else []
         else:
             request, group, need = entry.request, entry.request.group, entry.need
             prefills = [node for node in group.live("prefill") if need.fits_prefill(node)]
@@ -123,25 +219,27 @@ class Placement:
         figures = [
             DecodeFigures(each.free_pages, each.num_units, each.max_running, each.is_full(now)) for each in nodes
         ]
-        num_pages = entry.need.local_pages if entry.is_local else entry.need.decode_pages or 0
-        index = choose_decode(figures, num_pages)
+        index = choose_decode(figures, entry.need.decode_pages or 0)
         return None if index is None else nodes[index]
 
-    def _choose_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
+    def _prefill_nodes(self, entry: Entry, decode: Node | None) -> list[Node]:
+        """Return the prefill nodes that may compute the prompt for this decode node."""
         request = entry.request
         if entry.pair is not None:
-            nodes = [entry.pair[0]] if entry.pair[0] is not None else []
-        else:
-            nodes = [node for node in request.group.live("prefill") if entry.need.fits_prefill(node)]
-            nodes = [node for node in nodes if self._is_usable(node, decode)]
-            nodes = [node for node in nodes if not request.ran_out_on(node)] or nodes
-            nodes = [node for node in nodes if not request.has_failed_on(node, decode)] or nodes
+            return [entry.pair[0]] if entry.pair[0] is not None else []
+        nodes = [node for node in request.group.live("prefill") if entry.need.fits_prefill(node)]
+        nodes = [node for node in nodes if self._is_usable(node, decode)]
+        nodes = [node for node in nodes if not request.ran_out_on(node)] or nodes
+        return [node for node in nodes if not request.has_failed_on(node, decode)] or nodes
+
+    def _choose_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
+        request, nodes = entry.request, self._prefill_nodes(entry, decode)
         figures = [
             PrefillFigures(
                 node.num_prompt_tokens,
                 node.num_prompts,
                 QUEUED_PER_SLOT * node.max_running,
-                self._affinity.num_matched(node.routing_id, entry.hashes) * request.group.page_size,
+                len(request.prompt_ids) - self._num_uncached(node, entry),
             )
             for node in nodes
         ]

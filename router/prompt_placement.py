@@ -1,8 +1,8 @@
 """Prompt placement decides who computes the prompt of a request: a prefill node (remote) or the decode node (local).
 
 Both decisions are pure functions. `place_prompt` follows the router's setting `local_prefill` and the facts of a group.
-`place_sooner` compares the times to the second token of the output, from which on the client sees a stream flow. The
-reason is shown by `baton explain` and counted in `/metrics`.
+If the setting is auto and both roles could compute the prompt, `place_sooner` compares the times to the second token of
+the output, from which on the client sees a stream flow. `baton explain` shows the reason, and `/metrics` counts it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-LocalPrefill = Literal["never", "always"]  # the values of --local-prefill
+LocalPrefill = Literal["never", "auto", "always"]  # the values of --local-prefill
 Where = Literal["remote", "local"]
 Reason = Literal[
     "never",
@@ -28,6 +28,7 @@ Reason = Literal[
 ]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
+UNEVEN = 0.25  # of max_running: a decode node with so much more load than another one gets no local prompt
 MAX_TRIAL_LEN = 256  # tokens of a prompt whose time is unknown; it shows what a decode node needs for prompts
 
 
@@ -64,7 +65,7 @@ class PromptPlace(NamedTuple):
             case "decode nodes full":
                 return "no decode node has room for the sequence now"
             case "prefill nodes full":
-                return "no prefill node takes another prompt now"
+                return "no prefill node takes the prompt now"
             case "not measured":
                 return "the times of prompts are not measured yet"
             case "to measure":
@@ -123,6 +124,11 @@ class LocalFigures(NamedTuple):
     num_pages: int  # that the request needs there
 
     @property
+    def share(self) -> float:
+        """The load: the share of the sequences that it can run."""
+        return self.num_running / self.max_running if self.max_running else 1.0
+
+    @property
     def is_full(self) -> bool:
         """Whether it cannot take the sequence now."""
         return self.num_running >= self.max_running or self.free_pages < self.num_pages
@@ -139,20 +145,24 @@ class LocalFigures(NamedTuple):
 
 
 class SoonerPlace(NamedTuple):
-    """The choice of `place_sooner`. `index` names the chosen decode node in its list; None if the prompt is remote."""
+    """The choice of `place_sooner`. `local_index`: of the decode node in its list; None if the prompt is remote."""
 
     place: PromptPlace
-    index: int | None = None
+    local_index: int | None = None
 
 
-def place_prompt(facts: GroupFacts, *, wants_prompt_logprobs: bool) -> PromptPlace:
-    """Return the role that computes a prompt. `wants_prompt_logprobs`: the request asks for those of its prompt."""
+def place_prompt(facts: GroupFacts, *, wants_prompt_logprobs: bool) -> PromptPlace | None:
+    """Return the role that computes a prompt, None if both roles may and `place_sooner` compares them.
+
+    `wants_prompt_logprobs`: the request asks for those of its prompt."""
     if facts.mode == "never" and not facts.lacks_prefill:
         return PromptPlace("remote", "never")
     if not facts.decodes_compute:
         return PromptPlace("remote", "no able decode node")
     if wants_prompt_logprobs:
         return PromptPlace("remote", "prompt log-probabilities")
+    if facts.mode == "auto" and not facts.lacks_prefill:
+        return None
     return PromptPlace("local", "no prefill node" if facts.lacks_prefill else "always")
 
 
@@ -164,7 +174,7 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
     Rules for what is unknown. A prefill node that has not computed a prompt counts as the soonest, so it gets one and
     measures it. A handoff that was never measured counts as free. A decode node that has not computed a prompt gets one
     only while it is idle, and only a short one: that delays no stream."""
-    able = [(index, each) for index, each in enumerate(locals_) if not each.is_full]
+    able = _even(locals_)
     with_room = [(index, each) for index, each in able if each.has_room]
     known = [(index, each) for index, each in with_room if each.times.are_known]
     local_s, best = min(((each.second_token_s, index) for index, each in known), default=(None, None))
@@ -189,9 +199,35 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
     return SoonerPlace(PromptPlace("remote", "sooner", remote_s, local_s))
 
 
+def choose_local(figures: Sequence[LocalFigures]) -> int | None:
+    """Return the index of the decode node that computes a prompt if no prefill node shall, None if all are full.
+
+    Nodes with known times come first, then those whose bound on gaps has room. Of these, the earliest second token
+    counts, then the lowest load."""
+    return min(
+        _even(figures),
+        key=lambda each: (
+            not each[1].times.are_known,
+            not each[1].has_room,
+            each[1].second_token_s if each[1].times.are_known else 0.0,
+            each[1].share,
+            -each[1].free_pages,
+        ),
+        default=(None, None),
+    )[0]
+
+
+def _even(figures: Sequence[LocalFigures]) -> list[tuple[int, LocalFigures]]:
+    """Return the nodes that can take a sequence, with their indices, except those with UNEVEN more load than the least
+    loaded one: a prefix that all requests share would bring all of them to the node that has it cached."""
+    able = [(index, each) for index, each in enumerate(figures) if not each.is_full]
+    least = min((each.share for _, each in able), default=0.0)
+    return [(index, each) for index, each in able if each.share <= least + UNEVEN]
+
+
 def patience_s(node_wait_s: float, *, had_prefill: bool) -> float:
     """Return how long a group is without a prefill node before decode nodes compute its prompts, although the setting
-    is never. Requests wait for `node_wait_s` before they end with an error. A group that never had a prefill
+    is never or auto. Requests wait for `node_wait_s` before they end with an error. A group that never had a prefill
     node may be starting, so it waits longer."""
     return min(LOST_S, node_wait_s / 2) if had_prefill else node_wait_s / 2
 

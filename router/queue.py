@@ -74,24 +74,32 @@ class Entry:
         return sequence.num_left > 1 and sequence.finish_reason is None
 
     @property
-    def place(self) -> PromptPlace:
-        """The role that computes its prompt, and the reason."""
+    def place(self) -> PromptPlace | None:
+        """The role that computes its prompt, and the reason. None: the placement compares the nodes."""
         if self.pair is not None:
             return PromptPlace("local" if self.pair[0] is None else "remote", "never")
         return place_prompt(self.request.group.facts, wants_prompt_logprobs=self.request.needs_prompt_logprobs)
 
     @property
     def is_local(self) -> bool:
-        """Whether a decode node computes its prompt."""
-        return self.place.where == "local"
+        """Whether a decode node must compute its prompt."""
+        return self.place is not None and self.place.where == "local"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether either role may compute its prompt."""
+        return self.place is None
 
     def could_go_to(
         self, pairs: Iterable[tuple[Node, Node]], prefills: Iterable[Node], decodes: Iterable[Node] = ()
     ) -> bool:
         """Whether one of these pairs, or one of these prefill nodes if that is enough, could serve it when idle. If its
-        prompt is local: whether one of these decode nodes could."""
-        if self.is_local:
-            return any(self.need.fits_local(node) for node in decodes if node.routing_id not in self.unfit)
+        prompt may be local: whether one of these decode nodes could."""
+        place = self.place
+        if place is None or place.where == "local":
+            fits = any(self.need.fits_local(node) for node in decodes if node.routing_id not in self.unfit)
+            if fits or place is not None:
+                return fits
         if not self.needs_decode:
             return any(self.need.fits_prefill(prefill) for prefill in prefills)
         return self.need.fits_any(pair for pair in pairs if pair[1].routing_id not in self.unfit)
@@ -254,6 +262,8 @@ class Queues:
     def check_fits(self, entry: Entry, now: float) -> None:
         """Raises Unavailable if nodes are missing, RequestError if the nodes that are there could never take it."""
         group, need = entry.request.group, entry.need
+        if entry.is_open and entry.could_go_to((), (), group.local_nodes()):
+            return
         roles = ROLES if entry.needs_decode else ROLES[:1]
         if entry.is_local:
             roles = ROLES[1:]
@@ -436,4 +446,5 @@ class Queues:
 
 def _only_prefill(entry: Entry) -> str:
     """Return why a request cannot be served although decode nodes compute the prompts of others."""
-    return f"no prefill node serves model {entry.request.group.key.model!r} now, and {entry.place.words}"
+    words = entry.place.words if entry.place is not None else ""
+    return f"no prefill node serves model {entry.request.group.key.model!r} now, and {words}"

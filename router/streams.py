@@ -88,6 +88,8 @@ class TokenStreams:
                 logprobs, end = message.logprobs.get(row, ()), message.ended.get(row)
                 if len(sequence.received) == sequence.num_before:
                     sequence.request.timeline.first_local_token(sequence, now)
+                    if node.role == "decode":  # it has computed a local prompt
+                        node.end_prompt(unit.rid, unit.attempt)
                 delta = self._merge(node, sequence, firsts[row], ids[start : start + count], logprobs, end, now)
                 if delta is not None:
                     self._deliver(sequence, delta, now)

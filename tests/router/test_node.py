@@ -57,8 +57,8 @@ def test_the_books_of_a_decode_node_balance(steps: list[tuple[str, tuple[str, in
 
 def test_prompts_are_counted_until_they_end() -> None:
     node = add_node(make_group(), "prefill", "p0")
-    node.begin_prompt("a", 0, 10)
-    node.begin_prompt("a", 1, 5)
+    node.begin_prompt("a", 0, 10, 0.0)
+    node.begin_prompt("a", 1, 5, 0.0)
     assert (node.num_prompts, node.num_prompt_tokens, node.holds_nothing) == (2, 15, False)
     node.end_prompt("a", 0)
     node.end_prompt("a", 0)  # a second time does nothing
@@ -74,17 +74,17 @@ def load(free_pages: int, running: int = 1) -> Load:
 
 def test_a_node_that_refused_is_full_until_it_shows_more_room_or_a_while_has_passed() -> None:
     node = add_node(make_group(), "decode", "d0")
-    node.report(load(5))
+    node.report(load(5), 1.0)
     node.refuse(10.0)
-    node.report(load(5))
+    node.report(load(5), 1.0)
     assert node.is_full(10.0 + FULL_S) and not node.is_full(10.1 + FULL_S)
-    node.report(load(6))
+    node.report(load(6), 1.0)
     assert not node.is_full(10.0), "more room"
     node.refuse(10.0)
-    node.report(load(6, running=0))
+    node.report(load(6, running=0), 1.0)
     assert not node.is_full(10.0), "nothing runs"
     node.refuse(10.0)
-    node.make_room(load(0))
+    node.make_room(load(0), 1.0)
     assert not node.is_full(10.0), "it said so"
 
 

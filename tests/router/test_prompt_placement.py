@@ -15,6 +15,7 @@ from baton.router.node import Group
 from baton.router.prompt_placement import (
     LOST_S,
     MAX_TRIAL_LEN,
+    UNEVEN,
     GroupFacts,
     LocalFigures,
     PromptTimes,
@@ -72,6 +73,8 @@ def test_no_choice_brings_the_second_token_later_than_another_would(
     place, index = place_sooner(remotes, locals_)
     assert place.words
     may = [each for each in locals_ if each.num_running < each.max_running and each.free_pages >= each.num_pages]
+    least = min((each.share for each in may), default=0.0)
+    may = [each for each in may if each.share <= least + UNEVEN]
     times = [each.second_token_s for each in may if each.has_room and each.times.are_known]
     if index is None:
         assert place.where == "remote"
@@ -124,7 +127,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
 )
 def test_the_sooner_place_of_a_prompt(remote: dict[str, Any], local: dict[str, Any], place: tuple[str, str]) -> None:
     found = place_sooner([PREFILL._replace(**remote)], [DECODE._replace(**local)])
-    assert found.place[:2] == place and (found.index == 0) == (place[0] == "local"), found
+    assert found.place[:2] == place and (found.local_index == 0) == (place[0] == "local"), found
 
 
 def test_without_a_free_prefill_node_a_decode_node_gets_the_prompt() -> None:

@@ -464,7 +464,7 @@ class Moving:
         for sequence in self.request.sequences:
             sequence.attempt = attempt
         decode.reserve("r", attempt.number, choices, 2)
-        self.p0.begin_prompt("r", attempt.number, 3)
+        self.p0.begin_prompt("r", attempt.number, 3, 0.0)
         return attempt
 
     def receive(self, num_tokens: int) -> None:
