@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ...decode_node.config import DecodeConfig
 from ...prefill_node.config import PrefillConfig
@@ -26,7 +25,7 @@ class Shape:
 
     num_prefill: int
     num_decode: int
-    local_prefill: LocalPrefill | Literal["auto"]
+    local_prefill: LocalPrefill
 
     @property
     def name(self) -> str:
@@ -58,10 +57,8 @@ def simulate(
     """Run a load until its last token. `max_running`: sequences that each node computes at once. `max_gap_s`: the
     decode nodes' bound on gaps beside local prompts; None: their default."""
     agenda, costs = Agenda(), Costs(times, max_running)
-    is_auto = shape.local_prefill == "auto"
-    mode: LocalPrefill = "always" if shape.local_prefill == "auto" else shape.local_prefill
-    facts = GroupFacts(mode, lacks_prefill=not shape.num_prefill, decodes_compute=True)
-    router = Router(agenda, costs, facts, is_auto=is_auto)
+    facts = GroupFacts(shape.local_prefill, lacks_prefill=not shape.num_prefill, decodes_compute=True)
+    router = Router(agenda, costs, facts)
     pool = times.pool_tokens
     chunk, local_chunk = PrefillConfig().chunk("cuda"), DecodeConfig().chunk("cuda")
     prefills = [PrefillNode(agenda, costs, max_running, pool, chunk, router.computed) for _ in range(shape.num_prefill)]

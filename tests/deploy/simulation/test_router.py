@@ -19,8 +19,17 @@ def test_requests_wait_for_room_first_come_first_served() -> None:
     assert ends == sorted(ends) and records[4].ttft_s > 4 * 0.19
 
 
-@pytest.mark.parametrize("name", ["choose_decode", "choose_prefill", "place_prompt"])
-def test_the_products_own_functions_decide(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("place_prompt", Shape(1, 1, "never")),
+        ("choose_decode", Shape(1, 1, "never")),
+        ("choose_prefill", Shape(1, 1, "never")),
+        ("choose_local", Shape(0, 1, "always")),
+        ("place_sooner", Shape(1, 1, "auto")),
+    ],
+)
+def test_the_products_own_functions_decide(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
     real = getattr(simulated_router, name)
 
@@ -30,7 +39,7 @@ def test_the_products_own_functions_decide(name: str, monkeypatch: pytest.Monkey
         return real(*args, **more)
 
     monkeypatch.setattr(simulated_router, name, count)
-    simulate(Shape(1, 1, "never"), TIMES, [Arrival(0.0, 10, 2)] * 3, 8)
+    simulate(shape, TIMES, [Arrival(0.0, 10, 2)] * 3, 8)
     assert calls == 3
 
 
