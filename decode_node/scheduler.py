@@ -130,7 +130,9 @@ class DecodeScheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens of local prompts and of resumed sequences that are still to compute."""
-        return sum(max(0, sequence.num_to_compute - 1) for sequence in (*self.running, *self.preempted))
+        num_tokens = sum(max(0, sequence.num_to_compute - 1) for sequence in (*self.running, *self.preempted))
+        reserved = [sequence for sequence in self.reserved.values() if sequence.is_local]  # they start in this step
+        return num_tokens + sum(self._num_uncached(sequence) - 1 for sequence in reserved)
 
     # --- one step ---
 
@@ -325,6 +327,11 @@ class DecodeScheduler:
         return limit
 
     # --- pages ---
+
+    def _num_uncached(self, sequence: Sequence) -> int:
+        """Return how many tokens of a reserved sequence are not in the pages that it found in the prefix cache."""
+        assert sequence.lease is not None, sequence.unit
+        return len(sequence.token_ids) - len(sequence.lease.pages) * self.page_size
 
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         return pages_of(num_tokens, self.page_size) - len(sequence.pages)

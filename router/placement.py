@@ -118,7 +118,7 @@ class Placement:
         """Return the nodes of the role that brings the second token sooner."""
         decode = self._choose_decode(entry, now)
         remotes = self._remote_figures(entry, decode, now) if decode is not None or not entry.needs_decode else []
-        locals_ = self._local_nodes(entry, now, has_others=bool(remotes))
+        locals_ = self._local_nodes(entry, has_others=bool(remotes))
         figures = [self._local_figures(node, entry, now) for node in locals_]
         prompt, index = place_sooner(remotes, figures)
         if prompt.where == "local":
@@ -142,7 +142,7 @@ class Placement:
 
     def _choose_local(self, entry: Entry, prompt: PromptPlace, now: float) -> Place | None:
         """Return a decode node that computes the prompt."""
-        nodes = self._local_nodes(entry, now, has_others=False)
+        nodes = self._local_nodes(entry, has_others=False)
         figures = [self._local_figures(node, entry, now) for node in nodes]
         index = choose_local(figures)
         return self._place_local(entry, prompt, None if index is None else nodes[index])
@@ -154,8 +154,8 @@ class Placement:
 
     # The nodes of each role, and their figures
 
-    def _local_nodes(self, entry: Entry, now: float, *, has_others: bool) -> list[Node]:
-        """Return the decode nodes that may compute the prompt now. `has_others`: nodes of the other role could do it,
+    def _local_nodes(self, entry: Entry, *, has_others: bool) -> list[Node]:
+        """Return the decode nodes that may compute the prompt. `has_others`: nodes of the other role could do it,
         so that those where the request failed are left out."""
         request = entry.request
         if entry.pair is not None:
@@ -167,7 +167,7 @@ class Placement:
             nodes = fresh if fresh or has_others else nodes
             fresh = [node for node in nodes if not request.has_failed_on(None, node)]
             nodes = fresh if fresh or has_others else nodes
-        return [node for node in nodes if not node.is_full(now)]
+        return nodes
 
     def _local_figures(self, node: Node, entry: Entry, now: float) -> LocalFigures:
         return LocalFigures(
@@ -178,7 +178,7 @@ class Placement:
             node.load.has_prompt_room,
             node.num_units,
             node.max_running,
-            node.free_pages,
+            0 if node.is_full(now) else node.free_pages,
             entry.need.local_pages,
         )
 

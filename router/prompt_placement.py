@@ -22,6 +22,7 @@ Reason = Literal[
     "sooner",  # the other role would bring the second token later
     "no room in the gap bound",
     "decode nodes full",
+    "no ready decode node",
     "prefill nodes full",
     "not measured",
     "to measure",
@@ -64,6 +65,8 @@ class PromptPlace(NamedTuple):
                 return "beside its streams no decode node has room for a prompt within --max-gap-ms"
             case "decode nodes full":
                 return "no decode node has room for the sequence now"
+            case "no ready decode node":
+                return "no decode node is ready to compute this prompt"
             case "prefill nodes full":
                 return "no prefill node takes the prompt now"
             case "not measured":
@@ -183,7 +186,7 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
             return SoonerPlace(PromptPlace("local", "prefill nodes full", None, local_s), best)
         return SoonerPlace(PromptPlace("remote", "prefill nodes full"))
     if not able:
-        return SoonerPlace(PromptPlace("remote", "decode nodes full"))
+        return SoonerPlace(PromptPlace("remote", "decode nodes full" if locals_ else "no ready decode node"))
     if not with_room:
         return SoonerPlace(PromptPlace("remote", "no room in the gap bound"))
     if not all(each.times.are_known for each in remotes):

@@ -61,7 +61,9 @@ class Client:
 class World:
     """A dispatcher, its clock, and nodes that do what the test says. There are no canaries."""
 
-    def __init__(self, *names: str, protocol_max: int = PROTOCOL_MAX, **settings: Any) -> None:
+    def __init__(
+        self, *names: str, protocol_max: int = PROTOCOL_MAX, sizes: dict[str, int] | None = None, **settings: Any
+    ) -> None:
         self.now = time.monotonic()
         self.dispatcher = Dispatcher(RouterConfig(**settings), "e", METRICS)
         self.dispatcher.health.look = lambda now: []  # type: ignore[method-assign]
@@ -71,7 +73,7 @@ class World:
         self.unreachable: set[str] = set()  # names of nodes to which nothing can be sent
         self.num_submitted = 0
         for name in names or ("p0", "d0"):
-            self.join(name, protocol_max=protocol_max)
+            self.join(name, protocol_max=protocol_max, **(sizes or {}))
         self.group.tokenizer = text_tokenizer()
 
     @property

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.metadata.errors import RequestError, Unavailable
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.request import Unit, unpack_ids
+from baton.metadata.wire.node_info import NodeStats
+from baton.metadata.wire.request import SamplingParams, Unit, unpack_ids
 from baton.router.node import Group
 from baton.router.prompt_placement import (
     LOST_S,
@@ -24,10 +26,11 @@ from baton.router.prompt_placement import (
     place_prompt,
     place_sooner,
 )
+from baton.router.request import Request
 
 from .conftest import System
 from .sites import add_node, make_group
-from .test_dispatcher import IDS, World, load
+from .test_dispatcher import IDS, Client, World, load
 from .test_runner import own, wait_until
 
 OLD = m.Compute.since - 1  # a protocol whose decode nodes cannot compute prompts
@@ -293,6 +296,209 @@ def test_a_node_that_cannot_compute_prompts_is_never_asked_to() -> None:
     world.wait(1.0)
     world.submit()
     assert len(world.got("d0", m.Reserve)) == 1 and not world.got("d0", m.Compute)
+
+
+# --- through the dispatcher, with the setting auto ---
+
+PREFILL_LOAD = m.Load(free_pages=1000, running=0, waiting=0, prompt_token_s=2e-5, prompt_fixed_s=0.004)
+DECODE_LOAD = m.Load(
+    free_pages=1000, running=0, waiting=0, prompt_token_s=2.5e-5, prompt_fixed_s=0.005, round_s=0.006
+)  # 80 ms for 3,000 tokens, and 12 ms for two rounds
+HANDOFF_S = 0.01
+LARGE = {"num_pages": 1000, "context_len": 8192, "max_running": 24}
+
+
+def auto_world(*names: str, prefill: dict[str, Any] = {}, decode: dict[str, Any] = {}, **settings: Any) -> World:  # noqa: B006
+    """Return a world of nodes that have measured how long prompts take, and a handoff."""
+    names = names or ("p0", "d0")
+    world = local_world(*names, local_prefill="auto", sizes=LARGE, **settings)
+    world.group.handoffs.observe(HANDOFF_S)
+    beat_all(world, *names, prefill=prefill, decode=decode)
+    return world
+
+
+def beat_all(world: World, *names: str, prefill: dict[str, Any] = {}, decode: dict[str, Any] = {}) -> None:  # noqa: B006
+    for name in names:
+        told, more = (PREFILL_LOAD, prefill) if name[0] == "p" else (DECODE_LOAD, decode)
+        beat = m.Heartbeat(1, "idle", 0.0, 10.0, msgspec.structs.replace(told, **more), NodeStats())
+        world.say(name, beat)
+
+
+def place_of(client: Client) -> tuple[str, str]:
+    """Return the place of the only attempt of a request, and its reason."""
+    (attempt,) = client.request.attempts.values()
+    return attempt.place[:2]
+
+
+def grants(world: World, name: str, asked: Any, load: m.Load = DECODE_LOAD) -> None:
+    world.say(name, m.Reserved(asked.rid, asked.attempt, asked.choices, load))
+
+
+def test_auto_sends_each_prompt_where_its_second_token_comes_sooner() -> None:
+    world = auto_world("p0", "d0")
+    short = world.submit(prompt_len=64)
+    assert place_of(short) == ("local", "sooner"), "a handoff takes longer than the prompt"
+    world = auto_world("p0", "d0")
+    long = world.submit(prompt_len=3000)
+    assert place_of(long) == ("remote", "sooner") and world.got("d0", m.Reserve)
+    world = auto_world("p0", "d0", prefill={"queued_tokens": 3000})
+    world.node("p0").begin_prompt("other", 0, 3000, world.now)
+    assert place_of(world.submit(prompt_len=3000)) == ("local", "sooner"), "the prefill node has other prompts to do"
+
+
+def test_auto_sends_no_prompt_to_a_decode_node_whose_bound_on_gaps_has_no_room() -> None:
+    world = auto_world("p0", "d0", decode={"has_prompt_room": False})
+    assert place_of(world.submit(prompt_len=64)) == ("remote", "no room in the gap bound")
+    world.lose("p0")
+    world.wait(LOST_S + 0.5)
+    assert place_of(world.submit(prompt_len=64)) == ("local", "no prefill node")
+
+
+def test_prompts_that_a_node_was_given_count_until_it_reports_them_done() -> None:
+    world = auto_world("p0", "d0")
+    places = []
+    for index in range(12):
+        client = world.submit(prompt_len=1000, cache_salt=f"{index}")
+        places.append(place_of(client)[0])
+        if places[-1] == "local":
+            grants(world, "d0", world.got("d0", m.Compute)[-1], msgspec.structs.replace(DECODE_LOAD, queued_tokens=0))
+        else:
+            grants(world, "d0", world.got("d0", m.Reserve)[-1])
+    assert 3 < places.count("local") < 9, places
+    assert world.node("d0").num_prompts == places.count("local")
+    for client_rid in [asked.rid for asked in world.got("d0", m.Compute)]:
+        asked = next(each for each in world.got("d0", m.Compute) if each.rid == client_rid)
+        world.tokens("d0", asked, 0, IDS[:1])
+    assert world.node("d0").num_prompts == 0, "their first tokens are here"
+
+
+def test_a_queue_becomes_shorter_with_time() -> None:
+    world = auto_world("p0", "d0", prefill={"queued_tokens": 4000})
+    node = world.node("p0")
+    node.begin_prompt("other", 0, 5000, world.now - 1.0)
+    assert node.num_queued_tokens(world.now) == 4000
+    assert node.num_queued_tokens(world.now + 0.04) == pytest.approx(2000, abs=2)
+    node.begin_prompt("more", 0, 100, world.now + 0.04)
+    assert node.num_queued_tokens(world.now + 1.0) == 100
+    node.end_prompt("other", 0)
+    node.end_prompt("more", 0)
+    assert node.num_queued_tokens(world.now) == 0, "the books know of no prompt"
+
+
+def converse(world: World, prompt: list[int], **more: Any) -> Client:
+    """Submit a request for this prompt."""
+    client = Client()
+    params = SamplingParams(max_tokens=20)
+    world.num_submitted += 1
+    client.request = Request(f"c{world.num_submitted}", world.group, prompt, params, client, now=world.now, **more)
+    world.do(world.dispatcher.submit(client.request, world.now))
+    return client
+
+
+def test_the_next_turn_of_a_conversation_goes_to_the_decode_node_that_has_the_history() -> None:
+    world = auto_world("p0", "d0", "d1")
+    world.node("d0").begin_prompt("busy", 0, 50, world.now)
+    first = [7 * index % 90 for index in range(3000)]
+    client = converse(world, first)
+    assert place_of(client) == ("remote", "sooner")
+    name = "d0" if world.got("d0", m.Reserve) else "d1"
+    asked = world.got(name, m.Reserve)[-1]
+    grants(world, name, asked)
+    world.hand_over(asked, decode=name)
+    output = [11 * index % 90 for index in range(20)]
+    world.tokens(name, asked, 1, output[1:], reason="length")
+    beat_all(world, "p0", "d0", "d1")
+    for _ in range(9):
+        world.group.handoffs.observe(HANDOFF_S)
+    second = converse(world, [*first, *client.ids[0], *range(40)])
+    assert place_of(second) == ("local", "sooner") and len(world.got(name, m.Compute)) == 1
+    other = converse(world, [*first, *client.ids[0], *range(40)], cache_salt="other")
+    assert place_of(other)[0] == "remote"
+
+
+def test_pages_that_a_decode_node_was_given_count_until_its_cache_is_emptied() -> None:
+    world = auto_world("p0", "d0")
+    prompt = [7 * index % 90 for index in range(3000)]
+    for _ in range(2):
+        client = converse(world, prompt)
+        assert place_of(client) == ("remote", "sooner")
+        asked = world.got("d0", m.Reserve)[-1]
+        grants(world, "d0", asked)
+        world.do(world.dispatcher.cancel(client.request, "test", world.now))
+        world.acknowledge_all()
+        beat_all(world, "p0", "d0")
+        again = converse(world, prompt)
+        assert place_of(again)[0] == "local", "the decode node has the pages in its cache"
+        world.do(world.dispatcher.cancel(again.request, "test", world.now))
+        world.acknowledge_all()
+        world.do(world.dispatcher.ask_ledgers(1, world.now, flush=True))
+        beat_all(world, "p0", "d0")
+
+
+def test_a_prefix_that_all_requests_share_does_not_bring_all_of_them_to_one_node() -> None:
+    world = auto_world("p0", "d0", "d1", prefill={"prompt_token_s": 1.0})
+    prompt = [7 * index % 90 for index in range(3000)]
+    for _ in range(24):
+        assert place_of(converse(world, prompt))[0] == "local"
+        (name, asked) = world.sent[-1]
+        grants(world, name, asked)
+        world.tokens(name, asked, 0, IDS[:1])
+    counts = [len(world.got(name, m.Compute)) for name in ("d0", "d1")]
+    assert min(counts) == 9, "one node has UNEVEN of 24 more than the other"
+
+
+def test_a_request_whose_local_attempt_failed_goes_to_a_prefill_node() -> None:
+    world = auto_world("p0", "d0")
+    client = world.submit(prompt_len=64)
+    asked = world.got("d0", m.Compute)[-1]
+    grants(world, "d0", asked)
+    world.say("d0", m.Failed(Unit(asked.rid, 0, asked.attempt), "model_error", "not numbers", True))
+    assert place_of(client)[0] == "remote" and len(world.got("d0", m.Reserve)) == 1
+    assert world.node("d0").num_prompts == 0
+
+
+def test_auto_measures_how_long_handoffs_take() -> None:
+    world = World("p0", "d0", local_prefill="auto", sizes=LARGE)
+    beat_all(world, "p0", "d0")
+    assert world.group.handoffs.expected_s == 0.0
+    client = world.submit(prompt_len=3000)
+    assert place_of(client)[0] == "remote"
+    asked = world.got("d0", m.Reserve)[-1]
+    grants(world, "d0", asked)
+    world.tokens("p0", asked, 0, IDS[:1])
+    world.now += 0.02
+    world.say("d0", m.Admitted(Unit(asked.rid, 0, asked.attempt), 0.1, 2, 4096, 0))
+    assert world.group.handoffs.expected_s == pytest.approx(0.02 + 0.006 / 2)
+
+
+def test_auto_needs_decode_nodes_that_compute_and_measured_times() -> None:
+    world = World("p0", "d0", local_prefill="auto")
+    world.wait(0.5)
+    assert place_of(world.submit()) == ("remote", "no ready decode node"), "none has passed a canary yet"
+    world = auto_world("p0", "d0", decode={"prompt_token_s": 0.0})
+    assert place_of(world.submit(prompt_len=64)) == ("local", "to measure")
+    assert place_of(world.submit(prompt_len=64)) == ("remote", "not measured"), "one is enough"
+    world = auto_world("p0", "d0", prefill={"prompt_token_s": 0.0})
+    assert place_of(world.submit(prompt_len=64)) == ("remote", "not measured")
+    world = auto_world("p0", "d0")
+    assert place_of(world.submit(wants_prompt_logprobs=True)) == ("remote", "prompt log-probabilities")
+
+
+def test_a_prompt_that_no_prefill_node_can_hold_is_local() -> None:
+    world = auto_world("d0", decode={"has_prompt_room": False})
+    world.join("p1", num_pages=10, context_len=8192)
+    world.wait(0.5)
+    beat_all(world, "p1")
+    client = world.submit(prompt_len=500)
+    assert place_of(client) == ("local", "prefill nodes full")
+
+
+def test_the_trace_of_an_auto_prompt_has_both_times() -> None:
+    world = auto_world("p0", "d0")
+    client = world.submit(prompt_len=64)
+    grants(world, "d0", world.got("d0", m.Compute)[-1])
+    spans = {span.name: span for span in client.request.timeline.read(world.now).sequences[0].spans}
+    assert spans["local prefill"].reason == "the second token comes sooner: 18.6 ms, by a prefill node 21.3 ms"
 
 
 # --- through a router and fake nodes ---
