@@ -235,9 +235,9 @@ def _doubts(candidates: Sequence[Candidate], first: Candidate, times: Times) -> 
     for word, sign in (("longer", 1), ("shorter", -1)):
         factors = (1 + error.ttft_p50) ** sign, (1 + error.tpot_p99) ** sign
         then = best(candidates, *factors)
-        still = "still" if then is first else "instead"
+        verb = "is still best" if then is first else "is best instead"
         share = then.good_share(*factors)
-        lines.append(f"If all times are {word} by as much, {then.shape.name} is best {still}: {share:.0%} good.")
+        lines.append(f"If all times are {word} by as much, {then.shape.name} {verb}: {share:.0%} good.")
     return lines
 
 

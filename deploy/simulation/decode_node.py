@@ -67,6 +67,7 @@ class RememberedCosts(ChunkCosts):
     def __init__(self, seconds: Mapping[int, float]) -> None:
         super().__init__(seconds)
         self._known: dict[tuple[int, int, bool], float] = {}
+        self._known_most: dict[tuple[float, int, int], int] = {}
 
     def seconds(self, num_tokens: int, depth: int, *, is_beside: bool) -> float:
         key = num_tokens, depth, is_beside
@@ -75,8 +76,16 @@ class RememberedCosts(ChunkCosts):
             found = self._known[key] = super().seconds(num_tokens, depth, is_beside=is_beside)
         return found
 
+    def most_tokens(self, within_s: float, depth: int, most: int) -> int:
+        key = within_s, depth, most
+        found = self._known_most.get(key)
+        if found is None:
+            found = self._known_most[key] = super().most_tokens(within_s, depth, most)
+        return found
+
     def observe(self, num_tokens: int, depth: int, seconds: float, *, is_beside: bool) -> None:
         self._known.clear()
+        self._known_most.clear()
         super().observe(num_tokens, depth, seconds, is_beside=is_beside)
 
 

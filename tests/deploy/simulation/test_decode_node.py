@@ -135,7 +135,12 @@ def test_remembered_costs_are_those_that_were_measured_last() -> None:
             seconds = draw.random()
             for each in (plain, remembered):
                 each.observe(size, depth, seconds, is_beside=is_beside)
-        assert plain.seconds(size, depth, is_beside=is_beside) == remembered.seconds(size, depth, is_beside=is_beside)
+        within_s = draw.choice([0.05, 0.15, 0.3])
+        for _ in range(2):
+            assert plain.seconds(size, depth, is_beside=is_beside) == remembered.seconds(
+                size, depth, is_beside=is_beside
+            )
+            assert plain.most_tokens(within_s, depth, 100) == remembered.most_tokens(within_s, depth, 100)
 
 
 def test_the_largest_gap_since_a_round_is_that_of_a_search() -> None:
