@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -62,6 +63,14 @@ def test_the_answer_in_words(times: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "`baton up --prefill " in text
     assert "Compared with two runs, its ttft p50 was off by up to 25% and its tpot p99 by up to 10%." in text
     assert "If all times are longer by as much" in text and "If all times are shorter" in text
+
+
+def test_the_answer_says_what_the_error_would_change(times: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A first token comes after 21 ms: within the bound, but not if it takes a quarter longer."""
+    assert cli.main(["plan", "--gpus", "2", "--model", times, *LOAD[:-1], "26,20"]) == 0
+    shares = re.findall(r"^If all times are (longer|shorter) by as much, .* best.*: (\d+)% good", capsys.readouterr().out, re.M)
+    assert [word for word, _ in shares] == ["longer", "shorter"]
+    assert int(shares[0][1]) < 20 and int(shares[1][1]) > 80
 
 
 def test_a_load_that_is_too_much_is_called_so(times: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,8 @@ def test_a_request_that_no_node_can_hold_is_refused() -> None:
     arrivals = [Arrival(0.0, 99_999, 2), Arrival(0.0, 10, 2)]
     outcome = simulate(Shape(1, 1, "never"), TIMES, arrivals, 8)
     assert (len(outcome.records), outcome.num_refused) == (1, 1)
+    times = msgspec.structs.replace(TIMES, context_len=11)
+    assert simulate(Shape(1, 1, "never"), times, arrivals, 8).num_refused == 2
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6])
