@@ -27,6 +27,11 @@ class DecodeConfig(EngineConfig):
         "fits in, or prompts wait for more than a second, single gaps are longer)",
     )
 
+    @property
+    def max_gap_s(self) -> float | None:
+        """The operator's bound on gaps in seconds, None if there is none."""
+        return None if self.max_gap_ms is None else self.max_gap_ms / 1000
+
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
         if self.max_gap_ms is not None and self.max_gap_ms <= 0:

@@ -34,7 +34,7 @@ def run(config: DecodeConfig) -> int:
             config.max_running,
             config.chunk(engine.device.type),
             is_adaptive=config.draft_adaptive,
-            max_gap_s=None if config.max_gap_ms is None else config.max_gap_ms / 1000,
+            max_gap_s=config.max_gap_s,
         )
 
     return serve(config, name, "decode", engine, keys, epoch, "", make_node)

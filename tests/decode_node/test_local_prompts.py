@@ -208,6 +208,43 @@ def test_a_local_prompt_needs_no_prefill_node(checkpoint: Callable[..., Path], m
     assert not pair.admitted and not pair.done
 
 
+def test_nodes_report_how_long_prompts_take(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    pair = make_pair(checkpoint("llama"))
+    idle = pair.decode.load()
+    assert idle.prompt_token_s > 0 and idle.round_s > 0 and idle.has_prompt_room, "measured at the start"
+    assert pair.prefill.load().prompt_token_s == 0.0
+    pair.submit("stream", range(1, 12), params(60))
+    pair.step_until(lambda: len(pair.decode.scheduler.running) == 1)
+    assert pair.prefill.load().prompt_token_s > 0.0
+    busy = pair.decode.load()
+    assert busy.prompt_token_s > idle.prompt_token_s, "beside a stream"
+    pair.submit("r", range(1, 40), params(5), is_local=True)
+    pair.step_until(lambda: pair.decode.load().queued_tokens > 0)
+    pair.run()
+
+
+def test_an_operators_bound_without_room_keeps_prompts_from_most_rounds(
+    checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    """The bound is shorter than any round. The text is the same as ever."""
+    model = checkpoint("llama")
+    pair = make_pair(model)
+    pair.submit("same stream", range(1, 12), params(60))
+    pair.submit("same", range(1, 40), params(5))
+    same = pair.run()
+    with node_pairs() as start_pair:
+        both = {"page_size": PAGE_SIZE, "num_pages": 200, "max_running": 8, "chunk_tokens": 6}
+        bounded = start_pair(model, prefill=both, decode={**both, "max_gap_ms": 1e-3}, overlaps=False)
+        bounded.submit("stream", range(1, 12), params(60))
+        bounded.step_until(lambda: len(bounded.decode.scheduler.running) == 1)
+        assert not bounded.decode.load().has_prompt_room
+        bounded.submit("r", range(1, 40), params(5), is_local=True)
+        bounded.step_until(lambda: ("stream", 0) in bounded.results and bounded.results["stream", 0].ended is not None)
+        assert bounded.decode.stats().computed_tokens == 0, "the stream had all rounds to itself"
+        results = bounded.run()
+    assert results["stream", 0].ids == same["same stream", 0].ids and results["r", 0].ids == same["same", 0].ids
+
+
 def test_another_cache_salt_does_not_find_pages_of_the_prefill_node(
     checkpoint: Callable[..., Path], make_pair: MakePair
 ) -> None:

@@ -69,6 +69,36 @@ def test_a_reservation_takes_pages_for_two_rounds(make_scheduler: MakeScheduler,
         assert not sequence.pages and sequence.lease is None
 
 
+def test_reserved_local_prompts_count_as_queued(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
+    scheduler = make_scheduler()
+    assert scheduler.reserve(make_sequence("pulled", 10))
+    assert scheduler.num_queued_tokens == 0
+    sequence = make_sequence("local", 10, is_local=True)
+    assert scheduler.reserve(sequence)
+    assert scheduler.num_queued_tokens == 9
+    scheduler.start_local(sequence.unit)
+    assert scheduler.num_queued_tokens == 9
+
+
+def test_the_budget_limits_chunks_beside_sequences_that_decode(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    asked: list[tuple[int, int, int, int]] = []
+    scheduler = make_scheduler(budget=lambda *figures: asked.append(figures) or 3)
+    local = make_sequence("local", 20, is_local=True)
+    assert scheduler.reserve(local)
+    scheduler.start_local(local.unit)
+    assert compute_chunks(scheduler.plan()) == [8] and not asked, "nothing decodes"
+    start(scheduler, make_sequence("stream", 5))
+    plan = scheduler.plan()
+    assert compute_chunks(plan) == [3] and len(plan.decoding) == 1
+    assert asked == [(1, 0, 8, 11)], "streams, draft steps, tokens before, tokens in all"
+    for _ in range(3):
+        assert len(scheduler.plan().rows) == 1
+        compute_chunks(scheduler.plan())
+    assert not scheduler.plan().rows and len(scheduler.plan().decoding) == 2
+
+
 def test_a_sequence_that_does_not_fit_takes_nothing(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
     scheduler = make_scheduler()
     assert scheduler.reserve(make_sequence("a", 40))

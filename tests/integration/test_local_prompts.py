@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +74,47 @@ def test_requests_go_on_when_the_only_prefill_node_is_killed_and_return_when_one
     assert text() == first
     page = cluster.get("/metrics")[1]
     assert 'place="local",reason="no prefill node"} 1.0' in page and 'place="remote",reason="never"} 2.0' in page
+
+
+@pytest.mark.parametrize("flags", [[], ["--max-gap-ms", "1"]])
+def test_auto_gives_the_text_of_never_wherever_a_prompt_is_computed(
+    flags: list[str], new_cluster: Callable[..., Cluster]
+) -> None:
+    """Conversations of three turns run side by side, with prompts of several lengths."""
+    cluster = new_cluster(DEMO)
+    cluster.start_router("--local-prefill", "auto")
+    cluster.start_node("prefill", "prefill-0")
+    for name in ("decode-0", "decode-1"):
+        cluster.start_node("decode", name, *flags)
+    cluster.wait_ready(num_nodes=3)
+    wait_until(lambda: cluster.get("/ready")[1].get("local_prefill"), "decode nodes may compute prompts")
+
+    def converse(index: int) -> list[str]:
+        """Return the outputs of the turns of one conversation."""
+        text, outputs = f"# {index}\n" + PROMPT * (1 + 3 * (index % 3)), []
+        for turn in range(3):
+            sampling: dict[str, Any] = {"temperature": 1.0, "seed": index} if turn % 2 else {"temperature": 0}
+            body = {"model": "demo", "prompt": text, "max_tokens": 24, "ignore_eos": True, **sampling}
+            status, answer = cluster.post("/v1/completions", body)
+            assert status == 200, answer
+            outputs.append(answer["choices"][0]["text"])
+            text += outputs[-1] + "\n"
+        return outputs
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(converse, range(6)))
+    places = placed(cluster)
+    assert sum(places.values()) == 18 and {place for place, _ in places} <= {"local", "remote"}, places
+    if not flags:  # the decode nodes have the history, and room
+        assert places.get(("local", "sooner"), 0) > 0, places
+    reference = new_cluster(DEMO).start()
+    cluster = reference
+    assert list(map(converse, range(6))) == found
+    assert set(placed(reference)) == {("remote", "never")}
+
+
+def placed(cluster: Cluster) -> dict[tuple[str, str], float]:
+    """Return the number of prompts by place and reason."""
+    page = cluster.get("/metrics")[1]
+    found = re.findall(r'baton_placed_prompts_total\{.*place="(\w+)",reason="([^"]+)"\} (\S+)', page)
+    return {(place, reason): float(count) for place, reason, count in found}

@@ -38,7 +38,7 @@ def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
     executor = DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
     parts = executor, engine.cache, membership, handoff, config.max_running, config.chunk(engine.device.type)
-    return _started(membership, handoff, lambda: DecodeNode(*parts, **more))
+    return _started(membership, handoff, lambda: DecodeNode(*parts, max_gap_s=config.max_gap_s, **more))
 
 
 def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:
