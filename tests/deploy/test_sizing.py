@@ -68,7 +68,9 @@ def test_the_answer_in_words(times: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_answer_says_what_the_error_would_change(times: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A first token comes after 21 ms: within the bound, but not if it takes a quarter longer."""
     assert cli.main(["plan", "--gpus", "2", "--model", times, *LOAD[:-1], "26,20"]) == 0
-    shares = re.findall(r"^If all times are (longer|shorter) by as much, .* best.*: (\d+)% good", capsys.readouterr().out, re.M)
+    shares = re.findall(
+        r"^If all times are (longer|shorter) by as much, .* best.*: (\d+)% good", capsys.readouterr().out, re.M
+    )
     assert [word for word, _ in shares] == ["longer", "shorter"]
     assert int(shares[0][1]) < 20 and int(shares[1][1]) > 80
 
