@@ -112,6 +112,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
     ("tickets", "Handoffs that are open.", lambda node: node.load.tickets),
     ("queued_tokens", "Prompt tokens still to compute.", lambda node: node.load.queued_tokens),
     (
+        "prompt_token_seconds",
+        "Seconds per prompt token under the present load; 0: not measured.",
+        lambda node: node.load.prompt_token_s,
+    ),
+    ("round_seconds", "Seconds of a round of a decode node; 0: not measured.", lambda node: node.load.round_s),
+    (
         "draining",
         "1: it takes nothing new, as it drains or leaves.",
         lambda node: node.is_draining,

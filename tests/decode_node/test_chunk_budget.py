@@ -17,7 +17,6 @@ from baton.decode_node.round_seconds import RoundSeconds
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import Sequence, new_sequence
 from baton.engine.chunk_costs import ChunkCosts
-from baton.engine.draft_shape import NO_DRAFTS
 from baton.engine.pages import PagePool
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.work import Accepted, BatchRow
@@ -261,14 +260,3 @@ def test_chunks_in_a_row_are_measured_together() -> None:
     for _ in range(3):
         budget.end_alone(1, 0, alone, 4.5)
     assert costs.seconds(30, 0, is_beside=False) == pytest.approx(2.0)
-
-
-def test_shape_of_rounds_with_drafts_has_times_of_its_own() -> None:
-    rounds = RoundSeconds(0.006)
-    assert rounds.expected(9, 3) == 0.006
-    for seconds in (0.012, 0.010, 0.011):
-        rounds.observe(8, 3, seconds)
-    assert rounds.expected(9, 3) == 0.010 and rounds.expected(9, NO_DRAFTS.num_steps) == 0.006
-    for _ in range(3):
-        rounds.observe(8, 3, 0.02)
-    assert rounds.expected(9, 3) == 0.02

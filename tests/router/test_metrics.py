@@ -18,7 +18,7 @@ from .hellos import ClockedRegistry
 from .sites import add_node, make_group, make_request
 
 GROUP = make_group()
-LOAD = Load(free_pages=6, running=2, waiting=1, tickets=3, queued_tokens=44)
+LOAD = Load(free_pages=6, running=2, waiting=1, tickets=3, queued_tokens=44, prompt_token_s=0.25, round_s=0.5)
 LOSSES: tuple[Loss, ...] = ("closed", "dead")
 
 
@@ -158,6 +158,8 @@ def test_figures_of_heartbeats_appear_per_node() -> None:
     labels = {"node": "d0", "role": "decode", "model": "fake"}
     gauges = ("pages", "free_pages", "running", "waiting", "tickets", "queued_tokens", "draining")
     assert [page.get(f"baton_node_{name}", **labels) for name in gauges] == [8, 6, 2, 1, 3, 44, 1]
+    times = ("prompt_token_seconds", "round_seconds")
+    assert [page.get(f"baton_node_{name}", **labels) for name in times] == [0.25, 0.5]
     assert [page.get(f"baton_node_{name}_total", **labels) for name in ("steps", "num_drafted")] == [5, 9]
     accepted = [page.get("baton_node_accepted_drafts_total", position=place) for place in ("1", "2", "3")]
     assert accepted == [4, 2, None], "places in a round count from 1; the other node has none"

@@ -388,7 +388,7 @@ def test_a_queue_becomes_shorter_with_time() -> None:
 def converse(world: World, prompt: list[int], **more: Any) -> Client:
     """Submit a request for this prompt."""
     client = Client()
-    params = SamplingParams(max_tokens=20)
+    params = SamplingParams(max_tokens=1000)
     world.num_submitted += 1
     client.request = Request(f"c{world.num_submitted}", world.group, prompt, params, client, now=world.now, **more)
     world.do(world.dispatcher.submit(client.request, world.now))
@@ -405,7 +405,7 @@ def test_the_next_turn_of_a_conversation_goes_to_the_decode_node_that_has_the_hi
     asked = world.got(name, m.Reserve)[-1]
     grants(world, name, asked)
     world.hand_over(asked, decode=name)
-    output = [11 * index % 90 for index in range(20)]
+    output = [11 * index % 90 for index in range(1000)]
     world.tokens(name, asked, 1, output[1:], reason="length")
     beat_all(world, "p0", "d0", "d1")
     for _ in range(9):
@@ -447,12 +447,13 @@ def test_a_prefix_that_all_requests_share_does_not_bring_all_of_them_to_one_node
     assert min(counts) == 9, "one node has UNEVEN of 24 more than the other"
 
 
-def test_a_request_whose_local_attempt_failed_goes_to_a_prefill_node() -> None:
+@pytest.mark.parametrize("code", ["model_error", "out_of_memory"])
+def test_a_request_whose_local_attempt_failed_goes_to_a_prefill_node(code: str) -> None:
     world = auto_world("p0", "d0")
     client = world.submit(prompt_len=64)
     asked = world.got("d0", m.Compute)[-1]
     grants(world, "d0", asked)
-    world.say("d0", m.Failed(Unit(asked.rid, 0, asked.attempt), "model_error", "not numbers", True))
+    world.say("d0", m.Failed(Unit(asked.rid, 0, asked.attempt), code, "the reason", True))
     assert place_of(client)[0] == "remote" and len(world.got("d0", m.Reserve)) == 1
     assert world.node("d0").num_prompts == 0
 
