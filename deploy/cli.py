@@ -26,6 +26,7 @@ SUMMARIES = {  # command: one line of help
     "decode": "start a node that generates answers",
     "chat": "talk to a running model in the terminal",
     "explain": "show where a request spent its time",
+    "plan": "say how many prefill and decode nodes serve a load best, by simulation",
     "keys": "make a key file, with which processes on several hosts trust each other",
 }
 
@@ -66,6 +67,7 @@ _CONFIGS = {  # command (also the name of its TOML table): module and name of it
     "decode": ("decode_node.config", "DecodeConfig"),
     "chat": ("deploy.chat", "ChatConfig"),
     "explain": ("deploy.explain", "ExplainConfig"),
+    "plan": ("deploy.sizing", "SizingConfig"),
 }
 _PROCESSES = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
 
@@ -183,6 +185,8 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
         return _print({name: config})
     if name == "explain":
         return _module("deploy.explain").run(config, args.rid)
+    if name == "plan":
+        return _module("deploy.sizing").run(config)
     if name == "chat":
         return _module("deploy.chat").run(config)
     return _run_process(name, config)

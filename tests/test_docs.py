@@ -21,7 +21,7 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 MAX_COLUMNS = 100
 PRODUCT = ("decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router")
 SCRIPTS = [path for folder in ("deploy", "tests") for path in (ROOT / folder).rglob("*.py")]
-COMMANDS = ("up", "router", "prefill", "decode", "chat", "explain", "keys")
+COMMANDS = ("up", "router", "prefill", "decode", "chat", "explain", "plan", "keys")
 OTHERS_FLAGS = {"--help", "--target"}  # of every command, of pip
 
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join((*PRODUCT, 'docs', 'tests'))})/[\w./-]*")

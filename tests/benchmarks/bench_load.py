@@ -27,15 +27,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import re
 import statistics
 import sys
 import time
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -45,60 +44,10 @@ from bench_router import Stream
 from bench_system import tokens_of
 from planted_text import PlantedText
 
+from baton.deploy.simulation.figures import Record, Slo, summary
+from baton.deploy.simulation.traffic import Arrival, poisson, read_trace
+
 _FIRST = 2**32 - 1  # seed of the request before all loads
-
-
-class Arrival(NamedTuple):
-    """A request of the load."""
-
-    at_s: float  # since the start
-    prompt_len: int
-    num_tokens: int
-
-
-class Record(NamedTuple):
-    """An answered request, in seconds."""
-
-    ttft_s: float
-    tpot_s: float
-    second_s: float
-    gap_s: float
-
-
-class Slo(NamedTuple):
-    """Bounds that a good request keeps, in milliseconds."""
-
-    ttft_ms: float
-    tpot_ms: float
-
-
-def poisson(rate: float, seconds: float, prompt_len: int, num_tokens: int, seed: int) -> list[Arrival]:
-    """Return the arrivals of a Poisson process with `rate` requests per second."""
-    draw, at_s, arrivals = random.Random(seed), 0.0, list[Arrival]()
-    while (at_s := at_s + draw.expovariate(rate)) < seconds:
-        arrivals.append(Arrival(at_s, prompt_len, num_tokens))
-    return arrivals
-
-
-def read_trace(lines: Iterable[str], speed: float = 1.0) -> list[Arrival]:
-    """Return the arrivals of a trace, the first at 0. Raises ValueError for a line that is no request."""
-    arrivals: list[Arrival] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            arrival = Arrival(entry["timestamp"] / 1e3, entry["input_length"], entry["output_length"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"line {number} is {line.strip()[:60]!r}; it must be a JSON object with timestamp, input_length and "
-                f"output_length ({error!r})"
-            ) from None
-        if min(arrival.prompt_len, arrival.num_tokens) < 1:
-            raise ValueError(
-                f"line {number} asks for {arrival.prompt_len} + {arrival.num_tokens} tokens; use 1 or more"
-            )
-        arrivals.append(arrival)
-    first = min((each.at_s for each in arrivals), default=0.0)
-    return sorted(each._replace(at_s=(each.at_s - first) / speed) for each in arrivals)
 
 
 def record(sent_s: float, events: Sequence[tuple[float, list[int]]]) -> Record:
@@ -109,19 +58,6 @@ def record(sent_s: float, events: Sequence[tuple[float, list[int]]]) -> Record:
     tpot_s = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else 0.0
     second_s, gap_s = (float(gaps[0]), float(gaps.max())) if len(gaps) else (0.0, 0.0)
     return Record(times[0] - sent_s, tpot_s, second_s, gap_s)
-
-
-def summary(records: Sequence[Record], seconds: float, slos: Sequence[Slo]) -> dict[str, Any]:
-    """Return percentiles in milliseconds, and for each SLO the good requests per second and their share."""
-    columns = zip(("ttft", "tpot", "second", "gap"), zip(*records, strict=True), strict=True)
-    row: dict[str, Any] = {"requests": len(records)}
-    for name, values in columns:
-        row |= {f"{name}_ms_p{percent}": float(np.percentile(values, percent)) * 1e3 for percent in (50, 90, 99)}
-    for slo in slos:
-        num_good = sum(each.ttft_s * 1e3 <= slo.ttft_ms and each.tpot_s * 1e3 <= slo.tpot_ms for each in records)
-        row[f"goodput_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = num_good / seconds
-        row[f"good_share_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = num_good / max(1, len(records))
-    return row
 
 
 _MOST_TRACED = 100  # requests
@@ -268,10 +204,9 @@ def main() -> None:
 
 def _slo(text: str) -> Slo:
     try:
-        ttft_ms, tpot_ms = map(float, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no pair of milliseconds TTFT,TPOT such as 200,12") from None
-    return Slo(ttft_ms, tpot_ms)
+        return Slo.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _options() -> argparse.Namespace:

@@ -1,0 +1,12 @@
+"""A discrete-event simulation of the router and its nodes: measured times and arrivals in, latencies and goodput out.
+
+    traffic   when requests arrive           times   what a GPU takes, as measured        costs   what a step takes
+       |                                                                                            |
+       +--> cluster: router --> prefill_node --> decode_node (events in time order: agenda) <-------+
+                                                     |
+                                                     v
+                                               figures: percentiles, goodput
+
+The router here keeps simple books, but takes its decisions by the product's own functions (router/placement.py,
+router/prompt_placement.py). Nothing here imports torch.
+"""

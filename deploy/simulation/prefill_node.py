@@ -1,0 +1,140 @@
+"""The simulated prefill node: prompts wait for pages, share chunks in the order in which they came, and keep their
+pages until they are handed over.
+
+    submit --> waiting --pages--> computing --last chunk planned--> (chunk under way) --settled--> handing over --> gone
+
+As on the real node, a chunk is submitted before the one before it is settled, if prompts are left to compute then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...prefill_node.chunk_rate import ChunkRate
+from ...router.placement import QUEUED_PER_SLOT, PrefillFigures
+from ...router.prompt_placement import PromptTimes, RemoteFigures
+from .agenda import Agenda
+from .costs import Costs, Piece
+from .request import Request
+
+
+class _Chunk(NamedTuple):
+    """A chunk that the device computes."""
+
+    num_tokens: int
+    seconds: float
+    ends_at: float
+    finished: list[tuple[Request, int]]  # prompts that end in it, with their tokens in it
+
+
+class PrefillNode:
+    """Owns the prompts that it was given and the tokens that its pool holds for them."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        costs: Costs,
+        max_running: int,
+        pool_tokens: int,
+        chunk_tokens: int,
+        on_first: Callable[[PrefillNode, Request, int], None],
+    ) -> None:
+        """`on_first` is called when a prompt is computed, with the tokens of its last chunk."""
+        self._agenda, self._costs, self._on_first = agenda, costs, on_first
+        self._max_running, self._pool_tokens, self._chunk_tokens = max_running, pool_tokens, chunk_tokens
+        self._waiting = deque[Request]()
+        self._computing = deque[Request]()
+        self._rate = ChunkRate()
+        self._is_idle = True
+        self._free_at = 0.0  # when the device will have computed all chunks
+        self._held_tokens = 0
+        self._num_prompts = self._num_prompt_tokens = 0
+        self.busy_s = 0.0
+
+    @property
+    def figures(self) -> PrefillFigures:
+        """What the router's books show of the node."""
+        return PrefillFigures(self._num_prompt_tokens, self._num_prompts, QUEUED_PER_SLOT * self._max_running, 0)
+
+    def remote_figures(self, request: Request, handoff_s: float, round_s: float) -> RemoteFigures:
+        """Return what the router's books and the node's reports show to a request that could be computed here. It would
+        be handed over in `handoff_s` to a decode node whose rounds take `round_s`."""
+        times = PromptTimes(self._rate.token_s, self._rate.fixed_s)
+        num_queued = sum(each.prompt_len - each.num_computed for each in (*self._waiting, *self._computing))
+        if times.are_known:
+            num_queued += int(max(0.0, self._free_at - self._agenda.now) / times.token_s)
+        return RemoteFigures(num_queued, request.prompt_len, times, handoff_s, round_s)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the node holds nothing."""
+        return not (self._waiting or self._computing or self._held_tokens or self._num_prompts)
+
+    def submit(self, request: Request) -> None:
+        """Queue a prompt."""
+        self._waiting.append(request)
+        self._num_prompts += 1
+        self._num_prompt_tokens += request.prompt_len
+        self._wake()
+
+    def release(self, request: Request) -> None:
+        """The pages of a prompt are handed over."""
+        self._held_tokens -= request.prompt_len
+        self._num_prompts -= 1
+        self._num_prompt_tokens -= request.prompt_len
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._is_idle and self._waiting:
+            self._is_idle = False
+            self._step(None)
+
+    def _step(self, before: _Chunk | None) -> None:
+        """Submit a chunk, then settle the one before. If nothing can be submitted behind a chunk, settle it first."""
+        chunk = self._submit_chunk()
+        if before is not None:
+            self._agenda.at(before.ends_at, self._settle, before, chunk)
+        elif chunk is None:  # prompts that wait for pages start when others are handed over
+            self._is_idle = True
+        elif self._computing:
+            self._step(chunk)
+        else:
+            self._agenda.at(chunk.ends_at, self._settle, chunk, None)
+
+    def _settle(self, done: _Chunk, behind: _Chunk | None) -> None:
+        """A chunk is computed. `behind` was submitted after it."""
+        self._rate.observe(done.num_tokens, done.seconds)
+        for request, num_tokens in done.finished:
+            self._on_first(self, request, num_tokens)
+        if behind is not None and not self._computing:
+            self._agenda.at(behind.ends_at, self._settle, behind, None)
+        else:
+            self._step(behind)
+
+    def _submit_chunk(self) -> _Chunk | None:
+        """Plan the next chunk: at most `chunk_tokens` of the prompts whose pages fit, oldest first."""
+        waiting, computing = self._waiting, self._computing
+        while waiting and len(computing) < self._max_running:
+            if self._held_tokens + waiting[0].prompt_len > self._pool_tokens:
+                break
+            self._held_tokens += waiting[0].prompt_len
+            computing.append(waiting.popleft())
+        budget, pieces, finished = self._chunk_tokens, list[Piece](), list[tuple[Request, int]]()
+        while computing and budget:
+            request = computing[0]
+            num_new = min(budget, request.prompt_len - request.num_computed)
+            pieces.append(Piece(num_new, request.num_computed))
+            request.num_computed += num_new
+            budget -= num_new
+            if request.num_computed < request.prompt_len:
+                break
+            finished.append((request, num_new))
+            computing.popleft()
+        if not pieces:
+            return None
+        seconds = self._costs.chunk_s(pieces)
+        self.busy_s += seconds
+        self._free_at = max(self._agenda.now, self._free_at) + seconds
+        return _Chunk(sum(piece.tokens for piece in pieces), seconds, self._free_at, finished)

@@ -1,0 +1,141 @@
+"""The simulated router: a queue of requests that wait for room, first come, first served.
+
+Its decisions are the product's own: who computes a prompt (`place_prompt`, `place_sooner`), which decode node generates
+(`choose_decode`, `choose_local`), which prefill node computes (`choose_prefill`). Two things are simpler. The router
+knows the load of a node at once, without waiting for a report. Prompts are all different, so no prefix cache helps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ...router.handoff_times import HandoffTimes
+from ...router.placement import choose_decode, choose_prefill
+from ...router.prompt_placement import GroupFacts, RemoteFigures, choose_local, place_prompt, place_sooner
+from .agenda import Agenda
+from .costs import Costs
+from .decode_node import DecodeNode
+from .prefill_node import PrefillNode
+from .request import SLACK, Request
+
+
+class Router:
+    """Owns every request from its arrival to its last token."""
+
+    def __init__(self, agenda: Agenda, costs: Costs, facts: GroupFacts) -> None:
+        self._agenda, self._costs, self._facts = agenda, costs, facts
+        self._handoffs = HandoffTimes()
+        self._prefills: Sequence[PrefillNode] = ()
+        self._decodes: Sequence[DecodeNode] = ()
+        self._queue = deque[Request]()
+        self._pairs: dict[Request, tuple[PrefillNode, DecodeNode]] = {}  # until the handoff
+        self.done: list[Request] = []
+        self.num_local = 0
+
+    def join(self, prefills: Sequence[PrefillNode], decodes: Sequence[DecodeNode]) -> None:
+        """These nodes serve from now on."""
+        self._prefills, self._decodes = prefills, decodes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits or has a handoff before it."""
+        return not self._queue and not self._pairs
+
+    def receive(self, request: Request) -> None:
+        """A request has come."""
+        self._queue.append(request)
+        self._dispatch()
+
+    def granted(self, node: DecodeNode, request: Request) -> None:
+        """A decode node has room for a request whose prompt a prefill node computes."""
+        prefill, decode = self._pairs[request]
+        assert decode is node, request.order
+        prefill.submit(request)
+
+    def computed(self, node: PrefillNode, request: Request, num_tokens: int) -> None:
+        """A prefill node has the first token of a request, whose last chunk had `num_tokens` tokens."""
+        request.take_first(self._agenda.now)
+        if request.num_left:
+            seconds = self._costs.handoff_s(num_tokens)
+            self._agenda.at(self._agenda.now + seconds, self._handed_over, node, request, seconds)
+        else:
+            node.release(request)
+            self.done.append(request)
+            self._dispatch()
+
+    def ended(self, request: Request) -> None:
+        """The last token of a request has come."""
+        self.done.append(request)
+        self._dispatch()
+
+    def _handed_over(self, node: PrefillNode, request: Request, seconds: float) -> None:
+        _, decode = self._pairs.pop(request)
+        self._handoffs.observe(seconds + decode.round_s / 2)  # as the real router does
+        node.release(request)
+        decode.arrive(request)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Give nodes to the requests at the head of the queue, while there is room."""
+        while self._queue and self._place(self._queue[0]):
+            self._queue.popleft()
+
+    def _place(self, request: Request) -> bool:
+        """Give a request its nodes, as the real router's `Placement.choose` does. False if there is no room now."""
+        prompt = place_prompt(self._facts, wants_prompt_logprobs=False)
+        if prompt is None:
+            return self._place_sooner(request)
+        return self._place_local(request) if prompt.where == "local" else self._place_remote(request)
+
+    def _place_sooner(self, request: Request) -> bool:
+        """Compare the roles by the time to the second token."""
+        decode = self._choose_decode(request)
+        remotes = list[RemoteFigures]()
+        if decode is not None or request.num_tokens == 1:
+            round_s = handoff_s = 0.0
+            if request.num_tokens > 1 and decode is not None:
+                round_s, handoff_s = decode.round_s, self._handoffs.expected_s
+            free = [node for node in self._prefills if node.figures.num_queued < node.figures.max_queued]
+            remotes = [node.remote_figures(request, handoff_s, round_s) for node in free]
+        nodes = self._local_nodes()
+        found = place_sooner(remotes, [node.local_figures(request) for node in nodes])
+        if found.place.where == "remote":
+            return self._place_remote(request)
+        if found.local_index is None:
+            return False
+        self._begin_local(request, nodes[found.local_index])
+        return True
+
+    def _place_local(self, request: Request) -> bool:
+        nodes = self._local_nodes()
+        index = choose_local([node.local_figures(request) for node in nodes])
+        if index is None:
+            return False
+        self._begin_local(request, nodes[index])
+        return True
+
+    def _place_remote(self, request: Request) -> bool:
+        decode = self._choose_decode(request) if request.num_tokens > 1 else None
+        index = choose_prefill([node.figures for node in self._prefills], request.prompt_len)
+        if index is None or (decode is None and request.num_tokens > 1):
+            return False
+        prefill = self._prefills[index]
+        if decode is None:
+            prefill.submit(request)
+        else:
+            self._pairs[request] = prefill, decode
+            decode.ask(request)
+        return True
+
+    def _begin_local(self, request: Request, decode: DecodeNode) -> None:
+        request.is_local = True
+        self.num_local += 1
+        decode.ask(request)
+
+    def _local_nodes(self) -> list[DecodeNode]:
+        return [node for node in self._decodes if not node.figures.is_full]
+
+    def _choose_decode(self, request: Request) -> DecodeNode | None:
+        index = choose_decode([node.figures for node in self._decodes], request.prompt_len + SLACK)
+        return None if index is None else self._decodes[index]

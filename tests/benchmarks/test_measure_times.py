@@ -1,0 +1,64 @@
+"""Times of `baton plan` from the reports of other benchmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from measure_times import pool_tokens, times_of
+
+from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, JointPoint, RoundPoint, read
+
+LLAMA = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 131072,
+}
+ENGINE: dict[str, Any] = {
+    "model": "8b",
+    "dtype": "bfloat16",
+    "device": "G",
+    "commit": "c1",
+    "date": "2026-01-01",
+    "decode": [{"batch": 1, "step_ms": 4.0}, {"batch": 8, "step_ms": 4.5}],
+    "mixed": [{"batch": 1, "longest": 15360, "step_ms": 4.5}, {"batch": 8, "longest": 15360, "step_ms": 5.0}],
+    "small-prompts": [{"tokens": 64, "wall_ms": 5.0}, {"tokens": 1024, "wall_ms": 24.0}],
+    "prefill": [
+        {"prompts": 1, "tokens": 1024, "ms": 25.0},
+        {"prompts": 1, "tokens": 8192, "ms": 212.0},
+        {"prompts": 16, "tokens": 2048, "ms": 760.0},
+    ],
+    "turns": [{"tokens": 256, "prefix": 15360, "ms": 12.5}],
+    "joint": [
+        {"batch": 8, "tokens": 64, "steps": 0, "is_joint": True, "round_ms": 4.5, "joint_ms": 5.0},
+        {"batch": 8, "tokens": 64, "steps": 5, "is_joint": True, "round_ms": 7.5, "joint_ms": 9.0},
+        {"batch": 64, "tokens": 64, "steps": 0, "is_joint": False, "round_ms": 7.0, "joint_ms": 12.0},
+    ],
+}
+SYSTEMS = {64: {"ttft_ms_p50": 9.0, "itl_ms_p50": 6.0}, 1024: {"ttft_ms_p50": 29.0, "itl_ms_p50": 9.0}}
+
+
+def test_reports_become_times(tmp_path: Path) -> None:
+    times = times_of(ENGINE, SYSTEMS, LLAMA, 1000)
+    assert times.rounds == (RoundPoint(1, 1088, 4.0), RoundPoint(8, 1088, 4.5), RoundPoint(1, 15424, 4.5))
+    assert times.chunks == (
+        ChunkPoint(64, 5.0),
+        ChunkPoint(1024, 24.0),
+        ChunkPoint(8192, 212.0),
+        ChunkPoint(8192, 190.0, prompts=4),
+        ChunkPoint(256, 12.5, history=15360),
+    )
+    assert times.handoffs == (HandoffPoint(64, 2.0), HandoffPoint(1024, 5.0)) and times.router_ms == 5.0
+    assert times.joints == (JointPoint(8, 64, 0.5),)
+    assert "c1" in times.sources[0] and times.context_len == 131072
+    (tmp_path / "t.json").write_bytes(msgspec.json.encode(times))
+    assert read(tmp_path / "t.json") == times
+
+
+def test_the_pool_holds_what_weights_and_work_leave() -> None:
+    assert pool_tokens(100 << 30, 16 << 30, LLAMA) == pytest.approx((90 - 16 - 3) * (1 << 13), rel=1e-3)
+    assert pool_tokens(1 << 30, 16 << 30, LLAMA) == 1
