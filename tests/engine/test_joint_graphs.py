@@ -158,7 +158,7 @@ def compare(worlds: Sequence[World], turn: int) -> None:
 def tell(monkeypatch: pytest.MonkeyPatch, solo: Solo) -> None:
     """Let drafters propose most of the right text."""
     plain = [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())]
-    for _ in range(50):
+    for _ in range(36):
         solo.round(plain, 0)
     truths = {index: sequence.token_ids for index, sequence in enumerate(plain)}
     for sequence in plain:
@@ -188,7 +188,7 @@ def test_a_joint_forward_brings_what_two_forwards_bring(
     name: str, shape: dict[str, int], checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = target_of(name, checkpoint)
-    drafting = settings(name, model, tmp_path) | shape
+    drafting = settings(name, model, tmp_path, steps=3) | shape
     worlds = [World(Solo(model, num_pages=800, buckets=(4,), **drafting), joins) for joins in (False, True)]
     tell(monkeypatch, worlds[0].solo)
     joint = count_joint(monkeypatch)
@@ -359,9 +359,9 @@ def test_graphs_of_the_steps_bring_what_two_forwards_bring(
 ) -> None:
     """What a step or a round before left in static tensors, and what lies in padding, reaches nobody."""
     model = target_of(name, checkpoint)
-    drafting = settings(name, model, tmp_path) | shape
+    drafting = settings(name, model, tmp_path, steps=3) | shape
     direct = World(Solo(model, num_pages=800, **drafting), joins=False)
-    captured = World(Solo(model, num_pages=800, buckets=(1, 5), **drafting), joins=True)
+    captured = World(Solo(model, num_pages=800, buckets=(5,), **drafting), joins=True)
     captured.solo.executor.warm_up(expects_prompts=True)
     owned = captured.solo.executor._graphs
     assert owned is not None and owned.joint is not None
