@@ -28,6 +28,7 @@ from baton.engine.pages import Owner
 from baton.engine.prompt_graphs import PromptInputs
 from baton.engine.rounds import LocalChunk
 from baton.engine.sampling_state import Needs, SamplingState
+from baton.engine.trees import Drafts
 from baton.engine.work import BatchRow, Round
 from baton.metadata.wire.request import SamplingParams
 
@@ -317,7 +318,9 @@ class Watched:
 
     def __init__(self, graphs: JointGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
         self.graphs, self.sizes = graphs, list[JointSize]()
-        self._replay, self._verify = graphs._replay, graphs.verify
+        self._replay, self._verify, self._propose = graphs._replay, graphs.verify, joint_graphs.propose
+        self._drafts: Drafts | None = None  # that the drafter proposed last
+        monkeypatch.setattr(joint_graphs, "propose", self._proposing)
         monkeypatch.setattr(graphs, "_replay", self._watched)
         monkeypatch.setattr(graphs, "verify", self._noting)
 
@@ -339,9 +342,20 @@ class Watched:
         assert all(map(torch.equal, before, self._inputs())), key
         return result
 
+    def _proposing(self, *rest: Any) -> Any:
+        proposed = self._propose(*rest)
+        self._drafts = proposed.drafts
+        return proposed
+
     def _noting(self, size: JointSize, *rest: Any) -> Any:
+        """Check that the forward ran the drafts, which are rarely right in a tree."""
         self.sizes.append(size)
-        return self._verify(size, *rest)
+        result, seam = self._verify(size, *rest), self.graphs._seam
+        if size.shape.num_steps:
+            assert self._drafts is not None
+            for ours, theirs in ((seam.tokens, self._drafts.tokens), (seam.parents, self._drafts.parents)):
+                assert theirs is None or torch.equal(ours[: size.num_seqs], theirs)
+        return result
 
 
 @pytest.mark.parametrize(
