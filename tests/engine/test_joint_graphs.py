@@ -28,6 +28,7 @@ from baton.engine.pages import Owner
 from baton.engine.prompt_graphs import PromptInputs
 from baton.engine.rounds import LocalChunk
 from baton.engine.sampling_state import Needs, SamplingState
+from baton.engine.trees import Drafts
 from baton.engine.work import BatchRow, Round
 from baton.metadata.wire.request import SamplingParams
 
@@ -158,7 +159,7 @@ def compare(worlds: Sequence[World], turn: int) -> None:
 def tell(monkeypatch: pytest.MonkeyPatch, solo: Solo) -> None:
     """Let drafters propose most of the right text."""
     plain = [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())]
-    for _ in range(50):
+    for _ in range(36):
         solo.round(plain, 0)
     truths = {index: sequence.token_ids for index, sequence in enumerate(plain)}
     for sequence in plain:
@@ -188,7 +189,7 @@ def test_a_joint_forward_brings_what_two_forwards_bring(
     name: str, shape: dict[str, int], checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = target_of(name, checkpoint)
-    drafting = settings(name, model, tmp_path) | shape
+    drafting = settings(name, model, tmp_path, steps=3) | shape
     worlds = [World(Solo(model, num_pages=800, buckets=(4,), **drafting), joins) for joins in (False, True)]
     tell(monkeypatch, worlds[0].solo)
     joint = count_joint(monkeypatch)
@@ -317,7 +318,9 @@ class Watched:
 
     def __init__(self, graphs: JointGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
         self.graphs, self.sizes = graphs, list[JointSize]()
-        self._replay, self._verify = graphs._replay, graphs.verify
+        self._replay, self._verify, self._propose = graphs._replay, graphs.verify, joint_graphs.propose
+        self._drafts: Drafts | None = None  # that the drafter proposed last
+        monkeypatch.setattr(joint_graphs, "propose", self._proposing)
         monkeypatch.setattr(graphs, "_replay", self._watched)
         monkeypatch.setattr(graphs, "verify", self._noting)
 
@@ -339,9 +342,20 @@ class Watched:
         assert all(map(torch.equal, before, self._inputs())), key
         return result
 
+    def _proposing(self, *rest: Any) -> Any:
+        proposed = self._propose(*rest)
+        self._drafts = proposed.drafts
+        return proposed
+
     def _noting(self, size: JointSize, *rest: Any) -> Any:
+        """Check that the forward ran the drafts, which are rarely right in a tree."""
         self.sizes.append(size)
-        return self._verify(size, *rest)
+        result, seam = self._verify(size, *rest), self.graphs._seam
+        if size.shape.num_steps:
+            assert self._drafts is not None
+            for ours, theirs in ((seam.tokens, self._drafts.tokens), (seam.parents, self._drafts.parents)):
+                assert theirs is None or torch.equal(ours[: size.num_seqs], theirs)
+        return result
 
 
 @pytest.mark.parametrize(
@@ -359,9 +373,9 @@ def test_graphs_of_the_steps_bring_what_two_forwards_bring(
 ) -> None:
     """What a step or a round before left in static tensors, and what lies in padding, reaches nobody."""
     model = target_of(name, checkpoint)
-    drafting = settings(name, model, tmp_path) | shape
+    drafting = settings(name, model, tmp_path, steps=3) | shape
     direct = World(Solo(model, num_pages=800, **drafting), joins=False)
-    captured = World(Solo(model, num_pages=800, buckets=(1, 5), **drafting), joins=True)
+    captured = World(Solo(model, num_pages=800, buckets=(5,), **drafting), joins=True)
     captured.solo.executor.warm_up(expects_prompts=True)
     owned = captured.solo.executor._graphs
     assert owned is not None and owned.joint is not None

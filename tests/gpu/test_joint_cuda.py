@@ -17,6 +17,9 @@ from node_pair import params
 from solo import Running, Solo, spoil
 from waits import no_waiting
 
+from baton.engine.batch import ForwardBatch, JointBatch
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.joint_graphs import JointSize
 from baton.engine.pages import Owner
 from baton.engine.rounds import LocalChunk
@@ -151,10 +154,6 @@ def test_the_host_does_not_wait_for_the_device(checkpoint: Callable[..., Path], 
 
 def test_a_layer_of_two_batches_attends_as_alone(checkpoint: Callable[..., Path]) -> None:
     """Whole forwards of both, in bfloat16: logits and KV within the bound of direct calls against each other."""
-    from baton.engine.batch import ForwardBatch, JointBatch
-    from baton.engine.config import EngineConfig
-    from baton.engine.engine import Engine
-
     engine = Engine(
         EngineConfig(model=str(checkpoint("qwen3")), device="cuda", dtype="bfloat16", num_pages=64, page_size=16)
     )
