@@ -83,7 +83,7 @@ class Router:
 
     def _place(self, request: Request) -> bool:
         """Give a request its nodes, as the real router's `Placement.choose` does. False if there is no room now."""
-        prompt = place_prompt(self._facts, wants_prompt_logprobs=False)
+        prompt = place_prompt(self._facts)
         if prompt is None:
             return self._place_sooner(request)
         return self._place_local(request) if prompt.where == "local" else self._place_remote(request)
