@@ -37,14 +37,14 @@ STEP = 0.05  # of the bound
 _MOST_MARGIN = 0.5  # of the bound: a gap that is too long need not be the fault of a chunk
 
 
-class Chunk(NamedTuple):
+class PromptTokens(NamedTuple):
     """Prompt tokens that a step computes."""
 
     num_tokens: int
     depth: int  # tokens before them, the mean over prompts
 
     @classmethod
-    def of(cls, rows: Sequence[BatchRow]) -> Chunk:
+    def of(cls, rows: Sequence[BatchRow]) -> PromptTokens:
         """Return the tokens of some prompts as one chunk."""
         num_tokens = sum(len(row.input_ids) for row in rows)
         return cls(num_tokens, sum(row.position * len(row.input_ids) for row in rows) // num_tokens)
@@ -53,7 +53,7 @@ class Chunk(NamedTuple):
 class Alone(NamedTuple):
     """Chunks in a row without a round beside them, before one round."""
 
-    mean: Chunk
+    mean: PromptTokens
     num_chunks: int
     since: float  # monotonic seconds
 
@@ -62,10 +62,10 @@ class ChunksAlone:
     """Collects the chunks that were submitted since the last round. Nobody waits for them before the next round."""
 
     def __init__(self) -> None:
-        self._chunks: list[Chunk] = []
+        self._chunks: list[PromptTokens] = []
         self._since = 0.0
 
-    def add(self, chunk: Chunk, since: float) -> None:
+    def add(self, chunk: PromptTokens, since: float) -> None:
         """A chunk was submitted in the step that began at `since` (monotonic seconds)."""
         if not self._chunks:
             self._since = since
@@ -78,7 +78,7 @@ class ChunksAlone:
             return None
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         depth = sum(chunk.depth * chunk.num_tokens for chunk in chunks) // num_tokens
-        return Alone(Chunk(num_tokens // len(chunks), depth), len(chunks), self._since)
+        return Alone(PromptTokens(num_tokens // len(chunks), depth), len(chunks), self._since)
 
 
 class Pace(NamedTuple):
@@ -101,10 +101,20 @@ class PromptRate(NamedTuple):
 class ChunkBudget:
     """Knows the times of rounds and chunks of one node, and the rounds since the last chunk."""
 
-    def __init__(self, costs: ChunkCosts, rounds: RoundSeconds, chunk_tokens: int, max_gap_s: float | None) -> None:
-        """`chunk_tokens`: the most tokens of a chunk. `max_gap_s`: the operator's bound, None if there is none."""
+    def __init__(
+        self,
+        costs: ChunkCosts,
+        rounds: RoundSeconds,
+        chunk_tokens: int,
+        max_gap_s: float | None,
+        joint_tokens: Sequence[int] = (),
+    ) -> None:
+        """`chunk_tokens`: the most tokens of a chunk. `max_gap_s`: the operator's bound, None if there is none.
+        `joint_tokens`: `Executor.joint_tokens`."""
         self._costs, self._rounds = costs, rounds
         self._chunk_tokens = chunk_tokens
+        self._joint_tokens = [each for each in joint_tokens if each <= chunk_tokens]
+        self._least_tokens = min([LEAST_TOKENS, chunk_tokens] if not self._joint_tokens else self._joint_tokens)
         self._max_gap_s = max_gap_s
         self._margin = 0.0  # of the bound
         self._num_plain = 0  # rounds since the last chunk beside one
@@ -119,14 +129,14 @@ class ChunkBudget:
         """Return how prompts advance beside `num_streams` streams."""
         round_s = self._rounds.expected(num_streams, num_steps)
         room_s = self._bound_s(round_s) * (1 - self._margin) - round_s
-        num_tokens = self._costs.most_tokens(room_s, depth, self._chunk_tokens)
-        if num_tokens >= min(LEAST_TOKENS, self._chunk_tokens):
+        num_tokens = self._most_tokens(room_s, depth)
+        if num_tokens >= self._least_tokens:
             pace = Pace(num_tokens, 1, True)
         elif self._max_gap_s is not None:
             return Pace(self._chunk_tokens, RARE, False)
         else:
-            least_s = self._beside_s(min(LEAST_TOKENS, self._chunk_tokens), depth)
-            num_tokens = max(1, self._costs.most_tokens(2 * least_s, depth, self._chunk_tokens))
+            least_s = self._beside_s(self._least_tokens, depth)
+            num_tokens = max(1, self._most_tokens(2 * least_s, depth))
             spare_s = (DEFAULT_GAP - 1) * round_s  # per round
             pace = Pace(num_tokens, max(1, math.ceil(self._beside_s(num_tokens, depth) / spare_s)), False)
         if self._max_gap_s is None and num_queued * self._token_s(pace, round_s, depth) > QUEUE_S:
@@ -154,7 +164,7 @@ class ChunkBudget:
         if seconds is not None:
             self._rounds.observe(num_streams, num_steps, seconds)
 
-    def end_beside(self, num_streams: int, num_steps: int, chunk: Chunk, seconds: float | None) -> None:
+    def end_beside(self, num_streams: int, num_steps: int, chunk: PromptTokens, seconds: float | None) -> None:
         """A chunk and the round beside it are over, after so many seconds together. None: other work is in them."""
         self._num_plain = 0
         if seconds is None:
@@ -171,6 +181,16 @@ class ChunkBudget:
         self._num_plain += 1
         seconds -= self._rounds.expected(num_streams, num_steps)
         self._costs.observe(*chunks.mean, seconds / chunks.num_chunks, is_beside=False)
+
+    def _most_tokens(self, within_s: float, depth: int) -> int:
+        """Return the length of the longest chunk that makes a round at most `within_s` longer. Chunks that share the
+        round's forward have the lengths for which this is prepared; others are as long as two of the longest of these,
+        since they read the weights once more."""
+        num_tokens = self._costs.most_tokens(within_s, depth, self._chunk_tokens)
+        if not self._joint_tokens or num_tokens >= 2 * self._joint_tokens[-1]:
+            return num_tokens
+        fitting = (each for each in self._joint_tokens if self._beside_s(each, depth) <= within_s)
+        return max(fitting, default=0)
 
     def _bound_s(self, round_s: float) -> float:
         return DEFAULT_GAP * round_s if self._max_gap_s is None else self._max_gap_s

@@ -36,8 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ..engine.adaptive import DOUBT, StepChooser
-from ..engine.chunk_costs import ChunkCosts
-from ..engine.chunk_timing import measure_chunk
+from ..engine.chunk_timing import measure_costs
 from ..engine.draft_shape import DraftShape
 from ..engine.executor import Executor
 from ..engine.prefix_cache import PrefixCache
@@ -54,7 +53,7 @@ from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
-from .chunk_budget import Chunk, ChunkBudget, ChunksAlone
+from .chunk_budget import ChunkBudget, ChunksAlone, PromptTokens
 from .outbox import Outbox
 from .reservations import Reservations
 from .round_clock import RoundClock, RoundTime
@@ -93,7 +92,7 @@ class SubmittedRound(NamedTuple):
     submitted: Submitted
     since: float  # monotonic seconds
     step_since: float  # monotonic seconds: the end of the round before, or the begin of the step if that was later
-    chunk: Chunk | None  # the prompts or lost tokens that the step computes beside it
+    chunk: PromptTokens | None  # the prompts or lost tokens that the step computes beside it
 
 
 class DecodeNode:
@@ -131,9 +130,9 @@ class DecodeNode:
             measure = functools.partial(measure_round, executor)
             times = StepTimes.measure(measure, min(max_running, _MAX_MEASURED), executor.shape.choices)
             self.chooser = StepChooser(executor.shape, times, max_running)
-        measure = functools.partial(measure_chunk, executor, page_size=cache.pool.page_size)
-        costs = ChunkCosts.measure(measure, min(chunk, executor.context_len - 1))
-        self._budget = ChunkBudget(costs, RoundSeconds(measure_round(executor, 1, 0)), chunk, max_gap_s)
+        costs = measure_costs(executor, min(chunk, executor.context_len - 1), cache.pool.page_size)
+        round_s = RoundSeconds(measure_round(executor, 1, 0))
+        self._budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.joint_tokens)
         self.scheduler = DecodeScheduler(
             cache,
             max_running,
@@ -402,7 +401,7 @@ class DecodeNode:
         """Submit the planned step, then settle the round before. If rounds do not overlap, settle the new one too."""
         self._counts.steps += 1
         step_since = self._clock.step_since
-        chunk = Chunk.of(plan.rows) if plan.rows else None
+        chunk = PromptTokens.of(plan.rows) if plan.rows else None
         is_scored = any(row.num_scored for row in plan.rows)
         beside = None
         if chunk is not None and (is_scored or not plan.decoding):
@@ -477,7 +476,7 @@ class DecodeNode:
         sequence.forget_scores()
 
     def _submit_round(
-        self, plan: StepPlan, beside: LocalChunk | None, chunk: Chunk | None, step_since: float
+        self, plan: StepPlan, beside: LocalChunk | None, chunk: PromptTokens | None, step_since: float
     ) -> SubmittedRound | None:
         """Submit a round, and the planned chunk if it is `beside`. If the device has no memory for them, make ready for
         less, and return None."""

@@ -14,7 +14,7 @@ again.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from .step_times import KEPT, MEMORY
@@ -72,6 +72,15 @@ class ChunkCosts:
             seconds[size] = min(runs[1:])
             spent_s += sum(runs)
         return cls(seconds)
+
+    def learn_beside(self, run: Callable[[int], float], joint_tokens: Sequence[int], max_tokens: int) -> None:
+        """Measure chunks beside a round: of the lengths for which rounds are prepared, and of two of the longest, which
+        have a forward of their own. `run(num_tokens)` returns the seconds by which a chunk makes a round longer."""
+        lengths = [each for each in joint_tokens if each <= max_tokens]
+        lengths += [2 * each for each in lengths[-1:] if 2 * each <= max_tokens]
+        for num_tokens in lengths:
+            for _ in range(1 + KEPT):  # the first one does not count
+                self.observe(num_tokens, 0, run(num_tokens), is_beside=True)
 
     def seconds(self, num_tokens: int, depth: int, *, is_beside: bool) -> float:
         """Return the seconds of a chunk of `num_tokens` behind `depth` tokens. Lengths beyond those measured are

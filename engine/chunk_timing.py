@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from functools import partial
 
+from .chunk_costs import ChunkCosts
 from .executor import Executor
 from .round_timing import measure_round, padding_round
 from .work import BatchRow, Recompute
+
+
+def measure_costs(executor: Executor, max_tokens: int, page_size: int) -> ChunkCosts:
+    """Return the measured times of chunks of up to `max_tokens` tokens."""
+    costs = ChunkCosts.measure(partial(measure_chunk, executor, page_size=page_size), max_tokens)
+    costs.learn_beside(
+        lambda num_tokens: measure_beside(executor, num_tokens, page_size), executor.joint_tokens, max_tokens
+    )
+    return costs
 
 
 def padding_chunk(num_tokens: int, page_size: int) -> Recompute:
@@ -14,6 +26,16 @@ def padding_chunk(num_tokens: int, page_size: int) -> Recompute:
     token_ids = [0] * (num_tokens + 1)
     pages = [0] * -(-len(token_ids) // page_size)
     return Recompute([BatchRow(token_ids[:-1], 0, pages, 0)], [token_ids])
+
+
+def measure_beside(executor: Executor, num_tokens: int, page_size: int) -> float:
+    """Return the seconds by which a chunk beside a round of one sequence makes it longer, the host's part included."""
+    round_s = measure_round(executor, 1, 0)
+    started = time.monotonic()
+    work = padding_round(executor.num_slots, 1, executor.shape.with_steps(0))
+    executor.submit(replace(work, beside=padding_chunk(num_tokens, page_size)))
+    executor.collect()
+    return max(0.0, time.monotonic() - started - round_s)
 
 
 def measure_chunk(executor: Executor, num_tokens: int, page_size: int) -> float:

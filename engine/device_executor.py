@@ -36,7 +36,7 @@ from .draft_shape import DraftShape
 from .engine import Engine
 from .executor import HostProposer
 from .graphs import RoundGraphs
-from .joint_graphs import JointGraphs, JointSize, joint_sizes, widened
+from .joint_graphs import CHUNK_SIZES, JointGraphs, JointSize, joint_sizes, widened
 from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
@@ -128,6 +128,10 @@ class DeviceExecutor:
     @property
     def runs_ahead(self) -> bool:
         return self.engine.device.type != "cpu"
+
+    @property
+    def joint_tokens(self) -> Sequence[int]:
+        return () if self._graphs is None or self._graphs.joint is None else CHUNK_SIZES
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Capture, on CUDA, the graphs of all buckets for every kind of sampling, so that service captures none and

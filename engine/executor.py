@@ -75,6 +75,12 @@ class Executor(Protocol):
         """Whether the device works while the host goes on, so that rounds may overlap."""
         ...
 
+    @property
+    def joint_tokens(self) -> Sequence[int]:
+        """Lengths of chunks for which rounds are prepared to have them beside them, rising. A chunk of another length
+        is padded to the next one, and a longer one has a forward of its own. Empty: lengths make no difference."""
+        ...
+
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Compile, load and capture what rounds need, so that no sequence waits for it. `progress` counts graphs.
         `expects_prompts`: also what rounds with chunks beside them need."""

@@ -128,6 +128,10 @@ class RankExecutor:
     def runs_ahead(self) -> bool:
         return self._own.runs_ahead
 
+    @property
+    def joint_tokens(self) -> Sequence[int]:
+        return self._own.joint_tokens
+
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         self._ranked.send(WarmUp(expects_prompts))
         with self._ranked.processes.guarded():

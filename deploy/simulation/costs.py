@@ -59,7 +59,7 @@ class Costs:
         for each in times.joints:
             extra[each.tokens].append(each.ms)
         self._joint_extra = Line((tokens, max(found)) for tokens, found in extra.items()) if extra else None
-        self._most_joint = max(extra, default=0)
+        self.joint_tokens = sorted(extra)  # lengths of chunks that share a forward with a round, as on a real node
         self._largest_joint = max((each.batch for each in times.joints), default=0)
         self.router_s = times.router_ms / 1e3
 
@@ -77,7 +77,7 @@ class Costs:
     def beside_s(self, pieces: Sequence[Piece], batch: int) -> float:
         """Return the time by which a chunk makes a step longer that also runs a round of `batch` sequences."""
         alone_s, total = self.chunk_s(pieces), sum(piece.tokens for piece in pieces)
-        if self._joint_extra is None or not 0 < batch <= self._largest_joint or total > self._most_joint:
+        if self._joint_extra is None or not 0 < batch <= self._largest_joint or total > self.joint_tokens[-1]:
             return alone_s
         pairs = sum(piece.tokens * piece.history for piece in pieces)
         return min(alone_s, (self._joint_extra(total) + self._per_pair * pairs) / 1e3)

@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping
 from typing import Protocol
 
-from ...decode_node.chunk_budget import Chunk, ChunkBudget, ChunksAlone, PromptRate
+from ...decode_node.chunk_budget import ChunkBudget, ChunksAlone, PromptRate, PromptTokens
 from ...decode_node.round_seconds import RoundSeconds
 from ...engine.chunk_costs import ChunkCosts
 from ...router.placement import DecodeFigures
@@ -107,7 +107,9 @@ class DecodeNode:
         self._agenda, self._costs, self._owner = agenda, costs, owner
         self._chunk_tokens = chunk_tokens
         table = RememberedCosts.measure(lambda num_tokens: costs.chunk_s([Piece(num_tokens, 0)]), chunk_tokens)
-        self._budget = ChunkBudget(table, RoundSeconds(costs.round_s(1, 0)), chunk_tokens, max_gap_s)
+        table.learn_beside(lambda tokens: costs.beside_s([Piece(tokens, 0)], 1), costs.joint_tokens, chunk_tokens)
+        round_s = RoundSeconds(costs.round_s(1, 0))
+        self._budget = ChunkBudget(table, round_s, chunk_tokens, max_gap_s, costs.joint_tokens)
         self._alone = ChunksAlone()
         self._max_running, self._pool_tokens = max_running, pool_tokens
         self._asked: list[Request] = []
@@ -274,7 +276,9 @@ class DecodeNode:
         now, chunk = self._agenda.now, None
         if self._pieces:
             num_tokens = sum(num for _, num in self._pieces)
-            chunk = Chunk(num_tokens, sum(num * request.num_computed for request, num in self._pieces) // num_tokens)
+            chunk = PromptTokens(
+                num_tokens, sum(num * request.num_computed for request, num in self._pieces) // num_tokens
+            )
         if not batch:
             assert chunk is not None, "a step without a round computes chunks"
             self._alone.add(chunk, now - seconds)

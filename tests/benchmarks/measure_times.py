@@ -26,7 +26,7 @@ from baton.engine.config import MEMORY_SHARE
 
 HERE = Path(__file__).parent
 LENGTHS = (64, 1024, 8192)  # tokens of the prompts that are handed over
-PARTS = ("decode", "mixed", "prefill", "small-prompts", "turns")  # of bench_gpu.py
+PARTS = ("decode", "mixed", "prefill", "small-prompts", "turns", "joint")  # of bench_gpu.py
 CHUNK, CONTEXT, GENERATED = 8192, 1024, 64  # tokens of chunks, and of sequences in bench_gpu.py
 WORKING_BYTES = 3 << 30  # of a node: graphs, working memory, the CUDA context
 

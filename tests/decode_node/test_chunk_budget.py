@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.decode_node.chunk_budget import DEFAULT_GAP, RARE, Alone, Chunk, ChunkBudget, ChunksAlone
+from baton.decode_node.chunk_budget import DEFAULT_GAP, RARE, Alone, ChunkBudget, ChunksAlone, PromptTokens
 from baton.decode_node.round_seconds import RoundSeconds
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import Sequence, new_sequence
@@ -125,10 +125,10 @@ class Simulation:
         """Return the share of gaps beyond a bound."""
         return sum(gap > bound_s for gap in self.gaps) / len(self.gaps)
 
-    def _chunk(self, rows: list[BatchRow], sequences: list[Sequence]) -> Chunk:
+    def _chunk(self, rows: list[BatchRow], sequences: list[Sequence]) -> PromptTokens:
         for row, sequence in zip(rows, sequences, strict=True):
             sequence.compute(len(row.input_ids))
-        return Chunk.of(rows)
+        return PromptTokens.of(rows)
 
     def _accept(self, sequence: Sequence) -> None:
         rid = sequence.unit.rid
@@ -251,12 +251,35 @@ def test_the_rate_for_the_router_follows_the_load() -> None:
 def test_chunks_in_a_row_are_measured_together() -> None:
     chunks = ChunksAlone()
     assert chunks.take() is None
-    chunks.add(Chunk.of([BatchRow([1] * 30, 0, [1]), BatchRow([1] * 10, 40, [1])]), 5.0)
-    chunks.add(Chunk(20, 100), 6.0)
+    chunks.add(PromptTokens.of([BatchRow([1] * 30, 0, [1]), BatchRow([1] * 10, 40, [1])]), 5.0)
+    chunks.add(PromptTokens(20, 100), 6.0)
     alone = chunks.take()
-    assert alone == Alone(Chunk(30, (10 * 40 + 20 * 100) // 60), 2, 5.0) and chunks.take() is None
+    assert alone == Alone(PromptTokens(30, (10 * 40 + 20 * 100) // 60), 2, 5.0) and chunks.take() is None
     costs = ChunkCosts({30: 1.0})
     budget = ChunkBudget(costs, RoundSeconds(0.5), 30, None)
     for _ in range(3):
         budget.end_alone(1, 0, alone, 4.5)
     assert costs.seconds(30, 0, is_beside=False) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("round_s", "max_gap_s", "expected"),
+    [
+        (0.0068, None, (256, 1)),  # room for 3.4 ms
+        (0.0040, None, (128, 1)),  # 2.0 ms
+        (0.0016, None, (64, 1)),  # 0.8 ms
+        (0.0068, 0.015, (256, 1)),
+        (0.0068, 0.019, (522, 1)),  # a forward of its own fits in
+        (0.0068, 0.0071, (FULL, RARE)),  # nothing does
+        (0.0006, None, (128, 4)),  # not each round has room: one in four has it for two of the shortest
+    ],
+)
+def test_chunks_that_share_a_forward_have_the_lengths_that_it_is_prepared_for(
+    round_s: float, max_gap_s: float | None, expected: tuple[int, int]
+) -> None:
+    joint = {64: 0.0006, 128: 0.001, 256: 0.0025, 512: 0.012}
+    costs = ChunkCosts({16: 0.0045, 256: 0.0075, FULL: 0.0175})
+    costs.learn_beside(lambda num_tokens: joint[num_tokens], (64, 128, 256), FULL)
+    budget = ChunkBudget(costs, RoundSeconds(round_s), FULL, max_gap_s, (64, 128, 256))
+    pace = budget.pace(1, 0, 0, 100)
+    assert (pace.num_tokens, pace.every) == expected, pace

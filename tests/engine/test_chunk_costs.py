@@ -95,3 +95,23 @@ def test_a_table_is_measured_without_the_first_run_of_each_length() -> None:
     runs.clear()
     ChunkCosts.measure(lambda size: runs.append(size) or 0.2, 8)
     assert set(runs) == {2}, "a slow machine measures one length"
+
+
+def test_chunks_beside_rounds_are_measured_at_the_lengths_that_rounds_are_prepared_for() -> None:
+    costs = ChunkCosts({16: 0.0045, 256: 0.0075, 1024: 0.024})
+    ran: list[int] = []
+
+    def run(num_tokens: int) -> float:
+        ran.append(num_tokens)
+        return 1.0 if ran.count(num_tokens) == 1 else costs_beside[num_tokens]
+
+    costs_beside = {64: 0.0006, 128: 0.001, 256: 0.0025, 512: 0.012}
+    costs.learn_beside(run, (64, 128, 256), 1024)
+    assert set(ran) == set(costs_beside)
+    for num_tokens, seconds in costs_beside.items():
+        assert costs.seconds(num_tokens, 0, is_beside=True) == pytest.approx(seconds)
+    assert costs.seconds(256, 0, is_beside=False) == 0.0075, "chunks alone are another kind"
+    ran.clear()
+    costs.learn_beside(run, (64, 128, 256), 300)
+    assert set(ran) == {64, 128, 256}
+    costs.learn_beside(run, (), 300)
