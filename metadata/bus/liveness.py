@@ -25,7 +25,7 @@ from ..wire.node_info import Load, NodeStats
 from ..wire.protocol import PROTOCOL_MIN
 from .curve import KeyPair
 from .link import connect_dealer, router_key
-from .sockets import HEARTBEAT_SUFFIX, routing_id, send_frames
+from .sockets import HEARTBEAT_SUFFIX, open_monitor, routing_id, send_frames
 
 HEARTBEAT_INTERVAL_S = 0.2
 PEER_SILENCE_S = 1.5
@@ -39,6 +39,13 @@ class _Phase(NamedTuple):
     name: str
     since: float
     limit_s: float
+
+
+class _Agreed(NamedTuple):
+    """The protocol in which the router is addressed, and the number of Welcomes that the node has had."""
+
+    protocol: int
+    num_welcomes: int
 
 
 class HeartbeatThread:
@@ -58,7 +65,7 @@ class HeartbeatThread:
         self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch) + HEARTBEAT_SUFFIX, keys
         self._router_key = router_key(keys)
         try:
-            self._socket = self._connect()
+            self._socket, self._monitor = self._open()
         except BaseException:
             self._context.term()
             raise
@@ -66,7 +73,8 @@ class HeartbeatThread:
         # each is one reference, replaced as a whole, so the thread never sees half of a change
         self._phase = _Phase(0, "starting", time.monotonic(), 60.0)
         self._figures = (load, NodeStats())
-        self._protocol = PROTOCOL_MIN
+        self._agreed = _Agreed(PROTOCOL_MIN, 0)
+        self._num_lost = 0  # welcomes of routers whose connection has closed
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="baton-heartbeat", daemon=True)
 
@@ -84,33 +92,58 @@ class HeartbeatThread:
         """Set the figures that the next heartbeats carry."""
         self._figures = (load, stats)
 
-    def speak(self, protocol: int) -> None:
-        """Set the protocol in which the router is addressed from now on."""
-        self._protocol = protocol
+    def speak(self, protocol: int, num_welcomes: int) -> None:
+        """Set the protocol in which the router is addressed from now on, and how many Welcomes the node has had.
+
+        When the connection closes, the next router may be an older one. So the oldest protocol is used from then on,
+        until the node has had one more Welcome."""
+        self._agreed = _Agreed(protocol, num_welcomes)
 
     def close(self) -> None:
         """Stop the thread and close its socket. May be called twice."""
         self._is_stopped.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._socket.close()
+        self._close_sockets()
         self._context.term()
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        return connect_dealer(
+    def _open(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Return a socket that connects to the router, and one that tells when the connection closes."""
+        socket = connect_dealer(
             self._context, self._address, self._identity, self._keys, max_frame=_MAX_FRAME_BYTES, is_immediate=True
         )
+        try:
+            return socket, open_monitor(socket, zmq.EVENT_DISCONNECTED)
+        except BaseException:
+            socket.close()
+            raise
+
+    def _close_sockets(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+
+    def _protocol(self) -> int:
+        """Return the protocol in which the router is addressed now."""
+        agreed = self._agreed
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                self._num_lost = agreed.num_welcomes
+        return agreed.protocol if agreed.num_welcomes > self._num_lost else PROTOCOL_MIN
 
     def _run(self) -> None:
         while True:
             if self._router_key is not None and self._router_key.is_replaced():
-                self._socket.close()
-                self._socket = self._connect()
+                self._close_sockets()
+                self._socket, self._monitor = self._open()
+                self._num_lost = self._agreed.num_welcomes
             phase, (load, stats) = self._phase, self._figures
             age_s = time.monotonic() - phase.since
             heartbeat = Heartbeat(phase.step, phase.name, max(age_s, 0.0), phase.limit_s, load, stats)
             with contextlib.suppress(zmq.Again):  # no router at present; the socket keeps trying to connect
-                send_frames(self._socket, encode(heartbeat, self._protocol))
+                send_frames(self._socket, encode(heartbeat, self._protocol()))
             if self._is_stopped.wait(self._interval_s):
                 return
 

@@ -109,6 +109,7 @@ class Membership:
         load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
         self._heartbeat = HeartbeatThread(router_address, hello.node_id, hello.epoch, keys, load=load)
         self._session = RouterSession(hello, self._link.send, tokenizer)
+        self._num_welcomes = 0
         self._router_address = router_address
         self._node_id, self._keys = hello.node_id, keys
         self._unwelcome_at = time.monotonic()
@@ -137,7 +138,8 @@ class Membership:
         self._complain_without_router()
         work: list[RouterWork | RouterGone] = []
         todo = self._session.take(self._link.receive())
-        self._heartbeat.speak(self._session.protocol)
+        self._num_welcomes += sum(isinstance(item, Joined) for item in todo)
+        self._heartbeat.speak(self._session.protocol, self._num_welcomes)
         for item in todo:
             match item:
                 case Joined() if self._leaving_until is not None:

@@ -16,6 +16,7 @@ from baton.metadata.bus.liveness import PEER_SILENCE_S, Change, HeartbeatThread,
 from baton.metadata.wire.membership import Heartbeat
 from baton.metadata.wire.messages import Cancelled, ToRouter
 from baton.metadata.wire.node_info import Load, NodeStats
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 
 LOAD = Load(free_pages=7, running=1, waiting=0)
 
@@ -237,3 +238,32 @@ def test_peers_not_watched_are_ignored(clock: Clock, peers: PeerLiveness[str]) -
     peers.remove("n")
     assert pass_time(clock, peers, 3.0) == []
     assert peers.state("n") is None
+
+
+def test_the_next_router_gets_heartbeats_of_the_oldest_protocol_until_it_welcomes_the_node() -> None:
+    """An older router does not know the newer fields of a load."""
+    load = Load(free_pages=1, running=0, waiting=0, prompt_token_s=0.5)
+    first = HeartbeatRouter()
+    thread = HeartbeatThread(first.hub.address, "node", "1", None, load=load, interval_s=0.02)
+
+    def told(router: HeartbeatRouter) -> float:
+        router.wait_for(len(router.heartbeats) + 3)
+        heartbeat = router.heartbeats[-1][2]
+        assert isinstance(heartbeat, Heartbeat)
+        return heartbeat.load.prompt_token_s
+
+    thread.start()
+    try:
+        assert told(first) == 0.0, "no router has welcomed the node"
+        thread.speak(PROTOCOL_MAX, 1)
+        assert told(first) == 0.5
+        first.close()
+        second = HeartbeatRouter(first.hub.address)
+        thread.speak(PROTOCOL_MAX, 1)  # the node has not noticed yet
+        second.wait_for(3)
+        assert {heartbeat.load.prompt_token_s for _, _, heartbeat in second.heartbeats} == {0.0}  # type: ignore[union-attr]
+        thread.speak(PROTOCOL_MAX, 2)
+        assert told(second) == 0.5
+        second.close()
+    finally:
+        thread.close()

@@ -51,12 +51,12 @@ async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protoco
             while not membership._session.is_joined:
                 assert membership.receive() == []
                 await asyncio.sleep(0.005)
-        assert membership._session.protocol == membership._heartbeat._protocol == protocol
+        assert membership._session.protocol == membership._heartbeat._agreed.protocol == protocol
         hellos = [message.protocol for message in router.got if isinstance(message, Hello)]
         assert hellos == ([0] if protocol == 5 else [0, protocol])
         membership._session._heard_at -= 60  # the router falls silent: the next may be older
         membership.receive()
-        assert membership._heartbeat._protocol == PROTOCOL_MIN
+        assert membership._heartbeat._agreed.protocol == PROTOCOL_MIN
     finally:
         membership.close()
         router.hub.close()
