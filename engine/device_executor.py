@@ -138,11 +138,13 @@ class DeviceExecutor:
         allocates nothing. `progress` counts them. On a CPU, catch up once. Raises ConfigError if the graphs find no
         memory.
 
-        `expects_prompts`: also capture graphs of rounds with chunks beside them."""
+        `expects_prompts`: also capture graphs of rounds with chunks beside them, and of chunks alone."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
             self._graphs = self._capture(shapes, sizes, progress, expects_prompts=expects_prompts)
+            if expects_prompts:
+                self.engine.capture_prompts(progress)
             self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(0)))  # compiles what surrounds a graph
             self.collect()
             return
@@ -156,6 +158,8 @@ class DeviceExecutor:
         if captures(self.engine.device):
             sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
             self._capture([self.shape], sizes[-1:], of_largest=True, expects_prompts=expects_prompts)
+            if expects_prompts:
+                self.engine.capture_prompts()
 
     def _capture(
         self,

@@ -145,7 +145,7 @@ def _plan_kernel(
     if has_maximum(largest) & (temperature != 0.0) & ((top_k < num_logits) | (top_p < 1.0)):
         scores = scores_of(score_of(maxima), score_of(largest), temperature)
         keys, is_part = key_of(scores), (part < num_parts).to(tl.int32)
-        rank = (num_parts - num_parts // 100).to(tl.int64)
+        rank = top_k * 0 + (num_parts - num_parts // 100)  # int64, also if the launch knows num_parts to be 1
         if top_k < num_logits:
             rank = tl.minimum(rank, top_k)
         least = (rank * 0 + KEY_OF_LEAST).to(tl.int32)

@@ -6,7 +6,8 @@ multiplications into additions. Differences and divisions round as torch's do.
 Scores are packed with their ids (triton_packed.py), so a row's token does not depend on how a row is split. There are
 three launches. `part_maxima` finds the largest logit of each part of a row, the second kernel the best score of each
 part, the third the best of the row. If all rows are greedy, the second one is left out. The second kernel computes the
-noise of few tokens (triton_draws.py). If rows have top-k or top-p, triton_filters.py draws their tokens instead.
+noise of all tokens: that is faster than to find the few that could be drawn (triton_draws.py), unless a row is read by
+one program. If rows have top-k or top-p, triton_filters.py draws their tokens instead.
 
 If logits are of some tokens alone, all kernels rank the indices of logits. They read a token's id where they draw its
 noise, and the last kernel returns ids.
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from .noise import check_token_ids
 from .sample import Choice, Draws
-from .triton_draws import best_of_block, has_maximum, perturbed_largest
+from .triton_draws import has_maximum
 from .triton_filters import Draw, search_rows
 from .triton_noise import check_columns, gumbel_from_bits_of, ids_at, random_bits
 from .triton_packed import LOWEST, id_of, pack, part_maxima, row_max, score_of
@@ -148,7 +149,7 @@ def _perturbed(logits, maximum, temperature, seed, position, ids, threshold, FIL
 def _perturbed_max_kernel(
     logits_ptr,  # [num_rows, num_logits]
     largest_ptr,  # [num_rows, num_parts] int64 packed logits
-    best_ptr,  # [num_rows, num_parts] int64 packed scores, written: of the part or of the row's likeliest token
+    best_ptr,  # [num_rows, num_parts] int64 packed scores, written; without noise the row's largest logit
     seeds_ptr,
     positions_ptr,
     temperatures_ptr,
@@ -168,17 +169,12 @@ def _perturbed_max_kernel(
     largest = row_max(largest_ptr, row, num_parts, PARTS)
     best, maximum = largest, score_of(largest)
     if (temperature != 0.0) & has_maximum(largest):
-        seed, position, threshold = (
-            tl.load(seeds_ptr + row),
-            tl.load(positions_ptr + row),
-            tl.load(thresholds_ptr + row),
-        )
-        best = perturbed_largest(largest, seed, position, num_logits, logit_ids_ptr, MAPPED)
-        highest = scores_of(score_of(tl.load(largest_ptr + at)), maximum, temperature)
-        best = best_of_block(
-            logits_ptr + row * stride, part * PART, num_logits, highest, maximum, temperature, seed, position,
-            threshold, best, logit_ids_ptr, MAPPED, FILTERED, PART,
-        )  # fmt: skip
+        index = part * PART + tl.arange(0, PART)
+        logits = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=-float("inf")).to(tl.float32)
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+        threshold, ids = tl.load(thresholds_ptr + row), ids_at(index, num_logits, logit_ids_ptr, MAPPED)
+        perturbed = _perturbed(logits, maximum, temperature, seed, position, ids, threshold, FILTERED)
+        best = tl.max(tl.where(index < num_logits, pack(perturbed, index), LOWEST), axis=0)
     tl.store(best_ptr + at, best)
 
 

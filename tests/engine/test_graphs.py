@@ -113,8 +113,11 @@ def test_a_rehearsal_captures_the_largest_bucket_beside_the_inputs_of_all(
     monkeypatch.setattr(graphs.RoundGraphs, "capture", lambda graphs, *_: captured.append(list(graphs._inputs)))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=8))
+    prompts = list[None]()
+    monkeypatch.setattr(engine, "capture_prompts", lambda: prompts.append(None))
     executor = DeviceExecutor(engine, 5, [1, 2, 5])
     with preferring("triton"):
         executor.rehearse(expects_prompts=expects_prompts)
+    assert len(prompts) == expects_prompts
     assert captured == [[5]]
     assert joint == ([[JointSize(5, DraftShape(0), CHUNK_SIZES[-1])]] if expects_prompts else [])

@@ -27,7 +27,7 @@ NUM_LOGITS = 900
 @triton.jit
 def _bisect_kernel(keys_ptr, amounts_ptr, out_ptr, needed, SIZE: tl.constexpr):  # noqa: N803
     at = tl.arange(0, SIZE)
-    low = (needed * 0 + KEY_OF_LEAST).to(tl.int32)
+    low = tl.full((), KEY_OF_LEAST, tl.int32)
     tl.store(out_ptr, largest_key(tl.load(keys_ptr + at), tl.load(amounts_ptr + at), needed, low))
 
 
