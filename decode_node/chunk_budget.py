@@ -81,7 +81,7 @@ class ChunksAlone:
         return Alone(PromptTokens(num_tokens // len(chunks), depth), len(chunks), self._since)
 
 
-class Pace(NamedTuple):
+class ChunkPace(NamedTuple):
     """How prompts advance beside streams: a chunk of `num_tokens` beside one round of `every`."""
 
     num_tokens: int
@@ -125,22 +125,22 @@ class ChunkBudget:
         pace = self.pace(num_streams, num_steps, depth, num_queued)
         return pace.num_tokens if self._num_plain + 1 >= pace.every else 0
 
-    def pace(self, num_streams: int, num_steps: int, depth: int, num_queued: int) -> Pace:
+    def pace(self, num_streams: int, num_steps: int, depth: int, num_queued: int) -> ChunkPace:
         """Return how prompts advance beside `num_streams` streams."""
         round_s = self._rounds.expected(num_streams, num_steps)
         room_s = self._bound_s(round_s) * (1 - self._margin) - round_s
         num_tokens = self._most_tokens(room_s, depth)
         if num_tokens >= self._least_tokens:
-            pace = Pace(num_tokens, 1, True)
+            pace = ChunkPace(num_tokens, 1, True)
         elif self._max_gap_s is not None:
-            return Pace(self._chunk_tokens, RARE, False)
+            return ChunkPace(self._chunk_tokens, RARE, False)
         else:
             least_s = self._beside_s(self._least_tokens, depth)
             num_tokens = max(1, self._most_tokens(2 * least_s, depth))
             spare_s = (DEFAULT_GAP - 1) * round_s  # per round
-            pace = Pace(num_tokens, max(1, math.ceil(self._beside_s(num_tokens, depth) / spare_s)), False)
+            pace = ChunkPace(num_tokens, max(1, math.ceil(self._beside_s(num_tokens, depth) / spare_s)), False)
         if self._max_gap_s is None and num_queued * self._token_s(pace, round_s, depth) > QUEUE_S:
-            return Pace(self._chunk_tokens, 1, False)
+            return ChunkPace(self._chunk_tokens, 1, False)
         return pace
 
     def rate(self, num_streams: int, num_steps: int, num_queued: int) -> PromptRate:
@@ -198,6 +198,6 @@ class ChunkBudget:
     def _beside_s(self, num_tokens: int, depth: int) -> float:
         return self._costs.seconds(num_tokens, depth, is_beside=True)
 
-    def _token_s(self, pace: Pace, round_s: float, depth: int) -> float:
+    def _token_s(self, pace: ChunkPace, round_s: float, depth: int) -> float:
         """Return the seconds per token of prompts at this pace."""
         return (pace.every * round_s + self._beside_s(pace.num_tokens, depth)) / pace.num_tokens

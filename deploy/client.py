@@ -14,7 +14,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _TIMEOUT_S = 10.0
 
 
-class Chunk(NamedTuple):
+class StreamPart(NamedTuple):
     """A chunk of a streamed answer: text, or the reason why the answer ended (`stop`, `length`, ...), or both."""
 
     text: str
@@ -82,7 +82,7 @@ class Client:
         """Return status and body of GET `path`. Raises Unavailable if nobody answers."""
         return self._call("GET", path)
 
-    def stream_chat(self, body: dict[str, Any]) -> Generator[Chunk]:
+    def stream_chat(self, body: dict[str, Any]) -> Generator[StreamPart]:
         """Yield the chunks of a streamed chat completion. Closing the generator cancels the request.
 
         Raises Unavailable if nobody listens or the stream breaks off, RequestError if the router refuses the request.
@@ -122,7 +122,7 @@ class Client:
         return Unavailable(f"{self.url}: {error or type(error).__name__}")
 
 
-def _chunks(response: http.client.HTTPResponse) -> Iterator[Chunk]:
+def _chunks(response: http.client.HTTPResponse) -> Iterator[StreamPart]:
     for line in response:
         if not line.startswith(b"data:"):
             continue
@@ -133,7 +133,7 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[Chunk]:
         if "error" in event:
             raise Unavailable(event["error"].get("message", "the stream ended in an error"))
         for choice in event.get("choices", ()):
-            chunk = Chunk(choice.get("delta", {}).get("content") or "", choice.get("finish_reason"))
+            chunk = StreamPart(choice.get("delta", {}).get("content") or "", choice.get("finish_reason"))
             if any(chunk):
                 yield chunk
     raise Unavailable("the stream broke off before its end")

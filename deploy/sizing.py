@@ -17,7 +17,7 @@ import msgspec
 from ..engine.config import EngineConfig
 from ..metadata.config import at_least, setting
 from ..metadata.errors import ConfigError
-from .simulation.cluster import Outcome, Shape, simulate
+from .simulation.cluster import ClusterShape, Outcome, simulate
 from .simulation.figures import Slo, summary
 from .simulation.times import Times, find, read
 from .simulation.traffic import Arrival, poisson, read_trace
@@ -83,7 +83,7 @@ class SizingConfig:
 class Candidate:
     """A shape, and what the load came to on it."""
 
-    shape: Shape
+    shape: ClusterShape
     outcome: Outcome
     figures: dict[str, Any]  # as `summary` returns them
     slo: Slo
@@ -131,12 +131,12 @@ def run(config: SizingConfig) -> int:
     return 0
 
 
-def shapes(num_gpus: int) -> list[Shape]:
+def shapes(num_gpus: int) -> list[ClusterShape]:
     """Return the shapes to compare: all GPUs decode and compute prompts too (`always`), or some of them are prefill
     nodes, with (`auto`) and without (`never`) prompts on decode nodes."""
-    found = [Shape(0, num_gpus, "always")]
+    found = [ClusterShape(0, num_gpus, "always")]
     for num_prefill in range(1, num_gpus):
-        found += [Shape(num_prefill, num_gpus - num_prefill, mode) for mode in ("never", "auto")]
+        found += [ClusterShape(num_prefill, num_gpus - num_prefill, mode) for mode in ("never", "auto")]
     return found
 
 

@@ -28,7 +28,7 @@ from .model_config import ModelConfig
 from .rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from ..kernels.triton_attention import Plan
+    from ..kernels.triton_attention import TritonPlan
 
 _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
 
@@ -67,7 +67,7 @@ def begin_attention(
         return _NoAttention(config.q_size)
     cos_sin = rotary(batch.positions, kv.dtype)
     if captures(kv.device):
-        prompts = Prompts.of(batch, kv) if set(config.sliding_window) == {None} else None
+        prompts = PromptPieces.of(batch, kv) if set(config.sliding_window) == {None} else None
         return _TritonAttention(config, triton_plan(batch), prompts, kv.unbind(0), *cos_sin)
     is_short = batch.tree is not None or max(batch.query_lens) <= _MAX_COMPILED_QUERY_LEN
     if is_short and reads_pages(kv.device, kv.dtype):
@@ -115,17 +115,19 @@ class _CompiledAttention:
         return attend(qkv, self.kv, index, self.rows, window, norms, self.config.rms_norm_eps)
 
 
-def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> Plan:
+def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> TritonPlan:
     """Return the plan of the kernels on CUDA. Prompts and chunks of any lengths share one kernel; rounds have another.
 
     `is_stored`: the queries have no KV of their own, all that they see is in pages already."""
-    from ..kernels.triton_attention import Plan
+    from ..kernels.triton_attention import TritonPlan
 
     table, seq_lens = batch.block_table, batch.seq_lens
     if batch.starts is not None:
-        return Plan.ragged(table, seq_lens, batch.starts, batch.num_tokens, batch.page_size)
+        return TritonPlan.ragged(table, seq_lens, batch.starts, batch.num_tokens, batch.page_size)
     query_len = batch.query_lens[0]
-    return Plan.uniform(table, seq_lens, query_len, batch.page_size, batch.tree, batch.positions, is_stored=is_stored)
+    return TritonPlan.uniform(
+        table, seq_lens, query_len, batch.page_size, batch.tree, batch.positions, is_stored=is_stored
+    )
 
 
 class Piece(NamedTuple):
@@ -144,19 +146,19 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prompts:
+class PromptPieces:
     """Division of a batch of prompts into pieces for `prompt_attention`, pieces for `history_attention`, and a rest for
     `extend_attention`."""
 
     pieces: tuple[Piece, ...]  # all tokens, in order
     block_table: torch.Tensor  # [num_seqs, max_pages] int64, of the batch
-    rest: Plan | None  # plan of the rest, end to end
+    rest: TritonPlan | None  # plan of the rest, end to end
     index: torch.Tensor | None  # [num_rest] int64, these tokens
 
     @classmethod
-    def of(cls, batch: ForwardBatch, kv: torch.Tensor) -> Prompts | None:
+    def of(cls, batch: ForwardBatch, kv: torch.Tensor) -> PromptPieces | None:
         """Return None if the whole batch is the rest, or fused attention does not serve on this device."""
-        from ..kernels.triton_attention import Plan
+        from ..kernels.triton_attention import TritonPlan
 
         if not batch.prefix_lens:  # a round
             return None
@@ -172,7 +174,7 @@ class Prompts:
         tokens = [token for piece in rests for token in range(piece.first, piece.first + piece.num_tokens)]
         seqs, new, index = upload([[piece.seq for piece in rests], starts, tokens], batch.seq_lens.device)
         table, seq_lens = batch.block_table.index_select(0, seqs), batch.seq_lens.index_select(0, seqs)
-        plan = Plan(table, seq_lens, None, None, new.int(), None, None, None)
+        plan = TritonPlan(table, seq_lens, None, None, new.int(), None, None, None)
         return cls(tuple(pieces), batch.block_table, plan, index)
 
 
@@ -199,8 +201,8 @@ def _pieces(query_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[Piece
 @dataclass(frozen=True, slots=True, eq=False)
 class _TritonAttention:
     config: ModelConfig
-    plan: Plan
-    prompts: Prompts | None
+    plan: TritonPlan
+    prompts: PromptPieces | None
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 2, num_kv_heads, page_size, head_dim]
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
@@ -227,7 +229,7 @@ class _TritonAttention:
         return attend(q, kv_layer, self.plan, window, out=out)
 
     def _attend_prompts(
-        self, prompts: Prompts, q: torch.Tensor, qkv: torch.Tensor, kv_layer: torch.Tensor
+        self, prompts: PromptPieces, q: torch.Tensor, qkv: torch.Tensor, kv_layer: torch.Tensor
     ) -> torch.Tensor:
         from ..kernels.triton_extend import extend_attention
 

@@ -1,6 +1,6 @@
 """The executor of a decode node for this process's device: slots, block tables, inputs and graphs of rounds.
 
-    Round   --> inputs on the host --> run_round, directly or as a graph --> numbers on the host --> Tokens
+    Round   --> inputs on the host --> run_round, directly or as a graph --> numbers on the host --> RoundTokens
     CatchUp --> inputs on the host --> catch_up, likewise
     Recompute --> local_prompts.py --> Scores, if tokens are scored
 
@@ -46,7 +46,7 @@ from .round_inputs import InputBlock
 from .round_timing import padding_catch_up, padding_round
 from .sampling_state import Needs
 from .slots import Slots
-from .work import Accepted, CatchUp, LoadSlot, Recompute, Round, RoundWork, Scores, Tokens, catch_up_sizes
+from .work import Accepted, CatchUp, LoadSlot, Recompute, Round, RoundTokens, RoundWork, Scores, catch_up_sizes
 
 _COUNTS = 2  # numbers of a row before its tokens
 
@@ -217,7 +217,7 @@ class DeviceExecutor:
         event = self._under_way[0].event
         return event is None or event.query()
 
-    def collect(self) -> Tokens:
+    def collect(self) -> RoundTokens:
         """Wait for the oldest round that was not collected, and return its report."""
         done = self._under_way.popleft()
         if done.event is not None:
@@ -359,7 +359,7 @@ class DeviceExecutor:
         self._used.clear()
 
 
-def _report(done: _UnderWay) -> Tokens:
+def _report(done: _UnderWay) -> RoundTokens:
     work, num_rows = done.work, done.numbers.shape[1] - _COUNTS
     logprobs: list[TokenLogprobs | None] = [None] * (len(work.slots) * num_rows)
     if done.logprobs is not None:
@@ -369,7 +369,7 @@ def _report(done: _UnderWay) -> Tokens:
         count, start = min(num_accepted + 1, num_valid), row * num_rows
         num_drafted = min(work.limits[row], num_rows - 1)
         rows.append(Accepted(tokens[:count], logprobs[start : start + count], num_accepted, num_drafted))
-    return Tokens(rows)
+    return RoundTokens(rows)
 
 
 def _numbers_to_host(numbers: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The executor of a decode node, as the node sees it: work goes in, reports come out. Without torch.
 
-    Rounds --LoadSlot, Recompute, CatchUp, Round--> Executor --Tokens, Scores--> Rounds
+    Rounds --LoadSlot, Recompute, CatchUp, Round--> Executor --RoundTokens, Scores--> Rounds
 
 device_executor.py has the executor for this process's device.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .draft_shape import DraftShape
 from .progress import Progress
-from .work import RoundWork, Scores, Tokens
+from .work import RoundTokens, RoundWork, Scores
 
 if TYPE_CHECKING:
     from ..metadata.handoff.buffers import Sampled
@@ -102,7 +102,7 @@ class Executor(Protocol):
         """Whether the oldest round that was not collected is computed. Does not wait."""
         ...
 
-    def collect(self) -> Tokens:
+    def collect(self) -> RoundTokens:
         """Wait for the oldest round that was not collected, and return its report."""
         ...
 

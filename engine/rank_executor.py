@@ -31,7 +31,7 @@ from .progress import Progress
 from .prompts import Prompts, SubmittedChunk
 from .rank_processes import READY, REPORT, RankProcesses
 from .ranks import Ranks
-from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundWork, Scores, Tokens, WarmUp
+from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundTokens, RoundWork, Scores, WarmUp
 from .work_frames import Work, decode, encode
 
 
@@ -152,7 +152,7 @@ class RankExecutor:
     def is_done(self) -> bool:
         return self._own.is_done
 
-    def collect(self) -> Tokens:
+    def collect(self) -> RoundTokens:
         with self._ranked.processes.guarded():
             return self._own.collect()
 
@@ -193,7 +193,7 @@ class OwnWorkExecutor:
         self._ranked, self._rows = ranked, ranked.ranks.rows
         self.own = DeviceExecutor(ranked.engine, ranked.num_slots)
 
-    def run(self, works: Sequence[LoadSlot | None] | Sequence[Recompute] | Sequence[Round]) -> list[Tokens]:
+    def run(self, works: Sequence[LoadSlot | None] | Sequence[Recompute] | Sequence[Round]) -> list[RoundTokens]:
         """Do works[i] on rank i. Return the tokens of each rank if the works are rounds, else nothing.
 
         A forward is collective: an idle rank gets a Recompute without rows or a Round without slots, of the same shape
@@ -206,7 +206,7 @@ class OwnWorkExecutor:
         for rank, work in enumerate(works):
             if rank and work is not None:
                 self._ranked.processes.send(rank, _frame(lens, work))
-        tokens: list[Tokens] = []
+        tokens: list[RoundTokens] = []
         own = works[0]
         with self._ranked.processes.guarded():
             if own is not None:

@@ -24,9 +24,9 @@ from .work import (
     LocalRow,
     Recompute,
     Round,
+    RoundTokens,
     Scores,
     TableChange,
-    Tokens,
     catch_up_sizes,
 )
 
@@ -109,9 +109,9 @@ class Rounds:
         self._sent.pop(sequence.slot, None)
         sequence.slot = None
 
-    def run(self, sequences: Sequence[Running], shape: DraftShape, limits: Sequence[int]) -> Tokens:
+    def run(self, sequences: Sequence[Running], shape: DraftShape, limits: Sequence[int]) -> RoundTokens:
         """Submit a round and collect it. Without sequences nothing runs."""
-        return self.collect(self.submit(sequences, shape, limits)) if sequences else Tokens([])
+        return self.collect(self.submit(sequences, shape, limits)) if sequences else RoundTokens([])
 
     def submit(
         self,
@@ -161,7 +161,7 @@ class Rounds:
             proposed=proposed,
         )
 
-    def collect(self, submitted: Submitted) -> Tokens:
+    def collect(self, submitted: Submitted) -> RoundTokens:
         """Wait for a round. Rounds are collected in the order in which they were submitted. The caller appends the
         tokens, of which the last has no KV yet. A sequence that was released meanwhile has None."""
         rows = self.executor.collect().rows
@@ -172,7 +172,7 @@ class Rounds:
         for accepted in live:
             if accepted is not None:
                 self.stats.count(accepted)
-        return Tokens(live)
+        return RoundTokens(live)
 
     def catch_up(self, sequences: Sequence[Running]) -> None:
         """Let the drafter see the rows that rounds without drafts left out, oldest first, as many at a time as a round

@@ -29,7 +29,7 @@ from .tuning import tune, use_file
 logger = logging.getLogger(__name__)
 
 
-class Node(Member, Protocol):
+class ServedNode(Member, Protocol):
     """A node that `serve` can run."""
 
     def step(self) -> bool:
@@ -85,7 +85,7 @@ def serve(
     keys: KeyPair | None,
     epoch: str,
     data_address: str,
-    make_node: Callable[[Membership], Node],
+    make_node: Callable[[Membership], ServedNode],
 ) -> int:
     """Meet the router and run the node until it is asked to leave. Returns the exit status."""
     membership = make_membership(config, name, role, engine, keys, epoch, data_address)

@@ -14,7 +14,7 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
                 drafter's state after local prompts, and the
                 log-probabilities of their tokens                           Scores, if tokens are scored
     CatchUp     lets the drafter see rows that rounds left out              -
-    Round       drafts, verifies, accepts; does a Recompute beside it       Tokens
+    Round       drafts, verifies, accepts; does a Recompute beside it       RoundTokens
     Forget      frees what is kept of a prompt                              -
     WarmUp      compiles and captures what other work needs                 -
     CopyPages   copies pages within every pool                              -
@@ -155,7 +155,7 @@ class Accepted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class RoundTokens:
     """The report of a round: what it brought each sequence, in order. None: the sequence has left its slot."""
 
     rows: Sequence[Accepted | None]

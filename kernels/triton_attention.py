@@ -53,7 +53,7 @@ _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class TritonPlan:
     """Values that all layers of one forward share. Tensors are on the device. All else follows from shapes."""
 
     block_table: torch.Tensor  # [num_seqs, max_pages] int64
@@ -77,7 +77,7 @@ class Plan:
         positions: torch.Tensor | None = None,
         *,
         is_stored: bool = False,
-    ) -> Plan:
+    ) -> TritonPlan:
         """Return the plan of a forward with `query_len` new tokens in each sequence, in its last slots.
 
         Arguments are as in the fields; `seq_lens` is [num_seqs] int64. A tree needs `positions` [num_tokens] int64. If
@@ -97,7 +97,7 @@ class Plan:
     @classmethod
     def ragged(
         cls, block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, num_tokens: int, page_size: int
-    ) -> Plan:
+    ) -> TritonPlan:
         """Return the plan of a forward in which sequence i has the new tokens starts[i] .. starts[i + 1] - 1.
 
         `starts` is [num_seqs + 1] int32. Its last number is `num_tokens`."""
@@ -139,7 +139,7 @@ class DecodeTiles(NamedTuple):
 def decode_attention(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
-    plan: Plan,
+    plan: TritonPlan,
     window: int | None = None,
     tiles: DecodeTiles | None = None,
     out: torch.Tensor | None = None,
@@ -195,12 +195,12 @@ def decode_attention(
     return out
 
 
-def _shares(plan: Plan, *cut: int) -> Shares:
+def _shares(plan: TritonPlan, *cut: int) -> Shares:
     """Return the division of the sequences' keys among programs."""
     return Shares.of(plan.seq_lens, *cut)
 
 
-def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: Plan) -> tuple[int, int, int]:
+def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: TritonPlan) -> tuple[int, int, int]:
     """Assert the shapes, dtypes and strides that kernels take, and return (num_tokens, num_heads, head_dim)."""
     num_tokens, num_heads, head_dim = q.shape
     assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .triton_attention import (
-    Plan,
+    TritonPlan,
     check_shapes,
     load_pages,
     num_sms,
@@ -66,7 +66,7 @@ class ExtendTiles(NamedTuple):
 def extend_attention(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
-    plan: Plan,
+    plan: TritonPlan,
     window: int | None = None,
     tiles: ExtendTiles | None = None,
     out: torch.Tensor | None = None,
@@ -107,7 +107,7 @@ def _per_sm(kv_layer: torch.Tensor) -> int:
     return 2 if padded(kv_layer.shape[4]) * kv_layer.itemsize <= 128 else 1
 
 
-def _shares(plan: Plan, num_tiles: int, group: int, block_m: int, num_slots: int, num_kv_heads: int) -> Shares:
+def _shares(plan: TritonPlan, num_tiles: int, group: int, block_m: int, num_slots: int, num_kv_heads: int) -> Shares:
     """Return the division of the keys of `num_tiles` tiles among programs, by the number of keys of each tile."""
     assert plan.starts is not None
     num_keys = torch.empty(num_tiles, dtype=torch.int64, device=plan.seq_lens.device)

@@ -9,7 +9,7 @@ import msgspec
 
 from ..metadata.wire.node_info import Role
 from .errors import NoNode
-from .node import ROLES, Group, Node
+from .node import ROLES, Node, NodeGroup
 from .node_history import LOSS_WORDS, NodeHistory
 from .pairing_diagnostics import missing_partner
 
@@ -40,7 +40,7 @@ def drain_summary(nodes: Iterable[Node]) -> str:
     return "; ".join([*words[:MAX_NAMED], *more])
 
 
-def no_node(shown: str, groups: Iterable[Group], roles: Iterable[Role]) -> NoNode:
+def no_node(shown: str, groups: Iterable[NodeGroup], roles: Iterable[Role]) -> NoNode:
     """Return the error of a request that lacks nodes of these roles.
 
     `shown` is the message for every client. If such nodes drain, operators also read their names and the way back.
@@ -52,7 +52,7 @@ def no_node(shown: str, groups: Iterable[Group], roles: Iterable[Role]) -> NoNod
     return NoNode(f"{shown}: {len(draining)} draining", f"{shown}: {drain_summary(draining)}")
 
 
-def missing_for_service(groups: Collection[Group]) -> str | None:
+def missing_for_service(groups: Collection[NodeGroup]) -> str | None:
     """Return what is missing before any request can be served, None if a node of each role and a tokenizer are here."""
     nodes = [node for group in groups for node in group.nodes.values()]
     if not nodes:

@@ -17,7 +17,7 @@ from collections import abc
 from ..metadata.errors import BatonError
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .ballot import Answer
-from .node import Group
+from .node import NodeGroup
 from .queue import Pinned
 from .request import Delta, Request, Sequence
 
@@ -31,7 +31,7 @@ class Canary:
     The end of a request is reported to PairHealth by the caller, who knows the time; on_done and on_error do nothing.
     """
 
-    def __init__(self, group: Group, prompt_ids: list[int], nodes: Pinned) -> None:
+    def __init__(self, group: NodeGroup, prompt_ids: list[int], nodes: Pinned) -> None:
         self.group = group
         self.nodes = nodes
         self.request: Request | None = None  # the last one
@@ -95,14 +95,14 @@ def answer_of(token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs
     return Answer(tuple(token_ids), tuple(leads + [math.inf] * (len(token_ids) - len(leads))))
 
 
-def canary_prompt(group: Group) -> list[int]:
+def canary_prompt(group: NodeGroup) -> list[int]:
     """Return the group's test prompt: always the same tokens for the same length, without special tokens."""
     special = group.tokenizer.special_ids if group.tokenizer is not None else frozenset[int]()
     ordinary = [token for token in range(min(group.card.vocab_size, 4096)) if token not in special]
     return [ordinary[(7919 * index + 101) % len(ordinary)] for index in range(canary_prompt_len(group))]
 
 
-def canary_prompt_len(group: Group) -> int:
+def canary_prompt_len(group: NodeGroup) -> int:
     """Return the length of the test prompt: NUM_PAGES pages and a token, or less if a node has no room for that."""
     pages = min((node.hello.capacity.num_pages for node in group.nodes.values()), default=NUM_PAGES)
     room = min(group.context_len, pages * group.page_size) - 2 * NUM_TOKENS

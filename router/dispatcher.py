@@ -49,9 +49,9 @@ from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from .health import Effect as HealthEffect
 from .health import GiveUpCanary, PairHealth, PairsReady, StartCanary
 from .metrics import Metrics
-from .node import Group, Node
+from .node import Node, NodeGroup
 from .placement import Placement
-from .queue import Asked, Bounds, Entry, PairFull, Pinned, Queues, Refused
+from .queue import Asked, Bounds, Entry, PairFull, Pinned, Queues, RefusedRequest
 from .registry import Registry
 from .request import Attempt, Request, Sequence
 from .rescheduling import Rescheduling
@@ -109,11 +109,11 @@ class Dispatcher:
 
     # What clients and operators ask for
 
-    def check_room(self, group: Group, asked: Asked, now: float) -> None:
+    def check_room(self, group: NodeGroup, asked: Asked, now: float) -> None:
         """Raises Overloaded or RequestError if requests like these may not wait now. Changes nothing else."""
         self.queues.check_room(group, asked, now)
 
-    def make_room(self, group: Group, asked: Asked, now: float) -> list[Effect]:
+    def make_room(self, group: NodeGroup, asked: Asked, now: float) -> list[Effect]:
         """Check the room right before `submit`. If the queues are full, requests of lower priority are refused."""
         self.queues.check_room(group, asked, now)
         while (displaced := self.queues.displaced(group, asked, now)) is not None:
@@ -292,7 +292,7 @@ class Dispatcher:
 
     # A request waits, and gets its nodes
 
-    def _pump(self, group: Group, now: float) -> None:
+    def _pump(self, group: NodeGroup, now: float) -> None:
         """Give nodes to requests that wait, as far as there is room.
 
         A request that no node had room for blocks all behind it, so that small requests do not starve large ones. As
@@ -590,7 +590,7 @@ class Dispatcher:
         else:
             self._carry_out(self.health.failed(request, str(error), now), now)
 
-    def _end_all(self, refused: Iterable[Refused], now: float) -> None:
+    def _end_all(self, refused: Iterable[RefusedRequest], now: float) -> None:
         for request, error in refused:
             self._fail(request, error, now)
 
@@ -628,7 +628,7 @@ class Dispatcher:
             return
         self._look(now)
 
-    def _room_made(self, group: Group, now: float) -> None:
+    def _room_made(self, group: NodeGroup, now: float) -> None:
         """A decode node may have room: canaries that found none go first, then requests that wait."""
         self._carry_out(self.health.capacity_freed(now), now)
         self._pump(group, now)
@@ -709,7 +709,7 @@ class Dispatcher:
             error = DeadlineExceeded(f"the request took longer than its limit of {limit_s:g} s")
             self._fail(request, error, now)
 
-    def _is_used(self, group: Group) -> bool:
+    def _is_used(self, group: NodeGroup) -> bool:
         return any(request.group is group for request in self._requests.values())
 
     def _send_unknown(self, peer: bytes, message: ToNode, protocol: int) -> bool:

@@ -25,7 +25,7 @@ from ..metadata.wire.messages import Compute
 from .availability import drain_summary, missing_for_service
 from .ballot import UNTRIED, Ballot, Verdict, Voter
 from .canary import Canary, canary_prompt, canary_prompt_len
-from .node import Group, GroupKey, Node
+from .node import GroupKey, Node, NodeGroup
 from .queue import Pinned
 from .request import Request
 
@@ -54,7 +54,7 @@ class GiveUpCanary(NamedTuple):
 class PairsReady(NamedTuple):
     """A pair of the group became ready: requests that wait for nodes may get some."""
 
-    group: Group
+    group: NodeGroup
 
 
 Effect = StartCanary | GiveUpCanary | PairsReady
@@ -78,7 +78,7 @@ class _Pair:
 class _Vote:
     """A group's ballot, the prompt that the vote is on, and the nodes that compute it alone now."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: NodeGroup) -> None:
         self.group = group
         self.prompt_ids = canary_prompt(group)
         self.ballot = Ballot(TIE_GAP[group.layout.target.dtype])
@@ -125,12 +125,12 @@ class _SoloRun(NamedTuple):
 class PairHealth:
     """States of all pairs, and the canaries under way. `groups` is a view of the registry's groups."""
 
-    def __init__(self, groups: Mapping[GroupKey, Group], interval_s: float) -> None:
+    def __init__(self, groups: Mapping[GroupKey, NodeGroup], interval_s: float) -> None:
         self._groups = groups
         self._interval_s = interval_s
         self._pairs: dict[tuple[bytes, bytes], _Pair] = {}  # by routing ids
         self._locals: dict[bytes, _Pair] = {}  # decode nodes that compute prompts, by routing id
-        self._votes: dict[Group, _Vote] = {}
+        self._votes: dict[NodeGroup, _Vote] = {}
         self._runs: dict[str, _PairRun | _LocalRun | _SoloRun] = {}  # by the rid of the canary's request under way
         self._proven: set[bytes] = set()  # routing ids of the nodes in pairs that are ready
 
@@ -155,7 +155,7 @@ class PairHealth:
         ]
         return "; ".join(filter(None, words)) or "no canary request has passed yet"
 
-    def why_unusable(self, group: Group) -> str:
+    def why_unusable(self, group: NodeGroup) -> str:
         """Return why no pair of the group may get requests, for operators."""
         states = [self.state(*nodes) for nodes in group.pairs() if not self.is_usable(*nodes)]
         states += [self.state_alone(node) for node in group.local_nodes() if not self.is_usable_alone(node)]
@@ -245,7 +245,7 @@ class PairHealth:
             vote.ballot.left(voter_of(node))
             self._recount(vote)
 
-    def forget_group(self, group: Group) -> None:
+    def forget_group(self, group: NodeGroup) -> None:
         """Remove a group that is no more, with its ballot."""
         self._votes.pop(group, None)
 
@@ -341,7 +341,7 @@ class PairHealth:
         self._runs[request.rid] = run
         return StartCanary(request, run.canary.nodes)
 
-    def _renew_vote(self, group: Group) -> list[Effect]:
+    def _renew_vote(self, group: NodeGroup) -> list[Effect]:
         """Begin the group's vote, or begin it again with a shorter prompt if a node without room for it has joined."""
         old = self._votes.get(group)
         if old is not None and len(old.prompt_ids) <= canary_prompt_len(group):

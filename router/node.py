@@ -83,7 +83,7 @@ class Node:
         "routing_id",
     )
 
-    def __init__(self, hello: Hello, group: Group, now: float) -> None:
+    def __init__(self, hello: Hello, group: NodeGroup, now: float) -> None:
         self.routing_id = routing_id(hello.node_id, hello.epoch)
         self.hello = hello
         self.protocol = agreed(hello.protocols) or PROTOCOL_MIN  # in which it is addressed
@@ -343,7 +343,7 @@ class Node:
         return Peer(node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address, protocol=protocol)
 
 
-class Group:
+class NodeGroup:
     """Nodes that can be paired with each other, with the tokenizer and template of their model."""
 
     def __init__(self, key: GroupKey, hello: Hello, local_prefill: LocalPrefill = "never") -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from ..metadata.handoff import schema
 from ..metadata.wire.membership import Hello
-from .node import Group, Node
+from .node import Node, NodeGroup
 
 MAX_COMPARED = 3  # nodes that one refusal names
 
@@ -28,7 +28,7 @@ def missing_partner(node: Node, nodes: Iterable[Node]) -> str | None:
     )
 
 
-def incompatible_nodes(hello: Hello, group: Group | None, nodes: Iterable[Node]) -> list[Node]:
+def incompatible_nodes(hello: Hello, group: NodeGroup | None, nodes: Iterable[Node]) -> list[Node]:
     """Return the nodes of the other role that serve the model of `hello` though none of them can be its partner.
 
     The node that was heard last comes first. The list is empty if the node has a partner, or if no node of the other

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from .affinity import PrefixAffinity, page_hashes
-from .node import Group, Node
+from .node import Node, NodeGroup
 from .prompt_placement import LocalFigures, PromptPlace, RemoteFigures, choose_local, place_sooner
 from .queue import Entry
 from .request import Sequence as Output
@@ -58,15 +58,15 @@ class Placement:
         self._is_usable = is_usable
         self._affinity = PrefixAffinity()
 
-    def usable_pairs(self, group: Group) -> list[tuple[Node, Node]]:
+    def usable_pairs(self, group: NodeGroup) -> list[tuple[Node, Node]]:
         """Return the pairs of a group that may get requests."""
         return [pair for pair in group.pairs() if self._is_usable(*pair)]
 
-    def usable_alone(self, group: Group) -> list[Node]:
+    def usable_alone(self, group: NodeGroup) -> list[Node]:
         """Return the decode nodes of a group that may get local prompts."""
         return [node for node in group.local_nodes() if self._is_usable(None, node)]
 
-    def fitting(self, group: Group) -> Callable[[Entry], bool]:
+    def fitting(self, group: NodeGroup) -> Callable[[Entry], bool]:
         """Return a function that says whether nodes of the group could take an entry, however busy they are now."""
         nodes = self.usable_pairs(group), group.live("prefill"), self.usable_alone(group)
         known: dict[Hashable, bool] = {}  # most entries need about the same

@@ -25,7 +25,7 @@ from .affinity import page_hashes
 from .availability import no_node
 from .errors import NodeFault
 from .needs import Need
-from .node import ROLES, Group, Node
+from .node import ROLES, Node, NodeGroup
 from .pace import Pace
 from .prompt_placement import PromptPlace, place_prompt
 from .request import Attempt, Request
@@ -192,7 +192,7 @@ class Asked(NamedTuple):
     timeout_s: float
 
 
-class Refused(NamedTuple):
+class RefusedRequest(NamedTuple):
     """A request that must end with this error."""
 
     request: Request
@@ -204,12 +204,12 @@ class Queues:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self._queues: defaultdict[Group, WaitingQueue] = defaultdict(WaitingQueue)
-        self._paces: defaultdict[Group, Pace] = defaultdict(Pace)
-        self._served_at: dict[Group, float] = {}  # when a pair that takes requests was last there
+        self._queues: defaultdict[NodeGroup, WaitingQueue] = defaultdict(WaitingQueue)
+        self._paces: defaultdict[NodeGroup, Pace] = defaultdict(Pace)
+        self._served_at: dict[NodeGroup, float] = {}  # when a pair that takes requests was last there
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[NodeGroup]:
         """Groups that have, or had, requests."""
         return list(self._queues)
 
@@ -223,15 +223,15 @@ class Queues:
         """Prompt tokens of these entries."""
         return sum(queue.num_tokens for queue in self._queues.values())
 
-    def waiting_in(self, group: Group) -> WaitingQueue:
+    def waiting_in(self, group: NodeGroup) -> WaitingQueue:
         """The queue of a group."""
         return self._queues[group]
 
-    def pace(self, group: Group) -> Pace:
+    def pace(self, group: NodeGroup) -> Pace:
         """Return the pace at which a group serves."""
         return self._paces[group]
 
-    def knows(self, group: Group) -> bool:
+    def knows(self, group: NodeGroup) -> bool:
         """Whether anything is kept for a group."""
         return group in self._queues or group in self._paces or group in self._served_at
 
@@ -251,7 +251,7 @@ class Queues:
         """Take out all entries of a request."""
         self._queues[request.group].withdraw(request)
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: NodeGroup) -> None:
         """Forget a group that no longer exists. Its queue is empty."""
         queue = self._queues.pop(group, None)
         assert not queue, group.key
@@ -288,7 +288,7 @@ class Queues:
             param="prompt",
         )
 
-    def check_room(self, group: Group, asked: Asked, now: float) -> None:
+    def check_room(self, group: NodeGroup, asked: Asked, now: float) -> None:
         """Raises Overloaded, which says when to come again, if this may not wait now or would be late. Raises
         RequestError if it may never wait.
 
@@ -315,7 +315,7 @@ class Queues:
             words += f"be served; it may wait {self._bounds.wait_s:.1f} s, and last {asked.timeout_s:.1f} s in all"
             raise self._overloaded(words, group, now, num_excess)
 
-    def displaced(self, group: Group, asked: Asked, now: float) -> Refused | None:
+    def displaced(self, group: NodeGroup, asked: Asked, now: float) -> RefusedRequest | None:
         """Return the next request that must give up its place to this one, None if there is room."""
         if self._num_excess(asked) <= 0 and self._num_excess_tokens(asked) <= 0:
             return None
@@ -323,13 +323,13 @@ class Queues:
         if not behind:
             return None
         reason = "its place in the queue went to a request of higher priority"
-        return Refused(behind[0].request, self.refusal(group, reason, now))
+        return RefusedRequest(behind[0].request, self.refusal(group, reason, now))
 
-    def refusal(self, group: Group, reason: str, now: float) -> Overloaded:
+    def refusal(self, group: NodeGroup, reason: str, now: float) -> Overloaded:
         """Return the error of a request for which there is no room."""
         return self._overloaded(reason, group, now, 1)
 
-    def may_wait(self, group: Group, now: float) -> bool:
+    def may_wait(self, group: NodeGroup, now: float) -> bool:
         """Whether new requests may wait for nodes of the group: it can serve, or could lately, or a node joined lately.
 
         A node that joined lately may be the first of several: a restarted router meets its nodes one after the other.
@@ -351,24 +351,24 @@ class Queues:
         service_s = self._paces[request.group].service_s(request.params.max_tokens)
         return now + service_s + MARGIN_S > request.deadline
 
-    def late(self, group: Group, now: float) -> list[Refused]:
+    def late(self, group: NodeGroup, now: float) -> list[RefusedRequest]:
         """Return the requests of a group that are late. To be called several times per second."""
         requests = [entry.request for entry in self._queues[group] if self.is_late(entry, now)]
         reason = "nodes are busy: it would not be done within its timeout_s any more"
         return [
-            Refused(request, self.refusal(group, reason, now))
+            RefusedRequest(request, self.refusal(group, reason, now))
             for request in requests
             if request.deadline is not None and now <= request.deadline  # else it just ends by its deadline
         ]
 
     def stranded(
         self,
-        group: Group,
+        group: NodeGroup,
         pairs: list[tuple[Node, Node]],
-        why_unusable: Callable[[Group], str],
+        why_unusable: Callable[[NodeGroup], str],
         now: float,
         decodes: Sequence[Node] = (),
-    ) -> list[Refused]:
+    ) -> list[RefusedRequest]:
         """Return the requests of a group that have waited too long for a node that could take them.
 
         To be called several times per second with the pairs that may get requests, and the decode nodes that may get
@@ -377,14 +377,16 @@ class Queues:
         if pairs or decodes:
             self._served_at[group] = now
         prefills = group.live("prefill")
-        refused: list[Refused] = []
+        refused: list[RefusedRequest] = []
         for entry in self._queues[group]:
             if entry.attempt is not None or entry.request.is_over or entry.could_go_to(pairs, prefills, decodes):
                 entry.stranded_since = None
             elif entry.stranded_since is None:
                 entry.stranded_since = now
             elif now - entry.stranded_since > self._bounds.node_wait_s:
-                refused.append(Refused(entry.request, self._stranded_error(entry, [*pairs, *decodes], why_unusable)))
+                refused.append(
+                    RefusedRequest(entry.request, self._stranded_error(entry, [*pairs, *decodes], why_unusable))
+                )
         return refused
 
     # What is learned from those who were served
@@ -394,7 +396,7 @@ class Queues:
         if not request.is_canary:
             self._paces[request.group].granted(now)
 
-    def has_served(self, group: Group, now: float) -> None:
+    def has_served(self, group: NodeGroup, now: float) -> None:
         """Nodes of the group have taken a request."""
         self._served_at[group] = now
 
@@ -403,7 +405,7 @@ class Queues:
         if request.dispatched_at is not None and not request.is_canary:
             self._paces[request.group].served(now - request.dispatched_at, request.num_generated)
 
-    def _overloaded(self, words: str, group: Group, now: float, num_excess: int) -> Overloaded:
+    def _overloaded(self, words: str, group: NodeGroup, now: float, num_excess: int) -> Overloaded:
         """Return a refusal that says when the client should come again."""
         num_running = sum(node.num_units for node in group.live("decode"))
         num_running = num_running or sum(node.num_prompts for node in group.live("prefill"))
@@ -425,7 +427,7 @@ class Queues:
         return self.num_waiting_tokens + asked.num_tokens - self._bounds.num_tokens
 
     def _stranded_error(
-        self, entry: Entry, usable: Sequence[object], why_unusable: Callable[[Group], str]
+        self, entry: Entry, usable: Sequence[object], why_unusable: Callable[[NodeGroup], str]
     ) -> BatonError:
         group, wait_s = entry.request.group, self._bounds.node_wait_s
         words = f"no node of model {group.key.model!r} could take the request for {wait_s:g} s: "

@@ -28,7 +28,7 @@ from ..metadata.wire.membership import Heartbeat, Hello, HelloAgain, Leaving, Re
 from ..metadata.wire.messages import ToNode
 from ..metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer
 from ..metadata.wire.request import MAX_TEXT
-from .node import Group, GroupKey, Node
+from .node import GroupKey, Node, NodeGroup
 from .node_history import LOSS_WORDS, Loss, NodeHistories
 from .pairing_diagnostics import incompatible_nodes, missing_partner, refusal
 from .prompt_placement import LocalPrefill
@@ -75,7 +75,7 @@ class Registry:
         local_prefill: LocalPrefill = "never",
     ) -> None:
         self.nodes: dict[bytes, Node] = {}  # by routing id
-        self.groups: dict[GroupKey, Group] = {}
+        self.groups: dict[GroupKey, NodeGroup] = {}
         self.histories = NodeHistories()
         self._tokenizers: dict[str, TextTokenizer] = {}  # by digest
         self._liveness: PeerLiveness[bytes] = PeerLiveness()
@@ -193,7 +193,7 @@ class Registry:
         for peer, waiting in list(self._waiting.items()):
             self.hello(peer, waiting.hello, now)
 
-    def trim(self, is_used: Callable[[Group], bool]) -> list[Group]:
+    def trim(self, is_used: Callable[[NodeGroup], bool]) -> list[NodeGroup]:
         """Remove and return the oldest groups without nodes; keep the last MAX_EMPTY_GROUPS and those in use.
 
         Tokenizers that no group needs any more are removed as well.
@@ -207,11 +207,11 @@ class Registry:
             self._tokenizers = {digest: each for digest, each in self._tokenizers.items() if digest in digests}
         return old
 
-    def groups_of(self, model: str) -> list[Group]:
+    def groups_of(self, model: str) -> list[NodeGroup]:
         """Return the groups that serve a model name, those without nodes included."""
         return [group for group in self.groups.values() if group.key.model == model]
 
-    def models(self) -> Iterator[Group]:
+    def models(self) -> Iterator[NodeGroup]:
         """Yield one group per model name that can be served now."""
         names: set[str] = set()
         for group in self.groups.values():
@@ -223,7 +223,7 @@ class Registry:
         key = _key_of(hello)
         group = self.groups.get(key)
         if group is None:
-            group = Group(key, hello, self._local_prefill)
+            group = NodeGroup(key, hello, self._local_prefill)
             self.groups[key] = group
         group.tokenizer = group.tokenizer or self._tokenizers.get(key.tokenizer)
         node = Node(hello, group, now)

@@ -23,7 +23,7 @@ from ..metadata.wire.request import (
     Unit,
     pack_ids,
 )
-from .node import Group, Node
+from .node import Node, NodeGroup
 from .prompt_placement import PromptPlace
 from .text.detokenizer import make_detokenizer
 from .text.stop_strings import StopStrings
@@ -312,7 +312,7 @@ class Request:
     def __init__(
         self,
         rid: str,
-        group: Group,
+        group: NodeGroup,
         prompt_ids: list[int],
         params: SamplingParams,
         listener: Listener,

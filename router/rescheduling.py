@@ -20,7 +20,7 @@ from .cancels import Cancels
 from .errors import NodeFault
 from .metrics import Metrics, MoveReason
 from .node import Node
-from .queue import Entry, Queues, Refused
+from .queue import Entry, Queues, RefusedRequest
 from .request import Attempt, Request
 from .reservations import Reservations
 from .streams import TokenStreams
@@ -63,7 +63,7 @@ class Rescheduling:
         now: float,
         *,
         at: Node | None = None,
-    ) -> list[Refused]:
+    ) -> list[RefusedRequest]:
         """An attempt failed for these choices: they try again. The node `at` holds nothing of them any more."""
         request.note_failure(attempt)
         moved = self._stop(request, attempt, set(choices), at, now)
@@ -72,23 +72,23 @@ class Rescheduling:
             sequence.note_end(attempt, is_loss=False)
             num_failures = len(sequence.failures)
             if num_failures >= self._max_attempts or request.is_canary:
-                return [Refused(request, _given_up(f"after {num_failures} attempts", reason))]
+                return [RefusedRequest(request, _given_up(f"after {num_failures} attempts", reason))]
         self._requeue(request, moved, "failed", reason, now)
         return []
 
     def out_of_memory(
         self, request: Request, attempt: Attempt, choice: int, reason: str, now: float, *, at: Node
-    ) -> list[Refused]:
+    ) -> list[RefusedRequest]:
         """The node `at` ran out of memory for a choice, which tries again unless this was the second time."""
         if request.note_out_of_memory(at, attempt) or request.is_canary:
             return self.failed(request, attempt, (choice,), reason, now, at=at)
         times = "on two nodes" if request.num_out_of_memory > 1 else f"twice on the only {at.role} node"
-        return [Refused(request, _no_memory(times, reason))]
+        return [RefusedRequest(request, _no_memory(times, reason))]
 
-    def lost(self, node: Node, reason: str, now: float) -> list[Refused]:
+    def lost(self, node: Node, reason: str, now: float) -> list[RefusedRequest]:
         """A node is gone. The sequences that it held, or that waited for its pages, move to other nodes."""
         where = f"{node.role} node {node.node_id}: {reason}"
-        refused: list[Refused] = []
+        refused: list[RefusedRequest] = []
         for request in list(self._requests.values()):
             request.forgive(node)
             for attempt in list(request.attempts.values()):
@@ -96,7 +96,7 @@ class Rescheduling:
                     refused += self._lose(request, attempt, node, where, now)
         return refused
 
-    def forgotten(self, node: Node, unit: Unit, reason: str, now: float) -> list[Refused]:
+    def forgotten(self, node: Node, unit: Unit, reason: str, now: float) -> list[RefusedRequest]:
         """A node does not know a unit that has ended in the router. If it has computed the prompt, whose
         log-probabilities are missing, its PrefillDone was lost. Another attempt computes them again."""
         request = self._requests.get(unit.rid)
@@ -106,21 +106,21 @@ class Rescheduling:
         node.end_prompt(unit.rid, unit.attempt)
         return self._lose(request, attempt, node, reason, now)
 
-    def unreachable(self, request: Request, attempt: Attempt, node: Node, now: float) -> list[Refused]:
+    def unreachable(self, request: Request, attempt: Attempt, node: Node, now: float) -> list[RefusedRequest]:
         """A message to a node could not be sent: the node is gone, or its queue is full."""
         reason = f"{node.role} node {node.node_id} cannot be reached"
         return self._leave(request, attempt, set(attempt.choices), reason, node, now)
 
-    def evict(self, node: Node, reason: str, now: float) -> list[Refused]:
+    def evict(self, node: Node, reason: str, now: float) -> list[RefusedRequest]:
         """The time of a draining node is over: its unfinished work moves to other nodes. A canary ends, because its
         answer would come from another node."""
         where = f"{node.role} node {node.node_id}: {reason}"
-        refused: list[Refused] = []
+        refused: list[RefusedRequest] = []
         for request in list(self._requests.values()):
             for attempt in list(request.attempts.values()):
                 if node in attempt.nodes or (node is attempt.prefill and not attempt.dispatched):
                     if request.is_canary:
-                        refused.append(Refused(request, Unavailable(where)))
+                        refused.append(RefusedRequest(request, Unavailable(where)))
                         break
                     moved = self._stop(request, attempt, set(attempt.choices), None, now)
                     self._requeue(request, moved, "drained", where, now)
@@ -158,7 +158,7 @@ class Rescheduling:
                 self._queues.add(Entry(request, (sequence.index,)), first=True)
         self._queue_prompt(request)
 
-    def _lose(self, request: Request, attempt: Attempt, node: Node, where: str, now: float) -> list[Refused]:
+    def _lose(self, request: Request, attempt: Attempt, node: Node, where: str, now: float) -> list[RefusedRequest]:
         choices = set(attempt.choices)
         if node is attempt.prefill and attempt.dispatched:
             if attempt.prefill_done:
@@ -174,7 +174,7 @@ class Rescheduling:
 
     def _leave(
         self, request: Request, attempt: Attempt, choices: set[int], reason: str, gone: Node, now: float
-    ) -> list[Refused]:
+    ) -> list[RefusedRequest]:
         """The attempt has lost a node."""
         moved = self._stop(request, attempt, choices, gone, now)
         for index in moved:
@@ -182,7 +182,7 @@ class Rescheduling:
             sequence.note_end(attempt, is_loss=True)
             if sequence.num_losses > MAX_LOSSES or request.is_canary:
                 words = f"after {sequence.num_losses} nodes were lost under it"
-                return [Refused(request, _given_up(words, reason))]
+                return [RefusedRequest(request, _given_up(words, reason))]
         self._requeue(request, moved, "lost", reason, now)
         return []
 

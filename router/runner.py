@@ -17,7 +17,7 @@ from .dispatcher import Dispatcher
 from .effects import Done, Effect, Error, Ledger, Output, Over, Send, SendUnknown
 from .health import PairHealth
 from .metrics import Metrics
-from .node import Group, Node
+from .node import Node, NodeGroup
 from .queue import Asked, Queues
 from .registry import Registry
 from .request import Request
@@ -94,11 +94,11 @@ class RunningDispatcher:
 
     # Events of clients and operators
 
-    def check_room(self, group: Group, asked: Asked) -> None:
+    def check_room(self, group: NodeGroup, asked: Asked) -> None:
         """Raises Overloaded or RequestError if requests like these may not wait now."""
         self._dispatcher.check_room(group, asked, time.monotonic())
 
-    def make_room(self, group: Group, asked: Asked) -> None:
+    def make_room(self, group: NodeGroup, asked: Asked) -> None:
         """Check the room right before `submit`, and have requests of lower priority refused if that makes room."""
         self._do(self._dispatcher.make_room(group, asked, time.monotonic()))
 

@@ -233,6 +233,21 @@ def test_every_test_file_has_the_name_of_a_module() -> None:
     assert sorted(listed - unnamed) == [], "there is such a module, or the test is gone: take it off the list"
 
 
+_OF_EACH_ROLE = {"Outbox", "Request", "Reservations", "Sequence"}  # the same thing, as router and nodes have it
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    """One name means one thing in the whole tree."""
+    places: dict[str, list[str]] = {}
+    for path in CODE:
+        for node in _tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and "training" not in path.parts:
+                places.setdefault(node.name, []).append(_name(path))
+    shared = {name: found for name, found in places.items() if len(found) > 1 and name not in _OF_EACH_ROLE}
+    assert shared == {}, "give one of them another name"
+    assert places.keys() >= _OF_EACH_ROLE
+
+
 def test_code_imports_relatively() -> None:
     wrong = []
     for path in CODE:

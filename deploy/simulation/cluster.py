@@ -10,17 +10,17 @@ from ...prefill_node.config import PrefillConfig
 from ...router.prompt_placement import GroupFacts, LocalPrefill
 from .agenda import Agenda
 from .costs import Costs
-from .decode_node import DecodeNode
+from .decode_node import SimulatedDecodeNode
 from .figures import Record
-from .prefill_node import PrefillNode
-from .request import Request
-from .router import Router
+from .prefill_node import SimulatedPrefillNode
+from .request import SimulatedRequest
+from .router import SimulatedRouter
 from .times import Times
 from .traffic import Arrival
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ClusterShape:
     """How many nodes of each role, and who computes prompts."""
 
     num_prefill: int
@@ -52,21 +52,24 @@ class Outcome:
 
 
 def simulate(
-    shape: Shape, times: Times, arrivals: Sequence[Arrival], max_running: int, max_gap_s: float | None = None
+    shape: ClusterShape, times: Times, arrivals: Sequence[Arrival], max_running: int, max_gap_s: float | None = None
 ) -> Outcome:
     """Run a load until its last token. `max_running`: sequences that each node computes at once. `max_gap_s`: the
     decode nodes' bound on gaps beside local prompts; None: their default."""
     agenda, costs = Agenda(), Costs(times, max_running)
     facts = GroupFacts(shape.local_prefill, lacks_prefill=not shape.num_prefill, decodes_compute=True)
-    router = Router(agenda, costs, facts)
+    router = SimulatedRouter(agenda, costs, facts)
     pool = times.pool_tokens
     chunk, local_chunk = PrefillConfig().chunk("cuda"), DecodeConfig().chunk("cuda")
-    prefills = [PrefillNode(agenda, costs, max_running, pool, chunk, router.computed) for _ in range(shape.num_prefill)]
+    prefills = [
+        SimulatedPrefillNode(agenda, costs, max_running, pool, chunk, router.computed) for _ in range(shape.num_prefill)
+    ]
     decodes = [
-        DecodeNode(agenda, costs, max_running, pool, local_chunk, max_gap_s, router) for _ in range(shape.num_decode)
+        SimulatedDecodeNode(agenda, costs, max_running, pool, local_chunk, max_gap_s, router)
+        for _ in range(shape.num_decode)
     ]
     router.join(prefills, decodes)
-    requests = [Request(order, arrival) for order, arrival in enumerate(arrivals) if _fits(arrival, times)]
+    requests = [SimulatedRequest(order, arrival) for order, arrival in enumerate(arrivals) if _fits(arrival, times)]
     for request in requests:
         agenda.at(request.arrived_s + costs.router_s, router.receive, request)
     agenda.run()

@@ -20,14 +20,14 @@ from typing import NamedTuple
 from .times import ChunkPoint, RoundPoint, Times
 
 
-class Piece(NamedTuple):
+class ChunkPart(NamedTuple):
     """Tokens of one prompt in a chunk, behind `history` tokens that are computed already."""
 
     tokens: int
     history: int
 
 
-class Line:
+class Curve:
     """A function that is linear between given points."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -49,16 +49,16 @@ class Costs:
         """`max_running`: sequences in the largest round."""
         self._per_context_token = _per_context_token(times.rounds)
         slope, shortest = self._per_context_token, _shortest(times.rounds).values()
-        base = Line((each.batch, each.ms - slope * each.batch * each.context) for each in shortest)
+        base = Curve((each.batch, each.ms - slope * each.batch * each.context) for each in shortest)
         self._round_ms = [base(_bucket(batch, max_running)) for batch in range(max_running + 1)]
         self._per_pair, self._per_square = _attention(times.chunks)
         plain = [each for each in times.chunks if each.prompts == 1 and not each.history]
-        self._chunk_base = Line((each.tokens, each.ms - self._per_square * each.tokens**2) for each in plain)
-        self._handoff = Line((each.tokens, each.ms) for each in times.handoffs)
+        self._chunk_base = Curve((each.tokens, each.ms - self._per_square * each.tokens**2) for each in plain)
+        self._handoff = Curve((each.tokens, each.ms) for each in times.handoffs)
         extra = defaultdict[int, list[float]](list)
         for each in times.joints:
             extra[each.tokens].append(each.ms)
-        self._joint_extra = Line((tokens, max(found)) for tokens, found in extra.items()) if extra else None
+        self._joint_extra = Curve((tokens, max(found)) for tokens, found in extra.items()) if extra else None
         self.joint_tokens = sorted(extra)  # lengths of chunks that share a forward with a round, as on a real node
         self._largest_joint = max((each.batch for each in times.joints), default=0)
         self.router_s = times.router_ms / 1e3
@@ -67,14 +67,14 @@ class Costs:
         """Return the time of a round. `context_tokens`: of all its sequences together."""
         return (self._round_ms[batch] + self._per_context_token * context_tokens) / 1e3
 
-    def chunk_s(self, pieces: Sequence[Piece]) -> float:
+    def chunk_s(self, pieces: Sequence[ChunkPart]) -> float:
         """Return the time of a chunk alone."""
         squares = sum(piece.tokens**2 for piece in pieces)
         pairs = sum(piece.tokens * piece.history for piece in pieces)
         total = sum(piece.tokens for piece in pieces)
         return (self._chunk_base(total) + self._per_square * squares + self._per_pair * pairs) / 1e3
 
-    def beside_s(self, pieces: Sequence[Piece], batch: int) -> float:
+    def beside_s(self, pieces: Sequence[ChunkPart], batch: int) -> float:
         """Return the time by which a chunk makes a step longer that also runs a round of `batch` sequences."""
         alone_s, total = self.chunk_s(pieces), sum(piece.tokens for piece in pieces)
         if self._joint_extra is None or not 0 < batch <= self._largest_joint or total > self.joint_tokens[-1]:
@@ -113,7 +113,7 @@ def _attention(points: Sequence[ChunkPoint]) -> tuple[float, float]:
     of a chunk: least squares over chunks of equal size. If no chunk has several prompts, a square counts as half as
     many pairs."""
     alone = [each for each in points if each.prompts == 1]
-    plain = Line((each.tokens, each.ms) for each in alone if not each.history)
+    plain = Curve((each.tokens, each.ms) for each in alone if not each.history)
     behind = [(each.tokens * each.history, each.ms - plain(each.tokens)) for each in alone if each.history]
     per_pair = max(0.0, _slope(behind))
     alike = [pair for pair in combinations(points, 2) if _differ_in_prompts(*pair)]

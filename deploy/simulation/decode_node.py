@@ -23,20 +23,20 @@ from ...engine.chunk_costs import ChunkCosts
 from ...router.placement import DecodeFigures
 from ...router.prompt_placement import LocalFigures, PromptTimes
 from .agenda import Agenda
-from .costs import Costs, Piece
-from .request import SLACK, Request
+from .costs import ChunkPart, Costs
+from .request import SLACK, SimulatedRequest
 
 _LEAST_AHEAD_S, _SHARE_AHEAD = 1e-3, 0.2  # of a round, before whose end the next one is submitted (round_clock.py)
 
 
-class Owner(Protocol):
+class DecodeOwner(Protocol):
     """The router, as a decode node sees it."""
 
-    def granted(self, node: DecodeNode, request: Request) -> None:
+    def granted(self, node: SimulatedDecodeNode, request: SimulatedRequest) -> None:
         """The node holds room for a request."""
         ...
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: SimulatedRequest) -> None:
         """The last token of a request has come."""
         ...
 
@@ -89,7 +89,7 @@ class RememberedCosts(ChunkCosts):
         super().observe(num_tokens, depth, seconds, is_beside=is_beside)
 
 
-class DecodeNode:
+class SimulatedDecodeNode:
     """Owns its sequences and the tokens that its pool holds for them."""
 
     def __init__(
@@ -100,31 +100,31 @@ class DecodeNode:
         pool_tokens: int,
         chunk_tokens: int,
         max_gap_s: float | None,
-        owner: Owner,
+        owner: DecodeOwner,
     ) -> None:
         """`chunk_tokens`: the most tokens of a chunk. `max_gap_s`: the operator's bound on gaps between tokens; None:
         the node's own (decode_node/chunk_budget.py)."""
         self._agenda, self._costs, self._owner = agenda, costs, owner
         self._chunk_tokens = chunk_tokens
-        table = RememberedCosts.measure(lambda num_tokens: costs.chunk_s([Piece(num_tokens, 0)]), chunk_tokens)
-        table.learn_beside(lambda tokens: costs.beside_s([Piece(tokens, 0)], 1), costs.joint_tokens, chunk_tokens)
+        table = RememberedCosts.measure(lambda num_tokens: costs.chunk_s([ChunkPart(num_tokens, 0)]), chunk_tokens)
+        table.learn_beside(lambda tokens: costs.beside_s([ChunkPart(tokens, 0)], 1), costs.joint_tokens, chunk_tokens)
         round_s = RoundSeconds(costs.round_s(1, 0))
         self._budget = ChunkBudget(table, round_s, chunk_tokens, max_gap_s, costs.joint_tokens)
         self._alone = ChunksAlone()
         self._max_running, self._pool_tokens = max_running, pool_tokens
-        self._asked: list[Request] = []
+        self._asked: list[SimulatedRequest] = []
         self._num_awaited = 0
-        self._ready: list[tuple[float, Request]] = []  # since when
-        self._computing: list[tuple[int, Request]] = []  # by age
-        self._running: set[Request] = set()
-        self._preempted: list[tuple[int, Request]] = []  # by age
-        self._ends: dict[int, list[Request]] = {}  # sequences of `running` by their last round
+        self._ready: list[tuple[float, SimulatedRequest]] = []  # since when
+        self._computing: list[tuple[int, SimulatedRequest]] = []  # by age
+        self._running: set[SimulatedRequest] = set()
+        self._preempted: list[tuple[int, SimulatedRequest]] = []  # by age
+        self._ends: dict[int, list[SimulatedRequest]] = {}  # sequences of `running` by their last round
         self._gaps = Gaps()
         self._round = 0  # that is under way or ended last
         self._ended_at = 0.0  # the last round
-        self._joined: list[Request] = []  # sequences whose first round is under way or begins next
-        self._had_first: list[Request] = []  # sequences whose first token came in the last round
-        self._pieces: list[tuple[Request, int]] = []  # chunks under way
+        self._joined: list[SimulatedRequest] = []  # sequences whose first round is under way or begins next
+        self._had_first: list[SimulatedRequest] = []  # sequences whose first token came in the last round
+        self._pieces: list[tuple[SimulatedRequest, int]] = []  # chunks under way
         self._is_idle = True
         self._cutoff = 0.0  # sequences that are ready later miss the next round
         self._num_units = 0
@@ -145,7 +145,7 @@ class DecodeNode:
         """The time of a round under the present load, of one sequence at least."""
         return self._costs.round_s(max(1, len(self._running)), self._context_tokens)
 
-    def local_figures(self, request: Request) -> LocalFigures:
+    def local_figures(self, request: SimulatedRequest) -> LocalFigures:
         """Return what the router's books and the node's reports show to a request that could be computed here."""
         rate, figures = self._rate, self.figures
         num_asked = sum(each.prompt_len for each in self._asked if each.is_local)
@@ -168,7 +168,7 @@ class DecodeNode:
         counts = (self._num_awaited, self._num_units, self._asked_tokens, self._reserved_tokens, self._context_tokens)
         return not any(held) and not any(counts)
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: SimulatedRequest) -> None:
         """The router asks for room: for pages that a prefill node will hand over, or for a local prompt."""
         self._num_units += 1
         self._asked.append(request)
@@ -176,7 +176,7 @@ class DecodeNode:
         if self._is_idle or (self._num_awaited and self._agenda.now <= self._cutoff):
             self._take_messages()
 
-    def arrive(self, request: Request) -> None:
+    def arrive(self, request: SimulatedRequest) -> None:
         """The pages of a prompt and its first token have come."""
         self._num_awaited -= 1
         self._reserved_tokens += 1
@@ -212,7 +212,7 @@ class DecodeNode:
         if num_granted:
             self._asked = asked[num_granted:]
 
-    def _grant(self, request: Request) -> None:
+    def _grant(self, request: SimulatedRequest) -> None:
         if not request.is_local:
             self._num_awaited += 1
             self._owner.granted(self, request)
@@ -253,7 +253,7 @@ class DecodeNode:
             seconds = self._costs.round_s(batch, self._context_tokens)
             ahead_s = max(_LEAST_AHEAD_S, _SHARE_AHEAD * seconds)
         if self._pieces:
-            pieces = [Piece(num_tokens, request.num_computed) for request, num_tokens in self._pieces]
+            pieces = [ChunkPart(num_tokens, request.num_computed) for request, num_tokens in self._pieces]
             seconds += self._costs.beside_s(pieces, batch)
         self.busy_s += seconds
         self._cutoff = now + seconds - ahead_s
@@ -314,7 +314,7 @@ class DecodeNode:
 
     def _join(self) -> None:
         """Let sequences that were ready in time take part in the next round."""
-        late: list[tuple[float, Request]] = []
+        late: list[tuple[float, SimulatedRequest]] = []
         number, has_round = self._round + 1, bool(self._running)
         for since, request in self._ready:
             if has_round and since > self._cutoff:
@@ -328,7 +328,7 @@ class DecodeNode:
             self._ends.setdefault(number + request.num_left - 1, []).append(request)
         self._ready = late
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: SimulatedRequest) -> None:
         """Take a sequence out of rounds, and count what they have brought it."""
         num_rounds = self._round - request.joined_round + 1
         self._running.remove(request)
@@ -342,8 +342,8 @@ class DecodeNode:
         if request in self._had_first:
             self._had_first.remove(request)
 
-    def _plan_chunks(self) -> list[tuple[Request, int]]:
-        num_streams, budget, pieces = len(self._running), self._chunk_tokens, list[tuple[Request, int]]()
+    def _plan_chunks(self) -> list[tuple[SimulatedRequest, int]]:
+        num_streams, budget, pieces = len(self._running), self._chunk_tokens, list[tuple[SimulatedRequest, int]]()
         if num_streams:
             depth = self._computing[0][1].num_computed
             budget = min(budget, self._budget.num_tokens(num_streams, 0, depth, self._num_queued_tokens))

@@ -16,8 +16,8 @@ from ...prefill_node.chunk_rate import ChunkRate
 from ...router.placement import QUEUED_PER_SLOT, PrefillFigures
 from ...router.prompt_placement import PromptTimes, RemoteFigures
 from .agenda import Agenda
-from .costs import Costs, Piece
-from .request import Request
+from .costs import ChunkPart, Costs
+from .request import SimulatedRequest
 
 
 class _Chunk(NamedTuple):
@@ -26,10 +26,10 @@ class _Chunk(NamedTuple):
     num_tokens: int
     seconds: float
     ends_at: float
-    finished: list[tuple[Request, int]]  # prompts that end in it, with their tokens in it
+    finished: list[tuple[SimulatedRequest, int]]  # prompts that end in it, with their tokens in it
 
 
-class PrefillNode:
+class SimulatedPrefillNode:
     """Owns the prompts that it was given and the tokens that its pool holds for them."""
 
     def __init__(
@@ -39,13 +39,13 @@ class PrefillNode:
         max_running: int,
         pool_tokens: int,
         chunk_tokens: int,
-        on_first: Callable[[PrefillNode, Request, int], None],
+        on_first: Callable[[SimulatedPrefillNode, SimulatedRequest, int], None],
     ) -> None:
         """`on_first` is called when a prompt is computed, with the tokens of its last chunk."""
         self._agenda, self._costs, self._on_first = agenda, costs, on_first
         self._max_running, self._pool_tokens, self._chunk_tokens = max_running, pool_tokens, chunk_tokens
-        self._waiting = deque[Request]()
-        self._computing = deque[Request]()
+        self._waiting = deque[SimulatedRequest]()
+        self._computing = deque[SimulatedRequest]()
         self._rate = ChunkRate()
         self._is_idle = True
         self._free_at = 0.0  # when the device will have computed all chunks
@@ -58,7 +58,7 @@ class PrefillNode:
         """What the router's books show of the node."""
         return PrefillFigures(self._num_prompt_tokens, self._num_prompts, QUEUED_PER_SLOT * self._max_running, 0)
 
-    def remote_figures(self, request: Request, handoff_s: float, round_s: float) -> RemoteFigures:
+    def remote_figures(self, request: SimulatedRequest, handoff_s: float, round_s: float) -> RemoteFigures:
         """Return what the router's books and the node's reports show to a request that could be computed here. It would
         be handed over in `handoff_s` to a decode node whose rounds take `round_s`."""
         times = PromptTimes(self._rate.token_s, self._rate.fixed_s)
@@ -72,14 +72,14 @@ class PrefillNode:
         """Whether the node holds nothing."""
         return not (self._waiting or self._computing or self._held_tokens or self._num_prompts)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SimulatedRequest) -> None:
         """Queue a prompt."""
         self._waiting.append(request)
         self._num_prompts += 1
         self._num_prompt_tokens += request.prompt_len
         self._wake()
 
-    def release(self, request: Request) -> None:
+    def release(self, request: SimulatedRequest) -> None:
         """The pages of a prompt are handed over."""
         self._held_tokens -= request.prompt_len
         self._num_prompts -= 1
@@ -121,11 +121,11 @@ class PrefillNode:
                 break
             self._held_tokens += waiting[0].prompt_len
             computing.append(waiting.popleft())
-        budget, pieces, finished = self._chunk_tokens, list[Piece](), list[tuple[Request, int]]()
+        budget, pieces, finished = self._chunk_tokens, list[ChunkPart](), list[tuple[SimulatedRequest, int]]()
         while computing and budget:
             request = computing[0]
             num_new = min(budget, request.prompt_len - request.num_computed)
-            pieces.append(Piece(num_new, request.num_computed))
+            pieces.append(ChunkPart(num_new, request.num_computed))
             request.num_computed += num_new
             budget -= num_new
             if request.num_computed < request.prompt_len:

@@ -8,7 +8,7 @@ from .traffic import Arrival
 SLACK = 2  # tokens of two rounds, which a decode node reserves beyond those that a sequence has
 
 
-class Request:
+class SimulatedRequest:
     """One request. Nodes write its times; its decode node also writes its place in rounds."""
 
     __slots__ = (

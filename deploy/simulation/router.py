@@ -15,25 +15,25 @@ from ...router.placement import choose_decode, choose_prefill
 from ...router.prompt_placement import GroupFacts, RemoteFigures, choose_local, place_prompt, place_sooner
 from .agenda import Agenda
 from .costs import Costs
-from .decode_node import DecodeNode
-from .prefill_node import PrefillNode
-from .request import SLACK, Request
+from .decode_node import SimulatedDecodeNode
+from .prefill_node import SimulatedPrefillNode
+from .request import SLACK, SimulatedRequest
 
 
-class Router:
+class SimulatedRouter:
     """Owns every request from its arrival to its last token."""
 
     def __init__(self, agenda: Agenda, costs: Costs, facts: GroupFacts) -> None:
         self._agenda, self._costs, self._facts = agenda, costs, facts
         self._handoffs = HandoffTimes()
-        self._prefills: Sequence[PrefillNode] = ()
-        self._decodes: Sequence[DecodeNode] = ()
-        self._queue = deque[Request]()
-        self._pairs: dict[Request, tuple[PrefillNode, DecodeNode]] = {}  # until the handoff
-        self.done: list[Request] = []
+        self._prefills: Sequence[SimulatedPrefillNode] = ()
+        self._decodes: Sequence[SimulatedDecodeNode] = ()
+        self._queue = deque[SimulatedRequest]()
+        self._pairs: dict[SimulatedRequest, tuple[SimulatedPrefillNode, SimulatedDecodeNode]] = {}  # until the handoff
+        self.done: list[SimulatedRequest] = []
         self.num_local = 0
 
-    def join(self, prefills: Sequence[PrefillNode], decodes: Sequence[DecodeNode]) -> None:
+    def join(self, prefills: Sequence[SimulatedPrefillNode], decodes: Sequence[SimulatedDecodeNode]) -> None:
         """These nodes serve from now on."""
         self._prefills, self._decodes = prefills, decodes
 
@@ -42,18 +42,18 @@ class Router:
         """Whether no request waits or has a handoff before it."""
         return not self._queue and not self._pairs
 
-    def receive(self, request: Request) -> None:
+    def receive(self, request: SimulatedRequest) -> None:
         """A request has come."""
         self._queue.append(request)
         self._dispatch()
 
-    def granted(self, node: DecodeNode, request: Request) -> None:
+    def granted(self, node: SimulatedDecodeNode, request: SimulatedRequest) -> None:
         """A decode node has room for a request whose prompt a prefill node computes."""
         prefill, decode = self._pairs[request]
         assert decode is node, request.order
         prefill.submit(request)
 
-    def computed(self, node: PrefillNode, request: Request, num_tokens: int) -> None:
+    def computed(self, node: SimulatedPrefillNode, request: SimulatedRequest, num_tokens: int) -> None:
         """A prefill node has the first token of a request, whose last chunk had `num_tokens` tokens."""
         request.take_first(self._agenda.now)
         if request.num_left:
@@ -64,12 +64,12 @@ class Router:
             self.done.append(request)
             self._dispatch()
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: SimulatedRequest) -> None:
         """The last token of a request has come."""
         self.done.append(request)
         self._dispatch()
 
-    def _handed_over(self, node: PrefillNode, request: Request, seconds: float) -> None:
+    def _handed_over(self, node: SimulatedPrefillNode, request: SimulatedRequest, seconds: float) -> None:
         _, decode = self._pairs.pop(request)
         self._handoffs.observe(seconds + decode.round_s / 2)  # as the real router does
         node.release(request)
@@ -81,14 +81,14 @@ class Router:
         while self._queue and self._place(self._queue[0]):
             self._queue.popleft()
 
-    def _place(self, request: Request) -> bool:
+    def _place(self, request: SimulatedRequest) -> bool:
         """Give a request its nodes, as the real router's `Placement.choose` does. False if there is no room now."""
         prompt = place_prompt(self._facts)
         if prompt is None:
             return self._place_sooner(request)
         return self._place_local(request) if prompt.where == "local" else self._place_remote(request)
 
-    def _place_sooner(self, request: Request) -> bool:
+    def _place_sooner(self, request: SimulatedRequest) -> bool:
         """Compare the roles by the time to the second token."""
         decode = self._choose_decode(request)
         remotes = list[RemoteFigures]()
@@ -107,7 +107,7 @@ class Router:
         self._begin_local(request, nodes[found.local_index])
         return True
 
-    def _place_local(self, request: Request) -> bool:
+    def _place_local(self, request: SimulatedRequest) -> bool:
         nodes = self._local_nodes()
         index = choose_local([node.local_figures(request) for node in nodes])
         if index is None:
@@ -115,7 +115,7 @@ class Router:
         self._begin_local(request, nodes[index])
         return True
 
-    def _place_remote(self, request: Request) -> bool:
+    def _place_remote(self, request: SimulatedRequest) -> bool:
         decode = self._choose_decode(request) if request.num_tokens > 1 else None
         index = choose_prefill([node.figures for node in self._prefills], request.prompt_len)
         if index is None or (decode is None and request.num_tokens > 1):
@@ -128,14 +128,14 @@ class Router:
             decode.ask(request)
         return True
 
-    def _begin_local(self, request: Request, decode: DecodeNode) -> None:
+    def _begin_local(self, request: SimulatedRequest, decode: SimulatedDecodeNode) -> None:
         request.is_local = True
         self.num_local += 1
         decode.ask(request)
 
-    def _local_nodes(self) -> list[DecodeNode]:
+    def _local_nodes(self) -> list[SimulatedDecodeNode]:
         return [node for node in self._decodes if not node.figures.is_full]
 
-    def _choose_decode(self, request: Request) -> DecodeNode | None:
+    def _choose_decode(self, request: SimulatedRequest) -> SimulatedDecodeNode | None:
         index = choose_decode([node.figures for node in self._decodes], request.prompt_len + SLACK)
         return None if index is None else self._decodes[index]

@@ -22,7 +22,7 @@ from ..errors import Forbidden, Unauthorized
 from ..pace import Average
 
 
-class Needs(enum.IntEnum):
+class KeyLevel(enum.IntEnum):
     """Key that a route needs, in rising order."""
 
     NOTHING = 0
@@ -64,15 +64,15 @@ class Access:
             raise ConfigError("max_concurrent_per_key is set, but no API key is: give --api-key or --api-keys as well")
         self._durations = Average()  # seconds that requests took
 
-    def caller_of(self, http_request: web.Request, needs: Needs) -> Caller:
+    def caller_of(self, http_request: web.Request, needs: KeyLevel) -> Caller:
         """Return the caller. Raises Unauthorized if the key that the route needs is missing or wrong.
 
         Raises Forbidden if the key is valid but not enough.
         """
-        if needs is Needs.NOTHING:
+        if needs is KeyLevel.NOTHING:
             return self._anyone
         caller = self._known(http_request)
-        if needs is Needs.ADMIN_KEY:
+        if needs is KeyLevel.ADMIN_KEY:
             if self.has_admin_key:
                 if caller is None:
                     raise Unauthorized("this route needs the admin key; send it as `Authorization: Bearer KEY`")

@@ -18,7 +18,7 @@ from ..availability import no_node
 from ..config import RouterConfig
 from ..errors import NotFound
 from ..metrics import Metrics
-from ..node import ROLES, Group
+from ..node import ROLES, NodeGroup
 from ..runner import RunningDispatcher
 from ..text.tokenizer import TextTokenizer
 from .access import Access
@@ -53,7 +53,7 @@ class Api:
         http_request[ARRIVED] = time.monotonic()
         return decode(data, decoder)
 
-    def group_of(self, model: str | None) -> tuple[Group, TextTokenizer]:
+    def group_of(self, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
         """Return the group with the shortest queue that serves a model. None stands for the only model served.
 
         Raises NotFound for a model that no node has ever offered, Unavailable if its nodes are missing.

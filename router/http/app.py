@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ...metadata.errors import BatonError
 from ..errors import NotFound
-from .access import CALLER, Needs
+from .access import CALLER, KeyLevel
 from .api import Api, request_id
 from .connection import SERVER
 from .cross_origin import CrossOriginChecks
@@ -38,7 +38,7 @@ def application(api: Api) -> web.Application:
     return app
 
 
-def needs_of(http_request: web.Request) -> Needs:
+def needs_of(http_request: web.Request) -> KeyLevel:
     """Return the key that a request needs.
 
     A path or method that no route has needs what its neighbours need, which are the routes with the same first
@@ -53,7 +53,7 @@ def needs_of(http_request: web.Request) -> Needs:
     if same:
         return max(same)
     neighbours = [route.needs for route in ROUTES if path.startswith(f"/{route.path.split('/')[1]}/")]
-    return max([Needs.KEY, *neighbours])
+    return max([KeyLevel.KEY, *neighbours])
 
 
 class _Wrapper:

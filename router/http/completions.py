@@ -16,7 +16,7 @@ import xxhash
 from aiohttp import web
 
 from ...metadata.errors import BatonError
-from ..node import Group
+from ..node import NodeGroup
 from ..queue import Asked
 from ..request import Request
 from .access import CALLER
@@ -95,7 +95,7 @@ async def _serve(
     api: Api,
     http_request: web.Request,
     body: CommonRequest,
-    group: Group,
+    group: NodeGroup,
     answer_format: AnswerFormat,
     prompts: list[tuple[str, list[int]]],
     *,

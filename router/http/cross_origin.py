@@ -24,7 +24,7 @@ from aiohttp import web
 
 from ..config import RouterConfig
 from ..errors import Foreign
-from .access import Access, Needs
+from .access import Access, KeyLevel
 from .errors import HttpRefusal
 from .origin import Authority, Origin, allowed_hosts, allowed_origins, is_loopback
 
@@ -48,13 +48,13 @@ class CrossOriginChecks:
         own = Authority.parse(f"[{config.host}]" if ":" in config.host else config.host)
         self._own_host = own.host if own is not None else None
 
-    def check(self, http_request: web.Request, needs: Needs) -> None:
+    def check(self, http_request: web.Request, needs: KeyLevel) -> None:
         """Raise Foreign for a foreign host or page, HttpRefusal (415) for a body that is not JSON."""
         try:
             self._check_host(http_request)
             self._check_page(http_request)
         except Foreign:
-            if needs is not Needs.NOTHING:
+            if needs is not KeyLevel.NOTHING:
                 raise
         if http_request.method == "POST" and http_request.match_info.http_exception is None:
             _check_content_type(http_request)

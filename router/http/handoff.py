@@ -20,7 +20,7 @@ from ...metadata.handoff.schema import (
     row_bytes,
 )
 from ...metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
-from ..node import Group
+from ..node import NodeGroup
 from .admin_types import HandoffAnswer, HandoffField, HandoffGroup, NodesOfRoles, PromptBytes
 from .api import Api, json_response
 
@@ -40,7 +40,7 @@ async def handoff(api: Api, http_request: web.Request) -> web.StreamResponse:
     return web.Response(text="\n\n".join(texts) + "\n")
 
 
-def _group(group: Group) -> HandoffGroup:
+def _group(group: NodeGroup) -> HandoffGroup:
     schema = group.layout
     prefill, decode = (
         sorted(node.node_id for node in group.nodes.values() if node.role == role) for role in ("prefill", "decode")

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ...metadata.errors import Overloaded
 from ..errors import outcome_of
-from ..node import Group
+from ..node import NodeGroup
 from ..queue import Asked
 from ..request import Request
 from .access import CALLER
@@ -22,7 +22,7 @@ from .parameters import asked_tokens, timeout_s
 
 @contextmanager
 def admitted(
-    api: Api, http_request: web.Request, body: CommonRequest, group: Group, num_prompts: int
+    api: Api, http_request: web.Request, body: CommonRequest, group: NodeGroup, num_prompts: int
 ) -> Generator[None]:
     """Count the request as its caller's while the block runs. No work is done on the prompts before this.
 
@@ -60,7 +60,7 @@ def wait_limited(api: Api, requests: Sequence[Request]) -> Generator[None]:
 
 
 @contextmanager
-def _refusals_counted(api: Api, group: Group) -> Generator[None]:
+def _refusals_counted(api: Api, group: NodeGroup) -> Generator[None]:
     """Count a request that is refused before it is queued. The dispatcher counts all others."""
     try:
         yield

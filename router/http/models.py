@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from ..errors import NotFound
-from ..node import Group
+from ..node import NodeGroup
 from .api import Api, json_response
 from .openai_types import ModelInfo, ModelList
 
@@ -24,5 +24,5 @@ async def model(api: Api, http_request: web.Request) -> web.StreamResponse:
     raise NotFound(f"model {name!r} is not served here", param="model")
 
 
-def _info(group: Group) -> ModelInfo:
+def _info(group: NodeGroup) -> ModelInfo:
     return ModelInfo(id=group.key.model, created=group.created, max_model_len=group.context_len)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from .access import Needs
+from .access import KeyLevel
 from .errors import ErrorBody
 from .openai_types import EXACTLY_ONE_OF, IGNORED
 from .parameters import NOT_SERVED
@@ -122,7 +122,11 @@ class _Writer:
         api_key: list[Any] = [{"api_key": []}, {"admin_key": []}] if has_admin_key else [{"api_key": []}]
         client = api_key if has_api_keys else []
         operator: list[Any] = [{"admin_key": []}] if has_admin_key else client
-        self._security: dict[Needs, list[Any]] = {Needs.NOTHING: [], Needs.KEY: client, Needs.ADMIN_KEY: operator}
+        self._security: dict[KeyLevel, list[Any]] = {
+            KeyLevel.NOTHING: [],
+            KeyLevel.KEY: client,
+            KeyLevel.ADMIN_KEY: operator,
+        }
 
     def operation(self, route: Route) -> dict[str, Any]:
         operation: dict[str, Any] = {
@@ -180,7 +184,7 @@ class _Writer:
 def _errors_of(route: Route) -> list[int]:
     """Return the statuses of all errors that a route can answer."""
     statuses = {500, *route.statuses}
-    if route.needs is not Needs.NOTHING:
+    if route.needs is not KeyLevel.NOTHING:
         statuses |= {401, 403}
     if route.method == "POST":
         statuses.add(415)

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ...metadata.errors import RequestError
 from ...metadata.wire.request import MAX_CONTEXT, SamplingParams
-from ..node import Group
+from ..node import NodeGroup
 from ..request import TextOptions
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 
@@ -66,7 +66,7 @@ def check_chat(body: ChatRequest) -> None:
 
 
 def sampling_params(
-    body: CommonRequest, group: Group, prompt_len: int, *, num_logprobs: int | None, seed: int
+    body: CommonRequest, group: NodeGroup, prompt_len: int, *, num_logprobs: int | None, seed: int
 ) -> SamplingParams:
     """Return the parameters for one prompt. Raises RequestError if prompt and max_tokens exceed the context."""
     card = group.card

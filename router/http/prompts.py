@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...metadata.errors import RequestError
-from ..node import Group
+from ..node import NodeGroup
 from ..text.tokenizer import TextTokenizer
 from .openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest
 
@@ -32,7 +32,7 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
 
 
 async def prompt_ids(
-    prompt: Prompt, group: Group, tokenizer: TextTokenizer, param: str, *, add_special_tokens: bool
+    prompt: Prompt, group: NodeGroup, tokenizer: TextTokenizer, param: str, *, add_special_tokens: bool
 ) -> list[int]:
     """Return the token ids of a prompt. Raises RequestError if the model cannot take them."""
     ids = prompt
@@ -43,7 +43,7 @@ async def prompt_ids(
 
 
 async def encode(
-    tokenizer: TextTokenizer, text: str, group: Group, param: str, *, add_special_tokens: bool
+    tokenizer: TextTokenizer, text: str, group: NodeGroup, param: str, *, add_special_tokens: bool
 ) -> list[int]:
     """Return the token ids of a text. Raises RequestError, without encoding, if it cannot possibly fit the context."""
     at_least = len(text) // max(1, tokenizer.longest_token)
@@ -57,7 +57,7 @@ async def encode(
 
 
 def chat_text(
-    group: Group,
+    group: NodeGroup,
     messages: Sequence[ChatMessage],
     *,
     add_generation_prompt: bool,
@@ -81,7 +81,7 @@ def chat_text(
     return text
 
 
-def _check_ids(ids: Sequence[int], group: Group, param: str) -> None:
+def _check_ids(ids: Sequence[int], group: NodeGroup, param: str) -> None:
     if not ids:
         raise RequestError(f"{param}: the prompt has no tokens", param=param)
     vocab_size = group.card.vocab_size

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from .access import Needs
+from .access import KeyLevel
 from .api import Api
 
 Handler = Callable[[Api, web.Request], Awaitable[web.StreamResponse]]
@@ -42,7 +42,7 @@ class Route:
     operation_id: str
     tag: str
     summary: str
-    needs: Needs = Needs.KEY
+    needs: KeyLevel = KeyLevel.KEY
     parameters: tuple[Parameter, ...] = ()
     body: Any = None
     is_body_required: bool = True

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from ..trace import Explanation, Outcome, RecentRequests
 from . import admin, completions, explain, handoff, models, requests, status, tokenization
-from .access import Needs
+from .access import KeyLevel
 from .admin_types import DrainRequest, HandoffAnswer, HealthAnswer, LedgersAnswer, NodesAnswer, NodeState, ReadyAnswer
 from .api import Api, json_response
 from .openai_types import (
@@ -36,7 +36,7 @@ from .route import Parameter, Route
 _Name = Annotated[str, Meta(min_length=1)]
 _NODE_ID = Parameter("id", _Name, "Id of the node", "path")
 _REQUEST_ID = "`id` in the body of the answer, or its x-request-id"
-_operators_route = partial(Route, tag="operators", needs=Needs.ADMIN_KEY)
+_operators_route = partial(Route, tag="operators", needs=KeyLevel.ADMIN_KEY)
 
 
 async def openapi(api: Api, _request: web.Request) -> web.StreamResponse:
@@ -128,7 +128,7 @@ ROUTES: tuple[Route, ...] = (
         operation_id="getHealth",
         tag="status",
         summary="The router process answers",
-        needs=Needs.NOTHING,
+        needs=KeyLevel.NOTHING,
         answer=HealthAnswer,
     ),
     Route(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.deploy.simulation.cluster import Shape, simulate
+from baton.deploy.simulation.cluster import ClusterShape, simulate
 from baton.deploy.simulation.figures import Slo, percentile, summary
 from baton.deploy.simulation.times import Times, find, read
 from baton.deploy.simulation.traffic import poisson
@@ -25,7 +25,7 @@ NAME = "llama-3.1-8b-h200"
 SECONDS, MAX_RUNNING = 10.0, 256  # of the real runs
 SLO = Slo(200, 12)
 SLOS = (SLO, Slo(500, 8), Slo(1000, 15))
-SHAPES = (Shape(1, 1, "never"), Shape(1, 1, "auto"), Shape(0, 2, "always"))
+SHAPES = (ClusterShape(1, 1, "never"), ClusterShape(1, 1, "auto"), ClusterShape(0, 2, "always"))
 
 
 class Load(NamedTuple):

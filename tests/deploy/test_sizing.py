@@ -13,7 +13,7 @@ from imports import check_imports
 from simulated import TIMES
 
 from baton.deploy import cli
-from baton.deploy.simulation.cluster import Outcome, Shape
+from baton.deploy.simulation.cluster import ClusterShape, Outcome
 from baton.deploy.simulation.figures import Record, Slo
 from baton.deploy.simulation.times import StatedError
 from baton.deploy.sizing import Candidate, best, shapes
@@ -32,7 +32,7 @@ def times(tmp_path: Path) -> str:
 def _candidate(name: str, *records: Record, num_refused: int = 0) -> Candidate:
     outcome = Outcome(list(records), 2.0, num_refused, 0, 0, 0.0, 0.0)
     figures = {"ttft_ms_p99": max(each.ttft_s for each in records) * 1e3, "tpot_ms_p99": 1.0}
-    return Candidate(Shape(1, 1, "auto" if name == "auto" else "never"), outcome, figures, Slo(100, 10))
+    return Candidate(ClusterShape(1, 1, "auto" if name == "auto" else "never"), outcome, figures, Slo(100, 10))
 
 
 def test_the_shapes_of_some_gpus() -> None:

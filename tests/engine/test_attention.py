@@ -74,7 +74,7 @@ def test_all_ways_agree(rows: str, window: int | None, has_norms: bool, checkpoi
 @pytest.mark.parametrize("window", [None, 4])
 def test_two_batches_of_one_forward_attend_as_alone(kind: Any, window: int | None, checkpoint: Checkpoint) -> None:
     """The first is a round, the second a chunk of prompts of several lengths."""
-    config = ModelConfig.from_dir(checkpoint("mistral", sliding_window=window))
+    config = read_model_config(checkpoint("mistral", sliding_window=window))
     norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim))
     rows = [*ROWS["decode"], BatchRow([1] * 5, 0, [4]), BatchRow([1], 9, [1]), BatchRow([1] * 20, 3, [6, 7])]
     with preferring(kind):

@@ -20,10 +20,10 @@ from baton.engine.work import (
     LocalRow,
     Recompute,
     Round,
+    RoundTokens,
     TableChange,
     Tail,
     Tails,
-    Tokens,
     WarmUp,
 )
 from baton.engine.work_frames import decode, encode
@@ -52,7 +52,7 @@ VALUES = [
     Forget(2**40),
     WarmUp(),
     WarmUp(expects_prompts=True),
-    Tokens([Accepted([1, 2], [TokenLogprobs(-0.5, (1,), (-0.5,)), None], 1, 2), None]),
+    RoundTokens([Accepted([1, 2], [TokenLogprobs(-0.5, (1,), (-0.5,)), None], 1, 2), None]),
 ]
 
 

@@ -13,7 +13,7 @@ from baton.metadata.wire.membership import Hello
 from baton.metadata.wire.node_info import Capacity, ModelCard
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import SamplingParams
-from baton.router.node import Group, GroupKey, Node
+from baton.router.node import GroupKey, Node, NodeGroup
 from baton.router.request import Delta, Request, Sequence, TextOptions
 from baton.router.text.tokenizer import TextTokenizer
 
@@ -58,14 +58,14 @@ def make_hello(
     )
 
 
-def make_group(hello: Hello | None = None) -> Group:
+def make_group(hello: Hello | None = None) -> NodeGroup:
     """Return a group without nodes that has its tokenizer."""
-    group = Group(GroupKey("s", "f", None, "fake", "t"), hello or make_hello("prefill", "x"))
+    group = NodeGroup(GroupKey("s", "f", None, "fake", "t"), hello or make_hello("prefill", "x"))
     group.tokenizer = text_tokenizer()
     return group
 
 
-def add_node(group: Group, role: str, name: str, **sizes: Any) -> Node:
+def add_node(group: NodeGroup, role: str, name: str, **sizes: Any) -> Node:
     """Let a node join the group, and return it."""
     node = Node(make_hello(role, name, **sizes), group, 0.0)
     group.nodes[node.routing_id] = node
@@ -90,7 +90,7 @@ class Heard:
 
 
 def make_request(
-    group: Group,
+    group: NodeGroup,
     rid: str = "r",
     *,
     prompt_len: int = 3,

@@ -9,7 +9,7 @@ import pytest
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.request import TokenLogprobs
 from baton.router.canary import NUM_PAGES, NUM_TOKENS, Canary, answer_of, canary_prompt
-from baton.router.node import Group, Node
+from baton.router.node import Node, NodeGroup
 from baton.router.queue import Pinned
 from baton.router.text.tokenizer import TextTokenizer
 
@@ -29,7 +29,7 @@ def nodes(clocked: ClockedRegistry, tokenizer: TextTokenizer) -> tuple[Node, Nod
     return prefill, decode
 
 
-def canary(group: Group, nodes: Pinned) -> Canary:
+def canary(group: NodeGroup, nodes: Pinned) -> Canary:
     return Canary(group, canary_prompt(group), nodes)
 
 

@@ -21,7 +21,7 @@ from baton.router.dispatcher import SLOW_TICK_S, Dispatcher
 from baton.router.effects import Done, Effect, Error, Output, Send
 from baton.router.errors import DeadlineExceeded, RequestCancelled
 from baton.router.metrics import Metrics
-from baton.router.node import FULL_S, Group
+from baton.router.node import FULL_S, NodeGroup
 from baton.router.queue import Asked
 from baton.router.request import Delta, Request, Sequence, TextOptions
 from baton.router.reservations import ANSWER_S, ASK_S
@@ -77,7 +77,7 @@ class World:
         self.group.tokenizer = text_tokenizer()
 
     @property
-    def group(self) -> Group:
+    def group(self) -> NodeGroup:
         (group,) = self.dispatcher.registry.groups.values()
         return group
 

@@ -14,7 +14,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import NodeStats
 from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unpack_ids
 from baton.router.dispatcher import SLOW_TICK_S
-from baton.router.node import Group
+from baton.router.node import NodeGroup
 from baton.router.prompt_placement import (
     LOST_S,
     MAX_TRIAL_LEN,
@@ -162,7 +162,7 @@ def test_a_group_computes_locally_while_it_lacks_a_prefill_node() -> None:
     assert not group.look(60.5, 10.0) and group.look(60.0 + LOST_S + 0.1, 10.0) and group.computes_locally
 
 
-def joined_by_old_node(group: Group) -> None:
+def joined_by_old_node(group: NodeGroup) -> None:
     node = add_node(group, "decode", "old")
     node.protocol = OLD
 

@@ -25,7 +25,7 @@ from baton.metadata.wire.node_info import NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended
 from baton.router import registry
-from baton.router.node import Group
+from baton.router.node import NodeGroup
 from baton.router.registry import MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
 
 from .conftest import System
@@ -323,7 +323,7 @@ def test_a_router_forgets_all_of_a_forgotten_group(make_system: Make) -> None:
         assert dispatcher.health._votes
         for number in range(MAX_EMPTY_GROUPS):
             key = group.key._replace(model=f"model-{number}")
-            dispatcher.registry.groups[key] = Group(key, msgspec.structs.replace(hello, node_id="x"))
+            dispatcher.registry.groups[key] = NodeGroup(key, msgspec.structs.replace(hello, node_id="x"))
 
     hello = system.cluster.by_name("p0").hello()
     system.router.call(forget)

@@ -23,8 +23,8 @@ from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unp
 from baton.router.cancels import Cancels
 from baton.router.effects import Send
 from baton.router.http.errors import body_of, status_of
-from baton.router.node import Group, Node
-from baton.router.queue import Bounds, Entry, Queues, Refused
+from baton.router.node import Node, NodeGroup
+from baton.router.queue import Bounds, Entry, Queues, RefusedRequest
 from baton.router.request import Attempt, Request
 from baton.router.rescheduling import MAX_LOSSES, Rescheduling
 from baton.router.reservations import Reservations
@@ -421,7 +421,7 @@ def states(system: System) -> dict[str, str]:
 # --- Rescheduling alone: which nodes are told, what is queued again ---------------------------------------------------
 
 
-def make_node(name: str, group: Group) -> Node:
+def make_node(name: str, group: NodeGroup) -> Node:
     return add_node(group, "prefill" if name.startswith("p") else "decode", name)
 
 
@@ -480,7 +480,7 @@ class Moving:
     def evict(self, node: Node) -> None:
         self.end(self.moves.evict(node, "its time to drain is over", 2.0))
 
-    def end(self, refused: list[Refused]) -> None:
+    def end(self, refused: list[RefusedRequest]) -> None:
         """End refused requests as the dispatcher does."""
         for request, error in refused:
             if not request.is_over:

@@ -16,7 +16,7 @@ from solo import Solo
 
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import Needs
-from baton.engine.work import CatchUp, Recompute, Round, Tokens
+from baton.engine.work import CatchUp, Recompute, Round, RoundTokens
 
 TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp")
 EVERYTHING = Needs(True, True, True, True, True, True, 2)
@@ -35,7 +35,7 @@ def test_a_rank_without_rows_runs_everything(
     for num_steps in (0, shape.num_steps):
         for needs in (Needs(), EVERYTHING):
             executor.submit(Round([], [], [], [], [], shape.with_steps(num_steps), needs, []))
-            assert executor.collect() == Tokens([])
+            assert executor.collect() == RoundTokens([])
     if executor.keeps_missed_rows:
         for num_rows in (1, shape.num_steps + 1):
             executor.submit(CatchUp([], [], [], [], [], num_rows, Needs()))

@@ -9,7 +9,7 @@ import torch
 from triton_device import DEVICE, IS_INTERPRETED
 
 from baton.kernels.attention import Tree, paged_attention_ref
-from baton.kernels.triton_attention import DecodeTiles, Plan, decode_attention
+from baton.kernels.triton_attention import DecodeTiles, TritonPlan, decode_attention
 from baton.kernels.triton_extend import ExtendTiles, extend_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -89,7 +89,7 @@ class Case:
         return torch.tensor(positions, device=DEVICE), Tree(torch.tensor(starts, device=DEVICE), visible.to(DEVICE))
 
     def decode(self, window: int | None = None, **tiles: int) -> torch.Tensor:
-        plan = Plan.uniform(
+        plan = TritonPlan.uniform(
             self.table, self.lens, self.query_lens[0], self.page_size, self.tree, self.positions, is_stored=True
         )
         assert plan.starts is None
@@ -97,7 +97,7 @@ class Case:
         return decode_attention(self.q, self.kv, plan, window, chosen)
 
     def extend(self, window: int | None = None, **tiles: int) -> torch.Tensor:
-        plan = Plan.ragged(self.table, self.lens, self.starts, len(self.qkv), self.page_size)
+        plan = TritonPlan.ragged(self.table, self.lens, self.starts, len(self.qkv), self.page_size)
         return extend_attention(self.q, self.kv, plan, window, ExtendTiles.choose(self.kv)._replace(**tiles))
 
     def check(self, out: torch.Tensor, window: int | None = None) -> None:

@@ -27,7 +27,7 @@ from baton.engine.sampling import sample, tie_gap
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import Drafts
-from baton.engine.work import BatchRow, CatchUp, Round, Tokens
+from baton.engine.work import BatchRow, CatchUp, Round, RoundTokens
 from baton.metadata.wire.request import SamplingParams, choice_seed
 
 PAGE_SIZE = 4
@@ -235,7 +235,7 @@ class Watch:
             watch.limits.append(set(limits))
             return submit(sequences, shape, limits, *rest)
 
-        def collecting(submitted: Submitted) -> Tokens:
+        def collecting(submitted: Submitted) -> RoundTokens:
             results = collect(submitted)
             for sequence, result in zip(submitted.sequences, results.rows, strict=True):
                 watch.num_dead += result is None

@@ -30,7 +30,7 @@ from baton.engine.pages import Owner
 from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import INTS, SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.work import MAX_MISSED, Accepted, BatchRow, Tokens
+from baton.engine.work import MAX_MISSED, Accepted, BatchRow, RoundTokens
 from baton.metadata.wire.request import SamplingParams
 
 POISON = 1e4  # written where no kernel may read; finite, so that a masked score stays masked
@@ -118,7 +118,7 @@ class Solo:
         results = self.rounds.run(sequences, shape, limits or [num_steps] * len(sequences))
         return self.take(sequences, results)
 
-    def take(self, sequences: Sequence[Running], results: Tokens) -> list[Accepted]:
+    def take(self, sequences: Sequence[Running], results: RoundTokens) -> list[Accepted]:
         """Append the results of a round to its sequences, and return them."""
         taken: list[Accepted] = []
         for sequence, result in zip(sequences, results.rows, strict=True):

@@ -8,18 +8,24 @@ import msgspec
 import pytest
 from simulated import TIMES
 
-from baton.deploy.simulation.cluster import Shape, simulate
+from baton.deploy.simulation.cluster import ClusterShape, simulate
 from baton.deploy.simulation.figures import Slo, summary
 from baton.deploy.simulation.times import find, read
 from baton.deploy.simulation.traffic import Arrival, poisson
 
-SHAPES = [Shape(1, 1, "never"), Shape(1, 1, "auto"), Shape(0, 2, "always"), Shape(2, 3, "never"), Shape(3, 2, "auto")]
+SHAPES = [
+    ClusterShape(1, 1, "never"),
+    ClusterShape(1, 1, "auto"),
+    ClusterShape(0, 2, "always"),
+    ClusterShape(2, 3, "never"),
+    ClusterShape(3, 2, "auto"),
+]
 EIGHT_B = read(find("llama-3.1-8b-h200"))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("pool_tokens", [700, 3000, 100_000])
-def test_every_request_ends_once_and_the_books_are_empty(shape: Shape, pool_tokens: int) -> None:
+def test_every_request_ends_once_and_the_books_are_empty(shape: ClusterShape, pool_tokens: int) -> None:
     """`simulate` compares the books. Small pools preempt, few slots let requests wait."""
     draw, num_preemptions = random.Random(pool_tokens), 0
     for max_running in (1, 3, 64):
@@ -39,10 +45,10 @@ def test_every_request_ends_once_and_the_books_are_empty(shape: Shape, pool_toke
 
 def test_a_request_that_no_node_can_hold_is_refused() -> None:
     arrivals = [Arrival(0.0, 99_999, 2), Arrival(0.0, 10, 2)]
-    outcome = simulate(Shape(1, 1, "never"), TIMES, arrivals, 8)
+    outcome = simulate(ClusterShape(1, 1, "never"), TIMES, arrivals, 8)
     assert (len(outcome.records), outcome.num_refused) == (1, 1)
     times = msgspec.structs.replace(TIMES, context_len=11)
-    assert simulate(Shape(1, 1, "never"), times, arrivals, 8).num_refused == 2
+    assert simulate(ClusterShape(1, 1, "never"), times, arrivals, 8).num_refused == 2
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6])
@@ -53,7 +59,7 @@ def test_one_server_waits_as_long_as_queueing_theory_says(load: float) -> None:
     """
     service_s = 0.8192  # of 8,192 tokens
     arrivals = poisson(load / service_s, 100_000 * service_s / load, 8192, 1, seed=5)
-    outcome = simulate(Shape(1, 1, "never"), TIMES, arrivals, 1000)
+    outcome = simulate(ClusterShape(1, 1, "never"), TIMES, arrivals, 1000)
     waits = [record.ttft_s - 0.001 - service_s for record in outcome.records]
     assert min(waits) == pytest.approx(0, abs=1e-6)
     assert sum(waits) / len(waits) == pytest.approx(load / (2 * (1 - load)) * service_s, rel=0.03)
@@ -61,7 +67,7 @@ def test_one_server_waits_as_long_as_queueing_theory_says(load: float) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=lambda shape: shape.name)
-def test_more_requests_per_second_are_served_no_better(shape: Shape) -> None:
+def test_more_requests_per_second_are_served_no_better(shape: ClusterShape) -> None:
     slo, last = Slo(300, 12), (0.0, 0.0, -1.0)
     for rate in (2.0, 5.0, 9.0, 14.0):
         arrivals = [each._replace(at_s=each.at_s / rate) for each in poisson(1.0, 600, 2048, 128, seed=1)]
@@ -74,7 +80,7 @@ def test_more_requests_per_second_are_served_no_better(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_equal_seeds_give_equal_results(shape: Shape) -> None:
+def test_equal_seeds_give_equal_results(shape: ClusterShape) -> None:
     def once(seed: int) -> object:
         return simulate(shape, EIGHT_B, poisson(10, 20, 1024, 64, seed), 64)
 
@@ -84,15 +90,15 @@ def test_equal_seeds_give_equal_results(shape: Shape) -> None:
 def test_an_idle_cluster_takes_the_sum_of_the_measured_times() -> None:
     """Remote: router, chunk; handoff, round. Local: router, chunk, round; round."""
     arrival = [Arrival(0.0, 1001, 11)]
-    remote = simulate(Shape(1, 1, "never"), TIMES, arrival, 8).records[0]
+    remote = simulate(ClusterShape(1, 1, "never"), TIMES, arrival, 8).records[0]
     assert remote.ttft_s == pytest.approx(0.001 + 0.1001)
     assert remote.second_s == pytest.approx(0.005 + 0.011, abs=1e-5)
     assert remote.tpot_s == pytest.approx(0.011 + 0.005 / 10, abs=1e-5)
-    local = simulate(Shape(0, 1, "always"), TIMES, arrival, 8).records[0]
+    local = simulate(ClusterShape(0, 1, "always"), TIMES, arrival, 8).records[0]
     assert local.ttft_s == pytest.approx(0.001 + 0.1 + 0.011, abs=1e-5)
     assert local.second_s == pytest.approx(0.011, abs=1e-5) == local.tpot_s
 
 
 def test_a_shape_names_its_flags() -> None:
-    assert Shape(1, 3, "auto").flags == "--prefill 1 --decode 3 --local-prefill auto"
-    assert Shape(0, 2, "always").flags == "--prefill 0 --decode 2"  # `baton up` lets decode nodes compute then
+    assert ClusterShape(1, 3, "auto").flags == "--prefill 1 --decode 3 --local-prefill auto"
+    assert ClusterShape(0, 2, "always").flags == "--prefill 0 --decode 2"  # `baton up` lets decode nodes compute then

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from simulated import TIMES
 
-from baton.deploy.simulation.costs import Costs, Piece
+from baton.deploy.simulation.costs import ChunkPart, Costs
 from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, JointPoint, RoundPoint, find, read
 
 
@@ -16,7 +16,7 @@ def test_measured_points_come_back_from_the_fit() -> None:
     for point in times.rounds:
         assert costs.round_s(point.batch, point.batch * point.context) * 1e3 == pytest.approx(point.ms, rel=1e-6)
     for point in times.chunks:
-        pieces = [Piece(point.tokens // point.prompts, point.history)] * point.prompts
+        pieces = [ChunkPart(point.tokens // point.prompts, point.history)] * point.prompts
         assert costs.chunk_s(pieces) * 1e3 == pytest.approx(point.ms, rel=0.05 if point.history else 1e-6)
     for point in times.handoffs:
         assert costs.handoff_s(point.tokens) * 1e3 == pytest.approx(point.ms)
@@ -35,28 +35,28 @@ def test_prompts_that_share_a_chunk_do_not_attend_to_each_other() -> None:
     points = (ChunkPoint(10, 1.0), ChunkPoint(1000, 110.0), ChunkPoint(1000, 105.0, prompts=2))
     points += (ChunkPoint(1000, 140.0, history=2000),)
     costs = Costs(msgspec.structs.replace(TIMES, chunks=points), 64)
-    alone = costs.chunk_s([Piece(1000, 0)])
+    alone = costs.chunk_s([ChunkPart(1000, 0)])
     assert alone == pytest.approx(0.110)
-    assert costs.chunk_s([Piece(500, 0), Piece(500, 0)]) == pytest.approx(0.105)
-    assert costs.chunk_s([Piece(250, 0)] * 4) == pytest.approx(0.1025)
-    assert costs.chunk_s([Piece(1000, 4000)]) - alone == pytest.approx(0.060)
+    assert costs.chunk_s([ChunkPart(500, 0), ChunkPart(500, 0)]) == pytest.approx(0.105)
+    assert costs.chunk_s([ChunkPart(250, 0)] * 4) == pytest.approx(0.1025)
+    assert costs.chunk_s([ChunkPart(1000, 4000)]) - alone == pytest.approx(0.060)
 
 
 def test_a_smaller_chunk_than_the_smallest_measured_one_takes_as_long() -> None:
     costs = Costs(TIMES, 64)
-    assert costs.chunk_s([Piece(1, 0)]) == costs.chunk_s([Piece(10, 0)])
-    assert costs.chunk_s([Piece(20_000, 0)]) == pytest.approx(2.0)
+    assert costs.chunk_s([ChunkPart(1, 0)]) == costs.chunk_s([ChunkPart(10, 0)])
+    assert costs.chunk_s([ChunkPart(20_000, 0)]) == pytest.approx(2.0)
 
 
 def test_a_chunk_beside_a_round_is_joined_with_it_where_that_was_measured_and_is_faster() -> None:
     joints = (JointPoint(8, 64, 2.0), JointPoint(4, 64, 1.5), JointPoint(8, 256, 15.0))
     costs = Costs(msgspec.structs.replace(TIMES, joints=joints), 64)
-    assert costs.beside_s([Piece(64, 0)], 8) == pytest.approx(2e-3)  # alone 6.4
-    assert costs.beside_s([Piece(128, 0)], 8) == pytest.approx((2 + 13 / 3) * 1e-3)
-    assert costs.beside_s([Piece(16, 0)], 8) == pytest.approx(1.6e-3)  # alone is faster
-    assert costs.beside_s([Piece(64, 0)], 0) == pytest.approx(6.4e-3)  # there is no round
-    assert costs.beside_s([Piece(64, 0)], 9) == pytest.approx(6.4e-3)  # no graph holds so large a batch
-    assert costs.beside_s([Piece(300, 0)], 8) == pytest.approx(30e-3)  # no graph holds as many
+    assert costs.beside_s([ChunkPart(64, 0)], 8) == pytest.approx(2e-3)  # alone 6.4
+    assert costs.beside_s([ChunkPart(128, 0)], 8) == pytest.approx((2 + 13 / 3) * 1e-3)
+    assert costs.beside_s([ChunkPart(16, 0)], 8) == pytest.approx(1.6e-3)  # alone is faster
+    assert costs.beside_s([ChunkPart(64, 0)], 0) == pytest.approx(6.4e-3)  # there is no round
+    assert costs.beside_s([ChunkPart(64, 0)], 9) == pytest.approx(6.4e-3)  # no graph holds so large a batch
+    assert costs.beside_s([ChunkPart(300, 0)], 8) == pytest.approx(30e-3)  # no graph holds as many
 
 
 def test_handoffs_are_linear_between_measured_sizes() -> None:

@@ -11,9 +11,9 @@ from simulated import TIMES
 from baton.decode_node.chunk_budget import ChunkBudget
 from baton.deploy.simulation.agenda import Agenda
 from baton.deploy.simulation.costs import Costs
-from baton.deploy.simulation.decode_node import DecodeNode, Gaps, RememberedCosts
+from baton.deploy.simulation.decode_node import Gaps, RememberedCosts, SimulatedDecodeNode
 from baton.deploy.simulation.figures import Record
-from baton.deploy.simulation.request import Request
+from baton.deploy.simulation.request import SimulatedRequest
 from baton.deploy.simulation.traffic import Arrival
 from baton.engine.chunk_costs import ChunkCosts
 from baton.router.prompt_placement import LocalFigures
@@ -26,31 +26,31 @@ class Bench:
         self, *, max_gap_s: float | None = math.inf, chunk_tokens: int = 1000, pool_tokens: int = 100_000
     ) -> None:
         self.agenda = Agenda()
-        self.node = DecodeNode(self.agenda, Costs(TIMES, 64), 64, pool_tokens, chunk_tokens, max_gap_s, self)
-        self.away_s: dict[Request, float] = {}
+        self.node = SimulatedDecodeNode(self.agenda, Costs(TIMES, 64), 64, pool_tokens, chunk_tokens, max_gap_s, self)
+        self.away_s: dict[SimulatedRequest, float] = {}
         self.granted_at: list[tuple[int, float]] = []
-        self.done: list[Request] = []
+        self.done: list[SimulatedRequest] = []
         self.num_requests = 0
 
-    def granted(self, node: DecodeNode, request: Request) -> None:
+    def granted(self, node: SimulatedDecodeNode, request: SimulatedRequest) -> None:
         self.granted_at.append((request.order, round(self.agenda.now, 6)))
         self.agenda.at(self.agenda.now + self.away_s[request], self.arrive, request)
 
-    def arrive(self, request: Request) -> None:
+    def arrive(self, request: SimulatedRequest) -> None:
         request.take_first(self.agenda.now)
         self.node.arrive(request)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: SimulatedRequest) -> None:
         self.done.append(request)
 
-    def remote(self, at_s: float, prompt_len: int, num_tokens: int, away_s: float) -> Request:
+    def remote(self, at_s: float, prompt_len: int, num_tokens: int, away_s: float) -> SimulatedRequest:
         request = self.local(at_s, prompt_len, num_tokens)
         request.is_local = False
         self.away_s[request] = away_s
         return request
 
-    def local(self, at_s: float, prompt_len: int, num_tokens: int) -> Request:
-        request = Request(
+    def local(self, at_s: float, prompt_len: int, num_tokens: int) -> SimulatedRequest:
+        request = SimulatedRequest(
             len(self.away_s) + len(self.granted_at) + int(at_s * 1e6), Arrival(at_s, prompt_len, num_tokens)
         )
         request.is_local = True
@@ -187,7 +187,7 @@ def test_books_are_what_the_router_sees() -> None:
 
 def test_local_figures_know_the_bound_and_the_queue() -> None:
     bench = Bench(max_gap_s=0.011)
-    request = Request(9, Arrival(0.0, 500, 2))
+    request = SimulatedRequest(9, Arrival(0.0, 500, 2))
     idle = bench.node.local_figures(request)
     assert idle.has_room and idle.times.seconds(500) == pytest.approx(0.05) and idle.num_queued_tokens == 0
     bench.remote(0.0, 5000, 30, away_s=0.0)

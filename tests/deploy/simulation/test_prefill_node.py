@@ -7,8 +7,8 @@ from simulated import TIMES
 
 from baton.deploy.simulation.agenda import Agenda
 from baton.deploy.simulation.costs import Costs
-from baton.deploy.simulation.prefill_node import PrefillNode
-from baton.deploy.simulation.request import Request
+from baton.deploy.simulation.prefill_node import SimulatedPrefillNode
+from baton.deploy.simulation.request import SimulatedRequest
 from baton.deploy.simulation.traffic import Arrival
 from baton.router.prompt_placement import RemoteFigures
 
@@ -18,16 +18,16 @@ class Bench:
 
     def __init__(self, chunk_tokens: int, pool_tokens: int = 100_000, handoff_s: float = 0.0) -> None:
         self.agenda, self.handoff_s = Agenda(), handoff_s
-        self.node = PrefillNode(self.agenda, Costs(TIMES, 64), 64, pool_tokens, chunk_tokens, self.computed)
+        self.node = SimulatedPrefillNode(self.agenda, Costs(TIMES, 64), 64, pool_tokens, chunk_tokens, self.computed)
         self.seen: list[tuple[int, float, int]] = []
 
-    def computed(self, node: PrefillNode, request: Request, num_tokens: int) -> None:
+    def computed(self, node: SimulatedPrefillNode, request: SimulatedRequest, num_tokens: int) -> None:
         self.seen.append((request.order, round(self.agenda.now, 6), num_tokens))
         self.agenda.at(self.agenda.now + self.handoff_s, node.release, request)
 
     def run(self, *prompts: tuple[float, int]) -> list[tuple[int, float, int]]:
         for order, (at_s, prompt_len) in enumerate(prompts):
-            self.agenda.at(at_s, self.node.submit, Request(order, Arrival(at_s, prompt_len, 2)))
+            self.agenda.at(at_s, self.node.submit, SimulatedRequest(order, Arrival(at_s, prompt_len, 2)))
         self.agenda.run()
         assert self.node.is_empty
         return self.seen
@@ -63,10 +63,10 @@ def test_the_books_hold_a_prompt_until_it_is_handed_over() -> None:
 
 def test_remote_figures_count_the_prompts_before_and_what_chunks_took() -> None:
     bench = Bench(1000)
-    request = Request(1, Arrival(0.0, 100, 2))
+    request = SimulatedRequest(1, Arrival(0.0, 100, 2))
     assert not bench.node.remote_figures(request, 0.0, 0.01).times.are_known
     bench.run((0.0, 700))
-    bench.agenda.at(1.0, bench.node.submit, Request(0, Arrival(1.0, 700, 2)))
+    bench.agenda.at(1.0, bench.node.submit, SimulatedRequest(0, Arrival(1.0, 700, 2)))
     figures = list[RemoteFigures]()
     bench.agenda.at(1.01, lambda: figures.append(bench.node.remote_figures(request, 0.02, 0.01)))
     bench.agenda.run()

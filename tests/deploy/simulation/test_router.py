@@ -7,14 +7,14 @@ import pytest
 from simulated import TIMES
 
 from baton.deploy.simulation import router as simulated_router
-from baton.deploy.simulation.cluster import Shape, simulate
+from baton.deploy.simulation.cluster import ClusterShape, simulate
 from baton.deploy.simulation.times import HandoffPoint
 from baton.deploy.simulation.traffic import Arrival
 
 
 def test_requests_wait_for_room_first_come_first_served() -> None:
     arrivals = [Arrival(0.001 * order, 10, 20) for order in range(5)]
-    records = simulate(Shape(1, 1, "never"), TIMES, arrivals, 1).records
+    records = simulate(ClusterShape(1, 1, "never"), TIMES, arrivals, 1).records
     ends = [0.001 * at + each.ttft_s + 19 * each.tpot_s for at, each in enumerate(records)]
     assert ends == sorted(ends) and records[4].ttft_s > 4 * 0.19
 
@@ -22,14 +22,14 @@ def test_requests_wait_for_room_first_come_first_served() -> None:
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("place_prompt", Shape(1, 1, "never")),
-        ("choose_decode", Shape(1, 1, "never")),
-        ("choose_prefill", Shape(1, 1, "never")),
-        ("choose_local", Shape(0, 1, "always")),
-        ("place_sooner", Shape(1, 1, "auto")),
+        ("place_prompt", ClusterShape(1, 1, "never")),
+        ("choose_decode", ClusterShape(1, 1, "never")),
+        ("choose_prefill", ClusterShape(1, 1, "never")),
+        ("choose_local", ClusterShape(0, 1, "always")),
+        ("place_sooner", ClusterShape(1, 1, "auto")),
     ],
 )
-def test_the_products_own_functions_decide(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_products_own_functions_decide(name: str, shape: ClusterShape, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
     real = getattr(simulated_router, name)
 
@@ -46,13 +46,13 @@ def test_the_products_own_functions_decide(name: str, shape: Shape, monkeypatch:
 def test_a_prompt_goes_to_the_prefill_node_that_finishes_it_first() -> None:
     """The second prompt finds the first node busy, the third one the second node less busy."""
     arrivals = [Arrival(0.0, 5000, 2), Arrival(0.001, 1000, 2), Arrival(0.002, 1000, 2)]
-    ttfts = [each.ttft_s for each in simulate(Shape(2, 1, "never"), TIMES, arrivals, 8).records]
+    ttfts = [each.ttft_s for each in simulate(ClusterShape(2, 1, "never"), TIMES, arrivals, 8).records]
     assert ttfts[1] < 0.15 and ttfts[2] < 0.25 and ttfts[0] > 0.5
 
 
 def test_sequences_spread_over_decode_nodes() -> None:
     arrivals = [Arrival(0.0, 10, 50)] * 4
-    outcome = simulate(Shape(0, 4, "always"), TIMES, arrivals, 8)
+    outcome = simulate(ClusterShape(0, 4, "always"), TIMES, arrivals, 8)
     assert len({record.tpot_s for record in outcome.records}) == 1 and outcome.num_local == 4
 
 
@@ -62,7 +62,7 @@ def test_auto_takes_the_sooner_role() -> None:
     first = Arrival(0.0, 100, 2)  # a prefill node shows by it how long prompts take there
 
     def num_local(*arrivals: Arrival) -> int:
-        return simulate(Shape(1, 1, "auto"), times, [first, *arrivals], 8).num_local
+        return simulate(ClusterShape(1, 1, "auto"), times, [first, *arrivals], 8).num_local
 
     assert num_local() == 0
     assert num_local(Arrival(1.0, 100, 5)) == 1
@@ -72,5 +72,5 @@ def test_auto_takes_the_sooner_role() -> None:
 
 
 def test_a_single_token_needs_no_decode_node() -> None:
-    outcome = simulate(Shape(1, 1, "never"), TIMES, [Arrival(0.0, 1000, 1)] * 3, 1)
+    outcome = simulate(ClusterShape(1, 1, "never"), TIMES, [Arrival(0.0, 1000, 1)] * 3, 1)
     assert outcome.decode_busy == 0 and [record.tpot_s for record in outcome.records] == [0.0] * 3

@@ -1,9 +1,8 @@
-"""A family is one value in the registry, and a family's tensors are exactly those that it loads."""
+"""A family's tensors are exactly those that it loads."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,30 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from baton.engine.models.llama import LLAMA
 from baton.engine.models.read_config import read_model_config
-from baton.engine.models.registry import FAMILIES, load_model, tensor_specs
+from baton.engine.models.registry import load_model, tensor_specs
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]
-
-
-def test_a_family_is_one_value_in_the_registry(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_dir = checkpoint("llama")
-    fields = json.loads((model_dir / "config.json").read_text())
-    (model_dir / "config.json").write_text(json.dumps(fields | {"architectures": ["OtherForCausalLM"]}))
-    with pytest.raises(ModelError, match=r"architectures = .* is not served; Baton serves LlamaForCausalLM, "):
-        read_model_config(model_dir)
-    other = dataclasses.replace(LLAMA, architecture="OtherForCausalLM", needs=("head_dim",))
-    monkeypatch.setitem(FAMILIES, other.architecture, other)
-    config = read_model_config(model_dir)
-    ids = torch.tensor([3, 1])
-    expected = load_model(model_dir, read_model_config(model_dir, "LlamaForCausalLM"), torch.float32, "cpu").embed(ids)
-    assert torch.equal(load_model(model_dir, config, torch.float32, "cpu").embed(ids), expected)
-    fields.pop("head_dim", None)
-    (model_dir / "config.json").write_text(json.dumps(fields | {"architectures": ["OtherForCausalLM"]}))
-    with pytest.raises(ModelError, match="head_dim is missing"):
-        read_model_config(model_dir)
 
 
 @pytest.mark.parametrize(

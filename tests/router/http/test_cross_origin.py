@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from baton.metadata.wire import messages as m
-from baton.router.http.access import Needs
+from baton.router.http.access import KeyLevel
 from baton.router.http.routes import ROUTES
 
 from ..conftest import RunningRouter, System, check_is_declared
@@ -26,7 +26,7 @@ PATHS = [
     )
     for route in ROUTES
 ]
-GUARDED = [(route.method, path) for route, path in PATHS if route.needs is not Needs.NOTHING]
+GUARDED = [(route.method, path) for route, path in PATHS if route.needs is not KeyLevel.NOTHING]
 COMPLETION = json.dumps({"model": "fake", "prompt": "hello", "max_tokens": 100}).encode()
 
 
@@ -232,7 +232,7 @@ def test_a_preflight_of_an_allowed_page_is_answered(
         assert answer.headers["vary"] == "Origin"
         assert "access-control-allow-credentials" not in answer.headers
         assert "access-control-allow-private-network" not in answer.headers
-        if route.needs is not Needs.NOTHING:
+        if route.needs is not KeyLevel.NOTHING:
             refused = preflight(router, method, path, EVIL)
             assert refused.status == 403
             assert not [name for name in refused.headers if name.startswith("access-control")]

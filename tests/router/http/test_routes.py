@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from baton.router.http.access import Needs
+from baton.router.http.access import KeyLevel
 from baton.router.http.routes import ROUTES
 
 from ..conftest import RunningRouter, System
@@ -22,8 +22,8 @@ def test_every_route_is_declared_once() -> None:
 def test_routes_for_operators_lie_under_two_prefixes_and_no_other_route_does() -> None:
     """For paths without a route, app.needs_of decides by these prefixes."""
     for route in ROUTES:
-        assert (route.needs is Needs.ADMIN_KEY) == route.path.startswith(("/admin/", "/debug/")), route.path
-    assert [route.path for route in ROUTES if route.needs is Needs.NOTHING] == ["/health"]
+        assert (route.needs is KeyLevel.ADMIN_KEY) == route.path.startswith(("/admin/", "/debug/")), route.path
+    assert [route.path for route in ROUTES if route.needs is KeyLevel.NOTHING] == ["/health"]
 
 
 def test_every_answer_is_of_its_declared_type(system: System) -> None:
