@@ -195,7 +195,9 @@ class Placement:
         ]
 
     def _num_uncached(self, node: Node, entry: Entry) -> int:
-        """Return how many prompt tokens the node probably has to compute."""
+        """Return how many prompt tokens the node probably has to compute: all, if it scores them."""
+        if entry.request.needs_prompt_logprobs:
+            return len(entry.request.prompt_ids)
         num_cached = self._affinity.num_matched(node.routing_id, entry.hashes) * entry.request.group.page_size
         return len(entry.request.prompt_ids) - num_cached
 

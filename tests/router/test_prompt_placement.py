@@ -494,6 +494,8 @@ def test_the_next_turn_of_a_conversation_goes_to_the_decode_node_that_has_the_hi
     assert place_of(second) == ("local", "sooner") and len(world.got(name, m.Compute)) == 1
     other = converse(world, [*first, *client.ids[0], *range(40)], cache_salt="other")
     assert place_of(other)[0] == "remote"
+    scored = converse(world, [*first, *client.ids[0], *range(40)], wants_prompt_logprobs=True)
+    assert place_of(scored)[0] == "remote", "all positions of its prompt are computed"
 
 
 def test_pages_that_a_decode_node_was_given_count_until_its_cache_is_emptied() -> None:
@@ -561,8 +563,6 @@ def test_auto_needs_decode_nodes_that_compute_and_measured_times() -> None:
     assert place_of(world.submit(prompt_len=64)) == ("remote", "not measured"), "one is enough"
     world = auto_world("p0", "d0", prefill={"prompt_token_s": 0.0})
     assert place_of(world.submit(prompt_len=64)) == ("remote", "not measured")
-    world = auto_world("p0", "d0")
-    assert place_of(world.submit(wants_prompt_logprobs=True)) == ("remote", "prompt log-probabilities")
 
 
 def test_a_prompt_that_no_prefill_node_can_hold_is_local() -> None:
