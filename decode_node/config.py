@@ -22,8 +22,9 @@ class DecodeConfig(EngineConfig):
 
     expect_prompts: bool = setting(
         True,
-        "on cuda, prepare at the start for prompts that this node computes beside its rounds; without it, the start is "
-        "shorter, and such prompts delay other sequences more (with baton up: no if --local-prefill is never)",
+        "on cuda, capture graphs for prompts that this node computes; without them the start is shorter and takes less "
+        "memory, but such prompts take longer and delay other sequences more (with baton up: no if --local-prefill is "
+        "never)",
     )
     max_gap_ms: float | None = setting(
         None,

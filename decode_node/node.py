@@ -47,7 +47,7 @@ from ..engine.step_times import StepTimes
 from ..engine.work import NO_NUMBERS, Accepted
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
-from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError
+from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError, RoundOutOfMemory
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
@@ -93,6 +93,7 @@ class SubmittedRound(NamedTuple):
     since: float  # monotonic seconds
     step_since: float  # monotonic seconds: the end of the round before, or the begin of the step if that was later
     chunk: PromptTokens | None  # the prompts or lost tokens that the step computes beside it
+    is_typical: bool  # no token of the chunk is scored, which takes longer
 
 
 class DecodeNode:
@@ -487,14 +488,15 @@ class DecodeNode:
             self._relieve_chunk(plan, error)
             return None
         except OutOfMemory as error:
-            if beside is not None:
+            if isinstance(error, RoundOutOfMemory):
                 self._note_computed(plan)
             self.settle()  # the round before has tokens for them
             self._relieve([each for each in plan.decoding if each.slot is not None], plan.shape, error)
             return None
         if beside is not None:
             self._note_computed(plan)
-        return SubmittedRound(plan.decoding, submitted, since, step_since, chunk)
+        is_typical = not any(row.num_scored for row in plan.rows)
+        return SubmittedRound(plan.decoding, submitted, since, step_since, chunk, is_typical)
 
     def _relieve(self, sequences: list[Sequence], shape: DraftShape, error: OutOfMemory) -> None:
         """Take work off a round that had no memory: its drafts, or else one sequence, which ends with an error. The
@@ -529,7 +531,8 @@ class DecodeNode:
         round_time = self._clock.judge(seconds)
         alone = self._alone.take()
         if done.chunk is not None:  # chunks alone, which the device may not have done before, make it look longer
-            self._budget.end_beside(num_streams, num_steps, done.chunk, step_s if alone is None else None)
+            is_measured = alone is None and done.is_typical
+            self._budget.end_beside(num_streams, num_steps, done.chunk, step_s if is_measured else None)
             round_time = RoundTime(None, None)
         elif alone is not None:
             self._budget.end_alone(num_streams, num_steps, alone, self._clock.settled_at - alone.since)

@@ -11,6 +11,8 @@ from .executor import Executor
 from .round_timing import measure_round, padding_round
 from .work import BatchRow, Recompute
 
+_NUM_SEQS = 16  # of a round with a chunk beside it: a larger one takes longer to measure
+
 
 def measure_costs(executor: Executor, max_tokens: int, page_size: int) -> ChunkCosts:
     """Return the measured times of chunks of up to `max_tokens` tokens."""
@@ -29,10 +31,11 @@ def padding_chunk(num_tokens: int, page_size: int) -> Recompute:
 
 
 def measure_beside(executor: Executor, num_tokens: int, page_size: int) -> float:
-    """Return the seconds by which a chunk beside a round of one sequence makes it longer, the host's part included."""
-    round_s = measure_round(executor, 1, 0)
+    """Return the seconds by which a chunk beside a round makes it longer, the host's part included."""
+    num_seqs = min(executor.num_slots, _NUM_SEQS)
+    round_s = measure_round(executor, num_seqs, 0)
     started = time.monotonic()
-    work = padding_round(executor.num_slots, 1, executor.shape.with_steps(0))
+    work = padding_round(executor.num_slots, num_seqs, executor.shape.with_steps(0))
     executor.submit(replace(work, beside=padding_chunk(num_tokens, page_size)))
     executor.collect()
     return max(0.0, time.monotonic() - started - round_s)

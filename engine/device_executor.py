@@ -74,7 +74,7 @@ class _Graphs(NamedTuple):
 
     rounds: RoundGraphs[DraftShape, RoundResult]
     catching_up: RoundGraphs[int, None]
-    joint: JointGraphs | None  # None: the node computes no prompts
+    joint: JointGraphs | None  # None: the node does not expect prompts
 
 
 class DeviceExecutor:
@@ -144,7 +144,7 @@ class DeviceExecutor:
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
             self._graphs = self._capture(shapes, sizes, progress, expects_prompts=expects_prompts)
             if expects_prompts:
-                self.engine.capture_prompts(progress)
+                self._capture_prompts(progress)
             self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(0)))  # compiles what surrounds a graph
             self.collect()
             return
@@ -157,9 +157,17 @@ class DeviceExecutor:
         since smaller ones fit in theirs. Raises as `warm_up`."""
         if captures(self.engine.device):
             sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
-            self._capture([self.shape], sizes[-1:], of_largest=True, expects_prompts=expects_prompts)
+            kept = self._capture([self.shape], sizes[-1:], of_largest=True, expects_prompts=expects_prompts)
             if expects_prompts:
-                self.engine.capture_prompts()
+                self._capture_prompts()
+            del kept  # until now, since a node holds all of them at once
+
+    def _capture_prompts(self, progress: Progress | None = None) -> None:
+        with suppress(torch.OutOfMemoryError):
+            return self.engine.capture_prompts(progress)
+        raise ConfigError(
+            f"the GPU has no memory for the graphs of prompts; start with --no-expect-prompts, or {SHARING}"
+        )
 
     def _capture(
         self,

@@ -107,6 +107,7 @@ class Engine:
             self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
         )
         self.lease_s = MIN_LEASE_S
+        self.longest_chunk: tuple[int, float] | None = None  # its tokens and seconds, sampling included
         self._make_pools(num_pages)
         self.drafter = self.speculation.load(self.model, *self._target_and_draft_kv(), progress)
         self._prompt_graphs: PromptGraphs | None = None
@@ -159,7 +160,7 @@ class Engine:
 
     def warm_up(self, chunk_tokens: int) -> None:
         """Run steps and a chunk, on CUDA by the drafter too, so that no request pays for first calls, and no node falls
-        silent while a kernel compiles. Sets `lease_s` by the chunk."""
+        silent while a kernel compiles. Sets `lease_s` and `longest_chunk`."""
         num_pages = min(-(-chunk_tokens // self.pool.page_size), self.pool.num_free)
         pages = self.pool.allocate(num_pages, Owner.REQUEST)
         num_tokens = min(chunk_tokens, num_pages * self.pool.page_size, self.context_len)
@@ -177,6 +178,7 @@ class Engine:
                 scored = computed.final[: SCORED_AT_ONCE if self.device.type == "cuda" else 1]
                 self.score(scored, torch.zeros(len(scored), dtype=torch.int64, device=self.device), 1)
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
+        self.longest_chunk = num_tokens, step_s
         self._warm_up_history(num_tokens, pages)
         self.pool.release(pages)
         self._plan_prompts(num_tokens)

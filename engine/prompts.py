@@ -59,6 +59,11 @@ class Prompts:
         return self.engine.model_config.vocab_size
 
     @property
+    def longest_chunk(self) -> tuple[int, float] | None:
+        """Tokens and seconds of the longest chunk, as the start measured them; None: it did not."""
+        return self.engine.longest_chunk
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether the device works while the host goes on, so that the next chunk is submitted meanwhile."""
         return self.engine.device.type != "cpu"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from ..metadata.errors import ChunkOutOfMemory, OutOfMemory
+from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, RoundOutOfMemory
 from .draft_shape import DraftShape
 from .executor import Executor
 from .round_stats import RoundStats
@@ -125,8 +125,8 @@ class Rounds:
         of other sequences, and is computed as by `recompute`.
 
         Raises OutOfMemory if the device has no memory for it. Collect the round before; then finish or `reload` each
-        of `sequences`. The chunk is computed all the same. Raises ChunkOutOfMemory if the device has no memory for the
-        chunk; then neither has changed anything."""
+        of `sequences`. The chunk is computed only if the error is RoundOutOfMemory. Raises ChunkOutOfMemory if the
+        device has no memory for the chunk; then neither has changed anything."""
         num_caught_up = 0
         if shape.num_steps:
             limits = self._leave_behind(sequences, limits)
@@ -243,9 +243,9 @@ class Rounds:
             self.executor.submit(replace(work, beside=chunk))
         except ChunkOutOfMemory:
             raise
-        except OutOfMemory:
+        except OutOfMemory as error:
             _note_drafts(chunk, beside.sequences)
-            raise
+            raise RoundOutOfMemory(str(error)) from None
         _note_drafts(chunk, beside.sequences)
 
     def _recompute_of(self, sequences: Sequence[Running], rows: Sequence[BatchRow]) -> Recompute:

@@ -6,8 +6,9 @@ multiplications into additions. Differences and divisions round as torch's do.
 Scores are packed with their ids (triton_packed.py), so a row's token does not depend on how a row is split. There are
 three launches. `part_maxima` finds the largest logit of each part of a row, the second kernel the best score of each
 part, the third the best of the row. If all rows are greedy, the second one is left out. The second kernel computes the
-noise of all tokens: that is faster than to find the few that could be drawn (triton_draws.py), unless a row is read by
-one program. If rows have top-k or top-p, triton_filters.py draws their tokens instead.
+noise of all tokens. With many programs per row this is faster than to look for the few tokens that can be drawn; one
+program per row looks for them instead (triton_draws.py). If rows have top-k or top-p, triton_filters.py draws their
+tokens.
 
 If logits are of some tokens alone, all kernels rank the indices of logits. They read a token's id where they draw its
 noise, and the last kernel returns ids.

@@ -74,6 +74,10 @@ class ChunkOutOfMemory(OutOfMemory):
     """A device has no memory for the chunk of prompts beside a round. Neither of them was computed."""
 
 
+class RoundOutOfMemory(OutOfMemory):
+    """A device has no memory for a round. The chunk of prompts beside it was computed."""
+
+
 class RankLost(BatonError):
     """A rank of the node died, hangs, or did not do what the others did. The node must start again."""
 

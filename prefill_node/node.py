@@ -95,6 +95,8 @@ class PrefillNode:
         self._tickets = Tickets(cache.pool, handoff)
         self._counts = _Counts()
         self._rate = ChunkRate()
+        if prompts.longest_chunk is not None:  # a canary alone would tell the seconds per token of a short chunk
+            self._rate.observe(*prompts.longest_chunk)
         self._keys = itertools.count()
         self._overlaps = prompts.runs_ahead if overlaps is None else overlaps
         self._under_way: ChunkUnderWay | None = None

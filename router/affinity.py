@@ -1,4 +1,4 @@
-"""Prefix affinity: estimates which leading pages of a prompt each prefill node has in its prefix cache."""
+"""Prefix affinity: estimates which leading pages of a prompt each node has in its prefix cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import xxhash
 
 MAX_HASHED_PAGES = 2048  # of one prompt
-MAX_KNOWN_PAGES = 32768  # remembered per prefill node
+MAX_KNOWN_PAGES = 32768  # remembered per node
 
 
 def page_hashes(prompt_ids: Sequence[int], page_size: int, cache_salt: str) -> list[int]:
@@ -27,7 +27,7 @@ def page_hashes(prompt_ids: Sequence[int], page_size: int, cache_salt: str) -> l
 
 
 class PrefixAffinity:
-    """Leading pages that each prefill node was given. Bounded; the least recently used pages are forgotten first."""
+    """Leading pages that each node was given. Bounded; the least recently used pages are forgotten first."""
 
     def __init__(self, max_pages: int = MAX_KNOWN_PAGES) -> None:
         self._max_pages = max_pages

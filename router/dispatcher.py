@@ -423,7 +423,7 @@ class Dispatcher:
             now - request.created_at,
             extra={"rid": request.rid},
         )
-        if attempt.decode is not None:
+        if attempt.decode is not None and not request.is_canary:
             self._placement.will_cache(attempt.decode, entry)
         if prefill is None:
             return
@@ -519,7 +519,8 @@ class Dispatcher:
                     self.cancels.send(node, request.rid, attempt.number, (sequence.index,), reason, now)
             if attempt.decode is not None:
                 attempt.decode.release(request.rid, attempt.number, (sequence.index,))
-                self._placement.has_generated(attempt.decode, sequence)
+                if not request.is_canary:
+                    self._placement.has_generated(attempt.decode, sequence)
             if attempt.decode is not None and attempt.prefill is None:
                 self.health.worked_alone(attempt.decode, now)
             attempt.choices.discard(sequence.index)

@@ -17,9 +17,6 @@ from .prompt_placement import LocalFigures, PromptPlace, RemoteFigures, choose_l
 from .queue import Entry
 from .request import Sequence as Output
 
-UNEVEN = (
-    0.25  # of max_running: by so much more load than others have, a node gets no local prompt for what it has cached
-)
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
 
 
@@ -116,11 +113,17 @@ class Placement:
 
     def _choose_sooner(self, entry: Entry, now: float) -> Place | None:
         """Return the nodes of the role that brings the second token sooner."""
-        decode = self._choose_decode(entry, now)
-        remotes = self._remote_figures(entry, decode, now) if decode is not None or not entry.needs_decode else []
+        decode = self._choose_decode(entry, now) if entry.needs_decode else None
+        fresh = [self._local_figures(node, entry, now) for node in self._local_nodes(entry, has_others=True)]
+        has_others = any(not each.is_full for each in fresh)
+        remotes: list[RemoteFigures] = []
+        if decode is not None or not entry.needs_decode:
+            remotes = self._remote_figures(entry, decode, now, has_others=has_others)
         locals_ = self._local_nodes(entry, has_others=bool(remotes))
         figures = [self._local_figures(node, entry, now) for node in locals_]
         prompt, index = place_sooner(remotes, figures)
+        if not remotes and not self.usable_pairs(entry.request.group):
+            prompt = prompt._replace(reason="no ready pair")
         if prompt.where == "local":
             return self._place_local(entry, prompt, None if index is None else locals_[index])
         if entry.could_go_to(self.usable_pairs(entry.request.group), entry.request.group.live("prefill")):
@@ -182,15 +185,18 @@ class Placement:
             entry.need.local_pages,
         )
 
-    def _remote_figures(self, entry: Entry, decode: Node | None, now: float) -> list[RemoteFigures]:
-        """Return the figures of the prefill nodes that take the prompt now. If `decode` is None, they answer alone."""
+    def _remote_figures(
+        self, entry: Entry, decode: Node | None, now: float, *, has_others: bool
+    ) -> list[RemoteFigures]:
+        """Return the figures of the prefill nodes that take the prompt now. If `decode` is None, they answer alone.
+        `has_others`: decode nodes could compute it, so that nodes on which the request failed are left out."""
         handoff_s = 0.0 if decode is None else entry.request.group.handoffs.expected_s
         round_s = 0.0 if decode is None else decode.load.round_s
         return [
             RemoteFigures(
                 node.num_queued_tokens(now), self._num_uncached(node, entry), node.prompt_times, handoff_s, round_s
             )
-            for node in self._prefill_nodes(entry, decode)
+            for node in self._prefill_nodes(entry, decode, has_others=has_others)
             if node.num_prompts < QUEUED_PER_SLOT * node.max_running
         ]
 
@@ -224,15 +230,18 @@ class Placement:
         index = choose_decode(figures, entry.need.decode_pages or 0)
         return None if index is None else nodes[index]
 
-    def _prefill_nodes(self, entry: Entry, decode: Node | None) -> list[Node]:
-        """Return the prefill nodes that may compute the prompt for this decode node."""
+    def _prefill_nodes(self, entry: Entry, decode: Node | None, *, has_others: bool = False) -> list[Node]:
+        """Return the prefill nodes that may compute the prompt for this decode node. `has_others`: nodes of the other
+        role could do it, so that those where the request failed are left out."""
         request = entry.request
         if entry.pair is not None:
             return [entry.pair[0]] if entry.pair[0] is not None else []
         nodes = [node for node in request.group.live("prefill") if entry.need.fits_prefill(node)]
         nodes = [node for node in nodes if self._is_usable(node, decode)]
-        nodes = [node for node in nodes if not request.ran_out_on(node)] or nodes
-        return [node for node in nodes if not request.has_failed_on(node, decode)] or nodes
+        fresh = [node for node in nodes if not request.ran_out_on(node)]
+        nodes = fresh if fresh or has_others else nodes
+        fresh = [node for node in nodes if not request.has_failed_on(node, decode)]
+        return fresh if fresh or has_others else nodes
 
     def _choose_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
         request, nodes = entry.request, self._prefill_nodes(entry, decode)

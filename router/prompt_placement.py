@@ -23,6 +23,7 @@ Reason = Literal[
     "decode nodes full",
     "no ready decode node",
     "prefill nodes full",
+    "no ready pair",
     "not measured",
     "to measure",
 ]
@@ -66,6 +67,8 @@ class PromptPlace(NamedTuple):
                 return "no decode node is ready to compute this prompt"
             case "prefill nodes full":
                 return "no prefill node takes the prompt now"
+            case "no ready pair":
+                return "no pair of a prefill and a decode node is ready"
             case "not measured":
                 return "the times of prompts are not measured yet"
             case "to measure":
@@ -167,9 +170,9 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
 
     `remotes`: prefill nodes that take the prompt now. `locals_`: decode nodes that compute prompts.
 
-    Rules for what is unknown. A prefill node that has not computed a prompt counts as the soonest, so it gets one and
-    measures it. A handoff that was never measured counts as free. A decode node that has not computed a prompt gets one
-    only while it is idle, and only a short one: that delays no stream."""
+    Rules for what is unknown. Nodes measure chunks before they join, so this is rare. While a prefill node has no
+    times, prompts are remote, so that it gets some. A handoff that was never measured counts as free. A decode node
+    without times gets a prompt only while it is idle, and only a short one: that delays no stream."""
     able = _even(locals_)
     with_room = [(index, each) for index, each in able if each.has_room]
     known = [(index, each) for index, each in with_room if each.times.are_known]

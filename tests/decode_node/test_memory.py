@@ -17,6 +17,7 @@ from memory_limit import MemoryLimit
 from node_pair import NodePair, Result, node_pairs, params
 
 from baton.engine.work import MAX_MISSED, Recompute, Round, RoundWork
+from baton.metadata.errors import OutOfMemory
 from baton.metadata.wire.request import SamplingParams
 
 NUM_REQUESTS, NUM_TOKENS = 8, 12
@@ -247,6 +248,34 @@ def test_a_local_prompt_without_memory_beside_a_round_ends_and_the_round_goes_on
     assert "tokens of prompts" in failed.message and memory.num_failures > 0
     assert [pair.results[name, 0].ids for name in names] == [each.ids for each in expected]
     assert len(pair.results["short", 0].ids) == NUM_TOKENS
+    pair.check_books()
+
+
+def test_a_chunk_counts_as_computed_only_if_it_was(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter finds no memory to catch up, so the round and the chunk beside it are not submitted."""
+    pair = make_pair("eagle")
+    long = prompt(2, 38)
+    pair.submit("alone", long, PLAIN, is_local=True)
+    pair.run()
+    pair.decode.cache.flush()
+    pair.submit("stream", prompt(0), PLAIN)
+    pair.step_until(lambda: len(pair.decode.scheduler.running) == 1)
+    failed: list[int] = []
+
+    def no_memory(*_: object) -> None:
+        if not failed and any(plan.sequences for plan in plans[-1:]):
+            failed.append(pair.decode.scheduler.num_queued_tokens)
+            raise OutOfMemory("no memory to catch up")
+
+    plans: list[Any] = []
+    submit = pair.decode._submit_round
+    monkeypatch.setattr(pair.decode, "_submit_round", lambda plan, *rest: (plans.append(plan), submit(plan, *rest))[1])
+    monkeypatch.setattr(pair.decode.rounds, "catch_up", no_memory)
+    pair.submit("local", long, PLAIN, is_local=True)
+    pair.step_until(lambda: bool(failed))
+    assert pair.decode.scheduler.num_queued_tokens >= failed[0], "the tokens are still to compute"
+    pair.run()
+    assert pair.results["local", 0].ids == pair.results["alone", 0].ids
     pair.check_books()
 
 

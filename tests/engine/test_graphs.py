@@ -114,7 +114,7 @@ def test_a_rehearsal_captures_the_largest_bucket_beside_the_inputs_of_all(
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=8))
     prompts = list[None]()
-    monkeypatch.setattr(engine, "capture_prompts", lambda: prompts.append(None))
+    monkeypatch.setattr(engine, "capture_prompts", lambda _: prompts.append(None))
     executor = DeviceExecutor(engine, 5, [1, 2, 5])
     with preferring("triton"):
         executor.rehearse(expects_prompts=expects_prompts)

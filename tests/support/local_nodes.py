@@ -19,6 +19,8 @@ from baton.metadata.handoff.server import HandoffServer
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.node import PrefillNode
 
+_NO_BOUND_S = 1e6  # unless a test gives a bound: the length of chunks must not depend on this machine's times
+
 
 def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: Any) -> PrefillNode:
     """Start a prefill node that says hello. `more`: its settings. The caller closes its membership and handoff."""
@@ -38,7 +40,8 @@ def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
     executor = DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
     parts = executor, engine.cache, membership, handoff, config.max_running, config.chunk(engine.device.type)
-    return _started(membership, handoff, lambda: DecodeNode(*parts, max_gap_s=config.max_gap_s, **more))
+    max_gap_s = config.max_gap_s or _NO_BOUND_S
+    return _started(membership, handoff, lambda: DecodeNode(*parts, max_gap_s=max_gap_s, **more))
 
 
 def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:
