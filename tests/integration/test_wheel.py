@@ -65,7 +65,8 @@ def test_the_wheel_holds_the_program_and_the_demo_model_alone(wheel: Path, capsy
     folders = ["decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router"]
     code = (path for folder in folders for path in (ROOT / folder).rglob("*.py") if "training" not in path.parts)
     data = (path for path in (ROOT / "deploy" / "demo").rglob("*") if path.suffix in (".json", ".md", ".safetensors"))
-    expected = {f"baton/{path.relative_to(ROOT)}" for path in (*code, *data)} | {"baton/__init__.py"}
+    times = (ROOT / "deploy" / "simulation" / "measured").glob("*.json")
+    expected = {f"baton/{path.relative_to(ROOT)}" for path in (*code, *data, *times)} | {"baton/__init__.py"}
     assert set(names) == expected
     assert "baton/deploy/demo/LICENSE-DATA.md" in names
     assert [Path(name).name for name in licences] == ["LICENSE"]

@@ -283,8 +283,8 @@ def test_the_time_of_turning_text_into_tokens_is_shown(system: System, monkeypat
 
     monkeypatch.setattr(group.tokenizer, "encode", slow)
     [trace] = explain(system, system.complete()[2]["x-request-id"])
-    assert spans_of(trace)["receive"].seconds >= 0.05
-    assert trace.ttft_s is not None and trace.ttft_s >= 0.05
+    assert spans_of(trace)["receive"].seconds >= 0.049, "a sleep may end a clock tick early"
+    assert trace.ttft_s is not None and trace.ttft_s >= 0.049
 
 
 def test_filters(system: System) -> None:
