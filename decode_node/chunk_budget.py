@@ -82,7 +82,7 @@ class ChunksAlone:
 
 
 class ChunkPace(NamedTuple):
-    """How prompts advance beside streams: a chunk of `num_tokens` beside one round of `every`."""
+    """The pace of prompts beside streams: a chunk of `num_tokens` beside one round of `every`."""
 
     num_tokens: int
     every: int
@@ -90,7 +90,7 @@ class ChunkPace(NamedTuple):
 
 
 class PromptRate(NamedTuple):
-    """Figures for the router: how long a prompt takes here under the present load."""
+    """Figures for the router: the times of a prompt on this node under the present load."""
 
     token_s: float  # seconds per token
     fixed_s: float  # per prompt, besides its tokens

@@ -126,11 +126,7 @@ class DecodeNode:
         with ProgressBar("capturing round graphs") as progress:
             executor.warm_up(progress, expects_prompts=expects_prompts)
         self.rounds = Rounds(executor)
-        self.chooser: StepChooser | None = None
-        if is_adaptive and executor.shape.num_steps:
-            measure = functools.partial(measure_round, executor)
-            times = StepTimes.measure(measure, min(max_running, _MAX_MEASURED), executor.shape.choices)
-            self.chooser = StepChooser(executor.shape, times, max_running)
+        self.chooser = _measured_chooser(executor, max_running) if is_adaptive and executor.shape.num_steps else None
         costs = measure_costs(executor, min(chunk, executor.context_len - 1), cache.pool.page_size)
         round_s = RoundSeconds(measure_round(executor, 1, 0))
         self._budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.joint_tokens)
@@ -587,3 +583,10 @@ def _demand(sequence: Sequence) -> tuple[bool, bool, bool, int]:
     log-probabilities, penalties or filters makes the round compute them for all. Of equals, the youngest is largest."""
     needs = sequence.sampling.needs
     return needs.num_logprobs is not None, needs.processes, needs.ranks or needs.cuts, sequence.order
+
+
+def _measured_chooser(executor: Executor, max_running: int) -> StepChooser:
+    """Return a chooser of draft lengths that knows the times of rounds."""
+    measure = functools.partial(measure_round, executor)
+    times = StepTimes.measure(measure, min(max_running, _MAX_MEASURED), executor.shape.choices)
+    return StepChooser(executor.shape, times, max_running)

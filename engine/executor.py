@@ -82,8 +82,8 @@ class Executor(Protocol):
         ...
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
-        """Compile, load and capture what rounds need, so that no sequence waits for it. `progress` counts graphs.
-        `expects_prompts`: also what chunks of prompts need, alone and beside rounds."""
+        """Compile kernels and capture graphs before service. `progress` counts the graphs of rounds.
+        `expects_prompts`: also capture those of prompt chunks, alone and beside rounds."""
         ...
 
     def submit(self, work: RoundWork) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs of rounds that share their forward with a chunk of prompts, so that the weights are read once for both.
+"""CUDA graphs in which a round and a chunk of prompts share one forward. The weights are read once for both.
 
 A round is three graphs here, one for each of its steps (round.py):
 
@@ -108,7 +108,7 @@ def widened(work: Round, shape: DraftShape) -> Round:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seam:
-    """What the steps of one round leave for the next step. One round runs at a time."""
+    """The tensors that one step of a round writes and the next step reads. One round runs at a time."""
 
     tokens: Tensor  # [num_seqs, N] int64, of the largest bucket and drafts
     parents: Tensor  # [num_seqs, N] int64, if the drafts are trees

@@ -1,4 +1,4 @@
-"""Work that a scheduler asks of a device, and reports of the device, as plain values without torch.
+"""The work that a scheduler gives to a device, and the device's reports, as plain values without torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 

@@ -56,7 +56,7 @@ class Draw(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search of rows finds."""
+    """The result of `search_rows`."""
 
     thresholds: (
         Tensor  # [num_rows] float32, `filters.score_thresholds`; undefined for greedy rows and without a maximum

@@ -315,7 +315,7 @@ class Node:
 
     @property
     def prompt_times(self) -> PromptTimes:
-        """How long prompts take on the node, as it reported last."""
+        """The times of prompts on the node, as it reported them last."""
         return PromptTimes(self._load.prompt_token_s, self._load.prompt_fixed_s)
 
     def begin_prompt(self, rid: str, attempt: int, num_tokens: int, now: float) -> None:

@@ -25,12 +25,10 @@ Reason = Literal[
     "prefill nodes full",
     "no ready pair",
     "not measured",
-    "to measure",
 ]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
 UNEVEN = 0.25  # of max_running: a decode node with so much more load than another one gets no local prompt
-MAX_TRIAL_LEN = 256  # tokens of a prompt whose time is unknown; it shows what a decode node needs for prompts
 
 
 class PromptPlace(NamedTuple):
@@ -71,8 +69,6 @@ class PromptPlace(NamedTuple):
                 return "no pair of a prefill and a decode node is ready"
             case "not measured":
                 return "the times of prompts are not measured yet"
-            case "to measure":
-                return "the decode node is idle, and the prompt shows how long prompts take there"
 
 
 class GroupFacts(NamedTuple):
@@ -141,11 +137,6 @@ class LocalFigures(NamedTuple):
         """The seconds from now to the second token. The first two rounds bring the first two tokens."""
         return self.times.seconds(self.num_queued_tokens + self.num_uncached_tokens) + 2 * self.round_s
 
-    @property
-    def may_measure(self) -> bool:
-        """Whether this prompt may show how long prompts take there: the node is idle and the prompt is short."""
-        return self.num_running == 0 and self.num_uncached_tokens <= MAX_TRIAL_LEN
-
 
 class SoonerPlace(NamedTuple):
     """The choice of `place_sooner`. `local_index`: of the decode node in its list; None if the prompt is remote."""
@@ -170,9 +161,8 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
 
     `remotes`: prefill nodes that take the prompt now. `locals_`: decode nodes that compute prompts.
 
-    Rules for what is unknown. Nodes measure chunks before they join, so this is rare. While a prefill node has no
-    times, prompts are remote, so that it gets some. A handoff that was never measured counts as free. A decode node
-    without times gets a prompt only while it is idle, and only a short one: that delays no stream."""
+    Nodes measure chunks before they join. Until a node has told its times, prompts are remote. A handoff that was never
+    measured counts as free, so it is tried."""
     able = _even(locals_)
     with_room = [(index, each) for index, each in able if each.has_room]
     known = [(index, each) for index, each in with_room if each.times.are_known]
@@ -187,9 +177,6 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
         return SoonerPlace(PromptPlace("remote", "no room in the gap bound"))
     if not all(each.times.are_known for each in remotes):
         return SoonerPlace(PromptPlace("remote", "not measured"))
-    trial = next((index for index, each in with_room if not each.times.are_known and each.may_measure), None)
-    if trial is not None:
-        return SoonerPlace(PromptPlace("local", "to measure"), trial)
     if local_s is None:
         return SoonerPlace(PromptPlace("remote", "not measured"))
     remote_s = min(each.second_token_s for each in remotes)

@@ -1,4 +1,4 @@
-"""A discrete-event simulation of the router and its nodes: measured times and arrivals in, latencies and goodput out.
+"""Simulates the router and its nodes event by event: from measured times and arrivals to latencies and goodput.
 
     traffic   when requests arrive           times   what a GPU takes, as measured        costs   what a step takes
        |                                                                                            |

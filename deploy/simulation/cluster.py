@@ -21,7 +21,7 @@ from .traffic import Arrival
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """How many nodes of each role, and who computes prompts."""
+    """The number of nodes of each role, and the role that computes prompts."""
 
     num_prefill: int
     num_decode: int
@@ -40,7 +40,7 @@ class ClusterShape:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a load."""
+    """The result of a simulated load."""
 
     records: list[Record]  # of answered requests, in the order of their arrival
     took_s: float  # from the start to the last token

@@ -136,7 +136,7 @@ class SimulatedDecodeNode:
 
     @property
     def figures(self) -> DecodeFigures:
-        """What the router's books show of the node, in pages of one token."""
+        """The node's load as the router knows it, in pages of one token."""
         free_tokens = self._pool_tokens - self._held_tokens - self._asked_tokens
         return DecodeFigures(free_tokens, self._num_units, self._max_running, bool(self._preempted))
 
@@ -146,7 +146,7 @@ class SimulatedDecodeNode:
         return self._costs.round_s(max(1, len(self._running)), self._context_tokens)
 
     def local_figures(self, request: SimulatedRequest) -> LocalFigures:
-        """Return what the router's books and the node's reports show to a request that could be computed here."""
+        """Return the figures by which the router decides whether this node computes the prompt of a request."""
         rate, figures = self._rate, self.figures
         num_asked = sum(each.prompt_len for each in self._asked if each.is_local)
         return LocalFigures(
@@ -185,7 +185,7 @@ class SimulatedDecodeNode:
 
     @property
     def _rate(self) -> PromptRate:
-        """How long prompts take under the present load. Prompts that are not computed yet will be streams then."""
+        """The times of prompts under the present load. Prompts that are not computed yet count as streams."""
         return self._budget.rate(len(self._running) or min(1, self._num_units), 0, self._num_queued_tokens)
 
     @property

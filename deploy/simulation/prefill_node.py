@@ -55,12 +55,12 @@ class SimulatedPrefillNode:
 
     @property
     def figures(self) -> PrefillFigures:
-        """What the router's books show of the node."""
+        """The node's load as the router knows it."""
         return PrefillFigures(self._num_prompt_tokens, self._num_prompts, QUEUED_PER_SLOT * self._max_running, 0)
 
     def remote_figures(self, request: SimulatedRequest, handoff_s: float, round_s: float) -> RemoteFigures:
-        """Return what the router's books and the node's reports show to a request that could be computed here. It would
-        be handed over in `handoff_s` to a decode node whose rounds take `round_s`."""
+        """Return the figures by which the router decides whether this node computes the prompt of a request. The
+        handoff would take `handoff_s`, and rounds of the decode node take `round_s`."""
         times = PromptTimes(self._rate.token_s, self._rate.fixed_s)
         num_queued = sum(each.prompt_len - each.num_computed for each in (*self._waiting, *self._computing))
         if times.are_known:

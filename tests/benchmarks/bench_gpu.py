@@ -85,7 +85,24 @@ def main() -> None:
     with ProgressBar("capturing prompt graphs") as progress:
         engine.capture_prompts(progress)
     freeze()  # as a node
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    parts = _parts(options, executor, rounds, limits)
+    needs_drafter = {"rounds": True, "adaptive": True, "mixed": False}
+    has_drafter = engine.drafter is not None
+    chosen = [name for name in options.only if needs_drafter.get(name, has_drafter) == has_drafter]
+    figures = {name: parts[name]() for name in chosen}
+    report["checked_tokens"] = sum(row.get("checked_tokens", 0) for rows in figures.values() for row in rows)
+    report |= figures
+    say("\n" + tables({"engine": report}))
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1))
+
+
+def _parts(
+    options: argparse.Namespace, executor: DeviceExecutor, rounds: Rounds, limits: Limits
+) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """Return the parts of the measurement by name. Each returns its rows."""
+    engine = executor.engine
+    return {
         "decode": lambda: [decode(executor, rounds, batch, limits) for batch in options.batches],
         "sampling": lambda: [
             sampling(engine, rounds, batch, rounds.shape.with_steps(steps))
@@ -112,15 +129,6 @@ def main() -> None:
         "turns": lambda: [turn(engine, num_tokens) for num_tokens in (16, 64, 256, 1024)],
         "offline": lambda: [offline(engine, rounds)],
     }
-    needs_drafter = {"rounds": True, "adaptive": True, "mixed": False}
-    has_drafter = engine.drafter is not None
-    chosen = [name for name in options.only if needs_drafter.get(name, has_drafter) == has_drafter]
-    figures = {name: parts[name]() for name in chosen}
-    report["checked_tokens"] = sum(row.get("checked_tokens", 0) for rows in figures.values() for row in rows)
-    report |= figures
-    say("\n" + tables({"engine": report}))
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1))
 
 
 def _load(options: argparse.Namespace) -> Engine:

@@ -151,19 +151,26 @@ def chunk_of(sequence: Running) -> LocalChunk:
     return LocalChunk([sequence], [BatchRow(sequence.token_ids[:-1], 0, sequence.pages, 0)])
 
 
+WAITING, WANTS = [9, 8, 7, 6], params(40, temperature=1.0, seed=3)
+
+
+def undisturbed(solo: Solo, num_steps: int) -> tuple[Any, Any]:
+    """Return what 12 rounds bring PROMPT alone, and the drafter's state after the local prompt WAITING."""
+    plain, waiting = solo.start(PROMPT, WANTS), local(solo, WAITING)
+    expected, scratch = solo.run(plain, 12, num_steps), solo.from_scratch(waiting)
+    expected_draft = solo.draft(scratch)
+    for each in (plain, waiting, scratch):
+        solo.rounds.release(each)
+    return expected, expected_draft
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_a_chunk_without_memory_leaves_the_round_as_it_was(
     together: bool, solo: Solo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If only both together find no memory, they are computed one after the other."""
-    wants = params(40, temperature=1.0, seed=3)
-    plain = solo.start(PROMPT, wants)
-    expected = solo.run(plain, 12, 2)
-    solo.rounds.release(plain)
-    waiting, sequence = local(solo, [9, 8, 7, 6]), solo.start(PROMPT, wants)
-    scratch = solo.from_scratch(waiting)
-    expected_draft = solo.draft(scratch)
-    solo.rounds.release(scratch)
+    expected, expected_draft = undisturbed(solo, 2)
+    waiting, sequence = local(solo, WAITING), solo.start(PROMPT, WANTS)
     owner, name = (device_executor, "verify") if together else (solo.executor.drafter, "observe_prompt")
     memory, shape = Memory(monkeypatch, owner, name), solo.rounds.shape.with_steps(2)
     state = solo.draft(sequence)
@@ -188,14 +195,8 @@ def test_a_chunk_without_memory_leaves_the_round_as_it_was(
 def test_a_chunk_is_computed_although_the_round_beside_it_has_no_memory(
     solo: Solo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wants = params(40, temperature=1.0, seed=3)
-    plain = solo.start(PROMPT, wants)
-    expected = solo.run(plain, 12, 0)
-    solo.rounds.release(plain)
-    waiting, sequence = local(solo, [9, 8, 7, 6]), solo.start(PROMPT, wants)
-    scratch = solo.from_scratch(waiting)
-    expected_draft = solo.draft(scratch)
-    solo.rounds.release(scratch)
+    expected, expected_draft = undisturbed(solo, 0)
+    waiting, sequence = local(solo, WAITING), solo.start(PROMPT, WANTS)
     memory = Memory(monkeypatch, rounds_on_device, "sample")
     memory.is_full = True
     with pytest.raises(OutOfMemory, match="a round of 1 sequences") as caught:

@@ -223,24 +223,18 @@ def test_a_drafter_on_the_host_proposes_on_rank_0_alone(pairs: Pairs, model: Pat
     assert sum(each.num_accepted for each in ours) > 0
 
 
-def local_outputs(executor: Executor, pool: PagePool) -> list[Output]:
-    """Compute the prompts of all requests in chunks of 5 as local prompts, then run rounds of 3 drafts. The outputs
-    have the log-probabilities of the prompts, too."""
-    rounds, running = Rounds(executor), list[tuple[Running, Output]]()
-    for ids, wanted in REQUESTS:
-        pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
-        state = SamplingState(wanted, ids, vocab_size=executor.vocab_size)
-        sequence = Running(len(ids), list(ids), 0, pages, state, lacks_draft=True)
-        rounds.admit(sequence, None)
-        output = Output()
-        for begin in range(0, len(ids) - 1, 5):
-            stop = min(begin + 5, len(ids) - 1)
-            rounds.recompute([sequence], [BatchRow(ids[begin:stop], begin, pages, 0, stop - begin)])
-            [logprobs] = rounds.collect_scores().logprobs
-            output.logprobs += logprobs
-        assert len(output.logprobs) == len(ids) - 1
-        running.append((sequence, output))
-    for _ in range(12):
+def admit_local(rounds: Rounds, pool: PagePool, ids: list[int], wanted: SamplingParams) -> Running:
+    """Return a sequence in a slot, with pages, whose prompt is to be computed."""
+    pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
+    state = SamplingState(wanted, ids, vocab_size=rounds.executor.vocab_size)
+    sequence = Running(len(ids), list(ids), 0, pages, state, lacks_draft=True)
+    rounds.admit(sequence, None)
+    return sequence
+
+
+def finish(rounds: Rounds, pool: PagePool, running: list[tuple[Running, Output]], num_rounds: int) -> list[Output]:
+    """Run rounds of 3 drafts, release all, and return the outputs."""
+    for _ in range(num_rounds):
         result = rounds.run([each for each, _ in running], rounds.shape, [3] * len(running))
         for (sequence, output), accepted in zip(running, result.rows, strict=True):
             assert accepted is not None
@@ -249,6 +243,23 @@ def local_outputs(executor: Executor, pool: PagePool) -> list[Output]:
         rounds.release(sequence)
         pool.release(sequence.pages)
     return [output for _, output in running]
+
+
+def local_outputs(executor: Executor, pool: PagePool) -> list[Output]:
+    """Compute the prompts of all requests in chunks of 5 as local prompts, then run rounds of 3 drafts. The outputs
+    have the log-probabilities of the prompts, too."""
+    rounds, running = Rounds(executor), list[tuple[Running, Output]]()
+    for ids, wanted in REQUESTS:
+        sequence = admit_local(rounds, pool, ids, wanted)
+        output = Output()
+        for begin in range(0, len(ids) - 1, 5):
+            stop = min(begin + 5, len(ids) - 1)
+            rounds.recompute([sequence], [BatchRow(ids[begin:stop], begin, sequence.pages, 0, stop - begin)])
+            [logprobs] = rounds.collect_scores().logprobs
+            output.logprobs += logprobs
+        assert len(output.logprobs) == len(ids) - 1
+        running.append((sequence, output))
+    return finish(rounds, pool, running, 12)
 
 
 def test_two_ranks_compute_local_prompts_as_one_process(pairs: Pairs, model: Path, tmp_path: Path) -> None:
@@ -265,13 +276,10 @@ def beside_outputs(executor: Executor, pool: PagePool) -> list[Output]:
     """Compute the prompts of all requests but the first beside the rounds of the first, then run rounds of all."""
     rounds, running = Rounds(executor), list[tuple[Running, Output]]()
     for ids, wanted in REQUESTS:
-        pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
-        state = SamplingState(wanted, ids, vocab_size=executor.vocab_size)
-        sequence = Running(len(ids), list(ids), 0, pages, state, lacks_draft=True)
-        rounds.admit(sequence, None)
+        sequence = admit_local(rounds, pool, ids, wanted)
         for begin in range(0, len(ids) - 1, 5):
             stop = min(begin + 5, len(ids) - 1)
-            rows = [BatchRow(ids[begin:stop], begin, pages, 0)]
+            rows = [BatchRow(ids[begin:stop], begin, sequence.pages, 0)]
             if not running:
                 rounds.recompute([sequence], rows)
                 continue
@@ -283,15 +291,7 @@ def beside_outputs(executor: Executor, pool: PagePool) -> list[Output]:
                 assert accepted is not None
                 output.take(each, accepted)
         running.append((sequence, Output()))
-    for _ in range(5):
-        result = rounds.run([each for each, _ in running], rounds.shape, [3] * len(running))
-        for (sequence, output), accepted in zip(running, result.rows, strict=True):
-            assert accepted is not None
-            output.take(sequence, accepted)
-    for sequence, _ in running:
-        rounds.release(sequence)
-        pool.release(sequence.pages)
-    return [output for _, output in running]
+    return finish(rounds, pool, running, 5)
 
 
 def test_two_ranks_compute_prompts_beside_rounds_as_one_process(pairs: Pairs, model: Path, tmp_path: Path) -> None:

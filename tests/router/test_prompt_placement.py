@@ -17,7 +17,6 @@ from baton.router.dispatcher import SLOW_TICK_S
 from baton.router.node import NodeGroup
 from baton.router.prompt_placement import (
     LOST_S,
-    MAX_TRIAL_LEN,
     UNEVEN,
     GroupFacts,
     LocalFigures,
@@ -85,11 +84,8 @@ def test_no_choice_brings_the_second_token_later_than_another_would(
         return
     chosen = locals_[index]
     assert place.where == "local" and chosen in may and chosen.has_room
-    if place.reason == "to measure":
-        assert chosen.num_running == 0 and chosen.num_uncached_tokens <= MAX_TRIAL_LEN
-    else:
-        assert chosen.second_token_s == min(times)
-        assert all(chosen.second_token_s < each.second_token_s for each in remotes)
+    assert chosen.second_token_s == min(times)
+    assert all(chosen.second_token_s < each.second_token_s for each in remotes)
 
 
 @given(st.lists(REMOTES, min_size=1, max_size=3), st.lists(LOCALS, min_size=1, max_size=3), LENGTHS)
@@ -123,9 +119,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
         ({"num_queued_tokens": 8192}, {"free_pages": 9}, ("remote", "decode nodes full")),
         ({"num_queued_tokens": 8192, "times": PromptTimes()}, {}, ("remote", "not measured")),
         ({"num_queued_tokens": 8192}, {"times": PromptTimes()}, ("remote", "not measured")),
-        ({}, {"times": PromptTimes(), "num_running": 0, "num_uncached_tokens": 256}, ("local", "to measure")),
-        ({}, {"times": PromptTimes(), "num_running": 0, "num_uncached_tokens": 257}, ("remote", "not measured")),
-        ({}, {"times": PromptTimes(), "num_running": 1, "num_uncached_tokens": 9}, ("remote", "not measured")),
+        ({}, {"times": PromptTimes(), "num_running": 0, "num_uncached_tokens": 9}, ("remote", "not measured")),
     ],
 )
 def test_the_sooner_place_of_a_prompt(remote: dict[str, Any], local: dict[str, Any], place: tuple[str, str]) -> None:
@@ -559,8 +553,7 @@ def test_auto_needs_decode_nodes_that_compute_and_measured_times() -> None:
     world.wait(0.5)
     assert place_of(world.submit()) == ("remote", "no ready decode node"), "none has passed a canary yet"
     world = auto_world("p0", "d0", decode={"prompt_token_s": 0.0})
-    assert place_of(world.submit(prompt_len=64)) == ("local", "to measure")
-    assert place_of(world.submit(prompt_len=64)) == ("remote", "not measured"), "one is enough"
+    assert place_of(world.submit(prompt_len=64)) == ("remote", "not measured")
     world = auto_world("p0", "d0", prefill={"prompt_token_s": 0.0})
     assert place_of(world.submit(prompt_len=64)) == ("remote", "not measured")
 
