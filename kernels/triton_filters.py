@@ -7,7 +7,8 @@ Four launches find the thresholds of rows, and draw their tokens.
                           tokens, and hardly more, as likely tokens are scattered over the parts. For top-p, the level
                           is one of the lowest maxima, from which on there are some two thousand tokens
     3. `_gather_kernel`   gathers the logits from the level on, and sums the weight of the row if top-p needs it. For
-                          top-k it reads only the splits of a row that have such logits
+                          top-k it reads only the splits of a row that have such logits. A row with neither needs no
+                          search: its token is drawn here, by all its splits
     4. `_search_kernel`   searches the gathered logits for the thresholds (triton_search.py), and draws the row's token
                           among them. If they are too few or too many, it searches the row and draws from it
 
@@ -96,20 +97,20 @@ def search_rows(logits: Tensor, temperatures: Tensor, filters: Filters, draw: Dr
     gathered_index = torch.empty((num_rows, most), dtype=torch.int32, device=device)
     num_gathered = torch.empty(num_rows, dtype=torch.int32, device=device)
     row = (logits, logits.stride(0), num_logits, maxima, num_parts, largest, temperatures, *filters, levels, totals)
+    seeds, positions, logit_ids = draw or (largest, largest, None)
+    drawing = (seeds, positions, gathered_index if logit_ids is None else logit_ids, torch.empty_like(largest))
+    how: dict[str, Any] = {"DRAWS": draw is not None, "MAPPED": logit_ids is not None, "enable_fp_fusion": False}
     _plan_kernel[(num_rows,)](
-        *row[2:], num_gathered, PARTS=triton.next_power_of_2(num_parts), num_warps=4, enable_fp_fusion=False
+        *row[2:], num_gathered, *drawing, PARTS=triton.next_power_of_2(num_parts), num_warps=4, **how
     )
     _gather_kernel[num_rows, triton.cdiv(num_logits, split_size)](
-        *row, gathered, gathered_index, num_gathered, most,
-        PARTS=split_size // part_size, BLOCK=split_size, num_warps=8, enable_fp_fusion=False,
+        *row, gathered, gathered_index, num_gathered, most, *drawing,
+        PARTS=split_size // part_size, BLOCK=split_size, num_warps=8, **how,
     )  # fmt: skip
-    seeds, positions, logit_ids = draw or (largest, largest, None)
-    sizes: dict[str, Any] = {"FEW": _FEW, "MOST": _MOST_GATHERED, "TILE": tile}
+    sizes: dict[str, Any] = {"FEW": _FEW, "MOST": _MOST_GATHERED, "TILE": tile, "PARTS": tile // part_size}
     _search_kernel[(num_rows,)](
-        *row, gathered, gathered_index, num_gathered, most, seeds, positions,
-        gathered_index if logit_ids is None else logit_ids, thresholds, token_ids, is_valid,
-        PARTS=tile // part_size, DRAWS=draw is not None, MAPPED=logit_ids is not None,
-        num_warps=16, enable_fp_fusion=False, **sizes,
+        *row, gathered, gathered_index, num_gathered, most, *drawing, thresholds, token_ids, is_valid,
+        num_warps=16, **sizes, **how,
     )  # fmt: skip
     return found
 
@@ -133,7 +134,13 @@ def _plan_kernel(
     levels_ptr,  # [num_rows] float32, written: logits with this score or a higher one are gathered; inf: none
     totals_ptr,  # [num_rows] int64, written: 0
     num_gathered_ptr,  # [num_rows] int32, written: 0
+    seeds_ptr,  # [num_rows] int64, read if DRAWS
+    positions_ptr,  # [num_rows] int64, likewise
+    logit_ids_ptr,  # [num_logits] int32, read if MAPPED
+    drawn_ptr,  # [num_rows] int64, written if DRAWS: the largest logit, packed with its perturbed score if rows draw it
     PARTS: tl.constexpr,  # the power of two for them
+    DRAWS: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     """Grid: (num_rows,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -150,6 +157,12 @@ def _plan_kernel(
             rank = tl.minimum(rank, top_k)
         least = (rank * 0 + KEY_OF_LEAST).to(tl.int32)
         level = score_of_key(largest_key(keys, is_part, rank, least))
+    if DRAWS:
+        drawn = largest
+        if has_maximum(largest) & (temperature != 0.0) & (level > 0.0):
+            seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+            drawn = perturbed_largest(largest, seed, position, num_logits, logit_ids_ptr, MAPPED)
+        tl.store(drawn_ptr + row, drawn)
     tl.store(largest_ptr + row, largest)
     tl.store(levels_ptr + row, level)
     tl.store(totals_ptr + row, top_k * 0)
@@ -174,17 +187,23 @@ def _gather_kernel(
     gathered_index_ptr,  # [num_rows, most] int32, written: their index in the row
     num_gathered_ptr,  # [num_rows] int32, counted up: finite logits above the level, also if they are more than `most`
     most,
+    seeds_ptr,  # these as for _plan_kernel
+    positions_ptr,
+    logit_ids_ptr,
+    drawn_ptr,  # raised if DRAWS to the token of a row without a level, packed with its perturbed score
     PARTS: tl.constexpr,  # of a split
     BLOCK: tl.constexpr,
+    DRAWS: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    level = tl.load(levels_ptr + row)
+    level, largest, temperature = tl.load(levels_ptr + row), tl.load(largest_ptr + row), tl.load(temperatures_ptr + row)
+    part = split * PARTS + tl.arange(0, PARTS)
+    maxima = tl.load(maxima_ptr + row * num_parts + part, mask=part < num_parts, other=LOWEST)
+    maximum = score_of(largest)
     if level <= 0.0:
-        temperature, has_top_k = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row) < num_logits
-        maximum = score_of(tl.load(largest_ptr + row))
-        part = split * PARTS + tl.arange(0, PARTS)
-        maxima = tl.load(maxima_ptr + row * num_parts + part, mask=part < num_parts, other=LOWEST)
+        has_top_k = tl.load(top_k_ptr + row) < num_logits
         has_some = scores_of(score_of(tl.max(maxima, axis=0)), maximum, temperature) >= level
         if has_some | (has_top_k == 0):
             index = split * BLOCK + tl.arange(0, BLOCK)
@@ -200,6 +219,42 @@ def _gather_kernel(
                 is_above = is_above & (place < most)
                 tl.store(gathered_ptr + row * most + place, logits, mask=is_above)
                 tl.store(gathered_index_ptr + row * most + place, index, mask=is_above)
+    elif DRAWS:
+        _draw_split(
+            logits_ptr + row * stride, split * BLOCK, num_logits, tl.max(maxima, axis=0), largest, temperature,
+            tl.load(seeds_ptr + row), tl.load(positions_ptr + row), tl.load(log_min_p_ptr + row), logit_ids_ptr,
+            drawn_ptr + row, MAPPED, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _draw_split(
+    row_ptr,
+    start,
+    num_logits,
+    split_largest,
+    largest,
+    temperature,
+    seed,
+    position,
+    threshold,
+    logit_ids_ptr,
+    drawn_ptr,
+    MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Raise the row's token (`drawn_ptr`, packed with its perturbed score) to the best of BLOCK logits from `start` on,
+    whose largest is `split_largest` (packed), if the row draws its token."""
+    if has_maximum(largest) & (temperature != 0.0):
+        maximum = score_of(largest)
+        highest, known = scores_of(score_of(split_largest), maximum, temperature), tl.load(drawn_ptr)
+        if highest >= threshold:
+            drawn = best_of_block(
+                row_ptr, start, num_logits, highest, maximum, temperature, seed, position, threshold, known,
+                logit_ids_ptr, MAPPED, True, BLOCK,
+            )  # fmt: skip
+            if drawn > known:  # others may have raised it meanwhile
+                tl.atomic_max(drawn_ptr, drawn, sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
@@ -220,9 +275,10 @@ def _search_kernel(
     gathered_index_ptr,  # overwritten by keys if the row is searched
     num_gathered_ptr,
     most,
-    seeds_ptr,  # [num_rows] int64, read if DRAWS
-    positions_ptr,  # [num_rows] int64, likewise
-    logit_ids_ptr,  # [num_logits] int32, read if MAPPED
+    seeds_ptr,
+    positions_ptr,
+    logit_ids_ptr,
+    drawn_ptr,
     thresholds_ptr,  # [num_rows] float32, written
     token_ids_ptr,  # [num_rows] int64, written if DRAWS
     is_valid_ptr,  # [num_rows] bool, written if DRAWS
@@ -240,8 +296,8 @@ def _search_kernel(
     maximum, row_ptr = score_of(largest), logits_ptr + row * stride
     drawn, seed, position = largest, top_k, top_k
     if DRAWS:
-        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-    is_found = (temperature == 0.0) | (has_maximum(largest) == 0)  # the row's token is known
+        drawn, seed, position = tl.load(drawn_ptr + row), tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    is_found = level > 0.0  # the row's token is known
     if level <= 0.0:
         total, num_found = tl.load(totals_ptr + row), tl.load(num_gathered_ptr + row)
         least = key_of(threshold)

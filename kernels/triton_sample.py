@@ -80,24 +80,14 @@ def perturbed_topk(
     logits: Tensor, k: int, draws: Draws | None = None, logit_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return `perturbed_topk_ref`; `k` is at most MAX_TOPK and the number of logits."""
-    return topk_of(logits, k, draws, logit_ids)[:2]
-
-
-def topk_of(
-    logits: Tensor, k: int, draws: Draws | None, logit_ids: Tensor | None = None, chosen_ids: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `perturbed_topk`, and the log-softmax of `chosen_ids` [num_rows] int64: [num_rows] float32.
-    It is undefined without `chosen_ids`, which come without `draws` and `logit_ids`."""
-    assert chosen_ids is None or (draws is None and logit_ids is None), "scores of chosen ids are not drawn"
     _check(logits, draws, logit_ids)
     num_rows, num_logits = logits.shape
     assert 1 <= k <= min(MAX_TOPK, num_logits), (k, num_logits)
     splits = triton.cdiv(num_logits, _TOPK_SPLIT_SIZE)
     token_ids = torch.empty((num_rows, k), dtype=torch.int64, device=logits.device)
     log_softmax = torch.empty((num_rows, k), dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows == 0:
-        return token_ids, log_softmax, chosen
+        return token_ids, log_softmax
     best = torch.empty((num_rows, splits, k), dtype=torch.int64, device=logits.device)
     sums = torch.empty((num_rows, splits), dtype=torch.float32, device=logits.device)
     largest, thresholds, columns = best, sums, (best, best, sums)
@@ -117,11 +107,10 @@ def topk_of(
         PARTS=triton.next_power_of_2(num_parts), enable_fp_fusion=False,
     )  # fmt: skip
     _choose_topk_kernel[(num_rows,)](
-        best, sums, token_ids, log_softmax, logits, token_ids if chosen_ids is None else chosen_ids, chosen, ids,
-        logits.stride(0), num_logits, splits, K=k, SPLITS=width, CANDIDATES=triton.next_power_of_2(splits * k),
-        HAS_CHOSEN=chosen_ids is not None, MAPPED=is_mapped,
+        best, sums, token_ids, log_softmax, ids, num_logits, splits,
+        K=k, SPLITS=width, CANDIDATES=triton.next_power_of_2(splits * k), MAPPED=is_mapped,
     )  # fmt: skip
-    return token_ids, log_softmax, chosen
+    return token_ids, log_softmax
 
 
 def _check(logits: Tensor, draws: Draws | None, logit_ids: Tensor | None) -> None:
@@ -250,17 +239,12 @@ def _choose_topk_kernel(
     sums_ptr,  # [num_rows, splits] float32
     token_ids_ptr,  # [num_rows, K] int64
     log_softmax_ptr,  # [num_rows, K] float32
-    logits_ptr,  # [num_rows, num_logits], read if HAS_CHOSEN, as the next two
-    chosen_ids_ptr,  # [num_rows] int64
-    chosen_ptr,  # [num_rows] float32, written
     logit_ids_ptr,  # [num_logits] int32, read if MAPPED
-    stride,
     num_logits,
     splits,
     K: tl.constexpr,
     SPLITS: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    HAS_CHOSEN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):
     """Grid: (num_rows)."""
@@ -273,9 +257,6 @@ def _choose_topk_kernel(
     best = tl.max(packed, axis=0)
     top = score_of(best)
     total = tl.log(tl.sum(tl.where(tops == top, sums, sums * tl.exp(tops - top)), axis=0))
-    if HAS_CHOSEN:
-        logit = tl.load(logits_ptr + row * stride + tl.load(chosen_ids_ptr + row)).to(tl.float32)
-        tl.store(chosen_ptr + row, logit - top - total)
     for rank in range(K):
         tl.store(token_ids_ptr + row * K + rank, ids_at(id_of(best), num_logits, logit_ids_ptr, MAPPED))
         tl.store(log_softmax_ptr + row * K + rank, score_of(best) - top - total)
