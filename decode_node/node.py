@@ -144,6 +144,7 @@ class DecodeNode:
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
         self._under_way: SubmittedRound | None = None
+        self._admitted: list[tuple[Sequence, Admitted]] = []  # since the last round was submitted
         self._alone = ChunksAlone()
         self._clock = RoundClock(self._overlaps)
         self.outbox = Outbox()
@@ -170,6 +171,7 @@ class DecodeNode:
             self._compute(plan)
         else:
             self._alone.take()
+        self._announce()
         for sequence in plan.failed:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
         self._reservations.announce_capacity()
@@ -320,8 +322,8 @@ class DecodeNode:
         """Process all messages and events that are there."""
         for message in self.membership.receive():
             self._handle(message)
-        admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
-        self._send(admitted)
+        for event in self.handoff.poll():
+            self._arrive(event)
 
     def _await_arrivals(self) -> None:
         """If pages are on the way, wait until the device nearly needs the next round, so that they join that one."""
@@ -336,11 +338,11 @@ class DecodeNode:
         if self.executor.is_done:
             self._clock.overrun(since)
 
-    def _arrive(self, event: Arrived | TransferFailed | Revoked) -> Sequence | None:
-        """Process an event of the handoff client. Return the sequence that runs from now on, if there is one."""
+    def _arrive(self, event: Arrived | TransferFailed | Revoked) -> None:
+        """Process an event of the handoff client."""
         sequence = self.scheduler.reserved.get(event.unit)
         if sequence is None:
-            return None
+            return
         match event:
             case Arrived(unit=unit, row=row):
                 try:
@@ -349,38 +351,45 @@ class DecodeNode:
                     self.scheduler.finish(sequence)
                     self._fail(unit, error.code, str(error), is_retryable=False)
                 else:
-                    return sequence if self._admit(sequence, event, sampled) else None
+                    self._admit(sequence, event, sampled)
             case TransferFailed(unit=unit, reason=reason, is_refused=is_refused, code=code):
                 self.scheduler.finish(sequence)
                 self._fail(unit, code, reason, is_retryable=not is_refused)
             case Revoked():  # the prefill node told the router: the only token, or why there is none
                 self.scheduler.finish(sequence)
-        return None
 
-    def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> bool:
-        """Run a sequence whose pages have arrived. False: there is no memory for it, and the sequence has ended."""
+    def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> None:
+        """Run a sequence whose pages have arrived. If there is no memory for it, it ends with an error."""
         begun = time.monotonic()
         assert sequence.lease is not None
         num_cached_pages = len(sequence.lease.pages)
         self.scheduler.start_pulled(event.unit)
         sequence.append_first(sampled.first_token, sampled.logprobs, sampled.num_cached)
         if not self._take_slot(sequence, event.row):
-            return False
+            return
         self._counts.pages_moved += event.num_pages
         self._counts.bytes_moved += event.num_bytes
         self._counts.transfer_seconds += event.transfer_s
-        logger.info("admitted, %d pages pulled", event.num_pages, extra={"rid": event.unit.rid})
-        self.membership.send(
-            Admitted(
-                unit=event.unit,
-                transfer_s=event.transfer_s,
-                num_pages=event.num_pages,
-                num_bytes=event.num_bytes,
-                num_cached_pages=num_cached_pages,
-                times=msgspec.structs.replace(event.times, admit_s=time.monotonic() - begun),
-            )
+        message = Admitted(
+            unit=event.unit,
+            transfer_s=event.transfer_s,
+            num_pages=event.num_pages,
+            num_bytes=event.num_bytes,
+            num_cached_pages=num_cached_pages,
+            times=msgspec.structs.replace(event.times, admit_s=time.monotonic() - begun),
         )
-        return True
+        self._admitted.append((sequence, message))
+
+    def _announce(self) -> None:
+        """Tell the router which sequences were admitted, and their first tokens, unless they have ended meanwhile. The
+        device has their round to do by now."""
+        admitted, self._admitted = self._admitted, []
+        for sequence, message in admitted:
+            if self.scheduler.get(message.unit) is not sequence:
+                continue
+            logger.info("admitted, %d pages pulled", message.num_pages, extra={"rid": message.unit.rid})
+            self.membership.send(message)
+            self._send([sequence])
 
     # --- rounds ---
 
@@ -409,6 +418,7 @@ class DecodeNode:
         elif chunk is not None:
             beside = LocalChunk(plan.sequences, plan.rows)
         begun = self._submit_round(plan, beside, chunk, step_since) if plan.decoding else None
+        self._announce()
         if is_scored:  # now, while the device has the round to do
             self._settle_scores(plan)
         if begun is not None:

@@ -59,7 +59,8 @@ class _Slip:
 
 
 class CudaGather:
-    """A launch on the stream of the handoff (metadata/handoff/pages.py: Gather)."""
+    """A launch on the stream of the handoff: copies and checksums, or checksums alone (metadata/handoff/pages.py:
+    Gather)."""
 
     def __init__(self, slip: _Slip, give_back: Callable[[_Slip], None]) -> None:
         self._slip, self._give_back = slip, give_back
@@ -114,6 +115,9 @@ class CudaPool:
             self._shapes = [(layout.num_layers, layout.blocks_per_layer) for layout in layouts]
         self._slips: dict[int, list[_Slip]] = {}  # not in use, by pages
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # pages are waited for
+        self._ahead = torch.cuda.Stream(
+            self._device, priority=-1
+        )  # of checksums that wait for a chunk, as others do not
         self._fences: dict[int, torch.cuda.Event] = {}  # by page: what was submitted before it was expected
         self.device = str(torch.cuda.get_device_properties(self._device).uuid)
         self.shared = self._share()
@@ -150,6 +154,9 @@ class CudaPool:
             return [b""] * len(pages)
         return self._with_memory(f"the checksums of {len(pages)} pages", lambda: self._digests(pages))
 
+    def begin_digest(self, pages: Sequence[int]) -> CudaGather:
+        return self._with_memory(f"the checksums of {len(pages)} pages", lambda: self._begin_digest(pages))
+
     def store(self, pages: Sequence[int]) -> None:
         self._with_memory(f"copying {len(pages)} pages to the host", lambda: self._store(pages))
 
@@ -165,19 +172,28 @@ class CudaPool:
             self._pass_fences(targets)
             slip = self._take_slip(len(targets))
             slip.numbers[:] = sources, targets
-            moves = self._readable(slip)
+            moves = self._readable(slip, self._stream)
             for theirs, ours in zip(peer.pools, self._pools, strict=True):
                 gather_pages(theirs, ours, *moves, self._stream)
-            self._digest(slip, moves[1])
+            self._digest(slip, moves[1], self._stream)
             return CudaGather(slip, self._give_back)
 
     def _digests(self, pages: Sequence[int]) -> list[bytes]:
         with torch.cuda.device(self._device):
-            slip = self._take_slip(len(pages))
-            slip.numbers[1] = pages
-            self._digest(slip, self._readable(slip)[1])
-            slip.done.synchronize()
-            return CudaGather(slip, self._give_back).checksums()
+            digests = self._launch_digest(pages, self._stream)
+            digests.wait()
+            return digests.checksums()
+
+    def _begin_digest(self, pages: Sequence[int]) -> CudaGather:
+        with torch.cuda.device(self._device):
+            self._ahead.wait_stream(torch.cuda.current_stream(self._device))
+            return self._launch_digest(pages, self._ahead)
+
+    def _launch_digest(self, pages: Sequence[int], stream: torch.cuda.Stream) -> CudaGather:
+        slip = self._take_slip(len(pages))
+        slip.numbers[1] = pages
+        self._digest(slip, self._readable(slip, stream)[1], stream)
+        return CudaGather(slip, self._give_back)
 
     def _store(self, pages: Sequence[int]) -> None:
         most = max(1, _STORE_BYTES // self._page_bytes)
@@ -216,11 +232,11 @@ class CudaPool:
             addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
             self.gather(CudaMapping(addresses, [], self._stream), [0], [0]).wait()
 
-    def _digest(self, slip: _Slip, pages: torch.Tensor) -> None:
+    def _digest(self, slip: _Slip, pages: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Compute the checksums of `pages` [num_pages] int32 into the slip. This is the last launch for it."""
         for run, sums in zip(self._runs, slip.parts, strict=True):
-            page_checksums(run.words, pages, run.block_words, sums, self._stream)
-        slip.done.record(self._stream)
+            page_checksums(run.words, pages, run.block_words, sums, stream)
+        slip.done.record(stream)
 
     def _runs_of(self, place: int, layout: KvLayout) -> list[_Digested]:
         """Return the blocks of the pool at `place`, in as few launches as their sizes allow."""
@@ -247,12 +263,12 @@ class CudaPool:
         if slip.num_pages <= _FEW_PAGES:
             self._slips.setdefault(slip.num_pages, []).append(slip)
 
-    def _readable(self, slip: _Slip) -> tuple[torch.Tensor, torch.Tensor]:
+    def _readable(self, slip: _Slip, stream: torch.cuda.Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slip's numbers where kernels read them fastest: a few are read over the bus sooner than they are
         copied."""
         if slip.num_pages <= _FEW_PAGES:
             return slip.rows
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             moves = slip.pages.to(self._device, non_blocking=True)
         return moves[0], moves[1]
 

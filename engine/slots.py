@@ -37,6 +37,7 @@ _POSITION, _NUM_GENERATED, _TOP_K = (2 + INTS.index(name) for name in ("position
 _COLUMNS = Columns((_LENGTH, _POSITION, _NUM_GENERATED), _LAST_TOKEN)
 _REPETITION = FLOATS.index("repetition_penalty")
 _PADDING_LENGTH = 1
+_FILLS: tuple[Fill, ...] = (fill_prompt_mask_, fill_output_counts_, fill_bias_, fill_stops_)
 
 
 class Slots:
@@ -55,6 +56,7 @@ class Slots:
         self._output_counts: Tensor | None = None
         self._bias: Tensor | None = None
         self._stops: Tensor | None = None
+        self._written: dict[Fill, set[int]] = {each: set() for each in _FILLS}  # slots whose columns hold values
         self._draft = DraftState() if drafter is None else drafter.allocate(num_rows)
         # Rows that rounds without drafts keep for a drafter with KV, MAX_MISSED + 1 of each slot, the last for waste:
         # the token at the row's position [.., 1] and the extend state [.., width], if the drafter takes one.
@@ -77,27 +79,45 @@ class Slots:
         """Load a sequence of `length` tokens with KV and the one after them; `state` is after that one. `draft` has one
         row, and is None without speculation."""
         assert state.position == length + 1, (state.position, length)
-        ints, floats, top_p = columns(state)
-        self._ints[:, slot] = to_device(torch.tensor([length, last_token, *ints]), self.device)
-        self._floats[:, slot] = to_device(torch.tensor(floats), self.device)
-        self._top_p[slot] = top_p
+        self._load_numbers(slot, [length, last_token], state)
         if state.penalizes and self._prompt_mask is None:
             self._prompt_mask, self._output_counts = self._per_token(torch.bool), self._per_token(torch.int32)
         if state.bias and self._bias is None:
             self._bias = self._per_token(torch.float32)
         if state.banned_ids and self._stops is None:
             self._stops = self._per_token(torch.bool)
-        fills: list[tuple[Tensor | None, Fill]] = [
-            (self._prompt_mask, fill_prompt_mask_),
-            (self._output_counts, fill_output_counts_),
-            (self._bias, fill_bias_),
-            (self._stops, fill_stops_),
-        ]
-        for column, fill_ in fills:
-            if column is not None:
-                fill_(column[slot].zero_(), [state])
+        self._load_column(slot, self._prompt_mask, fill_prompt_mask_, state if state.penalizes else None)
+        self._load_column(slot, self._output_counts, fill_output_counts_, state if state.penalizes else None)
+        self._load_column(slot, self._bias, fill_bias_, state if state.bias else None)
+        self._load_column(slot, self._stops, fill_stops_, state if state.banned_ids else None)
         if draft is not None:
             self.load_draft(to_device(torch.tensor([slot]), self.device), draft)
+
+    def _load_numbers(self, slot: int, numbers: list[int], state: SamplingState) -> None:
+        """Load the columns of one number per slot, in one copy to the device."""
+        ints, floats, top_p = columns(state)
+        numbers = [*numbers, *ints]
+        values = np.empty(len(numbers) + len(floats) + 1, np.int64)
+        values[: len(numbers)] = numbers
+        values[len(numbers) :].view(np.float64)[:] = [*floats, top_p]
+        loaded = to_device(torch.from_numpy(values), self.device)
+        self._ints[:, slot] = loaded[: len(numbers)]
+        real = loaded[len(numbers) :].view(torch.float64)
+        self._floats[:, slot] = real[:-1]
+        self._top_p[slot] = real[-1:]
+
+    def _load_column(self, slot: int, column: Tensor | None, fill_: Fill, state: SamplingState | None) -> None:
+        """Fill a slot's column of the vocabulary for `state`, or with zeros if an earlier request has filled it. Rounds
+        may have counted tokens in it since; a request without penalties does not read them."""
+        written = self._written[fill_]
+        if column is None or (state is None and slot not in written):
+            return
+        own = column[slot].zero_()
+        if state is None:
+            written.remove(slot)
+        else:
+            fill_(own, [state])
+            written.add(slot)
 
     def load_draft(self, index: Tensor, draft: DraftState) -> None:
         """Store the drafter's state of the slots `index` [num_rows] int64, all different. Raises ValueError for a state

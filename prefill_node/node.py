@@ -267,6 +267,7 @@ class PrefillNode:
             self._end_for_memory(max(plan, key=_demand).request, error)
             return None
         self._counts.steps += 1
+        self._tickets.digest_ahead(request for request, _ in plan)
         for request, row in plan:
             self._counts.computed_tokens += len(row.input_ids)
             if request.is_submitted:

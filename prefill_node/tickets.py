@@ -7,7 +7,7 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..engine.pages import PagePool
@@ -72,8 +72,19 @@ class Tickets:
 
     def offer_computed(self, request: Request) -> None:
         """Offer every page of a prompt under way that will not be written again."""
-        num_ready = min(request.num_computed // self._pool.page_size, request.num_shared)
+        num_ready = self._num_ready(request, request.num_computed)
         self._offer(request, num_ready, dict.fromkeys(request.choices, request.pages), {})
+
+    def digest_ahead(self, requests: Iterable[Request]) -> None:
+        """Begin to compute the checksums of the pages that the chunk submitted last completes, so that the device has
+        them when the pages are offered."""
+        pages = [
+            page
+            for request in requests
+            if request.tickets
+            for page in request.pages[request.num_offered : self._num_ready(request, request.num_submitted)]
+        ]
+        self._handoff.digest_ahead(pages, self._generations(pages))
 
     def digest_last(self, ends: Sequence[PromptEnd]) -> None:
         """Compute the checksums of the last pages of several prompts in one pass, which saves time on a GPU."""
@@ -108,6 +119,11 @@ class Tickets:
                 pages = block_tables[unit][start:num_ready]
                 self._handoff.offer(unit, indices, pages, self._generations(pages), rows.get(unit))
         request.offer_pages(num_ready)
+
+    def _num_ready(self, request: Request, num_tokens: int) -> int:
+        """Return how many pages nobody writes again when the first `num_tokens` tokens are computed."""
+        is_whole = num_tokens == len(request.token_ids)
+        return request.num_shared if is_whole else min(num_tokens // self._pool.page_size, request.num_shared)
 
     def _generations(self, pages: Sequence[int]) -> list[int]:
         return [self._pool.generation(page) for page in pages]

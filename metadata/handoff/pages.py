@@ -11,11 +11,13 @@ one page in every pool: target, then draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..errors import OutOfMemory
 from ..wire.node_info import HandoffSchema
 from .checksums import first_difference, page_checksums
 from .memory import PageMemory, pack_pages
@@ -30,7 +32,7 @@ class Shared(NamedTuple):
 
 
 class Gather(Protocol):
-    """A copy of pages into our pools that the device is working on."""
+    """A copy of pages into our pools, or the computation of their checksums, that the device is working on."""
 
     @property
     def is_done(self) -> bool:
@@ -38,12 +40,12 @@ class Gather(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until the copy is done."""
+        """Wait until the work is done."""
         ...
 
     def checksums(self) -> list[bytes]:
         """Return the checksums of each page, in the format of an Offer; empty ones if the schema has no checksums.
-        Must not be called before the copy is done."""
+        Must not be called before the work is done."""
         ...
 
 
@@ -88,6 +90,11 @@ class DevicePool(Protocol):
         Raises OutOfMemory."""
         ...
 
+    def begin_digest(self, pages: Sequence[int]) -> Gather:
+        """Begin to compute the checksums of pages of ours, when all work is done that was submitted so far. Raises
+        OutOfMemory."""
+        ...
+
     def store(self, pages: Sequence[int]) -> None:
         """Copy complete pages into the host mirror. Waits only for this copy. Raises OutOfMemory; then the mirror holds
         any bytes for them."""
@@ -97,6 +104,16 @@ class DevicePool(Protocol):
         """Copy pages from the host mirror into the pools. Return their checksums there. Raises OutOfMemory; no page is
         written after that."""
         ...
+
+
+_MOST_BEGUN = 4  # launches whose checksums nobody has asked for
+
+
+class _Begun(NamedTuple):
+    """Checksums that the device computes or has computed."""
+
+    ages: dict[int, int]  # by page: its generation
+    gather: Gather
 
 
 class OfferedPages:
@@ -111,16 +128,30 @@ class OfferedPages:
         self._has_checksums = blocks_per_page(schema) > 0
         self.memory, self.device = tuple(memory), device
         self._known: dict[int, tuple[int, bytes]] = {}  # by page: its generation, its checksums
+        self._begun: list[_Begun] = []
         self._on_host: dict[int, int] = {}  # by page: the generation that lies in the mirror
 
     def checksums(self, pages: Sequence[int], generations: Sequence[int]) -> list[bytes]:
         """Return the checksums of each of these complete pages. A GPU computes all unknown ones in one launch."""
         ages = dict(zip(pages, generations, strict=True))
-        new = [page for page, age in ages.items() if self._known.get(page, (None,))[0] != age]
+        for begun in [each for each in self._begun if any(each.ages.get(page) == ages[page] for page in ages)]:
+            self._take(begun)
+        new = self._unknown(ages)
         if new:
-            digests = self._digest(new)
-            self._known |= {page: (ages[page], digest) for page, digest in zip(new, digests, strict=True)}
+            self._known |= {page: (ages[page], digest) for page, digest in zip(new, self._digest(new), strict=True)}
         return [self._known[page][1] for page in pages]
+
+    def digest_ahead(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """Begin to compute the checksums of pages that will be complete when the device has done all work submitted so
+        far, if it is a GPU. So they are there when the pages are offered. Without memory for them nothing happens."""
+        ages = dict(zip(pages, generations, strict=True))
+        new = [page for page in self._unknown(ages) if all(each.ages.get(page) != ages[page] for each in self._begun)]
+        if self.device is None or not self._has_checksums or not new:
+            return
+        with suppress(OutOfMemory):
+            self._begun.append(_Begun({page: ages[page] for page in new}, self.device.begin_digest(new)))
+        if len(self._begun) > _MOST_BEGUN:
+            self._take(self._begun[0])
 
     def bring(self, pages: Sequence[int]) -> None:
         """Copy pages into `memory`, if they are on a GPU and not there yet. Their checksums must be known."""
@@ -140,6 +171,16 @@ class OfferedPages:
             self.device.store(pages)
         frame = pack_pages(self.memory, pages)
         return frame, self.memory[0].generations[list(pages)].astype("<i8").tobytes()
+
+    def _unknown(self, ages: Mapping[int, int]) -> list[int]:
+        return [page for page, age in ages.items() if self._known.get(page, (None,))[0] != age]
+
+    def _take(self, begun: _Begun) -> None:
+        """Wait for checksums that were begun."""
+        self._begun.remove(begun)
+        begun.gather.wait()
+        for (page, age), digest in zip(begun.ages.items(), begun.gather.checksums(), strict=True):
+            self._known[page] = (age, digest)
 
     def _digest(self, pages: Sequence[int]) -> list[bytes]:
         if self.device is not None:

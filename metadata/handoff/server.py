@@ -119,6 +119,11 @@ class HandoffServer:
             with suppress(OutOfMemory):
                 self._pages.checksums(pages, generations)
 
+    def digest_ahead(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """Begin to compute the checksums of pages that the work submitted to the device so far completes. Nobody writes
+        them after that work."""
+        self._pages.digest_ahead(pages, generations)
+
     def finish(self, unit: Unit, row: bytes) -> None:
         """Send the final offer, with the metadata row. All pages were offered before."""
         self.offer(unit, (), (), (), row)

@@ -135,6 +135,14 @@ class FakeDevice:
         self.calls.append(("digest", list(pages)))
         return self._digests(pages)
 
+    def begin_digest(self, pages: Sequence[int]) -> FakeGather:
+        self.calls.append(("begin_digest", list(pages)))
+        digests = FakeGather(self)
+        self._work.append(lambda: digests.finish(self._digests(pages)))
+        if not self.is_slow:
+            self.run()
+        return digests
+
     def store(self, pages: Sequence[int]) -> None:
         self.calls.append(("store", list(pages)))
         for pool, mirror in zip(self.pools, self.memory, strict=True):

@@ -9,6 +9,7 @@ import pytest
 from fake_device import FakeDevice
 from handoff_nodes import DRAFT_SCHEMA, make_memory
 
+from baton.metadata.errors import OutOfMemory
 from baton.metadata.handoff.checksums import page_checksums
 from baton.metadata.handoff.memory import PageMemory, pack_pages
 from baton.metadata.handoff.pages import OfferedPages, ReceivedPages
@@ -36,6 +37,46 @@ def test_checksums_are_computed_once_per_generation(memory: list[PageMemory]) ->
     memory[0].pages[0, 3, 0] ^= 1
     assert offered.checksums([3], [1]) == first[:1]  # an offered page is not written, so nothing is computed anew
     assert offered.checksums([3], [2]) == [page_checksums(memory, 3)] != first[:1]
+
+
+def test_checksums_that_were_begun_are_waited_for_and_not_computed_again(
+    memory: list[PageMemory], device: FakeDevice
+) -> None:
+    offered = OfferedPages(on_gpu(DRAFT_SCHEMA), memory, device)
+    expected = OfferedPages(on_gpu(DRAFT_SCHEMA), memory, device).checksums([3, 5, 6], [1, 1, 2])
+    device.calls.clear()
+    device.is_slow = True
+    offered.digest_ahead([3, 5], [1, 1])
+    offered.digest_ahead([5, 6], [1, 2])
+    assert device.called("begin_digest") == [3, 5, 6]
+    assert offered.checksums([3], [1]) == expected[:1]
+    assert device.num_waits == 1  # nobody waits for the second launch, which may follow a long chunk
+    assert offered.checksums([5, 6, 3], [1, 2, 1]) == [*expected[1:], expected[0]]
+    assert not device.called("digest")
+
+
+def test_checksums_that_were_begun_are_of_one_generation(memory: list[PageMemory], device: FakeDevice) -> None:
+    offered = OfferedPages(on_gpu(DRAFT_SCHEMA), memory, device)
+    offered.digest_ahead([3], [1])
+    device.pools[0][0, 3] ^= 1
+    assert offered.checksums([3], [2]) == OfferedPages(on_gpu(DRAFT_SCHEMA), memory, device).checksums([3], [2])
+    for age in range(3, 20):  # nobody asks for them
+        offered.digest_ahead([3], [age])
+    assert len(offered._begun) <= 4
+
+
+def test_without_a_gpu_or_without_memory_no_checksums_are_begun(
+    memory: list[PageMemory], device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OfferedPages(DRAFT_SCHEMA, memory, None).digest_ahead([3], [1])
+    offered = OfferedPages(on_gpu(DRAFT_SCHEMA), memory, device)
+
+    def run_out(pages: object) -> None:
+        raise OutOfMemory("no memory")
+
+    monkeypatch.setattr(device, "begin_digest", run_out)
+    offered.digest_ahead([3], [1])
+    assert offered.checksums([3], [1]) and device.called("digest") == [3]
 
 
 def test_a_frame_holds_the_pages_and_their_generations(memory: list[PageMemory]) -> None:
