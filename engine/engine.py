@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -37,6 +38,7 @@ from .host_memory import available_memory
 from .logprobs import Logprobs, compute_logprobs
 from .model_card import read_card
 from .model_config import ModelConfig
+from .models.decoder import DecoderModel
 from .models.read_config import read_model_config
 from .models.registry import load_model
 from .pages import Owner, PagePool
@@ -101,7 +103,7 @@ class Engine:
         num_pages = num_pages or config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
         _check_size(num_pages)
         fingerprints = begin(lambda: (fingerprint(self.model_dir), self.speculation.fingerprint), "fingerprints")
-        self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress, ranks)
+        self.model = self._load_model(dtype, progress)
         self._fingerprints = fingerprints
         self.card: ModelCard = read_card(
             self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
@@ -111,6 +113,17 @@ class Engine:
         self._make_pools(num_pages)
         self.drafter = self.speculation.load(self.model, *self._target_and_draft_kv(), progress)
         self._prompt_graphs: PromptGraphs | None = None
+
+    def _load_model(self, dtype: torch.dtype, progress: Progress | None) -> DecoderModel:
+        """Load the target. A GPU plans the attention of prompts meanwhile: in this thread, as plans belong to one."""
+        load = functools.partial(
+            load_model, self.model_dir, self.model_config, dtype, self.device, progress, self._ranks
+        )
+        if not captures(self.device):
+            return load()
+        loading = begin(load, "weights")
+        self._plan_prompts(min(self._config.chunk(self.device.type), self.context_len), dtype)
+        return loading.result()
 
     @property
     def fingerprints(self) -> tuple[str, str | None]:
@@ -181,7 +194,6 @@ class Engine:
         self.longest_chunk = num_tokens, step_s
         self._warm_up_history(num_tokens, pages)
         self.pool.release(pages)
-        self._plan_prompts(num_tokens)
 
     def capture_prompts(self, progress: Progress | None = None) -> None:
         """Capture graphs for small chunks, on CUDA. `progress` counts them. Call it after `warm_up`, on a node that
@@ -191,19 +203,19 @@ class Engine:
             page_size, context_len = self.pool.page_size, self.context_len
             self._prompt_graphs = PromptGraphs(self.compute_batch, sizes, page_size, context_len, progress)
 
-    def _plan_prompts(self, num_tokens: int) -> None:
-        """The fused attention of prompts plans every shape that it will meet."""
-        config = self.model_config
-        if not captures(self.device) or not prompt_attention.serves(self.device, self.kv.dtype, config.head_dim):
+    def _plan_prompts(self, num_tokens: int, dtype: torch.dtype) -> None:
+        """Let the fused attention of prompts plan every shape that it will meet in chunks of up to `num_tokens`."""
+        config = self._ranks.own(self.model_config)
+        if not prompt_attention.serves(self.device, dtype, config.head_dim):
             return
-        num_kv_heads = self.kv.shape[3]  # of this rank
-        num_heads = (config.num_heads // config.num_kv_heads * num_kv_heads, num_kv_heads, num_kv_heads)
-        qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=self.kv.dtype, device=self.device)
+        num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=dtype, device=self.device)
         for num_seqs, length in prompt_attention.shapes(num_tokens):
             q, k, v = qkv[: num_seqs * length].split(num_heads, dim=1)
             prompt_attention.prompt_attention(q, k, v, num_seqs)
-        if history.serves(self.device, self.kv.dtype, config.head_dim):
-            history.plan(num_tokens, num_heads[0], self.kv[0])
+        if history.serves(self.device, dtype, config.head_dim):
+            page = qkv.new_zeros(1, 2, config.num_kv_heads, self._config.page_size, config.head_dim)
+            history.plan(num_tokens, config.num_heads, page)
 
     def _warm_up_history(self, num_tokens: int, pages: list[int]) -> None:
         """On CUDA, run a chunk behind the history that needs most working memory. The pool need not hold the history:
