@@ -96,6 +96,14 @@ class SubmittedRound(NamedTuple):
     is_typical: bool  # no token of the chunk is scored, which takes longer
 
 
+class _Admission(NamedTuple):
+    """A sequence that was admitted, and what the router is to be told."""
+
+    sequence: Sequence
+    message: Admitted
+    begun: float  # monotonic seconds
+
+
 class DecodeNode:
     """Runs the loop: one thread calls `step` for ever, and nothing here is shared with another thread."""
 
@@ -144,7 +152,7 @@ class DecodeNode:
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
         self._under_way: SubmittedRound | None = None
-        self._admitted: list[tuple[Sequence, Admitted]] = []  # since the last round was submitted
+        self._admitted: list[_Admission] = []  # since the last round was submitted
         self._alone = ChunksAlone()
         self._clock = RoundClock(self._overlaps)
         self.outbox = Outbox()
@@ -376,19 +384,20 @@ class DecodeNode:
             num_pages=event.num_pages,
             num_bytes=event.num_bytes,
             num_cached_pages=num_cached_pages,
-            times=msgspec.structs.replace(event.times, admit_s=time.monotonic() - begun),
+            times=event.times,
         )
-        self._admitted.append((sequence, message))
+        self._admitted.append(_Admission(sequence, message, begun))
 
     def _announce(self) -> None:
         """Tell the router which sequences were admitted, and their first tokens, unless they have ended meanwhile. The
         device has their round to do by now."""
         admitted, self._admitted = self._admitted, []
-        for sequence, message in admitted:
+        for sequence, message, begun in admitted:
             if self.scheduler.get(message.unit) is not sequence:
                 continue
             logger.info("admitted, %d pages pulled", message.num_pages, extra={"rid": message.unit.rid})
-            self.membership.send(message)
+            times = msgspec.structs.replace(message.times, admit_s=time.monotonic() - begun)
+            self.membership.send(msgspec.structs.replace(message, times=times))
             self._send([sequence])
 
     # --- rounds ---

@@ -247,13 +247,15 @@ def _draw_split(
     whose largest is `split_largest` (packed), if the row draws its token."""
     if has_maximum(largest) & (temperature != 0.0):
         maximum = score_of(largest)
-        highest, known = scores_of(score_of(split_largest), maximum, temperature), tl.load(drawn_ptr)
+        highest = scores_of(score_of(split_largest), maximum, temperature)
         if highest >= threshold:
+            # Not read from `drawn_ptr`: other programs raise it, and threads that read unlike numbers would part ways.
+            known = perturbed_largest(largest, seed, position, num_logits, logit_ids_ptr, MAPPED)
             drawn = best_of_block(
                 row_ptr, start, num_logits, highest, maximum, temperature, seed, position, threshold, known,
                 logit_ids_ptr, MAPPED, True, BLOCK,
             )  # fmt: skip
-            if drawn > known:  # others may have raised it meanwhile
+            if drawn > known:
                 tl.atomic_max(drawn_ptr, drawn, sem="relaxed")
 
 

@@ -39,7 +39,7 @@ class PullTimes(Struct, frozen=True, forbid_unknown_fields=True):
 
     transport: Annotated[str, Meta(max_length=128)] = ""
     last_s: Seconds = 0.0  # from the arrival of the last offer to the check of the last page
-    admit_s: Seconds = 0.0  # from that check to running
+    admit_s: Seconds = 0.0  # from that check until the first round is submitted
     num_repeated: Count = 0  # pages pulled again because of a wrong checksum
 
 
