@@ -6,12 +6,14 @@ The comparison is with the same steps called directly, one after the other, on t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cuda_cases import CASES, MEMBERS, PARAMS
+from cuda_cases import kernels as kernels
 from drafters import settings, target_of
 from node_pair import params
 from solo import Running, Solo, spoil
@@ -25,29 +27,10 @@ from baton.engine.pages import Owner
 from baton.engine.rounds import LocalChunk
 from baton.engine.sampling_state import SamplingState
 from baton.engine.work import BatchRow
-from baton.kernels.operations import preferring
 
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1},
-    {"temperature": 1.3, "logit_bias": {7: 2.0}, "presence_penalty": 0.3, "num_logprobs": 2},
-]
 PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3, 90, 150, 41))]
 NUM_RUNNING = 3  # the prompts after these are computed beside rounds
-MEMBERS = ((0,), (1, 0), (2, 1, 0), (0, 2), (1, 2, 0), (2,))
 CHUNKS = (1, 15, 16, 17, 64)
-CASES = [
-    *[(name, {}) for name in ("ngram", "standalone", "eagle3", "hyper-eagle", "frozen-kv-mtp", "mtp3-deepseek")],
-    ("eagle", {"draft_topk": 2, "draft_steps": 3}),
-]
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    """Only with our kernels can a forward be captured."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with preferring("triton"):
-        yield
 
 
 def start_local(solo: Solo, index: int) -> Running:

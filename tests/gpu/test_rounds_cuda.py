@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cuda_cases import CASES, MEMBERS, PARAMS
+from cuda_cases import kernels as kernels
 from drafters import settings, target_of
 from node_pair import params
 from solo import Solo, spoil
 
-from baton.kernels.operations import preferring
-
 PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3))]
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1},
-    {"temperature": 1.3, "logit_bias": {7: 2.0}, "presence_penalty": 0.3},
-]
-MEMBERS = ((0,), (1, 0), (2, 1, 0), (0, 2), (1, 2, 0), (2,))
-CASES = [
-    *[(name, {}) for name in ("ngram", "standalone", "eagle3", "hyper-eagle", "frozen-kv-mtp", "mtp3-deepseek")],
-    ("eagle", {"draft_topk": 2, "draft_steps": 3}),
-]
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    """Only with our kernels can a round be captured."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with preferring("triton"):
-        yield
 
 
 def run(solo: Solo) -> tuple[list[list[int]], list[list[int]]]:
