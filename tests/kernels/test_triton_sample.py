@@ -6,7 +6,7 @@ import pytest
 import torch
 from heads import over_all_tokens, some_ids
 from torch import Tensor
-from triton_device import DEVICE, random
+from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
 
@@ -178,6 +178,23 @@ def test_a_row_is_drawn_from_its_few_likely_tokens_or_from_all(most: int, monkey
     on_host = Draws(seeds.cpu(), positions.cpu(), temperature.cpu(), Filters(*(each.cpu() for each in filters)))
     expected = perturbed_argmax_ref(logits.cpu(), on_host).token_ids.tolist()
     assert perturbed_argmax(logits, draws).token_ids.tolist() == expected
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter runs one program after the other")
+@pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
+def test_programs_that_draw_one_row_agree(scale: float) -> None:
+    """Rows without filters, beside rows that have them: all splits of such a row raise its token at the same time."""
+    num_rows = 8
+    top_k = torch.tensor([2**31 - 1] * 6 + [50, 5])
+    filters = Filters(torch.full((num_rows,), -INF), top_k, torch.ones(num_rows, dtype=torch.float64))
+    for seed in range(8):
+        logits = random(num_rows, 128_256, dtype=torch.bfloat16, seed=seed, scale=scale)
+        seeds, positions = (each.cpu() for each in noise_of(num_rows, seed))
+        expected = perturbed_argmax_ref(logits.cpu(), Draws(seeds, positions, torch.ones(num_rows), filters)).token_ids
+        columns = (each.repeat(16).to(DEVICE) for each in (seeds, positions, torch.ones(num_rows)))
+        draws = Draws(*columns, Filters(*(each.repeat(16).to(DEVICE) for each in filters)))
+        found = perturbed_argmax(logits.repeat(16, 1), draws).token_ids
+        assert torch.equal(found.cpu(), expected.repeat(16)), seed
 
 
 def test_the_lowest_of_equals() -> None:
