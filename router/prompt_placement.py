@@ -104,9 +104,14 @@ class RemoteFigures(NamedTuple):
     round_s: float  # of the decode node that would generate; 0: unknown
 
     @property
+    def num_tokens(self) -> int:
+        """The tokens to compute up to the end of this prompt."""
+        return self.num_queued_tokens + self.num_uncached_tokens
+
+    @property
     def second_token_s(self) -> float:
         """The seconds from now to the second token. An unknown handoff counts as free, so it is tried and measured."""
-        return self.times.seconds(self.num_queued_tokens + self.num_uncached_tokens) + self.handoff_s + self.round_s
+        return self.times.seconds(self.num_tokens) + self.handoff_s + self.round_s
 
 
 class LocalFigures(NamedTuple):
@@ -139,10 +144,11 @@ class LocalFigures(NamedTuple):
 
 
 class SoonerPlace(NamedTuple):
-    """The choice of `place_sooner`. `local_index`: of the decode node in its list; None if the prompt is remote."""
+    """The choice of `place_sooner`. `index`: of the node that computes the prompt, in the list of its role; None if no
+    node takes it now."""
 
     place: PromptPlace
-    local_index: int | None = None
+    index: int | None
 
 
 def place_prompt(facts: GroupFacts) -> PromptPlace | None:
@@ -157,7 +163,7 @@ def place_prompt(facts: GroupFacts) -> PromptPlace | None:
 
 
 def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigures]) -> SoonerPlace:
-    """Return the role, and the decode node if the prompt is local, with the earliest second token; remote if equal.
+    """Return the role and the node with the earliest second token; a prefill node if equal.
 
     `remotes`: prefill nodes that take the prompt now. `locals_`: decode nodes that compute prompts.
 
@@ -166,23 +172,38 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
     able = _even(locals_)
     with_room = [(index, each) for index, each in able if each.has_room]
     known = [(index, each) for index, each in with_room if each.times.are_known]
-    local_s, best = min(((each.second_token_s, index) for index, each in known), default=(None, None))
-    if not remotes:
-        if best is not None:
-            return SoonerPlace(PromptPlace("local", "prefill nodes full", None, local_s), best)
-        return SoonerPlace(PromptPlace("remote", "prefill nodes full"))
+    local_s, local = min(((each.second_token_s, index) for index, each in known), default=(None, None))
+    remote = choose_remote(remotes)
+    if remote is None:
+        if local is not None:
+            return SoonerPlace(PromptPlace("local", "prefill nodes full", None, local_s), local)
+        return SoonerPlace(PromptPlace("remote", "prefill nodes full"), None)
     if not able:
-        return SoonerPlace(PromptPlace("remote", "decode nodes full" if locals_ else "no ready decode node"))
+        return SoonerPlace(PromptPlace("remote", "decode nodes full" if locals_ else "no ready decode node"), remote)
     if not with_room:
-        return SoonerPlace(PromptPlace("remote", "no room in the gap bound"))
-    if not all(each.times.are_known for each in remotes):
-        return SoonerPlace(PromptPlace("remote", "not measured"))
-    if local_s is None:
-        return SoonerPlace(PromptPlace("remote", "not measured"))
-    remote_s = min(each.second_token_s for each in remotes)
+        return SoonerPlace(PromptPlace("remote", "no room in the gap bound"), remote)
+    if local_s is None or not all(each.times.are_known for each in remotes):
+        return SoonerPlace(PromptPlace("remote", "not measured"), remote)
+    remote_s = remotes[remote].second_token_s
     if local_s < remote_s:
-        return SoonerPlace(PromptPlace("local", "sooner", remote_s, local_s), best)
-    return SoonerPlace(PromptPlace("remote", "sooner", remote_s, local_s))
+        return SoonerPlace(PromptPlace("local", "sooner", remote_s, local_s), local)
+    return SoonerPlace(PromptPlace("remote", "sooner", remote_s, local_s), remote)
+
+
+def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
+    """Return the index of the prefill node with the earliest second token, None if the list is empty.
+
+    While a node has not told its times, the fewest tokens up to the end of this prompt count. If these are equal, such
+    a node comes first, so that it is measured."""
+    are_known = all(each.times.are_known for each in figures)
+    return min(
+        range(len(figures)),
+        key=lambda index: (
+            figures[index].second_token_s if are_known else figures[index].num_tokens,
+            figures[index].times.are_known,
+        ),
+        default=None,
+    )
 
 
 def choose_local(figures: Sequence[LocalFigures]) -> int | None:

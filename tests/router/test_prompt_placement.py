@@ -22,6 +22,7 @@ from baton.router.prompt_placement import (
     LocalFigures,
     PromptTimes,
     RemoteFigures,
+    choose_remote,
     patience_s,
     place_prompt,
     place_sooner,
@@ -69,7 +70,7 @@ DECODE = LocalFigures(0, 4096, PromptTimes(5e-5, 6e-3), 0.006, True, 3, 8, 100, 
 
 
 @given(st.lists(REMOTES, max_size=3), st.lists(LOCALS, max_size=3))
-def test_no_choice_brings_the_second_token_later_than_another_would(
+def test_no_node_brings_the_second_token_sooner_than_the_one_that_is_chosen(
     remotes: list[RemoteFigures], locals_: list[LocalFigures]
 ) -> None:
     place, index = place_sooner(remotes, locals_)
@@ -77,15 +78,31 @@ def test_no_choice_brings_the_second_token_later_than_another_would(
     may = [each for each in locals_ if each.num_running < each.max_running and each.free_pages >= each.num_pages]
     least = min((each.share for each in may), default=0.0)
     may = [each for each in may if each.share <= least + UNEVEN]
-    times = [each.second_token_s for each in may if each.has_room and each.times.are_known]
-    if index is None:
-        assert place.where == "remote"
-        assert not times or (remotes and min(times) >= min(each.second_token_s for each in remotes))
+    local_s = [each.second_token_s for each in may if each.has_room and each.times.are_known]
+    remote_s = [each.second_token_s for each in remotes]
+    if place.where == "remote":
+        assert (index is None) == (not remotes)
+        assert index is None or remotes[index].second_token_s == min(remote_s)
+        assert not local_s or (remotes and min(local_s) >= min(remote_s))
         return
+    assert index is not None
     chosen = locals_[index]
-    assert place.where == "local" and chosen in may and chosen.has_room
-    assert chosen.second_token_s == min(times)
-    assert all(chosen.second_token_s < each.second_token_s for each in remotes)
+    assert chosen in may and chosen.has_room and chosen.second_token_s == min(local_s)
+    assert all(chosen.second_token_s < each for each in remote_s)
+
+
+def test_the_prefill_node_that_is_compared_is_the_one_that_gets_the_prompt() -> None:
+    """The first node has fewer tokens before it, but computes them slowly."""
+    slow, fast = PREFILL._replace(times=PromptTimes(1e-4, 4e-3)), PREFILL._replace(num_queued_tokens=1000)
+    place, index = place_sooner([slow, fast], [DECODE])
+    assert (place.where, place.remote_s, index) == ("remote", fast.second_token_s, 1)
+
+
+def test_a_prefill_node_that_has_not_told_its_times_comes_first_of_equals() -> None:
+    unknown = PREFILL._replace(times=PromptTimes())
+    assert choose_remote([PREFILL, unknown, PREFILL]) == 1
+    assert choose_remote([PREFILL, unknown._replace(num_queued_tokens=1)]) == 0
+    assert choose_remote([]) is None
 
 
 @given(st.lists(REMOTES, min_size=1, max_size=3), st.lists(LOCALS, min_size=1, max_size=3), LENGTHS)
@@ -124,12 +141,13 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
 )
 def test_the_sooner_place_of_a_prompt(remote: dict[str, Any], local: dict[str, Any], place: tuple[str, str]) -> None:
     found = place_sooner([PREFILL._replace(**remote)], [DECODE._replace(**local)])
-    assert found.place[:2] == place and (found.local_index == 0) == (place[0] == "local"), found
+    assert found.place[:2] == place and found.index == 0, found
 
 
 def test_without_a_free_prefill_node_a_decode_node_gets_the_prompt() -> None:
     assert place_sooner([], [DECODE]) == (("local", "prefill nodes full", None, DECODE.second_token_s), 0)
-    assert place_sooner([], [DECODE._replace(has_room=False)]).place[:2] == ("remote", "prefill nodes full")
+    place, index = place_sooner([], [DECODE._replace(has_room=False)])
+    assert place[:2] == ("remote", "prefill nodes full") and index is None
 
 
 def test_the_words_name_both_times() -> None:
@@ -418,6 +436,19 @@ def test_auto_sends_each_prompt_where_its_second_token_comes_sooner() -> None:
     world = auto_world("p0", "d0", prefill={"queued_tokens": 3000})
     world.node("p0").begin_prompt("other", 0, 3000, world.now)
     assert place_of(world.submit(prompt_len=3000)) == ("local", "sooner"), "the prefill node has other prompts to do"
+
+
+def test_auto_sends_a_prompt_to_the_prefill_node_that_it_compared() -> None:
+    """The node with fewer prompt tokens in the books computes them more slowly."""
+    world = auto_world("p0", "p1", "d0", decode={"prompt_token_s": 1e-4})
+    beat_all(world, "p0", prefill={"prompt_token_s": 1e-4})
+    world.node("p1").begin_prompt("other", 0, 1000, world.now)
+    client = world.submit(prompt_len=3000)
+    assert place_of(client) == ("remote", "sooner")
+    (attempt,) = client.request.attempts.values()
+    assert attempt.place.remote_s == pytest.approx(0.004 + 4000 * 2e-5 + HANDOFF_S + 0.006)
+    grants(world, "d0", world.got("d0", m.Reserve)[-1])
+    assert len(world.got("p1", m.Prefill)) == 1 and not world.got("p0", m.Prefill)
 
 
 def test_auto_sends_no_prompt_to_a_decode_node_whose_bound_on_gaps_has_no_room() -> None:
