@@ -1,9 +1,9 @@
 """Placement: chooses the nodes for a waiting request.
 
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
-probably has in its cache need not be computed. If the prompt is local, or either role may compute it,
-prompt_placement.py chooses the node that computes it. Nodes on which the request has not failed yet come first. A node that ran out of memory for the
-request gets it again only if no other node of the role could take it, however busy they are.
+probably has in its cache need not be computed. If the prompt is local, or if either role may compute it,
+prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A node that ran out of
+memory for the request gets it again only if no other node of the role could take it, however busy they are.
 """
 
 from __future__ import annotations
