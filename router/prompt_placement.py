@@ -144,11 +144,11 @@ class LocalFigures(NamedTuple):
 
 
 class SoonerPlace(NamedTuple):
-    """The choice of `place_sooner`. `index`: of the node that computes the prompt, in the list of its role; None if no
+    """The choice of `place_sooner`. `node_index`: of the node that computes the prompt, in its role's list; None if no
     node takes it now."""
 
     place: PromptPlace
-    index: int | None
+    node_index: int | None
 
 
 def place_prompt(facts: GroupFacts) -> PromptPlace | None:

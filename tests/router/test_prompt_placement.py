@@ -141,7 +141,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
 )
 def test_the_sooner_place_of_a_prompt(remote: dict[str, Any], local: dict[str, Any], place: tuple[str, str]) -> None:
     found = place_sooner([PREFILL._replace(**remote)], [DECODE._replace(**local)])
-    assert found.place[:2] == place and found.index == 0, found
+    assert found.place[:2] == place and found.node_index == 0, found
 
 
 def test_without_a_free_prefill_node_a_decode_node_gets_the_prompt() -> None:
