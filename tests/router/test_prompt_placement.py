@@ -494,6 +494,21 @@ def test_auto_sends_no_prompt_to_a_decode_node_whose_bound_on_gaps_has_no_room()
     assert place_of(world.submit(prompt_len=64)) == ("local", "no prefill node")
 
 
+def test_auto_goes_on_and_says_so_when_the_last_prefill_node_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "baton.router.dispatcher")
+    world = auto_world("p0", "d0")
+    client = world.submit(prompt_len=3000)
+    grants(world, "d0", world.got("d0", m.Reserve)[-1])
+    world.lose("p0")
+    world.wait(LOST_S + 0.5)
+    says = "decode nodes compute prompts, since no prefill node is here"
+    assert says in caplog.text and says in world.group.placement_words
+    asked = grant_local(world)
+    world.tokens("d0", asked, 0, IDS[:3], reason="length")
+    assert client.num_done == 1 and not client.errors
+    assert place_of(world.submit(prompt_len=64)) == ("local", "no prefill node")
+
+
 def test_prompts_that_a_node_was_given_count_until_it_reports_them_done() -> None:
     world = auto_world("p0", "d0")
     places = []
