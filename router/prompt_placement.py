@@ -30,7 +30,7 @@ Reason = Literal[
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
-STALL_SHARE = 1 / 6  # of a second until the second token: what it counts if one stream waits for a second
+STALL_WEIGHT = 2 / 3  # of a second for which a stream of a full decode node waits, against one until the second token
 
 
 class PromptPlace(NamedTuple):
@@ -153,9 +153,11 @@ class LocalFigures(NamedTuple):
         return LOAD_ROUNDS * self.num_running * self.round_s
 
     def stall_s(self, token_s: float) -> float:
-        """What it counts, likewise, that its streams wait for the chunks of this prompt. A token of a chunk takes at
-        most `token_s`, the rounds beside it left out."""
-        return STALL_SHARE * self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
+        """What it counts, likewise, that its streams wait for the chunks of this prompt: the more, the fuller the node
+        is, since its rounds are slower then. A token of a chunk takes at most `token_s`, the rounds beside it left
+        out."""
+        waits_s = self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
+        return STALL_WEIGHT * self.share * waits_s
 
 
 class SoonerPlace(NamedTuple):

@@ -18,7 +18,7 @@ from baton.router.node import NodeGroup
 from baton.router.prompt_placement import (
     LOAD_ROUNDS,
     LOST_S,
-    STALL_SHARE,
+    STALL_WEIGHT,
     GroupFacts,
     LocalFigures,
     PromptTimes,
@@ -68,7 +68,7 @@ COUNTS = st.integers(0, 8)
 LOCAL_TIMES = TIMES | st.just(PromptTimes())
 LOCALS = st.builds(LocalFigures, LENGTHS, LENGTHS, LOCAL_TIMES, SECONDS, st.booleans(), *[COUNTS] * 4)
 PREFILL = RemoteFigures(0, 4096, PromptTimes(2e-5, 4e-3), 0.01, 0.006)  # about 100 ms
-DECODE = LocalFigures(0, 4096, PromptTimes(5e-5, 6e-3), 0.006, True, 3, 8, 100, 10)  # about 220 ms
+DECODE = LocalFigures(0, 4096, PromptTimes(5e-5, 6e-3), 0.006, True, 3, 16, 100, 10)  # about 220 ms
 
 
 @given(st.lists(REMOTES, max_size=3), st.lists(LOCALS, max_size=3))
@@ -133,7 +133,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
         ),
         ({}, {"num_uncached_tokens": 100}, ("local", "sooner")),
         ({"num_queued_tokens": 8192}, {"has_room": False}, ("remote", "no room in the gap bound")),
-        ({"num_queued_tokens": 8192}, {"num_running": 8}, ("remote", "decode nodes full")),
+        ({"num_queued_tokens": 8192}, {"num_running": 16}, ("remote", "decode nodes full")),
         ({"num_queued_tokens": 8192}, {"free_pages": 9}, ("remote", "decode nodes full")),
         ({"num_queued_tokens": 8192, "times": PromptTimes()}, {}, ("remote", "not measured")),
         ({"num_queued_tokens": 8192}, {"times": PromptTimes()}, ("remote", "not measured")),
@@ -152,7 +152,7 @@ def test_a_prompt_is_remote_if_the_streams_of_the_decode_node_would_wait_too_lon
     assert busy.second_token_s - DECODE.second_token_s == pytest.approx(0.0429, abs=1e-4)
     for num_running, where in ((3, "local"), (4, "remote")):
         decode = DECODE._replace(num_running=num_running)
-        assert decode.stall_s(2e-5) == pytest.approx(STALL_SHARE * num_running * 4096 * 2e-5)
+        assert decode.stall_s(2e-5) == pytest.approx(STALL_WEIGHT * num_running / 16 * num_running * 4096 * 2e-5)
         place, index = place_sooner([busy], [decode])
         assert (place.where, index) == (where, 0) and (place.reason == "streams would wait") == (where == "remote")
     assert place.words == (
@@ -165,7 +165,7 @@ def test_a_history_in_the_cache_outweighs_a_few_sequences_of_load() -> None:
     """Four rounds of 6 ms count as much as 480 tokens."""
     idle, cached = DECODE._replace(num_running=0), DECODE._replace(num_uncached_tokens=100)
     assert choose_local([idle, cached._replace(num_running=5)]) == 1
-    assert choose_local([idle, cached._replace(num_running=9, max_running=16)]) == 0
+    assert choose_local([idle, cached._replace(num_running=9)]) == 0
     assert choose_local([idle, idle._replace(num_running=1), idle._replace(num_queued_tokens=100)]) == 0
     assert choose_local([idle._replace(num_queued_tokens=470), idle._replace(num_running=1)]) == 0
     assert choose_local([idle._replace(num_queued_tokens=490), idle._replace(num_running=1)]) == 1
@@ -176,7 +176,7 @@ def test_a_node_with_room_and_known_times_comes_first() -> None:
     assert choose_local([unknown, DECODE._replace(has_room=False), DECODE]) == 2
     assert choose_local([unknown, DECODE._replace(has_room=False)]) == 1
     assert choose_local([unknown._replace(num_running=1), unknown]) == 1
-    assert choose_local([DECODE._replace(num_running=8)]) is None
+    assert choose_local([DECODE._replace(num_running=16)]) is None
 
 
 def test_without_a_free_prefill_node_a_decode_node_gets_the_prompt() -> None:
