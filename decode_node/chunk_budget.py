@@ -3,16 +3,21 @@
     gap between two tokens of a stream = round + chunk beside it <= the bound
 
 The operator gives the bound in seconds, or it is DEFAULT_GAP rounds at the present batch. A chunk is as long as the
-bound allows. Without streams a chunk has its full length. Prompts must advance even if the bound leaves no room for
-LEAST_TOKENS beside a round. The rules for that are:
+bound allows. The times are those of the forwards that will run: a chunk shares the round's forward, or it has one of
+its own (engine/joint_sizes.py). Without streams a chunk has its full length. Prompts must advance even if the bound
+leaves no room for LEAST_TOKENS beside a round. The rules for that are:
 
 - The operator gave the bound. A chunk of full length runs beside one round of RARE. So 1 gap in RARE is longer than the
   bound, and the 99th percentile of the gaps holds. The node reports that it has no room, and the router sends prompts
   elsewhere if it can.
 - The operator gave none. A chunk that takes about twice as long as one of LEAST_TOKENS runs beside one round of
   several. They are so many that the mean gap is at most DEFAULT_GAP rounds. If the prompts that wait would take longer
-  than QUEUE_S at this pace, chunks have their full length: otherwise prompts would wait ever longer under a load that
-  the node can serve.
+  than QUEUE_S at this pace, chunks have their full length: so the bound delays a first token by QUEUE_S at most, and a
+  load that the node can serve does not pile up.
+
+A stream may also start while the device computes chunks without a round. Its first round comes after them. So the node
+lets MAX_AHEAD chunks at most lie before the device. While pages for a stream are on the way, these chunks and a round
+keep the operator's bound together.
 
 Times vary, and a bound on the 99th percentile needs a margin for that. Each chunk after which a gap was too long makes
 the margin larger by STEP, and each other one smaller by STEP / RARE. So the margin rests where about 1 chunk in RARE
@@ -26,13 +31,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..engine.chunk_costs import ChunkCosts
+from ..engine.joint_sizes import EVERY_SIZE, JointSizes
 from ..engine.work import BatchRow
 from .round_seconds import RoundSeconds
 
 DEFAULT_GAP = 1.5  # rounds
 LEAST_TOKENS = 16  # of a chunk; a shorter one takes hardly less time
 RARE = 200  # rounds, of which one may break the operator's bound
-QUEUE_S = 1.0
+QUEUE_S = 0.05
+MAX_AHEAD = 2  # chunks that the device has before it while nothing streams: it computes one, and the other is next
 STEP = 0.05  # of the bound
 _MOST_MARGIN = 0.5  # of the bound: a gap that is too long need not be the fault of a chunk
 
@@ -42,12 +49,29 @@ class PromptTokens(NamedTuple):
 
     num_tokens: int
     depth: int  # tokens before them, the mean over prompts
+    num_prompts: int = 1
 
     @classmethod
     def of(cls, rows: Sequence[BatchRow]) -> PromptTokens:
         """Return the tokens of some prompts as one chunk."""
         num_tokens = sum(len(row.input_ids) for row in rows)
-        return cls(num_tokens, sum(row.position * len(row.input_ids) for row in rows) // num_tokens)
+        return cls(num_tokens, sum(row.position * len(row.input_ids) for row in rows) // num_tokens, len(rows))
+
+
+class Queue(NamedTuple):
+    """Prompt tokens that wait to be computed. The step takes the first ones."""
+
+    num_tokens: int  # all of them
+    depth: int = 0  # tokens before the first one
+    is_scored: bool = False  # the first ones are scored, so they never share the forward of a round
+
+
+class ChunkRoom(NamedTuple):
+    """The most that a step may compute of prompts."""
+
+    num_tokens: int
+    num_prompts: int | None = None  # None: any number
+    is_joint: bool = False  # it is to share the round's forward, so no token of it may be scored
 
 
 class Alone(NamedTuple):
@@ -87,6 +111,15 @@ class ChunkPace(NamedTuple):
     num_tokens: int
     every: int
     is_within: bool  # the chunk keeps the bound
+    is_joint: bool  # the chunk shares the round's forward
+
+
+class _Chunk(NamedTuple):
+    """A chunk beside a round, and the seconds by which it makes the round longer."""
+
+    num_tokens: int
+    is_joint: bool
+    seconds: float
 
 
 class PromptRate(NamedTuple):
@@ -107,97 +140,120 @@ class ChunkBudget:
         rounds: RoundSeconds,
         chunk_tokens: int,
         max_gap_s: float | None,
-        joint_tokens: Sequence[int] = (),
+        joint: JointSizes = EVERY_SIZE,
     ) -> None:
         """`chunk_tokens`: the most tokens of a chunk. `max_gap_s`: the operator's bound, None if there is none.
-        `joint_tokens`: `Executor.joint_tokens`."""
-        self._costs, self._rounds = costs, rounds
+        `joint`: the rounds and chunks that share a forward."""
+        self._costs, self._rounds, self._joint = costs, rounds, joint
         self._chunk_tokens = chunk_tokens
-        self._joint_tokens = [each for each in joint_tokens if each <= chunk_tokens]
-        self._least_tokens = min([LEAST_TOKENS, chunk_tokens] if not self._joint_tokens else self._joint_tokens)
         self._max_gap_s = max_gap_s
         self._margin = 0.0  # of the bound
-        self._num_plain = 0  # rounds since the last chunk beside one
+        self._num_plain = 0  # rounds since the last one with a chunk beside it
 
-    def num_tokens(self, num_streams: int, num_steps: int, depth: int, num_queued: int) -> int:
-        """Return how many tokens of prompts the next step may compute beside a round of `num_streams` sequences with
-        `num_steps` draft steps. The tokens have `depth` tokens before them, and `num_queued` tokens wait in all."""
-        pace = self.pace(num_streams, num_steps, depth, num_queued)
-        return pace.num_tokens if self._num_plain + 1 >= pace.every else 0
+    def room(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkRoom:
+        """Return how much of the prompts the next step may compute beside a round of `num_streams` sequences with
+        `num_steps` draft steps. 0 sequences: nothing streams, but a stream is about to start."""
+        if num_streams == 0:
+            return ChunkRoom(self._num_ahead(num_steps, queue))
+        pace = self.pace(num_streams, num_steps, queue)
+        if self._num_plain + 1 < pace.every:
+            return ChunkRoom(0)
+        return ChunkRoom(pace.num_tokens, self._joint.max_prompts if pace.is_joint else None, pace.is_joint)
 
-    def pace(self, num_streams: int, num_steps: int, depth: int, num_queued: int) -> ChunkPace:
+    def pace(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkPace:
         """Return how prompts advance beside `num_streams` streams."""
         round_s = self._rounds.expected(num_streams, num_steps)
-        room_s = self._bound_s(round_s) * (1 - self._margin) - round_s
-        num_tokens = self._most_tokens(room_s, depth)
-        if num_tokens >= self._least_tokens:
-            pace = ChunkPace(num_tokens, 1, True)
+        lengths = [] if queue.is_scored else self._joint.lengths(num_streams, num_steps)
+        lengths = [each for each in lengths if each <= self._chunk_tokens]
+        full = self._chunk(num_streams, num_steps, self._chunk_tokens, queue)
+        within_s = self._bound_s(round_s) * (1 - self._margin) - round_s
+        chunk = self._longest(num_streams, num_steps, queue, lengths, within_s)
+        if chunk.num_tokens >= (lengths[0] if lengths else min(LEAST_TOKENS, self._chunk_tokens)):
+            pace = ChunkPace(chunk.num_tokens, 1, True, chunk.is_joint)
         elif self._max_gap_s is not None:
-            return ChunkPace(self._chunk_tokens, RARE, False)
+            return ChunkPace(full.num_tokens, RARE, False, full.is_joint)
         else:
-            least_s = self._beside_s(self._least_tokens, depth)
-            num_tokens = max(1, self._most_tokens(2 * least_s, depth))
+            least = lengths[0] if lengths else min(LEAST_TOKENS, self._chunk_tokens)
+            least_s = self._chunk(num_streams, num_steps, least, queue).seconds
+            chunk = self._longest(num_streams, num_steps, queue, lengths, 2 * least_s)
             spare_s = (DEFAULT_GAP - 1) * round_s  # per round
-            pace = ChunkPace(num_tokens, max(1, math.ceil(self._beside_s(num_tokens, depth) / spare_s)), False)
-        if self._max_gap_s is None and num_queued * self._token_s(pace, round_s, depth) > QUEUE_S:
-            return ChunkPace(self._chunk_tokens, 1, False)
+            pace = ChunkPace(
+                max(1, chunk.num_tokens), max(1, math.ceil(chunk.seconds / spare_s)), False, chunk.is_joint
+            )
+        if self._max_gap_s is None:
+            token_s = (pace.every * round_s + chunk.seconds) / pace.num_tokens
+            if queue.num_tokens * token_s > QUEUE_S:
+                return ChunkPace(full.num_tokens, 1, False, full.is_joint)
         return pace
 
     def rate(self, num_streams: int, num_steps: int, num_queued: int) -> PromptRate:
         """Return how long prompts take beside `num_streams` streams."""
-        full_s = self._costs.seconds(self._chunk_tokens, 0, is_beside=False)
+        full_s = self._costs.seconds(self._chunk_tokens, 0, is_joint=False)
         if num_streams == 0:
             least = min(LEAST_TOKENS, self._chunk_tokens)
             token_s = full_s / self._chunk_tokens
-            fixed_s = max(0.0, self._costs.seconds(least, 0, is_beside=False) - least * token_s)
+            fixed_s = max(0.0, self._costs.seconds(least, 0, is_joint=False) - least * token_s)
             return PromptRate(token_s, fixed_s, self._rounds.expected(1, num_steps), True)
         round_s = self._rounds.expected(num_streams, num_steps)
-        pace = self.pace(num_streams, num_steps, 0, num_queued)
-        token_s = self._token_s(pace, round_s, 0)
+        pace = self.pace(num_streams, num_steps, Queue(num_queued))
+        chunk_s = self._costs.seconds(pace.num_tokens, 0, is_joint=pace.is_joint)
+        token_s = (pace.every * round_s + chunk_s) / pace.num_tokens
         # a prompt comes in the middle of a round, and its last chunk is on average half as long as the others
         fixed_s = round_s / 2 + token_s * pace.num_tokens / 2
         return PromptRate(token_s, fixed_s, round_s, pace.is_within or self._max_gap_s is None)
 
-    def end_round(self, num_streams: int, num_steps: int, seconds: float | None) -> None:
-        """A round without a chunk is over. `seconds` None: other work distorted its time."""
-        self._num_plain += 1
-        if seconds is not None:
-            self._rounds.observe(num_streams, num_steps, seconds)
+    def begin_round(self, *, has_chunk: bool) -> None:
+        """A round is submitted, with a chunk beside it or without one."""
+        self._num_plain = 0 if has_chunk else self._num_plain + 1
 
-    def end_beside(self, num_streams: int, num_steps: int, chunk: PromptTokens, seconds: float | None) -> None:
-        """A chunk and the round beside it are over, after so many seconds together. None: other work is in them."""
-        self._num_plain = 0
-        if seconds is None:
-            return
+    def end_round(self, num_streams: int, num_steps: int, seconds: float) -> None:
+        """A round without a chunk is over."""
+        self._rounds.observe(num_streams, num_steps, seconds)
+
+    def end_beside(self, num_streams: int, num_steps: int, chunk: PromptTokens, seconds: float) -> None:
+        """A chunk that is not scored and the round beside it are over, after so many seconds together."""
+        num_tokens, depth, num_prompts = chunk
+        is_joint = self._joint.holds(num_streams, num_steps, num_tokens, num_prompts)
         round_s = self._rounds.expected(num_streams, num_steps)
         bound_s = self._bound_s(round_s)
-        if round_s + self._beside_s(*chunk) <= bound_s:  # it was expected to keep the bound
+        if round_s + self._costs.seconds(num_tokens, depth, is_joint=is_joint) <= bound_s:  # it was expected to keep it
             change = STEP if seconds > bound_s else -STEP / RARE
             self._margin = min(_MOST_MARGIN, max(0.0, self._margin + change))
-        self._costs.observe(*chunk, seconds - round_s, is_beside=True)
+        self._costs.observe(num_tokens, depth, seconds - round_s, is_joint=is_joint)
 
     def end_alone(self, num_streams: int, num_steps: int, chunks: Alone, seconds: float) -> None:
         """Chunks and one round after them are over, after so many seconds together."""
-        self._num_plain += 1
         seconds -= self._rounds.expected(num_streams, num_steps)
-        self._costs.observe(*chunks.mean, seconds / chunks.num_chunks, is_beside=False)
+        num_tokens, depth, _ = chunks.mean
+        self._costs.observe(num_tokens, depth, seconds / chunks.num_chunks, is_joint=False)
 
-    def _most_tokens(self, within_s: float, depth: int) -> int:
-        """Return the length of the longest chunk that makes a round at most `within_s` longer. Chunks that share the
-        round's forward have the lengths for which this is prepared; others are as long as two of the longest of these,
-        since they read the weights once more."""
-        num_tokens = self._costs.most_tokens(within_s, depth, self._chunk_tokens)
-        if not self._joint_tokens or num_tokens >= 2 * self._joint_tokens[-1]:
-            return num_tokens
-        fitting = (each for each in self._joint_tokens if self._beside_s(each, depth) <= within_s)
-        return max(fitting, default=0)
+    def _num_ahead(self, num_steps: int, queue: Queue) -> int:
+        """Return the tokens of a chunk, of which MAX_AHEAD may lie before the first round of a stream."""
+        if self._max_gap_s is None:
+            return self._chunk_tokens
+        within_s = (self._max_gap_s * (1 - self._margin) - self._rounds.expected(1, num_steps)) / MAX_AHEAD
+        num_tokens = self._costs.most_tokens(within_s, queue.depth, self._chunk_tokens, is_joint=False)
+        return num_tokens if num_tokens >= LEAST_TOKENS else self._chunk_tokens
+
+    def _chunk(self, num_streams: int, num_steps: int, num_tokens: int, queue: Queue) -> _Chunk:
+        is_joint = not queue.is_scored and self._joint.holds(num_streams, num_steps, num_tokens)
+        return _Chunk(num_tokens, is_joint, self._costs.seconds(num_tokens, queue.depth, is_joint=is_joint))
+
+    def _longest(
+        self, num_streams: int, num_steps: int, queue: Queue, lengths: Sequence[int], within_s: float
+    ) -> _Chunk:
+        """Return the longest chunk that makes a round at most `within_s` longer. `lengths`: those for which forwards
+        with the round are prepared. A longer chunk, which reads the weights once more, must bring more tokens per
+        second."""
+        chunks = [self._chunk(num_streams, num_steps, each, queue) for each in lengths]
+        joint = max((each for each in chunks if each.seconds <= within_s), default=_Chunk(0, True, 0.0))
+        is_joint = not queue.is_scored and self._joint.holds(num_streams, num_steps, self._chunk_tokens)
+        num_tokens = self._costs.most_tokens(within_s, queue.depth, self._chunk_tokens, is_joint=is_joint)
+        if lengths and num_tokens <= lengths[-1]:  # so short a chunk would be padded
+            return joint
+        own = self._chunk(num_streams, num_steps, num_tokens, queue) if num_tokens else _Chunk(0, is_joint, 0.0)
+        round_s = self._rounds.expected(num_streams, num_steps)
+        return max(joint, own, key=lambda each: each.num_tokens / (round_s + each.seconds))
 
     def _bound_s(self, round_s: float) -> float:
         return DEFAULT_GAP * round_s if self._max_gap_s is None else self._max_gap_s
-
-    def _beside_s(self, num_tokens: int, depth: int) -> float:
-        return self._costs.seconds(num_tokens, depth, is_beside=True)
-
-    def _token_s(self, pace: ChunkPace, round_s: float, depth: int) -> float:
-        """Return the seconds per token of prompts at this pace."""
-        return (pace.every * round_s + self._beside_s(pace.num_tokens, depth)) / pace.num_tokens

@@ -30,7 +30,7 @@ class DecodeConfig(EngineConfig):
         None,
         "compute prompts beside running streams in chunks so short that 99 % of the gaps between tokens are at most "
         "this many milliseconds (default: 1.5 of the node's own rounds at the present batch; if not even a short chunk "
-        "fits in, or prompts wait for more than a second, single gaps are longer)",
+        "fits in, or if prompts would wait for more than 50 ms, single gaps are longer)",
     )
 
     @property

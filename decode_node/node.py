@@ -53,7 +53,7 @@ from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
-from .chunk_budget import ChunkBudget, ChunksAlone, PromptTokens
+from .chunk_budget import MAX_AHEAD, ChunkBudget, ChunksAlone, PromptTokens
 from .outbox import Outbox
 from .reservations import Reservations
 from .round_clock import RoundClock, RoundTime
@@ -91,7 +91,7 @@ class SubmittedRound(NamedTuple):
     sequences: list[Sequence]
     submitted: Submitted
     since: float  # monotonic seconds
-    step_since: float  # monotonic seconds: the end of the round before, or the begin of the step if that was later
+    step_since: float  # monotonic seconds: the begin of the step, or the end of the last settled round if that is later
     chunk: PromptTokens | None  # the prompts or lost tokens that the step computes beside it
     is_typical: bool  # no token of the chunk is scored, which takes longer
 
@@ -137,7 +137,7 @@ class DecodeNode:
         self.chooser = _measured_chooser(executor, max_running) if is_adaptive and executor.shape.num_steps else None
         costs = measure_costs(executor, min(chunk, executor.context_len - 1), cache.pool.page_size)
         round_s = RoundSeconds(measure_round(executor, 1, 0))
-        self._budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.joint_tokens)
+        self._budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.joint_sizes)
         self.scheduler = DecodeScheduler(
             cache,
             max_running,
@@ -147,7 +147,7 @@ class DecodeNode:
             num_prompt_states=executor.num_prompt_states,
             choose=None if self.chooser is None else self._choose,
             rests=None if self.chooser is None else self.chooser.rests,
-            budget=self._budget.num_tokens,
+            budget=self._budget.room,
             on_finish=self._release,
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
@@ -173,6 +173,7 @@ class DecodeNode:
         self._take_arrivals()
         self._clock.end_arrivals()
         self._await_arrivals()
+        self._await_chunks()
         plan = self._plan()
         if plan.rows or plan.decoding or self._under_way is not None:
             self.membership.enter("decode", STEP_LIMIT_S)
@@ -400,14 +401,26 @@ class DecodeNode:
             self.membership.send(msgspec.structs.replace(message, times=times))
             self._send([sequence])
 
+    def _await_chunks(self) -> None:
+        """Without a stream, wait until the device has few chunks before it: a stream that starts meanwhile waits for
+        them."""
+        if self.executor.num_chunks_ahead < MAX_AHEAD:
+            return
+        self.membership.enter("decode", STEP_LIMIT_S)
+        while self.executor.num_chunks_ahead >= MAX_AHEAD and not self.scheduler.num_streams:
+            time.sleep(_PAUSE_S)
+            self._take_arrivals()
+
     # --- rounds ---
 
     def _plan(self) -> StepPlan:
-        """Plan the next step. If it needs the results of the round under way, settle that round first."""
+        """Plan the next step. If it needs the results of the round under way, or has a chunk that is computed apart
+        from a round, settle that round first."""
         plan = self.scheduler.plan()
         if self._under_way is None:
             return plan
-        if plan.is_premature or plan.rows or self.rounds.reads_tokens(plan.shape):
+        is_apart = plan.rows and (not plan.decoding or plan.is_scored)
+        if plan.is_premature or is_apart or self.rounds.reads_tokens(plan.shape):
             self.settle()
             return self.scheduler.plan(plan.shape)
         return plan
@@ -417,7 +430,7 @@ class DecodeNode:
         self._counts.steps += 1
         step_since = self._clock.step_since
         chunk = PromptTokens.of(plan.rows) if plan.rows else None
-        is_scored = any(row.num_scored for row in plan.rows)
+        is_scored = plan.is_scored
         beside = None
         if chunk is not None and (is_scored or not plan.decoding):
             if not self._recompute(plan):
@@ -510,8 +523,8 @@ class DecodeNode:
             return None
         if beside is not None:
             self._note_computed(plan)
-        is_typical = not any(row.num_scored for row in plan.rows)
-        return SubmittedRound(plan.decoding, submitted, since, step_since, chunk, is_typical)
+        self._budget.begin_round(has_chunk=chunk is not None)
+        return SubmittedRound(plan.decoding, submitted, since, step_since, chunk, not plan.is_scored)
 
     def _relieve(self, sequences: list[Sequence], shape: DraftShape, error: OutOfMemory) -> None:
         """Take work off a round that had no memory: its drafts, or else one sequence, which ends with an error. The
@@ -534,8 +547,9 @@ class DecodeNode:
             return
         results = self.rounds.collect(done.submitted).rows
         num_streams, num_steps = len(done.sequences), done.submitted.shape.num_steps
+        step_since = max(done.step_since, self._clock.settled_at)
         seconds = self._clock.settle(done.since, num_steps)
-        step_s = self._clock.settled_at - done.step_since
+        step_s = self._clock.settled_at - step_since
         for sequence in done.sequences:
             sequence.leave_round()
         rows = zip(done.sequences, done.submitted.slots, results, strict=True)
@@ -546,12 +560,12 @@ class DecodeNode:
         round_time = self._clock.judge(seconds)
         alone = self._alone.take()
         if done.chunk is not None:  # chunks alone, which the device may not have done before, make it look longer
-            is_measured = alone is None and done.is_typical
-            self._budget.end_beside(num_streams, num_steps, done.chunk, step_s if is_measured else None)
+            if alone is None and done.is_typical:
+                self._budget.end_beside(num_streams, num_steps, done.chunk, step_s)
             round_time = RoundTime(None, None)
         elif alone is not None:
             self._budget.end_alone(num_streams, num_steps, alone, self._clock.settled_at - alone.since)
-        else:
+        elif round_time.seconds is not None:
             self._budget.end_round(num_streams, num_steps, round_time.seconds)
         if self.chooser is not None and live and not self.chooser.passes_over(done.submitted.shape.num_steps):
             self.chooser.observe(

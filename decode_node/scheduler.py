@@ -30,10 +30,11 @@ from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import decode_len, pages_of
 from ..metadata.wire.request import Unit
+from .chunk_budget import ChunkRoom, Queue
 from .sequence import Sequence
 
 Choose = Callable[[list[Sequence], list[int]], DraftShape]
-Budget = Callable[[int, int, int, int], int]
+Budget = Callable[[int, int, Queue], ChunkRoom]
 
 
 @dataclass(slots=True)
@@ -48,6 +49,11 @@ class StepPlan:
     failed: list[Sequence] = field(default_factory=list)  # they can never go on: the pool is too small for them
     is_premature: bool = False  # settle the round under way first, then plan again
     is_overlapping: bool = False  # a round is under way, so the plan preempts no sequence
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether tokens of the chunks are scored."""
+        return any(row.num_scored for row in self.rows)
 
 
 class DecodeScheduler:
@@ -71,8 +77,8 @@ class DecodeScheduler:
         computed although they are cached, for the drafter. `choose` gets the sequences of the next round and the number
         of drafts that each could use, and returns the shape to draft; None: always `shape`. `rests` is called once per
         round, and returns whether the round drafts nothing for any sequence. `budget` gets the number of sequences that
-        decode, the draft steps of their round, the tokens before the next ones that need KV, and the number of all
-        tokens that need KV. It returns how many of these the step computes. None, or nothing decodes: `chunk_tokens`.
+        decode, the draft steps of their round, and the tokens that need KV. It returns how much of these the step
+        computes. None, or nothing decodes and no pages are on the way: `chunk_tokens`.
         `on_finish` is called for every finished sequence."""
         self.cache = cache
         self.shape = shape
@@ -147,7 +153,8 @@ class DecodeScheduler:
         running, left = list(self.running), self._left
         left.clear()
         plan.shape, usable = self._choose_shape(running, shape)
-        budget = self._chunk_budget(running, plan.shape)
+        room = self._chunk_room(running, plan.shape)
+        budget = room.num_tokens
         for sequence, num_usable in zip(running, usable, strict=True):
             if left and sequence in left:  # it was preempted for an older one
                 continue
@@ -159,7 +166,8 @@ class DecodeScheduler:
             if num_to_compute == 1:
                 self._plan_round(sequence, num_usable, plan)
             elif budget > 0:
-                budget -= self._plan_chunk(sequence, budget, plan)
+                is_over = len(plan.rows) == room.num_prompts or (room.is_joint and _is_scored(sequence))
+                budget = 0 if is_over else budget - self._plan_chunk(sequence, budget, plan)
         if left:
             still = [(each, limit) for each, limit in zip(plan.decoding, plan.limits, strict=True) if each not in left]
             plan.decoding, plan.limits = [each for each, _ in still], [limit for _, limit in still]
@@ -217,14 +225,20 @@ class DecodeScheduler:
             plan.decoding.append(sequence)
             plan.limits.append(limit)
 
-    def _chunk_budget(self, running: list[Sequence], shape: DraftShape) -> int:
-        """Return how many tokens without KV the step may compute."""
+    def _chunk_room(self, running: list[Sequence], shape: DraftShape) -> ChunkRoom:
+        """Return how much of the tokens without KV the step may compute."""
         first = next((sequence for sequence in running if sequence.num_to_compute > 1), None)
         num_streams = self.num_streams
-        if first is None or num_streams == 0 or self._budget is None:
-            return self.chunk_tokens
-        num_tokens = self._budget(num_streams, shape.num_steps, first.num_computed, self.num_queued_tokens)
-        return min(self.chunk_tokens, num_tokens)
+        if first is None or self._budget is None or not (num_streams or self._awaits_stream):
+            return ChunkRoom(self.chunk_tokens)
+        queue = Queue(self.num_queued_tokens, first.num_computed, _is_scored(first))
+        room = self._budget(num_streams, shape.num_steps, queue)
+        return room._replace(num_tokens=min(self.chunk_tokens, room.num_tokens))
+
+    @property
+    def _awaits_stream(self) -> bool:
+        """Whether a sequence decodes as soon as its pages have arrived."""
+        return any(not sequence.is_local for sequence in self.reserved.values())
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Plan at most `budget` tokens that need KV, and return how many. The last token is left to a round."""
@@ -419,6 +433,12 @@ class DecodeScheduler:
         self.num_releases += 1
         self.cache.release(sequence.lease, sequence.pages)
         sequence.give_up_pages()
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Whether its next chunk scores tokens."""
+    scores = sequence.prompt_scores
+    return scores is not None and scores.num_scored(sequence.num_computed, 1) > 0
 
 
 def _order(sequence: Sequence) -> int:

@@ -105,6 +105,19 @@ class Plan:
             return config
         return replace(config, keys=str(self.keys_dir / f"{name}.key"), allow_list=str(self.keys_dir / _ALLOW_LIST))
 
+    @property
+    def advice(self) -> str | None:
+        """A sentence if another number of nodes would serve better on the GPUs of this host; None otherwise."""
+        uses_gpu = "cpu" not in (self.prefill.device, self.decode.device)
+        if not self.up.prefill or not uses_gpu or len(_gpus()) != 1:
+            return None
+        num_nodes = self.up.prefill + self.up.decode
+        return (
+            f"all {num_nodes} nodes share one GPU: it holds the weights {num_nodes} times, and prompts delay streams "
+            "all the same; --prefill 0 --decode 1 holds them once, leaves the memory to the KV cache, and bounds the "
+            "delay (--max-gap-ms)"
+        )
+
     def tables(self) -> dict[str, Any]:
         """Return the configurations by the name of their TOML table."""
         return {"up": self.up, "router": self.router, "prefill": self.prefill, "decode": self.decode}

@@ -1,14 +1,15 @@
 """Seconds of chunks of prompt tokens on a decode node: measured at the start, corrected while chunks run.
 
-The table is of chunks alone, at the beginning of a sequence. A chunk beside a round, or behind a long history, takes
-longer or shorter. So each kind of chunk has a correction in seconds: alone or beside a round, by magnitude of the chunk
-and of its history. It is the least of the last KEPT measurements, since a disturbance (a pause, another process) only
-adds to a time. A chunk beside a round counts with the time by which it makes the round longer.
+The table is of chunks with a forward of their own, at the beginning of a sequence. A joint chunk, which shares the
+forward of a round, or one behind a long history, takes longer or shorter. So each kind of chunk has a correction in
+seconds: joint or not, by magnitude of the chunk and of its history. It is the least of the last KEPT measurements,
+since a disturbance (a pause, another process) only adds to a time. A chunk in the step of a round counts with the time
+by which it makes the round longer.
 
-A kind with fewer measurements takes the correction of the kind most like it, unless its own ones are less. A chunk that
-was never measured beside a round takes as long as alone, which is the longest that it can take. A correction that adds
-to the table is forgotten after MEMORY other chunks: such chunks may not be tried any more, and would never be measured
-again.
+A kind with fewer measurements takes the correction of the kind most like it, unless its own ones are less. A joint
+chunk of which nothing is measured takes as long as one with its own forward, which is the longest that it can take. A
+correction that adds to the table is forgotten after MEMORY other chunks: such chunks may not be tried any more, and
+would never be measured again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LEAST_SHARE = 0.01  # of the table's time, which no correction goes below
 
 
 class _Kind(NamedTuple):
-    is_beside: bool
+    is_joint: bool
     size: int  # magnitude of the chunk
     depth: int  # magnitude of its history
 
@@ -73,25 +74,23 @@ class ChunkCosts:
             spent_s += sum(runs)
         return cls(seconds)
 
-    def learn_beside(self, run: Callable[[int], float], joint_tokens: Sequence[int], max_tokens: int) -> None:
-        """Measure chunks beside a round: of the lengths for which rounds are prepared, and of two of the longest, which
-        have a forward of their own. `run(num_tokens)` returns the seconds by which a chunk makes a round longer."""
-        lengths = [each for each in joint_tokens if each <= max_tokens]
-        lengths += [2 * each for each in lengths[-1:] if 2 * each <= max_tokens]
+    def learn_joint(self, run: Callable[[int], float], lengths: Sequence[int]) -> None:
+        """Measure joint chunks of these lengths. `run(num_tokens)` returns the seconds by which a chunk makes a round
+        longer."""
         for num_tokens in lengths:
             for _ in range(1 + KEPT):  # the first one does not count
-                self.observe(num_tokens, 0, run(num_tokens), is_beside=True)
+                self.observe(num_tokens, 0, run(num_tokens), is_joint=True)
 
-    def seconds(self, num_tokens: int, depth: int, *, is_beside: bool) -> float:
+    def seconds(self, num_tokens: int, depth: int, *, is_joint: bool) -> float:
         """Return the seconds of a chunk of `num_tokens` behind `depth` tokens. Lengths beyond those measured are
         extrapolated."""
         base = self._table(num_tokens)
-        kind = _Kind(is_beside, num_tokens.bit_length(), _magnitude(depth))
+        kind = _Kind(is_joint, num_tokens.bit_length(), _magnitude(depth))
         return max(_LEAST_SHARE * base, base + self._correction(kind))
 
-    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_beside: bool) -> None:
-        """Correct the table by the seconds of a chunk; beside a round: those by which the round was longer."""
-        kind = _Kind(is_beside, num_tokens.bit_length(), _magnitude(depth))
+    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_joint: bool) -> None:
+        """Correct the table by the seconds of a chunk; in the step of a round: those by which the round was longer."""
+        kind = _Kind(is_joint, num_tokens.bit_length(), _magnitude(depth))
         measured = self._measured.setdefault(kind, _Measured())
         measured.lasts.append(max(0.0, seconds) - self._table(num_tokens))
         del measured.lasts[:-KEPT]
@@ -101,12 +100,12 @@ class ChunkCosts:
             del self._measured[old]
         self._corrections.clear()
 
-    def most_tokens(self, within_s: float, depth: int, most: int) -> int:
-        """Return the length of the longest chunk, up to `most`, that makes a round at most `within_s` longer."""
+    def most_tokens(self, within_s: float, depth: int, most: int, *, is_joint: bool) -> int:
+        """Return the length of the longest chunk, up to `most`, that takes at most `within_s`."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self.seconds(middle, depth, is_beside=True) <= within_s:
+            if self.seconds(middle, depth, is_joint=is_joint) <= within_s:
                 low = middle
             else:
                 high = middle - 1
@@ -127,8 +126,8 @@ class ChunkCosts:
         """Return the correction of the known kind most like this one. A correction that adds grows with the chunk: a
         long history or a slow machine costs time per token."""
         known = [each for each, measured in self._measured.items() if each != kind and measured.is_sure]
-        known = [each for each in known if each.is_beside == kind.is_beside] or [
-            each for each in known if not each.is_beside
+        known = [each for each in known if each.is_joint == kind.is_joint] or [
+            each for each in known if not each.is_joint
         ]
         if not known:
             return 0.0

@@ -17,9 +17,9 @@ _NUM_SEQS = 16  # of a round with a chunk beside it: a larger one takes longer t
 def measure_costs(executor: Executor, max_tokens: int, page_size: int) -> ChunkCosts:
     """Return the measured times of chunks of up to `max_tokens` tokens."""
     costs = ChunkCosts.measure(partial(measure_chunk, executor, page_size=page_size), max_tokens)
-    costs.learn_beside(
-        lambda num_tokens: measure_beside(executor, num_tokens, page_size), executor.joint_tokens, max_tokens
-    )
+    lengths = executor.joint_sizes.lengths(min(executor.num_slots, _NUM_SEQS), 0)
+    lengths = [each for each in lengths if each <= max_tokens]
+    costs.learn_joint(lambda num_tokens: measure_joint(executor, num_tokens, page_size), lengths)
     return costs
 
 
@@ -30,8 +30,9 @@ def padding_chunk(num_tokens: int, page_size: int) -> Recompute:
     return Recompute([BatchRow(token_ids[:-1], 0, pages, 0)], [token_ids])
 
 
-def measure_beside(executor: Executor, num_tokens: int, page_size: int) -> float:
-    """Return the seconds by which a chunk beside a round makes it longer, the host's part included."""
+def measure_joint(executor: Executor, num_tokens: int, page_size: int) -> float:
+    """Return the seconds by which a chunk that shares a round's forward makes the round longer, the host's part
+    included."""
     num_seqs = min(executor.num_slots, _NUM_SEQS)
     round_s = measure_round(executor, num_seqs, 0)
     started = time.monotonic()

@@ -36,7 +36,8 @@ from .draft_shape import DraftShape
 from .engine import Engine
 from .executor import HostProposer
 from .graphs import RoundGraphs
-from .joint_graphs import CHUNK_SIZES, JointGraphs, JointSize, joint_sizes, widened
+from .joint_graphs import JointGraphs, widened
+from .joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes
 from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
@@ -104,6 +105,7 @@ class DeviceExecutor:
         self._row_buffer = MetadataBuffers(engine.schema)
         self._local_prompts = LocalPrompts(engine, self.slots)
         self._scored: _Scored | None = None  # of the last Recompute
+        self._chunks_ahead: deque[torch.cuda.Event] = deque()  # of Recomputes, each when it is computed
 
     @property
     def keeps_missed_rows(self) -> bool:
@@ -130,8 +132,11 @@ class DeviceExecutor:
         return self.engine.device.type != "cpu"
 
     @property
-    def joint_tokens(self) -> Sequence[int]:
-        return () if self._graphs is None or self._graphs.joint is None else CHUNK_SIZES
+    def joint_sizes(self) -> JointSizes:
+        if not captures(self.engine.device):
+            return EVERY_SIZE
+        joint = None if self._graphs is None else self._graphs.joint
+        return JointSizes(() if joint is None else joint.sizes, self.shape)
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Capture, on CUDA, the graphs of all buckets for every kind of sampling, so that service captures none and
@@ -234,6 +239,12 @@ class DeviceExecutor:
             self.buckets.free(inputs)
         return _report(done)
 
+    @property
+    def num_chunks_ahead(self) -> int:
+        while self._chunks_ahead and self._chunks_ahead[0].query():
+            self._chunks_ahead.popleft()
+        return len(self._chunks_ahead)
+
     def collect_scores(self) -> Scores:
         """Wait for the last Recompute, which had scored tokens, and return its report, once."""
         done, self._scored = self._scored, None
@@ -330,8 +341,11 @@ class DeviceExecutor:
     def _recompute(self, work: Recompute) -> None:
         self._scored, begun = None, time.monotonic()
         scores = self._local_prompts.compute(work)
+        event = recorded_event(self.engine.device)
+        if event is not None:
+            self._chunks_ahead.append(event)
         if scores is not None:
-            self._scored = _Scored(begun, scores, recorded_event(self.engine.device))
+            self._scored = _Scored(begun, scores, event)
 
     def _submit_catch_up(self, work: CatchUp) -> None:
         block = self.buckets.fill_catch_up(work)

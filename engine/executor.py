@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from .draft_shape import DraftShape
+from .joint_sizes import JointSizes
 from .progress import Progress
 from .work import RoundTokens, RoundWork, Scores
 
@@ -76,9 +77,9 @@ class Executor(Protocol):
         ...
 
     @property
-    def joint_tokens(self) -> Sequence[int]:
-        """Lengths of chunks for which rounds are prepared to have them beside them, rising. A chunk of another length
-        is padded to the next one, and a longer one has a forward of its own. Empty: lengths make no difference."""
+    def joint_sizes(self) -> JointSizes:
+        """The rounds and chunks that share a forward. A chunk beside another round, and one that is scored, has a
+        forward of its own."""
         ...
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
@@ -104,6 +105,11 @@ class Executor(Protocol):
 
     def collect(self) -> RoundTokens:
         """Wait for the oldest round that was not collected, and return its report."""
+        ...
+
+    @property
+    def num_chunks_ahead(self) -> int:
+        """How many Recomputes are submitted and not yet computed. Does not wait."""
         ...
 
     def collect_scores(self) -> Scores:

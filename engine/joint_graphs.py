@@ -9,8 +9,7 @@ A round is three graphs here, one for each of its steps (round.py):
 All graphs share the memory for what lies between their kernels, so a result in it lasts until the next replay. What one
 step leaves for the next therefore lies in tensors of its own (`_Seam`).
 
-A forward over padding costs less than a second forward as long as it is small. So a few buckets serve all rounds, the
-largest drafts also serve smaller ones, and two kinds of sampling serve all.
+joint_sizes.py says which buckets, draft shapes and numbers of tokens there are. Two kinds of sampling serve all.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from .capture import captured
 from .draft_shape import DraftShape
 from .drafters.base import Drafter, RoundRows
 from .engine import Engine
+from .joint_sizes import JointSize, fitting
 from .progress import Progress, tracked
 from .prompt_graphs import PromptInputs, bucket
 from .round import Proposed, RoundResult, Verified, no_drafts, propose, read, settle, verify
@@ -39,58 +39,7 @@ from .work import BatchRow, Round
 
 logger = logging.getLogger(__name__)
 
-CHUNK_SIZES = (64, 128, 256)  # tokens of the chunks
-MIN_BATCH, MIN_GROWTH = 8, 4  # sequences of the smallest bucket, and from one bucket to the next
-MAX_ROUND_ROWS = 512  # of a round with drafts; a larger one gains less than its padding costs
-MAX_PADDING = 192  # rows of a forward: on an H200 they cost about half of what reading the weights of an 8B model costs
 _KINDS = (SAMPLED, EVERYTHING)
-
-
-class JointSize(NamedTuple):
-    """Sizes of a forward that a round and a chunk share."""
-
-    num_seqs: int  # of the round's bucket
-    shape: DraftShape
-    num_tokens: int  # of the chunk
-
-    @property
-    def num_round_rows(self) -> int:
-        return self.num_seqs * (self.shape.num_drafts + 1)
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_round_rows + self.num_tokens
-
-
-def joint_sizes(batches: Sequence[int], shape: DraftShape) -> list[JointSize]:
-    """Return the sizes that are worth graphs, smallest first, for buckets of `batches` sequences (in rising order) and
-    rounds that draft at most `shape`."""
-    chosen: list[int] = []
-    for size in batches:
-        if size == batches[-1] or size >= (MIN_GROWTH * chosen[-1] if chosen else MIN_BATCH):
-            chosen.append(size)
-    sizes = [
-        JointSize(num_seqs, each, num_tokens)
-        for num_seqs in chosen
-        for each in sorted({shape.with_steps(0), shape})
-        for num_tokens in CHUNK_SIZES
-    ]
-    return sorted(
-        (size for size in sizes if not size.shape.num_steps or size.num_round_rows <= MAX_ROUND_ROWS),
-        key=lambda size: size.num_rows,
-    )
-
-
-def fitting(sizes: Sequence[JointSize], num_seqs: int, shape: DraftShape, num_tokens: int) -> JointSize | None:
-    """Return the one of `sizes` (smallest first) with the least padding for a round and a chunk of `num_tokens`. None:
-    no size holds them, or the padding costs as much as a forward of the chunk's own."""
-    drafts = shape.num_steps > 0
-    for size in sizes:
-        holds = size.num_seqs >= num_seqs and size.num_tokens >= num_tokens
-        if holds and drafts == (size.shape.num_steps > 0) and shape.num_steps <= size.shape.num_steps:
-            num_padding = size.num_rows - num_seqs * (shape.num_drafts + 1) - num_tokens
-            return size if num_padding <= MAX_PADDING else None
-    return None
 
 
 def widened(work: Round, shape: DraftShape) -> Round:
@@ -210,10 +159,10 @@ class JointGraphs:
 
     def fitting(self, work: Round, rows: Sequence[BatchRow]) -> JointSize | None:
         """Return the size whose graphs compute a round and `rows` together. None: none does, or it would not pay."""
-        num_tokens = bucket(rows, CHUNK_SIZES, self._num_columns * self._page_size)
-        if num_tokens is None:
+        num_tokens = sum(len(row.input_ids) for row in rows)
+        if bucket(rows, [num_tokens], self._num_columns * self._page_size) is None:
             return None
-        return fitting(self.sizes, len(work.slots), work.shape, sum(len(row.input_ids) for row in rows))
+        return fitting(self.sizes, len(work.slots), work.shape, num_tokens, len(rows))
 
     def verify(self, size: JointSize, inputs: InputBlock, rows: Sequence[BatchRow], needs: Needs) -> Tensor | None:
         """Submit the round's steps up to the forward, which computes `rows`, too. Return the extend states of `rows`

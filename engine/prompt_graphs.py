@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .batch import Computed, ForwardBatch, aligned
 from .capture import captured
+from .joint_sizes import MAX_PROMPTS
 from .progress import Progress, tracked
 from .work import BatchRow
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)  # tokens; cuBLAS is slow at 448
 MAX_PRODUCTS = 1.2e11  # of one layer over a bucket: 0.4 ms on an H200, as long as the launches of its kernels take
-MAX_SEQS = 8  # of a chunk
+MAX_SEQS = MAX_PROMPTS  # of a chunk
 
 
 class PromptInputs(NamedTuple):

@@ -26,6 +26,7 @@ from .draft_shape import DraftShape
 from .engine import Engine, use_threads
 from .executor import HostProposer
 from .group import TIMEOUT_S, CpuGroup
+from .joint_sizes import JointSizes
 from .products.ranked import RankRows
 from .progress import Progress
 from .prompts import Prompts, SubmittedChunk
@@ -129,8 +130,8 @@ class RankExecutor:
         return self._own.runs_ahead
 
     @property
-    def joint_tokens(self) -> Sequence[int]:
-        return self._own.joint_tokens
+    def joint_sizes(self) -> JointSizes:
+        return self._own.joint_sizes
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         self._ranked.send(WarmUp(expects_prompts))
@@ -155,6 +156,10 @@ class RankExecutor:
     def collect(self) -> RoundTokens:
         with self._ranked.processes.guarded():
             return self._own.collect()
+
+    @property
+    def num_chunks_ahead(self) -> int:
+        return self._own.num_chunks_ahead
 
     def collect_scores(self) -> Scores:
         with self._ranked.processes.guarded():

@@ -1,9 +1,9 @@
 """Placement: chooses the nodes for a waiting request.
 
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
-probably has in its cache need not be computed. If the prompt is local, or either role may compute it, see
-prompt_placement.py. Nodes on which the request has not failed yet come first. A node that ran out of memory for the
-request gets it again only if no other node of the role could take it, however busy they are.
+probably has in its cache need not be computed. If the prompt is local, or if either role may compute it,
+prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A node that ran out of
+memory for the request gets it again only if no other node of the role could take it, however busy they are.
 """
 
 from __future__ import annotations
@@ -112,20 +112,24 @@ class Placement:
     # Who computes the prompt
 
     def _choose_sooner(self, entry: Entry, now: float) -> Place | None:
-        """Return the nodes of the role that brings the second token sooner."""
+        """Return the nodes that bring the second token soonest."""
         decode = self._choose_decode(entry, now) if entry.needs_decode else None
         fresh = [self._local_figures(node, entry, now) for node in self._local_nodes(entry, has_others=True)]
         has_others = any(not each.is_full for each in fresh)
-        remotes: list[RemoteFigures] = []
+        prefills: list[Node] = []
         if decode is not None or not entry.needs_decode:
-            remotes = self._remote_figures(entry, decode, now, has_others=has_others)
-        locals_ = self._local_nodes(entry, has_others=bool(remotes))
-        figures = [self._local_figures(node, entry, now) for node in locals_]
-        prompt, index = place_sooner(remotes, figures)
-        if not remotes and not self.usable_pairs(entry.request.group):
+            prefills = self._free_prefill_nodes(entry, decode, has_others=has_others)
+        locals_ = self._local_nodes(entry, has_others=bool(prefills))
+        prompt, index = place_sooner(
+            [self._remote_figures(node, decode, entry, now) for node in prefills],
+            [self._local_figures(node, entry, now) for node in locals_],
+        )
+        if not prefills and not self.usable_pairs(entry.request.group):
             prompt = prompt._replace(reason="no ready pair")
         if prompt.where == "local":
             return self._place_local(entry, prompt, None if index is None else locals_[index])
+        if index is not None:
+            return self._place_remote(entry, prompt, prefills[index], decode)
         if entry.could_go_to(self.usable_pairs(entry.request.group), entry.request.group.live("prefill")):
             return self._choose_remote(entry, prompt, now)
         return self._choose_local(entry, PromptPlace("local", "prefill nodes full"), now)
@@ -136,8 +140,9 @@ class Placement:
         if decode is None and entry.needs_decode:
             return None
         prefill = self._choose_prefill(entry, decode)
-        if prefill is None:
-            return None
+        return None if prefill is None else self._place_remote(entry, prompt, prefill, decode)
+
+    def _place_remote(self, entry: Entry, prompt: PromptPlace, prefill: Node, decode: Node | None) -> Place:
         if decode is None:
             return Place(prefill, None, entry.choices, prompt)
         room = min(decode.max_running - decode.num_units, entry.need.most_choices(prefill))
@@ -185,20 +190,15 @@ class Placement:
             entry.need.local_pages,
         )
 
-    def _remote_figures(
-        self, entry: Entry, decode: Node | None, now: float, *, has_others: bool
-    ) -> list[RemoteFigures]:
-        """Return the figures of the prefill nodes that take the prompt now. If `decode` is None, they answer alone.
-        `has_others`: decode nodes could compute it, so that nodes on which the request failed are left out."""
-        handoff_s = 0.0 if decode is None else entry.request.group.handoffs.expected_s
-        round_s = 0.0 if decode is None else decode.load.round_s
-        return [
-            RemoteFigures(
-                node.num_queued_tokens(now), self._num_uncached(node, entry), node.prompt_times, handoff_s, round_s
-            )
-            for node in self._prefill_nodes(entry, decode, has_others=has_others)
-            if node.num_prompts < QUEUED_PER_SLOT * node.max_running
-        ]
+    def _remote_figures(self, node: Node, decode: Node | None, entry: Entry, now: float) -> RemoteFigures:
+        """Return the figures of a prefill node. If `decode` is None, it answers alone."""
+        return RemoteFigures(
+            node.num_queued_tokens(now),
+            self._num_uncached(node, entry),
+            node.prompt_times,
+            0.0 if decode is None else entry.request.group.handoffs.expected_s,
+            0.0 if decode is None else decode.load.round_s,
+        )
 
     def _num_uncached(self, node: Node, entry: Entry) -> int:
         """Return how many prompt tokens the node probably has to compute: all, if it scores them."""
@@ -242,6 +242,11 @@ class Placement:
         nodes = fresh if fresh or has_others else nodes
         fresh = [node for node in nodes if not request.has_failed_on(node, decode)]
         return fresh if fresh or has_others else nodes
+
+    def _free_prefill_nodes(self, entry: Entry, decode: Node | None, *, has_others: bool) -> list[Node]:
+        """Return those of `_prefill_nodes` that take the prompt now."""
+        nodes = self._prefill_nodes(entry, decode, has_others=has_others)
+        return [node for node in nodes if node.num_prompts < QUEUED_PER_SLOT * node.max_running]
 
     def _choose_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
         request, nodes = entry.request, self._prefill_nodes(entry, decode)

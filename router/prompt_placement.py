@@ -19,6 +19,7 @@ Reason = Literal[
     "no able decode node",
     # of `place_sooner`
     "sooner",  # the other role would bring the second token later
+    "streams would wait",  # a decode node would bring it sooner, at the cost of its streams
     "no room in the gap bound",
     "decode nodes full",
     "no ready decode node",
@@ -28,7 +29,8 @@ Reason = Literal[
 ]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
-UNEVEN = 0.25  # of max_running: a decode node with so much more load than another one gets no local prompt
+LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
+STALL_WEIGHT = 2 / 3  # of a second for which a stream of a full decode node waits, against one until the second token
 
 
 class PromptPlace(NamedTuple):
@@ -57,6 +59,9 @@ class PromptPlace(NamedTuple):
                 if self.where == "local":
                     other, own_s, other_s = "a prefill node", self.local_s, self.remote_s
                 return f"the second token comes sooner: {_ms(own_s)}, by {other} {_ms(other_s)}"
+            case "streams would wait":
+                local = f"a decode node would bring the second token sooner ({_ms(self.local_s)}"
+                return f"{local}, by a prefill node {_ms(self.remote_s)}), but its streams would wait too long"
             case "no room in the gap bound":
                 return "beside its streams no decode node has room for a prompt within --max-gap-ms"
             case "decode nodes full":
@@ -104,9 +109,14 @@ class RemoteFigures(NamedTuple):
     round_s: float  # of the decode node that would generate; 0: unknown
 
     @property
+    def num_tokens(self) -> int:
+        """The tokens to compute up to the end of this prompt."""
+        return self.num_queued_tokens + self.num_uncached_tokens
+
+    @property
     def second_token_s(self) -> float:
         """The seconds from now to the second token. An unknown handoff counts as free, so it is tried and measured."""
-        return self.times.seconds(self.num_queued_tokens + self.num_uncached_tokens) + self.handoff_s + self.round_s
+        return self.times.seconds(self.num_tokens) + self.handoff_s + self.round_s
 
 
 class LocalFigures(NamedTuple):
@@ -137,12 +147,25 @@ class LocalFigures(NamedTuple):
         """The seconds from now to the second token. The first two rounds bring the first two tokens."""
         return self.times.seconds(self.num_queued_tokens + self.num_uncached_tokens) + 2 * self.round_s
 
+    @property
+    def load_s(self) -> float:
+        """What its sequences count, in seconds until the second token."""
+        return LOAD_ROUNDS * self.num_running * self.round_s
+
+    def stall_s(self, token_s: float) -> float:
+        """What it counts, likewise, that its streams wait for the chunks of this prompt: the more, the fuller the node
+        is, since its rounds are slower then. A token of a chunk takes at most `token_s`, the rounds beside it left
+        out."""
+        waits_s = self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
+        return STALL_WEIGHT * self.share * waits_s
+
 
 class SoonerPlace(NamedTuple):
-    """The choice of `place_sooner`. `local_index`: of the decode node in its list; None if the prompt is remote."""
+    """The choice of `place_sooner`. `node_index`: of the node that computes the prompt, in its role's list; None if no
+    node takes it now."""
 
     place: PromptPlace
-    local_index: int | None = None
+    node_index: int | None
 
 
 def place_prompt(facts: GroupFacts) -> PromptPlace | None:
@@ -157,58 +180,72 @@ def place_prompt(facts: GroupFacts) -> PromptPlace | None:
 
 
 def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigures]) -> SoonerPlace:
-    """Return the role, and the decode node if the prompt is local, with the earliest second token; remote if equal.
+    """Return the role and the node with the earliest second token; a prefill node if equal.
 
-    `remotes`: prefill nodes that take the prompt now. `locals_`: decode nodes that compute prompts.
+    `remotes`: prefill nodes that take the prompt now. `locals_`: decode nodes that compute prompts. Of these the one
+    counts that `choose_local` returns. A prefill node also gets the prompt if that decode node would be sooner by less
+    than its streams' waiting counts.
 
     Nodes measure chunks before they join. Until a node has told its times, prompts are remote. A handoff that was never
     measured counts as free, so it is tried."""
-    able = _even(locals_)
-    with_room = [(index, each) for index, each in able if each.has_room]
-    known = [(index, each) for index, each in with_room if each.times.are_known]
-    local_s, best = min(((each.second_token_s, index) for index, each in known), default=(None, None))
-    if not remotes:
-        if best is not None:
-            return SoonerPlace(PromptPlace("local", "prefill nodes full", None, local_s), best)
-        return SoonerPlace(PromptPlace("remote", "prefill nodes full"))
+    able = [each for each in locals_ if not each.is_full]
+    remote, local = choose_remote(remotes), choose_local(locals_)
+    chosen = None if local is None else locals_[local]
+    if chosen is not None and not (chosen.has_room and chosen.times.are_known):
+        chosen = None
+    local_s = None if chosen is None else chosen.second_token_s
+    if remote is None:
+        if chosen is not None:
+            return SoonerPlace(PromptPlace("local", "prefill nodes full", None, local_s), local)
+        return SoonerPlace(PromptPlace("remote", "prefill nodes full"), None)
     if not able:
-        return SoonerPlace(PromptPlace("remote", "decode nodes full" if locals_ else "no ready decode node"))
-    if not with_room:
-        return SoonerPlace(PromptPlace("remote", "no room in the gap bound"))
-    if not all(each.times.are_known for each in remotes):
-        return SoonerPlace(PromptPlace("remote", "not measured"))
-    if local_s is None:
-        return SoonerPlace(PromptPlace("remote", "not measured"))
-    remote_s = min(each.second_token_s for each in remotes)
-    if local_s < remote_s:
-        return SoonerPlace(PromptPlace("local", "sooner", remote_s, local_s), best)
-    return SoonerPlace(PromptPlace("remote", "sooner", remote_s, local_s))
+        return SoonerPlace(PromptPlace("remote", "decode nodes full" if locals_ else "no ready decode node"), remote)
+    if not any(each.has_room for each in able):
+        return SoonerPlace(PromptPlace("remote", "no room in the gap bound"), remote)
+    if chosen is None or not all(each.times.are_known for each in remotes):
+        return SoonerPlace(PromptPlace("remote", "not measured"), remote)
+    remote_s = remotes[remote].second_token_s
+    if chosen.second_token_s >= remote_s:
+        return SoonerPlace(PromptPlace("remote", "sooner", remote_s, local_s), remote)
+    if chosen.second_token_s + chosen.stall_s(min(each.times.token_s for each in remotes)) >= remote_s:
+        return SoonerPlace(PromptPlace("remote", "streams would wait", remote_s, local_s), remote)
+    return SoonerPlace(PromptPlace("local", "sooner", remote_s, local_s), local)
+
+
+def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
+    """Return the index of the prefill node with the earliest second token, None if the list is empty.
+
+    While a node has not told its times, the fewest tokens up to the end of this prompt count. If these are equal, such
+    a node comes first, so that it is measured."""
+    are_known = all(each.times.are_known for each in figures)
+    return min(
+        range(len(figures)),
+        key=lambda index: (
+            figures[index].second_token_s if are_known else figures[index].num_tokens,
+            figures[index].times.are_known,
+        ),
+        default=None,
+    )
 
 
 def choose_local(figures: Sequence[LocalFigures]) -> int | None:
     """Return the index of the decode node that computes a prompt if no prefill node shall, None if all are full.
 
-    Nodes with known times come first, then those whose bound on gaps has room. Of these, the earliest second token
-    counts, then the lowest load."""
+    Nodes whose bound on gaps has room and whose times are known come first. Of these, the earliest second token counts,
+    and the load: a sequence runs for much longer than its prompt is computed. So neither a short queue of prompts nor
+    a prefix that all requests share brings all of them to one node, but a long history outweighs a few sequences."""
+    able = [(index, each) for index, each in enumerate(figures) if not each.is_full]
     return min(
-        _even(figures),
+        able,
         key=lambda each: (
+            not (each[1].times.are_known and each[1].has_room),
             not each[1].times.are_known,
-            not each[1].has_room,
-            each[1].second_token_s if each[1].times.are_known else 0.0,
+            each[1].second_token_s + each[1].load_s if each[1].times.are_known else 0.0,
             each[1].share,
             -each[1].free_pages,
         ),
         default=(None, None),
     )[0]
-
-
-def _even(figures: Sequence[LocalFigures]) -> list[tuple[int, LocalFigures]]:
-    """Return the nodes that can take a sequence, with their indices, except those with UNEVEN more load than the least
-    loaded one: a prefix that all requests share would bring all of them to the node that has it cached."""
-    able = [(index, each) for index, each in enumerate(figures) if not each.is_full]
-    least = min((each.share for _, each in able), default=0.0)
-    return [(index, each) for index, each in able if each.share <= least + UNEVEN]
 
 
 def patience_s(node_wait_s: float, *, had_prefill: bool) -> float:

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+from ...engine.draft_shape import NO_DRAFTS
+from ...engine.joint_sizes import JointSize, JointSizes
 from .times import ChunkPoint, RoundPoint, Times
 
 
@@ -59,8 +61,8 @@ class Costs:
         for each in times.joints:
             extra[each.tokens].append(each.ms)
         self._joint_extra = Curve((tokens, max(found)) for tokens, found in extra.items()) if extra else None
-        self.joint_tokens = sorted(extra)  # lengths of chunks that share a forward with a round, as on a real node
-        self._largest_joint = max((each.batch for each in times.joints), default=0)
+        sizes = {JointSize(each.batch, NO_DRAFTS, each.tokens) for each in times.joints}
+        self.joint = JointSizes(sorted(sizes, key=lambda size: size.num_rows))  # those that were measured
         self.router_s = times.router_ms / 1e3
 
     def round_s(self, batch: int, context_tokens: int) -> float:
@@ -77,7 +79,7 @@ class Costs:
     def beside_s(self, pieces: Sequence[ChunkPart], batch: int) -> float:
         """Return the time by which a chunk makes a step longer that also runs a round of `batch` sequences."""
         alone_s, total = self.chunk_s(pieces), sum(piece.tokens for piece in pieces)
-        if self._joint_extra is None or not 0 < batch <= self._largest_joint or total > self.joint_tokens[-1]:
+        if self._joint_extra is None or not batch or not self.joint.holds(batch, 0, total, len(pieces)):
             return alone_s
         pairs = sum(piece.tokens * piece.history for piece in pieces)
         return min(alone_s, (self._joint_extra(total) + self._per_pair * pairs) / 1e3)

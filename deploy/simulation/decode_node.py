@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping
 from typing import Protocol
 
-from ...decode_node.chunk_budget import ChunkBudget, ChunksAlone, PromptRate, PromptTokens
+from ...decode_node.chunk_budget import ChunkBudget, ChunkRoom, ChunksAlone, PromptRate, PromptTokens, Queue
 from ...decode_node.round_seconds import RoundSeconds
 from ...engine.chunk_costs import ChunkCosts
 from ...router.placement import DecodeFigures
@@ -67,26 +67,26 @@ class RememberedCosts(ChunkCosts):
     def __init__(self, seconds: Mapping[int, float]) -> None:
         super().__init__(seconds)
         self._known: dict[tuple[int, int, bool], float] = {}
-        self._known_most: dict[tuple[float, int, int], int] = {}
+        self._known_most: dict[tuple[float, int, int, bool], int] = {}
 
-    def seconds(self, num_tokens: int, depth: int, *, is_beside: bool) -> float:
-        key = num_tokens, depth, is_beside
+    def seconds(self, num_tokens: int, depth: int, *, is_joint: bool) -> float:
+        key = num_tokens, depth, is_joint
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = super().seconds(num_tokens, depth, is_beside=is_beside)
+            found = self._known[key] = super().seconds(num_tokens, depth, is_joint=is_joint)
         return found
 
-    def most_tokens(self, within_s: float, depth: int, most: int) -> int:
-        key = within_s, depth, most
+    def most_tokens(self, within_s: float, depth: int, most: int, *, is_joint: bool) -> int:
+        key = within_s, depth, most, is_joint
         found = self._known_most.get(key)
         if found is None:
-            found = self._known_most[key] = super().most_tokens(within_s, depth, most)
+            found = self._known_most[key] = super().most_tokens(within_s, depth, most, is_joint=is_joint)
         return found
 
-    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_beside: bool) -> None:
+    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_joint: bool) -> None:
         self._known.clear()
         self._known_most.clear()
-        super().observe(num_tokens, depth, seconds, is_beside=is_beside)
+        super().observe(num_tokens, depth, seconds, is_joint=is_joint)
 
 
 class SimulatedDecodeNode:
@@ -107,9 +107,10 @@ class SimulatedDecodeNode:
         self._agenda, self._costs, self._owner = agenda, costs, owner
         self._chunk_tokens = chunk_tokens
         table = RememberedCosts.measure(lambda num_tokens: costs.chunk_s([ChunkPart(num_tokens, 0)]), chunk_tokens)
-        table.learn_beside(lambda tokens: costs.beside_s([ChunkPart(tokens, 0)], 1), costs.joint_tokens, chunk_tokens)
+        lengths = [each for each in costs.joint.lengths(1, 0) if each <= chunk_tokens]
+        table.learn_joint(lambda tokens: costs.beside_s([ChunkPart(tokens, 0)], 1), lengths)
         round_s = RoundSeconds(costs.round_s(1, 0))
-        self._budget = ChunkBudget(table, round_s, chunk_tokens, max_gap_s, costs.joint_tokens)
+        self._budget = ChunkBudget(table, round_s, chunk_tokens, max_gap_s, costs.joint)
         self._alone = ChunksAlone()
         self._max_running, self._pool_tokens = max_running, pool_tokens
         self._asked: list[SimulatedRequest] = []
@@ -250,6 +251,7 @@ class SimulatedDecodeNode:
         seconds = ahead_s = 0.0
         if batch:
             self._round += 1
+            self._budget.begin_round(has_chunk=bool(self._pieces))
             seconds = self._costs.round_s(batch, self._context_tokens)
             ahead_s = max(_LEAST_AHEAD_S, _SHARE_AHEAD * seconds)
         if self._pieces:
@@ -276,16 +278,17 @@ class SimulatedDecodeNode:
         now, chunk = self._agenda.now, None
         if self._pieces:
             num_tokens = sum(num for _, num in self._pieces)
-            chunk = PromptTokens(
-                num_tokens, sum(num * request.num_computed for request, num in self._pieces) // num_tokens
-            )
+            depth = sum(num * request.num_computed for request, num in self._pieces) // num_tokens
+            chunk = PromptTokens(num_tokens, depth, len(self._pieces))
         if not batch:
             assert chunk is not None, "a step without a round computes chunks"
             self._alone.add(chunk, now - seconds)
             return
         alone = self._alone.take()
-        if chunk is not None:
-            self._budget.end_beside(batch, 0, chunk, seconds if alone is None else None)
+        if chunk is not None and alone is None:
+            self._budget.end_beside(batch, 0, chunk, seconds)
+        elif chunk is not None:
+            return
         elif alone is not None:
             self._budget.end_alone(batch, 0, alone, now - alone.since)
         else:
@@ -343,12 +346,14 @@ class SimulatedDecodeNode:
             self._had_first.remove(request)
 
     def _plan_chunks(self) -> list[tuple[SimulatedRequest, int]]:
-        num_streams, budget, pieces = len(self._running), self._chunk_tokens, list[tuple[SimulatedRequest, int]]()
-        if num_streams:
-            depth = self._computing[0][1].num_computed
-            budget = min(budget, self._budget.num_tokens(num_streams, 0, depth, self._num_queued_tokens))
+        num_streams, pieces = len(self._running), list[tuple[SimulatedRequest, int]]()
+        room = ChunkRoom(self._chunk_tokens)
+        if num_streams or self._num_awaited:
+            queue = Queue(self._num_queued_tokens, self._computing[0][1].num_computed)
+            room = self._budget.room(num_streams, 0, queue)
+        budget = min(self._chunk_tokens, room.num_tokens)
         for _, request in self._computing:
-            if budget <= 0:
+            if budget <= 0 or len(pieces) == room.num_prompts:
                 break
             num_new = min(budget, request.length - 1 - request.num_computed)
             pieces.append((request, num_new))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ...router.handoff_times import HandoffTimes
 from ...router.placement import choose_decode, choose_prefill
-from ...router.prompt_placement import GroupFacts, RemoteFigures, choose_local, place_prompt, place_sooner
+from ...router.prompt_placement import GroupFacts, choose_local, place_prompt, place_sooner
 from .agenda import Agenda
 from .costs import Costs
 from .decode_node import SimulatedDecodeNode
@@ -91,20 +91,23 @@ class SimulatedRouter:
     def _place_sooner(self, request: SimulatedRequest) -> bool:
         """Compare the roles by the time to the second token."""
         decode = self._choose_decode(request)
-        remotes = list[RemoteFigures]()
+        prefills = list[SimulatedPrefillNode]()
+        round_s = handoff_s = 0.0
         if decode is not None or request.num_tokens == 1:
-            round_s = handoff_s = 0.0
-            if request.num_tokens > 1 and decode is not None:
-                round_s, handoff_s = decode.round_s, self._handoffs.expected_s
-            free = [node for node in self._prefills if node.figures.num_queued < node.figures.max_queued]
-            remotes = [node.remote_figures(request, handoff_s, round_s) for node in free]
+            prefills = [node for node in self._prefills if node.figures.num_queued < node.figures.max_queued]
+        if request.num_tokens > 1 and decode is not None:
+            round_s, handoff_s = decode.round_s, self._handoffs.expected_s
         nodes = self._local_nodes()
-        found = place_sooner(remotes, [node.local_figures(request) for node in nodes])
-        if found.place.where == "remote":
-            return self._place_remote(request)
-        if found.local_index is None:
+        place, index = place_sooner(
+            [node.remote_figures(request, handoff_s, round_s) for node in prefills],
+            [node.local_figures(request) for node in nodes],
+        )
+        if index is None:
             return False
-        self._begin_local(request, nodes[found.local_index])
+        if place.where == "local":
+            self._begin_local(request, nodes[index])
+        else:
+            self._begin_remote(request, prefills[index], decode if request.num_tokens > 1 else None)
         return True
 
     def _place_local(self, request: SimulatedRequest) -> bool:
@@ -120,13 +123,17 @@ class SimulatedRouter:
         index = choose_prefill([node.figures for node in self._prefills], request.prompt_len)
         if index is None or (decode is None and request.num_tokens > 1):
             return False
-        prefill = self._prefills[index]
+        self._begin_remote(request, self._prefills[index], decode)
+        return True
+
+    def _begin_remote(
+        self, request: SimulatedRequest, prefill: SimulatedPrefillNode, decode: SimulatedDecodeNode | None
+    ) -> None:
         if decode is None:
             prefill.submit(request)
         else:
             self._pairs[request] = prefill, decode
             decode.ask(request)
-        return True
 
     def _begin_local(self, request: SimulatedRequest, decode: SimulatedDecodeNode) -> None:
         request.is_local = True

@@ -3,6 +3,7 @@
     baton up --model models/8b ...                                                # in another terminal
     python tests/benchmarks/bench_load.py --model models/8b --rates 2 4 6 --prompt-len 4096 --tokens 256
     python tests/benchmarks/bench_load.py --model models/8b --trace trace.jsonl --speed 2
+    python tests/benchmarks/bench_load.py --model models/8b --rates 1 --prompt-len 2048 --turns 10 --turn-len 64
 
 Arrivals are those of a Poisson process at each of `--rates` (requests per second) for `--seconds`, or those of a trace:
 one JSON object per line with `timestamp` (milliseconds), `input_length` and `output_length` (tokens), as in the public
@@ -17,6 +18,10 @@ many other streams running, which are not measured.
     goodput   requests per second with ttft and tpot within `--slo TTFT_MS,TPOT_MS`; there may be several
 
 `stages_ms_p50` in the figures has the medians of the stages that `baton explain` shows for a request.
+
+With `--turns N` each arrival begins a conversation. A turn's prompt holds the whole history and `--turn-len` new random
+tokens. It is sent `--think-s` after the answer before it. The figures then have ttft and tpot by turn, and the share of
+prompts that a decode node computed. plot_goodput.py draws goodput over rate from the files of `--json`.
 
 With a planted model (synthetic.py --planted) every answer is compared with the known text; the exit status is 1 if one
 differs or if a request fails. All figures go to --json FILE.
@@ -34,7 +39,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +65,22 @@ def record(sent_s: float, events: Sequence[tuple[float, list[int]]]) -> Record:
     return Record(times[0] - sent_s, tpot_s, second_s, gap_s)
 
 
+class Talk(NamedTuple):
+    """What the conversations of a load have in common."""
+
+    num_turns: int = 1
+    turn_len: int = 64  # new tokens of each prompt but the first
+    think_s: float = 0.0  # from the end of an answer to the next prompt
+
+
+class Answered(NamedTuple):
+    """An answered request."""
+
+    turn: int  # from 1 on
+    rid: str
+    record: Record
+
+
 _MOST_TRACED = 100  # requests
 _RID = re.compile(r'"id": ?"(cmpl-[^"]+)"')
 _BACKGROUND = Arrival(2.0, 64, 12_000)  # a stream beside those that are measured, and its start before them
@@ -68,15 +89,15 @@ _BACKGROUND = Arrival(2.0, 64, 12_000)  # a stream beside those that are measure
 class Client:
     """Sends requests at their times and keeps what came."""
 
-    def __init__(self, port: int, name: str, model: Path, seed: int) -> None:
+    def __init__(self, port: int, name: str, model: Path, seed: int, talk: Talk = Talk()) -> None:  # noqa: B008
         """`port` and `name` of the router and its model; `model` is the directory, for its vocabulary."""
         config = json.loads((model / "config.json").read_text())
         self._port, self._name, self._vocab_size = port, name, config["vocab_size"]
         self._context_len = config["max_position_embeddings"]
         self._text = PlantedText(self._vocab_size) if config.get("planted") else None
         self._draw = np.random.default_rng(seed)
-        self.records: list[Record] = []
-        self.rids: list[str] = []  # of answered requests
+        self._talk = talk
+        self.answered: list[Answered] = []
         self.late_s: list[float] = []  # by which a request was sent after its time
         self.num_failed = self.num_wrong = self.num_checked = 0
 
@@ -101,15 +122,28 @@ class Client:
                 transport.close()
 
     async def _measure(self, arrivals: Sequence[Arrival]) -> float:
-        prompts = [self._draw.integers(0, self._vocab_size, each.prompt_len).tolist() for each in arrivals]
+        prompts = [self._random(each.prompt_len) for each in arrivals]
         bodies = [self._body(prompt, each.num_tokens) for prompt, each in zip(prompts, arrivals, strict=True)]
         started = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for arrival, prompt, body in zip(arrivals, prompts, bodies, strict=True):
                 await asyncio.sleep(started + arrival.at_s - time.perf_counter())
                 self.late_s.append(time.perf_counter() - started - arrival.at_s)
-                tasks.create_task(self._ask(prompt, arrival.num_tokens, body))
+                tasks.create_task(self._converse(prompt, arrival.num_tokens, body))
         return time.perf_counter() - started
+
+    async def _converse(self, prompt: list[int], num_tokens: int, body: bytes) -> None:
+        """Ask all turns of a conversation. It ends early if a request fails."""
+        for turn in range(1, self._talk.num_turns + 1):
+            answer = await self._ask(turn, prompt, num_tokens, body)
+            if answer is None or turn == self._talk.num_turns:
+                return
+            await asyncio.sleep(self._talk.think_s)
+            prompt = [*prompt, *answer, *self._random(self._talk.turn_len)]
+            body = self._body(prompt, num_tokens)
+
+    def _random(self, num_tokens: int) -> list[int]:
+        return self._draw.integers(0, self._vocab_size, num_tokens).tolist()
 
     def _body(self, prompt: list[int], num_tokens: int) -> bytes:
         fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
@@ -118,7 +152,8 @@ class Client:
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
         )
 
-    async def _ask(self, prompt: list[int], num_tokens: int, request: bytes) -> None:
+    async def _ask(self, turn: int, prompt: list[int], num_tokens: int, request: bytes) -> list[int] | None:
+        """Return the answer; None if the request fails."""
         sent_s = time.perf_counter()
         loop = asyncio.get_running_loop()
         try:
@@ -133,33 +168,57 @@ class Client:
         except (OSError, RuntimeError, AssertionError, TimeoutError) as error:
             self.num_failed += 1
             print(f"a request failed: {error}", file=sys.stderr)
-            return
-        self.records.append(record(sent_s, events))
-        self.rids += _RID.findall(b"".join(data for _, data in stream.reads).decode())[:1]
+            return None
+        (rid, *_) = _RID.findall(b"".join(data for _, data in stream.reads).decode())
+        self.answered.append(Answered(turn, rid, record(sent_s, events)))
         if self._text is not None:
             self.num_checked += len(ids)
             self.num_wrong += ids != self._text.continuation(prompt, num_tokens)
+        return ids
 
 
-def stages(port: int, rids: Sequence[str]) -> dict[str, float]:
-    """Return the median milliseconds of each stage of the requests, as the router at `port` traced them."""
-    found: dict[str, list[float]] = {}
+def spans(port: int, rids: Sequence[str]) -> list[dict[str, float]]:
+    """Return the milliseconds of each stage of each request, as the router at `port` traced them. Requests that it has
+    forgotten are left out."""
+    found: list[dict[str, float]] = []
     for rid in rids:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/debug/requests/{rid}", timeout=10) as answer:
             for request in json.load(answer)["requests"]:
-                for part in request["choices"][0]["parts"]:
-                    found.setdefault(part["name"], []).append(part.get("seconds", 0.0) * 1e3)
-    return {name: round(statistics.median(each), 3) for name, each in found.items()}
+                parts = request["choices"][0]["parts"]
+                found.append({part["name"]: part.get("seconds", 0.0) * 1e3 for part in parts})
+    return found
+
+
+def stages(traced: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median milliseconds of each stage of requests."""
+    names = dict.fromkeys(name for each in traced for name in each)
+    return {name: round(statistics.median(each[name] for each in traced if name in each), 3) for name in names}
+
+
+def by_turn(answered: Sequence[Answered], port: int) -> list[dict[str, Any]]:
+    """Return the figures of each turn. `local_share`: of the last prompts that the router at `port` has traced."""
+    rows: list[dict[str, Any]] = []
+    for turn in sorted({each.turn for each in answered}):
+        those = [each for each in answered if each.turn == turn]
+        traced = spans(port, [each.rid for each in those[-_MOST_TRACED:]])
+        num_local = sum("local prefill" in each for each in traced)
+        figures = summary([each.record for each in those], 1.0, [])
+        rows.append({"turn": turn} | figures | {"local_share": num_local / max(1, len(traced))})
+    return rows
 
 
 def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Run one load and return its figures."""
-    client = Client(options.port, options.model_name or options.model.resolve().name, options.model, seed)
+    talk = Talk() if seed == _FIRST else Talk(options.turns, options.turn_len, options.think_s)
+    client = Client(options.port, options.model_name or options.model.resolve().name, options.model, seed, talk)
     took_s = asyncio.run(client.run(arrivals, 0 if seed == _FIRST else options.background))
+    records = [each.record for each in client.answered]
     row = {"rate": len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": took_s}
-    row |= summary(client.records, took_s, options.slo) if client.records else {"requests": 0}
+    row |= summary(records, took_s, options.slo)
     row |= {"failed": client.num_failed, "wrong": client.num_wrong, "checked_tokens": client.num_checked}
-    row["stages_ms_p50"] = stages(options.port, client.rids[-_MOST_TRACED:])
+    row["stages_ms_p50"] = stages(spans(options.port, [each.rid for each in client.answered[-_MOST_TRACED:]]))
+    if talk.num_turns > 1:
+        row["turns"] = by_turn(client.answered, options.port)
     return row | {"late_ms_p99": float(np.percentile(client.late_s, 99)) * 1e3}
 
 
@@ -176,6 +235,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             cells.append(f"{row.get(f'{name}_ms_p50', 0):.1f} / {row.get(f'{name}_ms_p99', 0):.1f}")
         cells += [f"{row.get(name, 0):.2f}" for name in goodputs]
         lines.append("| " + " | ".join([*cells, str(row["failed"]), str(row["wrong"])]) + " |")
+    return "\n".join(lines)
+
+
+def turn_table(row: dict[str, Any]) -> str:
+    """Return the figures of the turns of a load as a Markdown table."""
+    lines = ["| turn | requests | ttft ms p50 / p99 | tpot ms p50 / p99 | local |", "|---|---|---|---|---|"]
+    for turn in row["turns"]:
+        times = [f"{turn[f'{name}_ms_p50']:.1f} / {turn[f'{name}_ms_p99']:.1f}" for name in ("ttft", "tpot")]
+        lines.append(f"| {turn['turn']} | {turn['requests']} | {' | '.join(times)} | {turn['local_share']:.0%} |")
     return "\n".join(lines)
 
 
@@ -196,6 +264,9 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
     print(table(rows))
+    for row in rows:
+        if "turns" in row:
+            print(f"\n{row['rate']:.2f} conversations per second:\n\n{turn_table(row)}")
     late = statistics.fmean(row["late_ms_p99"] for row in rows)
     print(f"requests were sent {late:.1f} ms late at p99: on a busy machine the client is part of what is measured")
     if any(row["failed"] or row["wrong"] for row in rows):
@@ -218,6 +289,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="for which requests arrive")
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=1, help="of each conversation")
+    parser.add_argument("--turn-len", type=int, default=64, help="new tokens of each prompt but the first")
+    parser.add_argument("--think-s", type=float, default=0.5, help="seconds from an answer to the next turn")
     parser.add_argument("--seed", type=int, default=0, help="of the first load's arrivals and prompts")
     parser.add_argument("--background", type=int, default=0, help="other streams that run meanwhile")
     parser.add_argument("--trace", type=Path)
@@ -225,7 +299,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--slo", type=_slo, nargs="+", default=[Slo(200, 12)], metavar="TTFT_MS,TPOT_MS")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    for name in ("rates", "seconds", "prompt_len", "tokens", "speed"):
+    for name in ("rates", "seconds", "prompt_len", "tokens", "speed", "turns", "turn_len"):
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value]) <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; use more than 0")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
-from bench_load import Client, record, table
+from bench_load import Client, Talk, record, table
 
 from baton.deploy.simulation.figures import Record, Slo, summary
 from baton.deploy.simulation.traffic import Arrival
@@ -47,5 +48,32 @@ def test_a_refusal_is_a_failed_request_at_once(status: str, tmp_path: Path, caps
             return client
 
     client = asyncio.run(run())
-    assert (client.num_failed, client.records) == (1, [])
+    assert (client.num_failed, client.answered) == (1, [])
     assert f"the router refused: HTTP/1.1 {status}" in capsys.readouterr().err
+
+
+def test_each_turn_holds_the_whole_history(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 50, "max_position_embeddings": 640}')
+    prompts: list[list[int]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        size = int(head.split("Content-Length: ")[1].split("\r")[0])
+        prompts.append(json.loads(await reader.readexactly(size))["prompt"])
+        event = {"id": f"cmpl-{len(prompts)}", "choices": [{"token_ids": [7, len(prompts)]}]}
+        writer.write(f"HTTP/1.1 200 OK\r\n\r\ndata: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
+        await reader.read()
+        writer.close()
+
+    async def run() -> Client:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            client = Client(server.sockets[0].getsockname()[1], "m", tmp_path, 0, Talk(3, 5, 0.0))
+            await asyncio.wait_for(client.run([Arrival(0.0, 4, 2)]), 10)
+            return client
+
+    client = asyncio.run(run())
+    assert [each.turn for each in client.answered] == [1, 2, 3] and client.num_failed == 0
+    assert [each.rid for each in client.answered] == ["cmpl-1", "cmpl-2", "cmpl-3"]
+    assert [len(prompt) for prompt in prompts] == [4, 4 + 2 + 5, 4 + 2 * (2 + 5)]
+    assert prompts[1][:6] == [*prompts[0], 7, 1] and prompts[2][:13] == [*prompts[1], 7, 2]

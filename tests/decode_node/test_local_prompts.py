@@ -16,9 +16,11 @@ from heads import ALGORITHM
 from matrix import PAGE_SIZE, Plain
 from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 
+from baton.decode_node.chunk_budget import MAX_AHEAD
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import RoundRows
 from baton.engine.trees import Drafts
+from baton.engine.work import Recompute
 from baton.metadata.wire.messages import Cancel, Resend
 from baton.metadata.wire.request import Unit
 
@@ -63,6 +65,56 @@ def test_a_local_prompt_gives_the_same_tokens_as_a_handoff(
             case.check([results[f"{phase} {case.ask.name}", choice] for choice in range(case.ask.n)])
     assert (pair.decode.stats().preemptions > 3) == is_preempted
     assert len(pair.admitted) == sum(case.ask.n for case in reference.cases)
+
+
+def test_a_round_with_a_chunk_beside_it_is_submitted_while_the_round_before_is_under_way(
+    checkpoint: Callable[..., Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(checkpoint("llama"), overlaps=True)
+    overlapping: list[bool] = []
+    submit = pair.decode.rounds.submit
+
+    def record(sequences: Any, shape: Any, limits: Any, beside: Any = None) -> Any:
+        if beside is not None:
+            overlapping.append(pair.decode._under_way is not None)
+        return submit(sequences, shape, limits, beside)
+
+    monkeypatch.setattr(pair.decode.rounds, "submit", record)
+    pair.submit("stream", range(1, 9), params(40))
+    pair.step_until(lambda: pair.decode.scheduler.num_streams)
+    pair.submit("local", range(1, 31), params(4), is_local=True)
+    results = pair.run()
+    assert len(overlapping) > 3 and all(overlapping)
+    assert len(results["local", 0].ids) == 4 and len(results["stream", 0].ids) == 40
+
+
+def test_without_a_stream_few_chunks_are_submitted_ahead_of_the_device(
+    checkpoint: Callable[..., Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is slow: it computes a chunk while the node waits ten times."""
+    pair = make_pair(checkpoint("llama"))
+    ahead: list[int] = [0, 0]  # chunks, waits
+    executor = type(pair.decode.executor)
+    submit = executor.submit
+    most: list[int] = []
+
+    def count(self: Any, work: Any) -> None:
+        submit(self, work)
+        if isinstance(work, Recompute):
+            ahead[0] += 1
+            most.append(ahead[0])
+
+    def look(self: Any) -> int:
+        ahead[1] += 1
+        if ahead[1] % 10 == 0:
+            ahead[0] = max(0, ahead[0] - 1)
+        return ahead[0]
+
+    monkeypatch.setattr(executor, "submit", count)
+    monkeypatch.setattr(executor, "num_chunks_ahead", property(look))
+    pair.submit("local", range(1, 50), params(2), is_local=True)
+    assert len(pair.run()["local", 0].ids) == 2
+    assert len(most) == 8 and max(most) == MAX_AHEAD
 
 
 @pytest.mark.parametrize("name", drafters.ALL)

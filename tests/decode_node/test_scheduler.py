@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from imports import check_imports
 
+from baton.decode_node.chunk_budget import ChunkRoom, Queue
+from baton.decode_node.prompt_scores import PromptScores
 from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence
 from baton.engine.draft_shape import DraftShape
@@ -83,8 +85,8 @@ def test_reserved_local_prompts_count_as_queued(make_scheduler: MakeScheduler, m
 def test_the_budget_limits_chunks_beside_sequences_that_decode(
     make_scheduler: MakeScheduler, make_sequence: MakeSequence
 ) -> None:
-    asked: list[tuple[int, int, int, int]] = []
-    scheduler = make_scheduler(budget=lambda *figures: asked.append(figures) or 3)
+    asked: list[tuple[int, int, Queue]] = []
+    scheduler = make_scheduler(budget=lambda *figures: asked.append(figures) or ChunkRoom(3))
     local = make_sequence("local", 20, is_local=True)
     assert scheduler.reserve(local)
     scheduler.start_local(local.unit)
@@ -92,11 +94,42 @@ def test_the_budget_limits_chunks_beside_sequences_that_decode(
     start(scheduler, make_sequence("stream", 5))
     plan = scheduler.plan()
     assert compute_chunks(plan) == [3] and len(plan.decoding) == 1
-    assert asked == [(1, 0, 8, 11)], "streams, draft steps, tokens before, tokens in all"
+    assert asked == [(1, 0, Queue(11, depth=8))], "streams, draft steps, tokens that need KV"
     for _ in range(3):
         assert len(scheduler.plan().rows) == 1
         compute_chunks(scheduler.plan())
     assert not scheduler.plan().rows and len(scheduler.plan().decoding) == 2
+
+
+def test_the_budget_limits_chunks_before_a_sequence_whose_pages_are_on_the_way(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    asked: list[tuple[int, int, Queue]] = []
+    scheduler = make_scheduler(budget=lambda *figures: asked.append(figures) or ChunkRoom(3))
+    local = make_sequence("local", 20, is_local=True)
+    assert scheduler.reserve(local)
+    scheduler.start_local(local.unit)
+    assert scheduler.reserve(make_sequence("pulled", 5))
+    assert compute_chunks(scheduler.plan()) == [3] and asked == [(0, 0, Queue(19))]
+
+
+def test_a_chunk_that_is_to_share_a_forward_has_few_prompts_and_none_that_is_scored(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    rooms = [ChunkRoom(9, 2, is_joint=True)]
+    scheduler = make_scheduler(budget=lambda *_: rooms[0])
+    start(scheduler, make_sequence("stream", 5))
+    for name in "abc":
+        local = make_sequence(name, 4, is_local=True)
+        assert scheduler.reserve(local)
+        scheduler.start_local(local.unit)
+    assert [len(row.input_ids) for row in scheduler.plan().rows] == [3, 3]
+    rooms[0] = ChunkRoom(9)
+    assert [len(row.input_ids) for row in scheduler.plan().rows] == [3, 3, 2], "of 8 tokens at most"
+    scheduler.running[2].prompt_scores = PromptScores(3)
+    assert scheduler.plan().is_scored and len(scheduler.plan().rows) == 3
+    rooms[0] = ChunkRoom(9, None, is_joint=True)
+    assert not scheduler.plan().is_scored and len(scheduler.plan().rows) == 1
 
 
 def test_a_sequence_that_does_not_fit_takes_nothing(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:

@@ -54,6 +54,26 @@ def test_a_plan_without_prefill_nodes_lets_decode_nodes_compute_prompts() -> Non
 
 
 @pytest.mark.parametrize(
+    ("gpus", "up", "device", "words"),
+    [
+        ("0", UpConfig(), "cuda", "all 2 nodes share one GPU: it holds the weights 2 times"),
+        ("0", UpConfig(prefill=2, decode=1), "cuda", "all 3 nodes share one GPU"),
+        ("0", UpConfig(prefill=0, decode=1), "cuda", None),
+        ("0,1", UpConfig(), "cuda", None),
+        ("", UpConfig(), "cuda", None),
+        ("0", UpConfig(), "cpu", None),
+    ],
+)
+def test_nodes_of_both_roles_on_one_gpu_are_advised_against(
+    gpus: str, up: UpConfig, device: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    advice = Plan(up, RouterConfig(), PrefillConfig(device=device), DecodeConfig(device=device)).advice
+    assert (advice is None) == (words is None)
+    assert advice is None or (words is not None and words in advice and "--prefill 0 --decode 1" in advice)
+
+
+@pytest.mark.parametrize(
     ("prefill", "decode", "words"),
     [
         (0, 0, "--decode 0: must be 1 to 64, since only decode nodes generate"),

@@ -11,7 +11,7 @@ from drafters import settings, target_of
 from node_pair import params
 from solo import Solo
 
-from baton.engine.chunk_timing import measure_beside, measure_chunk
+from baton.engine.chunk_timing import measure_chunk, measure_joint
 
 
 @pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3", "mtp3-deepseek"])
@@ -25,6 +25,6 @@ def test_a_measured_chunk_changes_no_sequence(name: str, checkpoint: Callable[..
     page_size = solo.engine.pool.page_size
     for num_tokens in (1, page_size, 3 * page_size + 1):
         assert 0 <= measure_chunk(solo.executor, num_tokens, page_size) < 60
-        assert 0 <= measure_beside(solo.executor, num_tokens, page_size) < 60
+        assert 0 <= measure_joint(solo.executor, num_tokens, page_size) < 60
     assert torch.equal(solo.target_kv(sequence), kv)
     assert solo.run(sequence, 12, 2) == expected

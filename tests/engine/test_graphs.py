@@ -16,7 +16,8 @@ from baton.engine.device_executor import DeviceExecutor
 from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.graphs import graph_sizes
-from baton.engine.joint_graphs import CHUNK_SIZES, JointGraphs, JointSize
+from baton.engine.joint_graphs import JointGraphs
+from baton.engine.joint_sizes import CHUNK_SIZES, JointSize
 from baton.engine.sampling_state import KINDS, Needs, covering
 from baton.kernels.operations import preferring
 from baton.metadata.errors import ConfigError

@@ -20,10 +20,11 @@ from node_pair import params
 from scratch import check_state
 from solo import POISON, Running, Solo, coach, spoil
 
-from baton.engine import device_executor, graphs, joint_graphs
+from baton.engine import device_executor, graphs, joint_graphs, joint_sizes
 from baton.engine.batch import ForwardBatch
 from baton.engine.draft_shape import DraftShape
-from baton.engine.joint_graphs import CHUNK_SIZES, JointGraphs, JointSize, fitting, joint_sizes, widened
+from baton.engine.joint_graphs import JointGraphs, widened
+from baton.engine.joint_sizes import JointSize
 from baton.engine.pages import Owner
 from baton.engine.prompt_graphs import PromptInputs
 from baton.engine.rounds import LocalChunk
@@ -202,44 +203,6 @@ def test_a_joint_forward_brings_what_two_forwards_bring(
 # --- which sizes have graphs, and which one serves a round ---
 
 
-@pytest.mark.parametrize(
-    ("batches", "chosen"),
-    [
-        ([1], [1]),
-        ([1, 2, 4, 5], [5]),
-        ([1, 2, 4, 8, 16], [8, 16]),
-        ([1, 2, 4, 8, 16, 32, 64], [8, 32, 64]),
-        ([1, 2, 4, 8, 16, 32, 64, 128, 256], [8, 32, 128, 256]),
-        ([], []),
-    ],
-)
-def test_few_buckets_have_joint_graphs(batches: list[int], chosen: list[int]) -> None:
-    sizes = joint_sizes(batches, DraftShape(0))
-    assert sorted(sizes) == [JointSize(num, DraftShape(0), tokens) for num in chosen for tokens in CHUNK_SIZES]
-    assert [each.num_rows for each in sizes] == sorted(each.num_rows for each in sizes)
-    both = joint_sizes(batches, CHAIN)
-    assert {each.shape for each in both} == ({DraftShape(0), CHAIN} if chosen else set())
-    assert max((each.num_round_rows for each in both if each.shape == CHAIN), default=0) <= 512
-    assert len(both) <= 24, "each costs about 0.15 s at the start"
-
-
-def test_the_size_with_least_padding_serves() -> None:
-    sizes = joint_sizes([1, 2, 4, 8, 16, 32, 64], CHAIN)
-
-    def of(num_seqs: int, num_steps: int, num_tokens: int) -> tuple[int, int, int] | None:
-        found = fitting(sizes, num_seqs, DraftShape(num_steps), num_tokens)
-        return None if found is None else (found.num_seqs, found.shape.num_steps, found.num_tokens)
-
-    assert of(8, 0, 64) == (8, 0, 64) and of(9, 0, 65) == (32, 0, 128) and of(33, 0, 129) == (64, 0, 256)
-    assert of(64, 5, 256) == (64, 5, 256) and of(8, 5, 1) == (8, 5, 64)
-    assert of(65, 0, 64) is None and of(1, 0, 257) is None, "no size holds them"
-    assert of(8, 1, 64) == (8, 5, 64), "the largest drafts serve smaller ones"
-    assert of(33, 5, 64) == (64, 5, 64), "186 rows of padding"
-    assert of(32, 5, 256) == (32, 5, 256) and of(33, 4, 256) is None, "219 rows of padding"
-    assert of(20, 0, 129) == (32, 0, 256) and of(1, 5, 129) == (8, 5, 256)
-    assert fitting(joint_sizes([8], TREE), 3, TREE, 9) == JointSize(8, TREE, 64)
-
-
 def test_a_round_with_wider_drafts_accepts_no_more() -> None:
     work = Round([3, 1], [1, 1], [], [2, 5], [0, 0], DraftShape(2), Needs(), [None, None], [[7, 8], [9, 4]])
     wider = widened(work, CHAIN)
@@ -307,7 +270,7 @@ def host_graphs(monkeypatch: pytest.MonkeyPatch) -> list[HostGraph]:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(device_executor, "captures", lambda device: True)
     monkeypatch.setattr(PromptInputs, "batch", host_batch)
-    monkeypatch.setattr(joint_graphs, "CHUNK_SIZES", PADDED_CHUNKS)
+    monkeypatch.setattr(joint_sizes, "CHUNK_SIZES", PADDED_CHUNKS)
     for module in (graphs, joint_graphs):
         monkeypatch.setattr(module, "captured", captured)
     return made

@@ -16,12 +16,15 @@ from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unp
 from baton.router.dispatcher import SLOW_TICK_S
 from baton.router.node import NodeGroup
 from baton.router.prompt_placement import (
+    LOAD_ROUNDS,
     LOST_S,
-    UNEVEN,
+    STALL_WEIGHT,
     GroupFacts,
     LocalFigures,
     PromptTimes,
     RemoteFigures,
+    choose_local,
+    choose_remote,
     patience_s,
     place_prompt,
     place_sooner,
@@ -65,27 +68,42 @@ COUNTS = st.integers(0, 8)
 LOCAL_TIMES = TIMES | st.just(PromptTimes())
 LOCALS = st.builds(LocalFigures, LENGTHS, LENGTHS, LOCAL_TIMES, SECONDS, st.booleans(), *[COUNTS] * 4)
 PREFILL = RemoteFigures(0, 4096, PromptTimes(2e-5, 4e-3), 0.01, 0.006)  # about 100 ms
-DECODE = LocalFigures(0, 4096, PromptTimes(5e-5, 6e-3), 0.006, True, 3, 8, 100, 10)  # about 220 ms
+DECODE = LocalFigures(0, 4096, PromptTimes(5e-5, 6e-3), 0.006, True, 3, 16, 100, 10)  # about 220 ms
 
 
 @given(st.lists(REMOTES, max_size=3), st.lists(LOCALS, max_size=3))
-def test_no_choice_brings_the_second_token_later_than_another_would(
+def test_no_node_brings_the_second_token_sooner_than_the_one_that_is_chosen(
     remotes: list[RemoteFigures], locals_: list[LocalFigures]
 ) -> None:
     place, index = place_sooner(remotes, locals_)
     assert place.words
     may = [each for each in locals_ if each.num_running < each.max_running and each.free_pages >= each.num_pages]
-    least = min((each.share for each in may), default=0.0)
-    may = [each for each in may if each.share <= least + UNEVEN]
-    times = [each.second_token_s for each in may if each.has_room and each.times.are_known]
-    if index is None:
-        assert place.where == "remote"
-        assert not times or (remotes and min(times) >= min(each.second_token_s for each in remotes))
+    may = [each for each in may if each.has_room and each.times.are_known]
+    best = min(may, key=lambda each: each.second_token_s + LOAD_ROUNDS * each.num_running * each.round_s, default=None)
+    remote_s = [each.second_token_s for each in remotes]
+    if place.where == "remote":
+        assert (index is None) == (not remotes)
+        assert index is None or remotes[index].second_token_s == min(remote_s)
+        if best is not None:
+            assert remotes and (best.second_token_s >= min(remote_s)) == (place.reason == "sooner")
         return
-    chosen = locals_[index]
-    assert place.where == "local" and chosen in may and chosen.has_room
-    assert chosen.second_token_s == min(times)
-    assert all(chosen.second_token_s < each.second_token_s for each in remotes)
+    assert index is not None and best is not None
+    assert locals_[index].second_token_s + locals_[index].load_s == best.second_token_s + best.load_s
+    assert all(locals_[index].second_token_s < each for each in remote_s)
+
+
+def test_the_prefill_node_that_is_compared_is_the_one_that_gets_the_prompt() -> None:
+    """The first node has fewer tokens before it, but computes them slowly."""
+    slow, fast = PREFILL._replace(times=PromptTimes(1e-4, 4e-3)), PREFILL._replace(num_queued_tokens=1000)
+    place, index = place_sooner([slow, fast], [DECODE])
+    assert (place.where, place.remote_s, index) == ("remote", fast.second_token_s, 1)
+
+
+def test_a_prefill_node_that_has_not_told_its_times_comes_first_of_equals() -> None:
+    unknown = PREFILL._replace(times=PromptTimes())
+    assert choose_remote([PREFILL, unknown, PREFILL]) == 1
+    assert choose_remote([PREFILL, unknown._replace(num_queued_tokens=1)]) == 0
+    assert choose_remote([]) is None
 
 
 @given(st.lists(REMOTES, min_size=1, max_size=3), st.lists(LOCALS, min_size=1, max_size=3), LENGTHS)
@@ -96,7 +114,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
     busier = [each._replace(num_queued_tokens=each.num_queued_tokens + more) for each in remotes]
     if before.place.where == "local":
         assert place_sooner(busier, locals_) == before._replace(place=place_sooner(busier, locals_).place)
-    elif before.place.reason == "sooner":
+    elif before.place.reason in ("sooner", "streams would wait"):
         slower = [each._replace(num_queued_tokens=each.num_queued_tokens + more) for each in locals_]
         assert place_sooner(remotes, slower).place.where == "remote"
 
@@ -106,7 +124,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
     [
         ({}, {}, ("remote", "sooner")),
         ({"num_queued_tokens": 8192}, {}, ("local", "sooner")),
-        ({"num_uncached_tokens": 64}, {"num_uncached_tokens": 64}, ("local", "sooner")),
+        ({"num_uncached_tokens": 32}, {"num_uncached_tokens": 32}, ("local", "sooner")),
         ({"num_uncached_tokens": 96}, {"num_uncached_tokens": 96}, ("remote", "sooner")),
         (
             {"num_uncached_tokens": 96},
@@ -115,7 +133,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
         ),
         ({}, {"num_uncached_tokens": 100}, ("local", "sooner")),
         ({"num_queued_tokens": 8192}, {"has_room": False}, ("remote", "no room in the gap bound")),
-        ({"num_queued_tokens": 8192}, {"num_running": 8}, ("remote", "decode nodes full")),
+        ({"num_queued_tokens": 8192}, {"num_running": 16}, ("remote", "decode nodes full")),
         ({"num_queued_tokens": 8192}, {"free_pages": 9}, ("remote", "decode nodes full")),
         ({"num_queued_tokens": 8192, "times": PromptTimes()}, {}, ("remote", "not measured")),
         ({"num_queued_tokens": 8192}, {"times": PromptTimes()}, ("remote", "not measured")),
@@ -124,12 +142,47 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
 )
 def test_the_sooner_place_of_a_prompt(remote: dict[str, Any], local: dict[str, Any], place: tuple[str, str]) -> None:
     found = place_sooner([PREFILL._replace(**remote)], [DECODE._replace(**local)])
-    assert found.place[:2] == place and (found.local_index == 0) == (place[0] == "local"), found
+    assert found.place[:2] == place and found.node_index == 0, found
+
+
+def test_a_prompt_is_remote_if_the_streams_of_the_decode_node_would_wait_too_long() -> None:
+    """With 8,192 tokens before it the second token comes 44 ms sooner on the decode node. A token of the chunks takes
+    20 us, so 4,096 tokens take 82 ms, in which each stream waits."""
+    busy = PREFILL._replace(num_queued_tokens=8192)
+    assert busy.second_token_s - DECODE.second_token_s == pytest.approx(0.0429, abs=1e-4)
+    for num_running, where in ((3, "local"), (4, "remote")):
+        decode = DECODE._replace(num_running=num_running)
+        assert decode.stall_s(2e-5) == pytest.approx(STALL_WEIGHT * num_running / 16 * num_running * 4096 * 2e-5)
+        place, index = place_sooner([busy], [decode])
+        assert (place.where, index) == (where, 0) and (place.reason == "streams would wait") == (where == "remote")
+    assert place.words == (
+        "a decode node would bring the second token sooner (222.8 ms, by a prefill node 265.8 ms), but its streams "
+        "would wait too long"
+    )
+
+
+def test_a_history_in_the_cache_outweighs_a_few_sequences_of_load() -> None:
+    """Four rounds of 6 ms count as much as 480 tokens."""
+    idle, cached = DECODE._replace(num_running=0), DECODE._replace(num_uncached_tokens=100)
+    assert choose_local([idle, cached._replace(num_running=5)]) == 1
+    assert choose_local([idle, cached._replace(num_running=9)]) == 0
+    assert choose_local([idle, idle._replace(num_running=1), idle._replace(num_queued_tokens=100)]) == 0
+    assert choose_local([idle._replace(num_queued_tokens=470), idle._replace(num_running=1)]) == 0
+    assert choose_local([idle._replace(num_queued_tokens=490), idle._replace(num_running=1)]) == 1
+
+
+def test_a_node_with_room_and_known_times_comes_first() -> None:
+    unknown = DECODE._replace(times=PromptTimes(), num_running=0)
+    assert choose_local([unknown, DECODE._replace(has_room=False), DECODE]) == 2
+    assert choose_local([unknown, DECODE._replace(has_room=False)]) == 1
+    assert choose_local([unknown._replace(num_running=1), unknown]) == 1
+    assert choose_local([DECODE._replace(num_running=16)]) is None
 
 
 def test_without_a_free_prefill_node_a_decode_node_gets_the_prompt() -> None:
     assert place_sooner([], [DECODE]) == (("local", "prefill nodes full", None, DECODE.second_token_s), 0)
-    assert place_sooner([], [DECODE._replace(has_room=False)]).place[:2] == ("remote", "prefill nodes full")
+    place, index = place_sooner([], [DECODE._replace(has_room=False)])
+    assert place[:2] == ("remote", "prefill nodes full") and index is None
 
 
 def test_the_words_name_both_times() -> None:
@@ -420,11 +473,39 @@ def test_auto_sends_each_prompt_where_its_second_token_comes_sooner() -> None:
     assert place_of(world.submit(prompt_len=3000)) == ("local", "sooner"), "the prefill node has other prompts to do"
 
 
+def test_auto_sends_a_prompt_to_the_prefill_node_that_it_compared() -> None:
+    """The node with fewer prompt tokens in the books computes them more slowly."""
+    world = auto_world("p0", "p1", "d0", decode={"prompt_token_s": 1e-4})
+    beat_all(world, "p0", prefill={"prompt_token_s": 1e-4})
+    world.node("p1").begin_prompt("other", 0, 1000, world.now)
+    client = world.submit(prompt_len=3000)
+    assert place_of(client) == ("remote", "sooner")
+    (attempt,) = client.request.attempts.values()
+    assert attempt.place.remote_s == pytest.approx(0.004 + 4000 * 2e-5 + HANDOFF_S + 0.006)
+    grants(world, "d0", world.got("d0", m.Reserve)[-1])
+    assert len(world.got("p1", m.Prefill)) == 1 and not world.got("p0", m.Prefill)
+
+
 def test_auto_sends_no_prompt_to_a_decode_node_whose_bound_on_gaps_has_no_room() -> None:
     world = auto_world("p0", "d0", decode={"has_prompt_room": False})
     assert place_of(world.submit(prompt_len=64)) == ("remote", "no room in the gap bound")
     world.lose("p0")
     world.wait(LOST_S + 0.5)
+    assert place_of(world.submit(prompt_len=64)) == ("local", "no prefill node")
+
+
+def test_auto_goes_on_and_says_so_when_the_last_prefill_node_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "baton.router.dispatcher")
+    world = auto_world("p0", "d0")
+    client = world.submit(prompt_len=3000)
+    grants(world, "d0", world.got("d0", m.Reserve)[-1])
+    world.lose("p0")
+    world.wait(LOST_S + 0.5)
+    says = "decode nodes compute prompts, since no prefill node is here"
+    assert says in caplog.text and says in world.group.placement_words
+    asked = grant_local(world)
+    world.tokens("d0", asked, 0, IDS[:3], reason="length")
+    assert client.num_done == 1 and not client.errors
     assert place_of(world.submit(prompt_len=64)) == ("local", "no prefill node")
 
 
@@ -520,7 +601,7 @@ def test_a_prefix_that_all_requests_share_does_not_bring_all_of_them_to_one_node
         grants(world, name, asked)
         world.tokens(name, asked, 0, IDS[:1])
     counts = [len(world.got(name, m.Compute)) for name in ("d0", "d1")]
-    assert min(counts) == 9, "one node has UNEVEN of 24 more than the other"
+    assert min(counts) >= 10, "3,000 cached tokens count as much as a few sequences"
 
 
 @pytest.mark.parametrize("code", ["model_error", "out_of_memory"])
