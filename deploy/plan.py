@@ -42,9 +42,7 @@ class UpConfig:
 
     prefill: int = setting(1, "start this many prefill nodes; with 0, decode nodes compute prompts, too")
     decode: int = setting(1, "start this many decode nodes")
-    prefill_tp: int | None = setting(
-        None, "divide each prefill node among this many ranks (default: --tp)"
-    )
+    prefill_tp: int | None = setting(None, "divide each prefill node among this many ranks (default: --tp)")
     decode_tp: int | None = setting(None, "divide each decode node among this many ranks (default: --tp)")
     run_dir: str | None = setting(
         None, "write the logs to this directory (default: a new one under ~/.cache/baton/runs)", metavar="DIR"

@@ -121,6 +121,11 @@ class Engine:
         assert self._fingerprints is not None, "only rank 0 digests the weights"
         return self._fingerprints.result()
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+        return self._ranks.group.size
+
     def resize(self, num_pages: int) -> None:
         """Make the pools again, with `num_pages` pages. No page may be in use. What was made of the pools before,
         graphs and endpoints, is void. Raises ConfigError if the device or the host lacks the memory."""

@@ -67,10 +67,12 @@ class RankProcesses:
         return [process.pid for process in self._processes]
 
     def wait_ready(self) -> None:
-        """Wait until every rank has loaded its share. From then on a silent rank is killed. Raises RankLost if one
-        cannot load."""
+        """Wait until every rank has loaded its share. Raises RankLost if one cannot."""
         for rank in range(1, len(self._processes) + 1):
             self._receive(rank, READY)
+
+    def watch(self) -> None:
+        """From now on, end a rank that is silent. Before service it may be: kernels that are compiled silence it."""
         self._watch.start()
 
     def send(self, rank: int, frame: bytes) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from ..metadata.bus.liveness import HEARTBEAT_INTERVAL_S, PEER_SILENCE_S
+from ..metadata.bus.liveness import HEARTBEAT_INTERVAL_S
 
+SILENCE_S = 3.0  # longer than a busy machine holds a process up, since the end of a rank costs a start of the node
 _MAX_GAP_S = 0.5  # between two looks of this process; after a longer one it was away itself
 
 
@@ -44,7 +45,7 @@ class RankWatch:
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen. Before that, a rank may be silent: loading may hold the interpreter."""
+        """Begin to listen."""
         self._thread.start()
 
     def close(self) -> None:
@@ -62,9 +63,9 @@ class RankWatch:
                 try:
                     if away_s > _MAX_GAP_S or _drain(pipe):
                         heard[rank] = looked
-                    elif looked - heard[rank] > PEER_SILENCE_S:
+                    elif looked - heard[rank] > SILENCE_S:
                         del self._pipes[rank]
-                        self._on_silence(rank, f"was silent for {PEER_SILENCE_S:g} s")
+                        self._on_silence(rank, f"was silent for {SILENCE_S:g} s")
                 except (OSError, EOFError):  # it has ended, which is seen elsewhere
                     del self._pipes[rank]
 

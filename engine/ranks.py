@@ -95,9 +95,8 @@ class Ranks:
 def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: bool = False) -> None:
     """Raise ConfigError, which calls the model `model`, if `size` ranks cannot have equal shares of its layers.
     `has_all_heads`: each rank has all heads."""
-    counts = {"hidden units": config.intermediate_size}
-    if not has_all_heads:
-        counts["query heads"] = config.num_heads
+    counts = {} if has_all_heads else {"query heads": config.num_heads}
+    counts["hidden units"] = config.intermediate_size
     if config.experts is not None:
         counts["hidden units of an expert"] = config.experts.inner_size
     for what, count in counts.items():

@@ -100,6 +100,8 @@ def serve(
     freeze()
     membership.install_signals()
     membership.start()
+    if ranks is not None:
+        ranks.watch()
     try:
         while not membership.is_over:
             if ranks is not None:
@@ -145,7 +147,10 @@ def make_membership(
         draft_fingerprint=engine.fingerprints[1],
         model=engine.card,
         capacity=Capacity(
-            num_pages=engine.pool.num_usable, page_size=engine.pool.page_size, max_running=config.max_running
+            num_pages=engine.pool.num_usable,
+            page_size=engine.pool.page_size,
+            max_running=config.max_running,
+            num_ranks=engine.num_ranks,
         ),
         data_address=data_address,
     )
