@@ -157,7 +157,7 @@ class Engine:
         )
         self.device_pool: DevicePool | None = None
         self._shared: SharedPools | None = None
-        if whole == own:
+        if self._ranks.num_head_shards == 1:
             memories = self.memory = [PageMemory(layout, num_pages) for layout in whole]
         else:
             self._shared = SharedPools.make(self._ranks, whole, own, num_pages, has_checksums=config.checksums)

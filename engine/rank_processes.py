@@ -11,6 +11,7 @@ others: their pools no longer hold the same state.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -54,6 +55,7 @@ class RankProcesses:
             self._pipes.append(ours)
             beats.append(hears)
         self._watch = RankWatch(beats, self._kill_silent)
+        atexit.register(self._kill)  # if nobody has called `stop`; an exit of multiprocessing would wait for the ranks
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -103,6 +105,7 @@ class RankProcesses:
 
     def stop(self) -> None:
         """Tell all ranks to leave, and end those that do not."""
+        atexit.unregister(self._kill)
         self._watch.close()
         for pipe in self._pipes:
             pipe.close()
