@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from ..metadata.bus.liveness import HEARTBEAT_INTERVAL_S
-
+BEAT_S = 0.2  # between two signs of life
 SILENCE_S = 3.0  # longer than a busy machine holds a process up, since the end of a rank costs a start of the node
 _MAX_GAP_S = 0.5  # between two looks of this process; after a longer one it was away itself
 
@@ -30,7 +29,7 @@ def _beat(pipe: Connection) -> None:
     with suppress(OSError):  # rank 0 is gone
         while True:
             pipe.send_bytes(b".")
-            time.sleep(HEARTBEAT_INTERVAL_S)
+            time.sleep(BEAT_S)
 
 
 class RankWatch:
@@ -57,7 +56,7 @@ class RankWatch:
     def _run(self) -> None:
         looked = time.monotonic()
         heard = dict.fromkeys(self._pipes, looked)
-        while not self._is_stopped.wait(HEARTBEAT_INTERVAL_S):
+        while not self._is_stopped.wait(BEAT_S):
             away_s, looked = time.monotonic() - looked, time.monotonic()
             for rank, pipe in list(self._pipes.items()):
                 try:

@@ -13,7 +13,7 @@ from .prompt_ends import PromptEnd, batches, tails
 from .scheduler import PlannedChunk, StepPlan
 
 if TYPE_CHECKING:
-    from ..engine.executor import PromptExecutor
+    from ..engine.prompt_executor import PromptExecutor
     from ..engine.prompts import SubmittedChunk
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..engine.engine import Engine
-from ..engine.executor import PromptExecutor
+from ..engine.prompt_executor import PromptExecutor
 from ..engine.prompts import Prompts
 from ..engine.rank_executor import RankPrompts
 from ..engine.rank_processes import RankProcesses

@@ -50,7 +50,7 @@ from .scheduler import PlannedChunk, PrefillScheduler, StepPlan
 from .tickets import FailedUnit, Tickets
 
 if TYPE_CHECKING:
-    from ..engine.executor import PromptExecutor
+    from ..engine.prompt_executor import PromptExecutor
     from ..engine.prompts import SubmittedTails
 
 logger = logging.getLogger(__name__)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from drafters import settings
 
-from baton.decode_node.config import DecodeConfig
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.group import Group, OneRank
 from baton.engine.models.read_config import read_model_config
 from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, heads_out
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
-from baton.engine.ranked_engine import check_ranks
 from baton.engine.ranks import ONE_RANK, Ranks
 from baton.engine.weights import CheckpointWeights
 from baton.metadata.errors import ConfigError
@@ -118,16 +114,3 @@ def test_a_model_that_ranks_cannot_share_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=error):
         Ranks(OneOf(0, size), rows).check(read_model_config(checkpoint(family, **config)))
-
-
-def test_a_node_refuses_a_number_of_ranks_before_they_start(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    model = checkpoint("llama")
-    drafter: dict[str, Any] = settings("standalone", model, tmp_path)
-    config = DecodeConfig(model=str(model), device="cpu", tp=2, **drafter)
-    check_ranks(config, 2)
-    with pytest.raises(ConfigError, match=rf"the model in {model} has 4 query heads, which 3 ranks cannot divide"):
-        check_ranks(config, 3)
-    draft = Path(drafter["draft_model"]) / "config.json"
-    draft.write_text(draft.read_text().replace('"intermediate_size": 128', '"intermediate_size": 127'))
-    with pytest.raises(ConfigError, match=r"the drafter in \S+ has 127 hidden units, which 2 ranks cannot divide"):
-        check_ranks(config, 2)
