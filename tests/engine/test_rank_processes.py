@@ -25,7 +25,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def _are_gone(pids: Sequence[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
 @contextmanager
@@ -131,7 +131,7 @@ if __name__ == "__main__":
             os.kill(pid, signal.SIGINT)
         os.kill(pids[0], signal.SIGSTOP)
         time.sleep(0.3)
-        assert all(psutil.pid_exists(pid) for pid in pids)
+        assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
         rank_0.kill()
     deadline = time.monotonic() + 10
     while not _are_gone(pids):
