@@ -86,21 +86,24 @@ def test_any_numbers_of_ranks_hand_over_to_each_other(new_cluster: Callable[...,
 def test_a_lost_rank_ends_its_node_and_requests_go_on_elsewhere(new_cluster: Callable[..., Cluster]) -> None:
     cluster = new_cluster()
     cluster.start_router()
-    start(cluster, "prefill", "prefill-0", 1)
-    start(cluster, "decode", "decode-0", 1)
-    start(cluster, "decode", "decode-1", 2)
-    cluster.wait_ready(num_nodes=3)
+    for role in ("prefill", "decode"):
+        start(cluster, role, f"{role}-0", 1)
+        start(cluster, role, f"{role}-1", 2)
+    cluster.wait_ready(num_nodes=4)
     bodies = [{**body, "max_tokens": 200} for body in BODIES * 2]
     expected = answers(cluster, bodies)
-    for number, words in (
-        (signal.SIGKILL, "ended with exit code -9;"),
-        (signal.SIGSTOP, "ended with exit code -9: it was silent for 3 s;"),
-    ):
-        node = cluster.processes["decode-1"]
+    strikes = (
+        ("decode", signal.SIGKILL, "ended with exit code -9;"),
+        ("decode", signal.SIGSTOP, "ended with exit code -9: it was silent for 3 s;"),
+        ("prefill", signal.SIGKILL, "ended with exit code -9;"),
+    )
+    for role, number, words in strikes:
+        node = cluster.processes[f"{role}-1"]
         [rank] = ranks_of(node)
         with ThreadPoolExecutor(1) as threads:
             running = threads.submit(answers, cluster, bodies)
-            wait_until(lambda: cluster.ledger()["nodes"]["decode-1"]["requests"], cluster.tails)
+            if role == "decode":
+                wait_until(lambda: cluster.ledger()["nodes"]["decode-1"]["requests"], cluster.tails)
             rank.send_signal(number)
             assert node.wait(20) == 1
             assert running.result() == expected
@@ -109,5 +112,5 @@ def test_a_lost_rank_ends_its_node_and_requests_go_on_elsewhere(new_cluster: Cal
         assert errors == [
             f"baton: error: rank 1 (process {rank.pid}) {words} all ranks were ended, start the node again"
         ], node.log
-        start(cluster, "decode", "decode-1", 2)
-        cluster.wait_ready(num_nodes=3)
+        start(cluster, role, f"{role}-1", 2)
+        cluster.wait_ready(num_nodes=4)
