@@ -23,12 +23,6 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def ranks_of(process: Process) -> list[psutil.Process]:
-    """Return the processes of a node's ranks 1 and above."""
-    children = psutil.Process(process.pid).children()
-    return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
-
-
 def answers(cluster: Cluster, bodies: list[dict[str, Any]]) -> list[Any]:
     """Send all requests at once. Return the tokens of each choice."""
     with ThreadPoolExecutor(len(bodies)) as threads:
@@ -47,7 +41,7 @@ def start(cluster: Cluster, role: str, name: str, tp: int) -> Process:
 
 
 def stop(cluster: Cluster, name: str) -> None:
-    ranks = ranks_of(cluster.processes[name])
+    ranks = cluster.processes[name].ranks
     cluster.processes[name].send_signal(signal.SIGTERM)
     assert cluster.processes[name].wait(20) == 0
     assert not psutil.wait_procs(ranks, 5)[1], "ranks leave with their node"
@@ -66,7 +60,7 @@ def test_any_numbers_of_ranks_hand_over_to_each_other(new_cluster: Callable[...,
 
     decode = start(cluster, "decode", "decode-2", 2)
     cluster.wait_ready(num_nodes=2)
-    [rank] = ranks_of(decode)
+    [rank] = decode.ranks
     assert rank.pid not in (decode.pid, os.getpid())
     assert answers(cluster, BODIES) == answers(cluster, BODIES) == expected
     assert "decode-2/rank-1 tiny ready on cpu" in decode.log
@@ -99,7 +93,7 @@ def test_a_lost_rank_ends_its_node_and_requests_go_on_elsewhere(new_cluster: Cal
     )
     for role, number, words in strikes:
         node = cluster.processes[f"{role}-1"]
-        [rank] = ranks_of(node)
+        [rank] = node.ranks
         with ThreadPoolExecutor(1) as threads:
             running = threads.submit(answers, cluster, bodies)
             if role == "decode":

@@ -65,6 +65,12 @@ class Process:
         return self.popen.pid
 
     @property
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of a node's ranks 1 and above."""
+        children = psutil.Process(self.pid).children()
+        return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+
+    @property
     def log(self) -> str:
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
