@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..engine.device_executor import DeviceExecutor
 from ..engine.engine import Engine
+from ..engine.executor import Executor
 from ..engine.graphs import graph_sizes
+from ..engine.rank_executor import RankExecutor
+from ..engine.rank_processes import RankProcesses
+from ..engine.ranked_engine import RankedEngine, check_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
+from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.handoff.client import HandoffClient
@@ -14,20 +21,36 @@ from .node import DecodeNode
 
 
 def run(config: DecodeConfig) -> int:
-    """Run until SIGTERM or SIGINT and return the exit status. Raises ConfigError and ModelError before it serves."""
+    """Run until SIGTERM or SIGINT and return the exit status. Raises ConfigError and ModelError before it serves, and
+    RankLost."""
     name = node_id(config, "decode")
     keys = load_keys(config)
-    epoch = new_epoch()
+    if config.tp > 1:
+        check_ranks(config, config.tp)
+        with RankedEngine(config, config.tp, num_slots=config.max_running, name=name) as ranked:
+            return _serve(config, name, keys, ranked.engine, lambda: RankExecutor(ranked), ranked.processes)
 
     def make_executor(engine: Engine) -> DeviceExecutor:
         return DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
 
     engine = load_engine(config, lambda engine: make_executor(engine).rehearse(expects_prompts=config.expect_prompts))
+    return _serve(config, name, keys, engine, lambda: make_executor(engine))
+
+
+def _serve(
+    config: DecodeConfig,
+    name: str,
+    keys: KeyPair | None,
+    engine: Engine,
+    make_executor: Callable[[], Executor],
+    ranks: RankProcesses | None = None,
+) -> int:
+    epoch = new_epoch()
     handoff = HandoffClient(make_endpoint(config, name, engine, keys, epoch))
 
     def make_node(membership: Membership) -> DecodeNode:
         return DecodeNode(
-            make_executor(engine),
+            make_executor(),
             engine.cache,
             membership,
             handoff,
@@ -38,4 +61,4 @@ def run(config: DecodeConfig) -> int:
             max_gap_s=config.max_gap_s,
         )
 
-    return serve(config, name, "decode", engine, keys, epoch, "", make_node)
+    return serve(config, name, "decode", engine, keys, epoch, "", make_node, ranks)

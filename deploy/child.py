@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..metadata.parent import die_with
+
 _PARENT = "BATON_PARENT"  # environment variable of a child: the launcher's process id
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,5 @@ def die_with_parent() -> None:
     Does nothing in a process that no launcher started.
     """
     parent = os.environ.pop(_PARENT, None)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    import ctypes  # imported here because `baton --help` does not need it, and the import is slow
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # the launcher died before the call above
-        os._exit(1)
+    if parent is not None:
+        die_with(int(parent))

@@ -198,7 +198,7 @@ def _run_process(name: str, config: Any) -> int:
     # torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     process_name = name if name == "router" else _module("engine.startup").node_id(config, name)
-    _module("deploy.logs").setup_logging(config, process_name)
+    _module("metadata.logs").setup_logging(config, process_name)
     return _module(_PROCESSES[name]).run(config)
 
 

@@ -65,8 +65,10 @@ class Launcher:
 
     def run(self) -> int:
         try:
-            up = self._plan.up
-            say(f"starting a router, {up.prefill} prefill and {up.decode} decode; logs in {self._run_dir}")
+            plan = self._plan
+            prefill = _nodes(plan.up.prefill, "prefill", plan.prefill.tp)
+            decode = _nodes(plan.up.decode, "decode", plan.decode.tp)
+            say(f"starting a router, {prefill} and {decode}; logs in {self._run_dir}")
             for child in self._children:
                 child.start()
             if not self._wait_ready():
@@ -171,6 +173,10 @@ class Launcher:
         if running:
             say(f"killed because they did not stop: {', '.join(running)}")
         return 1 if running else 0
+
+
+def _nodes(count: int, role: str, num_ranks: int) -> str:
+    return f"{count} {role}" if num_ranks == 1 or count == 0 else f"{count} {role} of {num_ranks} ranks"
 
 
 def _how_it_ended(child: Child) -> str:

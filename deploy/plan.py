@@ -42,6 +42,8 @@ class UpConfig:
 
     prefill: int = setting(1, "start this many prefill nodes; with 0, decode nodes compute prompts, too")
     decode: int = setting(1, "start this many decode nodes")
+    prefill_tp: int | None = setting(None, "divide each prefill node among this many ranks (default: --tp)")
+    decode_tp: int | None = setting(None, "divide each decode node among this many ranks (default: --tp)")
     run_dir: str | None = setting(
         None, "write the logs to this directory (default: a new one under ~/.cache/baton/runs)", metavar="DIR"
     )
@@ -49,6 +51,8 @@ class UpConfig:
     stop_timeout_s: float = setting(5.0, "after Ctrl-C, give running requests this many seconds to finish")
 
     def __post_init__(self) -> None:
+        at_least(self, "prefill_tp", 1)
+        at_least(self, "decode_tp", 1)
         at_least(self, "ready_timeout_s", 0)
         at_least(self, "stop_timeout_s", 0)
         if not 0 <= self.prefill <= 64:
@@ -134,11 +138,14 @@ def make_plan(args: argparse.Namespace, tables: Mapping[str, Any], environ: Mapp
     def table(name: str) -> dict[str, Any]:
         return {**everyone, **tables.get(name, {})}
 
+    up = resolve(UpConfig, args, everyone, environ)
+    prefill = resolve(PrefillConfig, args, table("prefill"), environ)
+    decode = resolve(DecodeConfig, args, table("decode"), environ)
     return Plan(
-        up=resolve(UpConfig, args, everyone, environ),
+        up=up,
         router=resolve(RouterConfig, args, table("router"), environ),
-        prefill=resolve(PrefillConfig, args, table("prefill"), environ),
-        decode=resolve(DecodeConfig, args, table("decode"), environ),
+        prefill=replace(prefill, tp=up.prefill_tp or prefill.tp),
+        decode=replace(decode, tp=up.decode_tp or decode.tp),
     )
 
 
@@ -154,7 +161,8 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     if plan.up.prefill == 0:
         router = replace(router, local_prefill="always")
     made = [Command("router", "router", _argv("router", router), to_environ(router))]
-    threads = split_threads(len(os.sched_getaffinity(0)), plan.up.prefill, plan.up.decode)
+    num_processes = plan.up.prefill * plan.prefill.tp, plan.up.decode * plan.decode.tp
+    threads = split_threads(len(os.sched_getaffinity(0)), *num_processes)
     gpus = _gpus()
     shares = [plan.prefill.memory_share] * plan.up.prefill + [plan.decode.memory_share] * plan.up.decode
     roles: tuple[tuple[Role, PrefillConfig | DecodeConfig], ...] = (("prefill", plan.prefill), ("decode", plan.decode))
@@ -189,7 +197,8 @@ def _argv(role: str, config: Any) -> list[str]:
 
 
 def split_threads(num_cores: int, num_prefill: int, num_decode: int) -> dict[str, int]:
-    """Return the CPU threads of one prefill and of one decode node. From four cores on, one is left to the router."""
+    """Return the CPU threads of one process of prefill and one of decode nodes, given their numbers. From four cores
+    on, one is left to the router."""
     cores = num_cores - 1 if num_cores >= 4 else num_cores
     prefill = max(1, cores // (num_prefill + num_decode))
     decode = max(1, (cores - prefill * num_prefill) // num_decode)

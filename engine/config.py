@@ -69,7 +69,14 @@ class EngineConfig(NodeConfig):
         "on cuda, measure at the first start which kernels multiply the model's matrices fastest, and keep the result "
         "in ~/.cache/baton; without it, use what is kept there, or defaults",
     )
-    threads: int | None = setting(None, "compute with this many CPU threads (default: half of the cores)")
+    threads: int | None = setting(
+        None, "compute with this many CPU threads, in each rank (default: half of the cores, divided by --tp)"
+    )
+    tp: int = setting(
+        1,
+        "divide the model among this many ranks, each a process with some heads and hidden units of every layer; on "
+        "cpu only",
+    )
     speculative: str = setting(
         "auto",
         "draft tokens on decode nodes with ngram (from the request's own text), standalone (a small model), or a head "
@@ -100,7 +107,7 @@ class EngineConfig(NodeConfig):
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)  # super() does not work in slotted dataclasses
-        for name in ("num_pages", "threads", "max_running", "chunk_tokens"):
+        for name in ("num_pages", "threads", "tp", "max_running", "chunk_tokens"):
             at_least(self, name, 1)
         if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share is {self.memory_share}; it must be above 0, and at most 1")

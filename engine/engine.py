@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ..metadata.errors import ConfigError
 from ..metadata.handoff.hidden_layout import HiddenDtype
 from ..metadata.handoff.kv_layout import KvLayout
 from ..metadata.handoff.memory import PageMemory
+from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema import on_gpu, page_bytes, pools
 from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
@@ -45,6 +47,7 @@ from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
 from .progress import Progress
 from .prompt_graphs import PromptGraphs, bucket_sizes
+from .rank_pool import SharedPools
 from .ranks import ONE_RANK, Ranks
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
@@ -88,21 +91,20 @@ class Engine:
         self.model_dir = resolve_model(config.model)
         self.model_config = read_model_config(self.model_dir)
         self.device = choose_device(config.device)
-        self.dtype_name = _choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
+        self.dtype_name = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = schema if self.device.type == "cpu" else on_gpu(schema)
         self.context_len = _context_len(config, self.model_config)
-        if self.speculation.frozen_layers and ranks.num_head_shards > 1:
-            raise ConfigError(
-                f"--speculative {self.speculation.algorithm} reads all KV heads of the target, and ranks divide them; "
-                "choose another drafter, or one rank"
-            )
+        if self.speculation.draft is not None:
+            ranks.of_drafts.check(self.speculation.draft)
         self._config, self._ranks = config, ranks
         dtype = _DTYPES[self.dtype_name]
         num_pages = num_pages or config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
         _check_size(num_pages)
-        fingerprints = begin(lambda: (fingerprint(self.model_dir), self.speculation.fingerprint), "fingerprints")
+        fingerprints: Future[tuple[str, str | None]] | None = None
+        if ranks.group.rank == 0:  # the others say no hello
+            fingerprints = begin(lambda: (fingerprint(self.model_dir), self.speculation.fingerprint), "fingerprints")
         self.model = self._load_model(dtype, progress)
         self._fingerprints = fingerprints
         self.card: ModelCard = read_card(
@@ -111,7 +113,7 @@ class Engine:
         self.lease_s = MIN_LEASE_S
         self.longest_chunk: tuple[int, float] | None = None  # its tokens and seconds, sampling included
         self._make_pools(num_pages)
-        self.drafter = self.speculation.load(self.model, *self._target_and_draft_kv(), progress)
+        self.drafter = self.speculation.load(self.model, *self._target_and_draft_kv(), progress, ranks.of_drafts)
         self._prompt_graphs: PromptGraphs | None = None
 
     def _load_model(self, dtype: torch.dtype, progress: Progress | None) -> DecoderModel:
@@ -127,8 +129,15 @@ class Engine:
 
     @property
     def fingerprints(self) -> tuple[str, str | None]:
-        """Digests of the weights of target and draft. They are made beside the start, and this waits for them."""
+        """Digests of the weights of target and draft. They are made beside the start, and this waits for them. Rank 0
+        has them."""
+        assert self._fingerprints is not None, "only rank 0 digests the weights"
         return self._fingerprints.result()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+        return self._ranks.group.size
 
     def resize(self, num_pages: int) -> None:
         """Make the pools again, with `num_pages` pages. No page may be in use. What was made of the pools before,
@@ -139,8 +148,11 @@ class Engine:
         if self.drafter is not None:
             empty = torch.empty(0, device=self.device)
             self.drafter.use_pools(empty, empty)
-        for memory in self.memory:
-            memory.close()
+        if self._shared is not None:
+            self._shared.close()
+        else:
+            for memory in self.memory:
+                memory.close()
         self._make_pools(num_pages)
         if self.drafter is not None:
             self.drafter.use_pools(*self._target_and_draft_kv())
@@ -152,18 +164,25 @@ class Engine:
         _check_size(num_pages)
         self.context_len = min(_context_len(config, self.model_config), (num_pages - 1) * page_size)
         self.card = structs.replace(self.card, context_len=self.context_len)
-        target_pool, *draft_pools = pools(self.schema)
-        own_pools = (self._ranks.own_pool(target_pool), *draft_pools)
-        self.memory = [PageMemory(KvLayout.of(pool, page_size), num_pages) for pool in own_pools]
-        self.pool = PagePool(num_pages, page_size, self.memory[0].generations)
+        whole, own = (
+            [KvLayout.of(pool, page_size) for pool in of_ranks]
+            for of_ranks in (pools(self.schema), map(self._ranks.own_pool, pools(self.schema)))
+        )
+        self.device_pool: DevicePool | None = None
+        self._shared: SharedPools | None = None
+        if self._ranks.num_head_shards == 1:
+            memories = self.memory = [PageMemory(layout, num_pages) for layout in whole]
+        else:
+            self._shared = SharedPools.make(self._ranks, whole, own, num_pages, has_checksums=config.checksums)
+            memories, self.memory, self.device_pool = self._shared.own, self._shared.mirror, self._shared.pool
+        self.pool = PagePool(num_pages, page_size, self.memory[0].generations if self.memory else None)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
         self._kvs = [
             torch.from_numpy(memory.pages)
             .view(_DTYPES[memory.layout.planes[0].dtype])
             .view(memory.layout.stacked_shape(num_pages))
-            for memory in self.memory
+            for memory in memories
         ]
-        self.device_pool: CudaPool | None = None
         if self.device.type == "cuda":  # `memory` is the host mirror then
             self._kvs = _on_gpu(self._kvs, num_pages, self.device, is_given=config.num_pages is not None)
             self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=config.checksums)
@@ -321,11 +340,13 @@ class Engine:
     def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """The target's KV of slots `sources` into slots `targets`, as `move_slots_ref_`."""
         move_slots_(self.kv, block_table, sources, targets)
+        if self._shared is not None:  # nothing else may follow that waits for all ranks (rank_pool.py)
+            self._ranks.meet()
 
 
 def use_threads(config: EngineConfig) -> None:
-    """Set how many threads of this process compute, as configured or half of the cores."""
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
+    """Set how many threads of this process compute, as configured or half of the cores, which ranks share."""
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // (2 * config.tp)))
 
 
 def resolve_model(model: str | None) -> Path:
@@ -343,7 +364,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _choose_dtype(name: DtypeChoice, device: torch.device, checkpoint_dtype: HiddenDtype) -> HiddenDtype:
+def choose_dtype(name: DtypeChoice, device: torch.device, checkpoint_dtype: HiddenDtype) -> HiddenDtype:
     if name != "auto":
         return name
     return "float32" if device.type == "cpu" else checkpoint_dtype

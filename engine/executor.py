@@ -2,7 +2,7 @@
 
     Rounds --LoadSlot, Recompute, CatchUp, Round--> Executor --RoundTokens, Scores--> Rounds
 
-device_executor.py has the executor for this process's device.
+device_executor.py has the executor for this process's device, rank_executor.py that for several ranks.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ from .work import Chunk, ChunkRow, FirstTokens, HandoffRows, Scores, Tail, Tails
 
 
 class Prompts:
-    """Computes chunks of prompts on one engine. One thread; the device works in the order of submission.
+    """Computes chunks of prompts on one engine. A `PromptExecutor`. One thread; the device works in the order of
+    submission.
 
     `Prompts` owns what is kept of a prompt between two chunks: the target's states of its last positions, which some
     drafters read after the last chunk.

@@ -11,81 +11,18 @@ sends each rank its own block of the work and collects the tokens of all.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
-from multiprocessing.connection import Connection
-from pathlib import Path
-
-import msgspec
 
 from ..metadata.handoff.buffers import Sampled
-from .config import EngineConfig
 from .device_executor import DeviceExecutor
 from .draft_shape import DraftShape
-from .engine import Engine, use_threads
 from .executor import HostProposer
-from .group import TIMEOUT_S, CpuGroup
 from .joint_sizes import JointSizes
-from .products.ranked import RankRows
 from .progress import Progress
 from .prompts import Prompts, SubmittedChunk
-from .rank_processes import READY, REPORT, RankProcesses
-from .ranks import Ranks
+from .ranked_engine import RankedEngine, frame_of
 from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundTokens, RoundWork, Scores, WarmUp
-from .work_frames import Work, decode, encode
-
-
-class RankedEngine:
-    """Owns rank 0's engine and the processes of the other ranks. Context manager: leaving it ends them."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        size: int,
-        *,
-        num_slots: int,
-        divides_sequences: bool = False,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
-        """Start the ranks, and wait until all have loaded their share of the model.
-
-        `divides_sequences`: every rank attends for sequences of its own. `timeout_s`: a collective operation or a
-        report that takes longer raises RankLost. Raises RankLost if a rank cannot start."""
-        self.size, self.num_slots = size, num_slots
-        self._stack = ExitStack()
-        with ExitStack() as starting:
-            folder = starting.enter_context(tempfile.TemporaryDirectory(prefix="baton-ranks-"))
-            meeting = str(Path(folder) / "meeting")
-            self.processes = starting.enter_context(
-                RankProcesses(
-                    size, run_rank, size, meeting, config, num_slots, divides_sequences, timeout_s, timeout_s=timeout_s
-                )
-            )
-            with self.processes.guarded():
-                group = CpuGroup(0, size, Path(meeting), timeout_s=timeout_s)
-                starting.callback(group.close)
-                self.ranks = Ranks(group, RankRows() if divides_sequences else None)
-                use_threads(config)
-                self.engine = Engine(config, ranks=self.ranks)
-            self.processes.wait_ready()
-            self._stack = starting.pop_all()
-
-    def __enter__(self) -> RankedEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all other ranks and leave the group."""
-        self._stack.close()
-
-    def send(self, work: Work) -> None:
-        """Send work to all other ranks."""
-        frame = _frame((), work)
-        for rank in range(1, self.size):
-            self.processes.send(rank, frame)
+from .work_frames import decode
 
 
 class RankExecutor:
@@ -176,6 +113,29 @@ class RankPrompts:
         self._ranked = ranked
         self._own = Prompts(ranked.engine)
 
+    @property
+    def context_len(self) -> int:
+        return self._own.context_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._own.vocab_size
+
+    @property
+    def longest_chunk(self) -> tuple[int, float] | None:
+        return self._own.longest_chunk
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._own.runs_ahead
+
+    @property
+    def keys(self) -> frozenset[int]:
+        return self._own.keys
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Do nothing: chunks have no graphs on a CPU."""
+
     def submit(self, chunk: Chunk) -> SubmittedChunk:
         """Do a chunk on all ranks, its drafts too. Raises RankLost."""
         self._ranked.send(chunk)
@@ -210,7 +170,7 @@ class OwnWorkExecutor:
         lens = tuple(map(_num_rows, works))
         for rank, work in enumerate(works):
             if rank and work is not None:
-                self._ranked.processes.send(rank, _frame(lens, work))
+                self._ranked.processes.send(rank, frame_of(lens, work))
         tokens: list[RoundTokens] = []
         own = works[0]
         with self._ranked.processes.guarded():
@@ -233,53 +193,3 @@ def _num_rows(work: RoundWork | None) -> int:
             return sum(len(row.input_ids) for row in work.rows)
         case LoadSlot() | CatchUp() | None:
             return 0
-
-
-def _frame(lens: tuple[int, ...], work: Work) -> bytes:
-    """Return a message to a rank: the rows of every rank if each has its own, and the work."""
-    return msgspec.msgpack.encode((lens, encode(work)))
-
-
-_MESSAGES = msgspec.msgpack.Decoder(tuple[tuple[int, ...], bytes])
-
-
-def run_rank(
-    connection: Connection,
-    rank: int,
-    size: int,
-    meeting: str,
-    config: EngineConfig,
-    num_slots: int,
-    divides_sequences: bool,
-    timeout_s: float,
-) -> None:
-    """Run rank 1 or above: load the share of the model, then do work until the pipe is closed (EOFError)."""
-    group = CpuGroup(rank, size, Path(meeting), timeout_s=timeout_s)
-    rows = RankRows() if divides_sequences else None
-    use_threads(config)
-    engine = Engine(config, ranks=Ranks(group, rows))
-    executor, prompts = DeviceExecutor(engine, num_slots), Prompts(engine)
-    connection.send_bytes(READY)
-    num_under_way = 0
-    while True:
-        lens, frame = _MESSAGES.decode(connection.recv_bytes())
-        if rows is not None:
-            rows.lens = lens
-        match work := decode(frame):
-            case Chunk():
-                prompts.submit(work).draft()
-            case Forget():
-                prompts.forget(work.key)
-            case WarmUp():
-                executor.warm_up(expects_prompts=work.expects_prompts)
-            case Round():
-                executor.submit(work)
-                num_under_way += 1
-            case _:
-                executor.submit(work)
-        # rank 0 waits for the report of each round of sequences that are this rank's own
-        if num_under_way > (executor.runs_ahead and rows is None):
-            tokens = executor.collect()
-            num_under_way -= 1
-            if rows is not None:
-                connection.send_bytes(REPORT + encode(tokens))

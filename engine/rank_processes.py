@@ -2,14 +2,18 @@
 
     rank 0 --frame--> rank i        work (work_frames.py), in the order of submission
     rank i --frame--> rank 0        READY once, reports that rank 0 asked for, or the error by which the rank ended
+    rank i --beat---> rank 0        while the process runs (rank_watch.py)
 
-A rank ends when its pipe is closed, so none outlives this process. A rank that died or hangs ends all others: their
-pools no longer hold the same state.
+A rank ends when its pipe is closed, and the kernel kills it when this process ends, so none outlives it. Signals of the
+terminal or of a service manager do not end it: rank 0 decides when ranks leave. A rank that died or hangs ends all
+others: their pools no longer hold the same state.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 from ..metadata.errors import BatonError, RankLost
+from ..metadata.parent import die_with
+from .rank_watch import RankWatch, beat
 
 READY, REPORT, ERROR = b"+", b"=", b"-"
 _LEAVE_S = 5.0  # for a rank that was told to leave
@@ -27,22 +33,29 @@ class RankProcesses:
     """Owns the processes and pipes of ranks 1 to size - 1. Context manager: leaving it ends all of them."""
 
     def __init__(self, size: int, run: Callable[..., None], *args: Any, timeout_s: float) -> None:
-        """Start `run_rank(run, connection, rank, *args)` in a new process for each rank. `run` and `args` must be
-        importable and picklable by the spawn of multiprocessing. A report that takes longer than `timeout_s` raises."""
+        """Start `run(connection, rank, *args)` in a new process for each rank. `run` and `args` must be importable and
+        picklable by the spawn of multiprocessing. A report that takes longer than `timeout_s` raises."""
         context = multiprocessing.get_context("spawn")
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._said: dict[int, str] = {}  # the errors that ranks sent
+        self._said: dict[int, str] = {}  # the errors that ranks sent, or why the watch killed them
         self._why: str | None = None  # all ranks were ended
+        beats: list[Connection] = []
         for rank in range(1, size):
             ours, theirs = cast(tuple[Connection, Connection], context.Pipe())
-            process = context.Process(target=_run_rank, args=(run, theirs, rank, *args), name=f"rank {rank}")
+            hears, says = cast(tuple[Connection, Connection], context.Pipe(duplex=False))
+            target_args = (run, theirs, says, os.getpid(), rank, *args)
+            process = context.Process(target=_run_rank, args=target_args, name=f"rank {rank}")
             process.daemon = True
             process.start()
             theirs.close()  # so that its end is seen here
+            says.close()
             self._processes.append(process)
             self._pipes.append(ours)
+            beats.append(hears)
+        self._watch = RankWatch(beats, self._kill_silent)
+        atexit.register(self._kill)  # if nobody has called `stop`; an exit of multiprocessing would wait for the ranks
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -59,6 +72,10 @@ class RankProcesses:
         """Wait until every rank has loaded its share. Raises RankLost if one cannot."""
         for rank in range(1, len(self._processes) + 1):
             self._receive(rank, READY)
+
+    def watch(self) -> None:
+        """From now on, end a rank that is silent. Before service it may be: kernels that are compiled silence it."""
+        self._watch.start()
 
     def send(self, rank: int, frame: bytes) -> None:
         """Send work to a rank. Raises RankLost if it is gone."""
@@ -88,6 +105,8 @@ class RankProcesses:
 
     def stop(self) -> None:
         """Tell all ranks to leave, and end those that do not."""
+        atexit.unregister(self._kill)
+        self._watch.close()
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -99,6 +118,7 @@ class RankProcesses:
         later call returns the same error."""
         if self._why is not None:
             return RankLost(self._why)
+        self._watch.close()
         ended = wait([process.sentinel for process in self._processes], _EXIT_S)
         for process in self._processes:
             if process.sentinel in ended:  # its exit code may come a moment later
@@ -140,6 +160,13 @@ class RankProcesses:
         said = f": {self._said[rank]}" if rank in self._said else ""
         return f"rank {rank} (process {process.pid}) ended with exit code {process.exitcode}{said}"
 
+    def _kill_silent(self, rank: int, what: str) -> None:
+        """End a rank that the watch does not hear. This process may wait for it in an operation, which then fails."""
+        process = self._processes[rank - 1]
+        if process.exitcode is None:
+            self._said[rank] = f"it {what}"
+            process.kill()
+
     def _kill(self) -> None:
         for process in self._processes:
             if process.exitcode is None:
@@ -147,9 +174,14 @@ class RankProcesses:
             process.join()
 
 
-def _run_rank(run: Callable[..., None], connection: Connection, rank: int, *args: Any) -> None:
-    """Run a rank in its process, and send the error that ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 decides when ranks leave
+def _run_rank(
+    run: Callable[..., None], connection: Connection, beats: Connection, parent: int, rank: int, *args: Any
+) -> None:
+    """Run a rank in its process, a child of process `parent`, and send the error that ends it."""
+    die_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    beat(beats)
     try:
         run(connection, rank, *args)
     except EOFError:

@@ -1,4 +1,5 @@
 """The ways in which the ranks of a node share a model. Embedding, norms and head are whole on each rank in all of them.
+If there are fewer KV heads than ranks, several ranks have the same KV head, each with queries of its own.
 
 ONE_RANK                            one process holds the whole model
 Ranks(group)                        every rank has some KV heads and some hidden units of each layer
@@ -8,12 +9,14 @@ Ranks(group, RankRows())            every rank attends for sequences of its own,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
 
 from ..metadata.errors import ConfigError
+from ..metadata.handoff.kv_layout import Shard
 from ..metadata.wire.node_info import PoolLayout
 from .group import Group, OneRank
 from .model_config import ModelConfig
@@ -33,15 +36,18 @@ class Ranks:
         """Return the number of ranks that the heads of a layer are divided among."""
         return self.group.size if self.rows is None else 1
 
+    @property
+    def of_drafts(self) -> Ranks:
+        """Return the ranks that share a drafter. If ranks have sequences of their own, each has a whole drafter."""
+        return self if self.rows is None else ONE_RANK
+
+    @property
+    def _shard(self) -> Shard:
+        return Shard(self.group.rank, self.group.size) if self.rows is None else Shard(0, 1)
+
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError if the model cannot be divided among so many ranks."""
-        size = self.group.size
-        if config.num_kv_heads % self.num_head_shards:
-            raise ConfigError(f"{config.num_kv_heads} KV heads cannot be divided among {size} ranks; use a divisor")
-        if config.intermediate_size % size:
-            raise ConfigError(f"intermediate_size {config.intermediate_size} cannot be divided among {size} ranks")
-        if config.experts is not None and config.experts.inner_size % size:
-            raise ConfigError(f"experts of {config.experts.inner_size} units cannot be divided among {size} ranks")
+        check_shares(config, self.group.size, config.architecture, has_all_heads=self.rows is not None)
         if config.experts is not None and self.rows is not None:
             raise ConfigError(
                 f"{config.architecture} has mixtures of experts: a rank would skip experts that another rank needs; "
@@ -50,12 +56,21 @@ class Ranks:
 
     def own(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration with the heads of this rank."""
-        num = self.num_head_shards
-        return replace(config, num_heads=config.num_heads // num, num_kv_heads=config.num_kv_heads // num)
+        num_kv_heads = len(self._shard.heads(config.num_kv_heads))
+        return replace(config, num_heads=config.num_heads // self.num_head_shards, num_kv_heads=num_kv_heads)
 
     def own_pool(self, layout: PoolLayout) -> PoolLayout:
         """Return the layout of this rank's pool. The schema of a handoff describes the whole page."""
-        return msgspec.structs.replace(layout, num_kv_heads=layout.num_kv_heads // self.num_head_shards)
+        return msgspec.structs.replace(layout, num_kv_heads=len(self._shard.heads(layout.num_kv_heads)))
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here. One rank does not wait."""
+        if self.group.size > 1:
+            self.group.sum(torch.zeros(1))
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of each rank. All ranks must call it, with equally many."""
+        return self.group.gather(torch.tensor([numbers]), [1] * self.group.size).tolist()
 
     def least(self, number: int) -> int:
         """Return the least of the ranks' numbers. All ranks must call it."""
@@ -66,7 +81,7 @@ class Ranks:
         is_whole = split is None or (split.divides == "heads" and self.num_head_shards == 1)
         if self.group.size == 1 or split is None or is_whole:
             return None
-        return WeightShard(self.group.rank, self.group.size, split.dim)
+        return WeightShard(self.group.rank, self.group.size, split.dim, split.num_parts)
 
     def join(self, product: Product, shard: WeightShard) -> Product:
         """Return the product of the whole weight, given that of this rank's share."""
@@ -75,6 +90,23 @@ class Ranks:
             wrapper = GatheredProduct if shard.dim == 0 else ScatteredProduct
             return wrapper(product, self.group, in_size, out_size, self.rows)
         return product if shard.dim == 0 else SummedProduct(product, self.group, in_size, out_size)
+
+
+def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: bool = False) -> None:
+    """Raise ConfigError, which calls the model `model`, if `size` ranks cannot have equal shares of its layers.
+    `has_all_heads`: each rank has all heads."""
+    counts = {} if has_all_heads else {"query heads": config.num_heads}
+    counts["hidden units"] = config.intermediate_size
+    if config.experts is not None:
+        counts["hidden units of an expert"] = config.experts.inner_size
+    for what, count in counts.items():
+        if count % size:
+            raise ConfigError(f"{model} has {count} {what}, which {size} ranks cannot divide; let --tp be a divisor")
+    num_kv_heads = config.num_kv_heads
+    if not has_all_heads and num_kv_heads % size and size % num_kv_heads:
+        raise ConfigError(
+            f"{model} has {num_kv_heads} KV heads, which {size} ranks cannot share; let --tp be a divisor or a multiple"
+        )
 
 
 ONE_RANK = Ranks()

@@ -24,6 +24,8 @@ from .engine import Engine, choose_device, default_node_id, use_threads
 from .memory_share import fit_pools, memory_to_start, rehearsal_pages
 from .model_card import read_tokenizer
 from .progress import ProgressBar
+from .rank_processes import RankProcesses
+from .ranks import ONE_RANK, Ranks
 from .tuning import tune, use_file
 
 logger = logging.getLogger(__name__)
@@ -37,17 +39,19 @@ class ServedNode(Member, Protocol):
         ...
 
 
-def load_engine(config: EngineConfig, rehearse: Callable[[Engine], None] = lambda _: None) -> Engine:
-    """Load the model and run it once. On CUDA, its pools get what the node's share of the GPU leaves beside a node's
-    other work, which `rehearse` runs; but not without graphs, since the work of service is then not known before.
-    Raises ModelError and ConfigError."""
+def load_engine(
+    config: EngineConfig, rehearse: Callable[[Engine], None] = lambda _: None, ranks: Ranks = ONE_RANK
+) -> Engine:
+    """Load the model, or this rank's share of it, and run it once. On CUDA, its pools get what the node's share of the
+    GPU leaves beside a node's other work, which `rehearse` runs; but not without graphs, since the work of service is
+    then not known before. Raises ModelError and ConfigError."""
     started = time.monotonic()
     use_threads(config)
     device = choose_device(config.device)
     fits = device.type == "cuda" and captures(device) and config.num_pages is None
     with memory_to_start():
         with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
-            engine = Engine(config, progress, num_pages=rehearsal_pages(config, device) if fits else None)
+            engine = Engine(config, progress, ranks, num_pages=rehearsal_pages(config, device) if fits else None)
         logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
         tune_products(engine, measures=config.tune)
         if fits:
@@ -86,16 +90,22 @@ def serve(
     epoch: str,
     data_address: str,
     make_node: Callable[[Membership], ServedNode],
+    ranks: RankProcesses | None = None,
 ) -> int:
-    """Meet the router and run the node until it is asked to leave. Returns the exit status."""
+    """Meet the router and run the node until it is asked to leave. Returns the exit status. `ranks`: its other ranks.
+    Raises RankLost if one of them is lost."""
     membership = make_membership(config, name, role, engine, keys, epoch, data_address)
     with memory_to_start():
         node = membership.member = make_node(membership)
     freeze()
     membership.install_signals()
     membership.start()
+    if ranks is not None:
+        ranks.watch()
     try:
         while not membership.is_over:
+            if ranks is not None:
+                ranks.check()
             is_busy = node.step()
             membership.report()
             if not is_busy:
@@ -137,7 +147,10 @@ def make_membership(
         draft_fingerprint=engine.fingerprints[1],
         model=engine.card,
         capacity=Capacity(
-            num_pages=engine.pool.num_usable, page_size=engine.pool.page_size, max_running=config.max_running
+            num_pages=engine.pool.num_usable,
+            page_size=engine.pool.page_size,
+            max_running=config.max_running,
+            num_ranks=engine.num_ranks,
         ),
         data_address=data_address,
     )
@@ -185,9 +198,9 @@ def make_endpoint(config: EngineConfig, name: str, engine: Engine, keys: KeyPair
 
 def transports(config: EngineConfig, engine: Engine) -> tuple[str, ...]:
     """The transports that the node may use, best first. Raises ConfigError where it can use none."""
-    if config.transport == "cuda" and engine.device_pool is None:
+    if config.transport == "cuda" and engine.device.type != "cuda":
         raise ConfigError(f"transport cuda needs device cuda, this node is on {engine.device.type}; use auto")
     if config.transport != "auto":
         return (config.transport,)
-    has_device = engine.device_pool is not None
+    has_device = engine.device.type == "cuda"
     return tuple(name for name, transport in TRANSPORTS.items() if has_device or not transport.needs_device)

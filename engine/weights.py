@@ -164,7 +164,7 @@ class _StoredWeight(WeightSource):
         """`projections` and `in_size` have the sizes in the checkpoint."""
         self.out_sizes, self.in_size = tuple(projections.values()), in_size
         if shard is not None and shard.dim == 0:
-            self.out_sizes = tuple(out_size // shard.size for out_size in self.out_sizes)
+            self.out_sizes = tuple(size // shard.count(index) for index, size in enumerate(self.out_sizes))
         elif shard is not None:
             self.in_size //= shard.size
             has_bias = has_bias and shard.rank == 0  # the sum over the ranks has it once
@@ -193,7 +193,7 @@ class _StoredWeight(WeightSource):
             return parts
         if name not in ("weight", "bias"):
             raise ModelError(f"{self._names[0]}.{name} belongs to a format that ranks cannot divide; use one rank")
-        return [self._shard.take(part) for part in parts]
+        return [self._shard.take(part, index) for index, part in enumerate(parts)]
 
     def fused(self, name: str) -> Tensor:
         if name not in self._fused:

@@ -13,7 +13,8 @@ from .prompt_ends import PromptEnd, batches, tails
 from .scheduler import PlannedChunk, StepPlan
 
 if TYPE_CHECKING:
-    from ..engine.prompts import Prompts, SubmittedChunk
+    from ..engine.prompt_executor import PromptExecutor
+    from ..engine.prompts import SubmittedChunk
 
 
 class ChunkUnderWay(NamedTuple):
@@ -24,7 +25,7 @@ class ChunkUnderWay(NamedTuple):
     submitted: SubmittedChunk
 
 
-def submit(prompts: Prompts, plan: StepPlan) -> ChunkUnderWay:
+def submit(prompts: PromptExecutor, plan: StepPlan) -> ChunkUnderWay:
     """Submit the planned tokens to the device, and record in their requests that they are submitted.
 
     Raises OutOfMemory if the device has no memory for the chunk. The requests are then unchanged.

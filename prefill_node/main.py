@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from ..engine.engine import Engine
+from ..engine.prompt_executor import PromptExecutor
 from ..engine.prompts import Prompts
+from ..engine.rank_executor import RankPrompts
+from ..engine.rank_processes import RankProcesses
+from ..engine.ranked_engine import RankedEngine, check_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.addresses import any_port_of
+from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
@@ -16,20 +22,35 @@ _WILDCARDS = ("0.0.0.0", "::", "*")
 
 
 def run(config: PrefillConfig) -> int:
-    """Run until SIGTERM or SIGINT and return the exit status. Raises ConfigError and ModelError before it serves."""
+    """Run until SIGTERM or SIGINT and return the exit status. Raises ConfigError and ModelError before it serves, and
+    RankLost."""
     name = node_id(config, "prefill")
     if config.bind_host in _WILDCARDS:
         raise ConfigError(
             f"bind_host {config.bind_host} is a wildcard: give the address at which decode nodes reach this node"
         )
     keys = load_keys(config, any_port_of(config.bind_host))
+    if config.tp == 1:
+        engine = load_engine(config, lambda engine: Prompts(engine).warm_up())
+        return _serve(config, name, keys, engine, Prompts(engine))
+    check_ranks(config, config.tp)
+    with RankedEngine(config, config.tp, num_slots=0, name=name) as ranked:
+        return _serve(config, name, keys, ranked.engine, RankPrompts(ranked), ranked.processes)
+
+
+def _serve(
+    config: PrefillConfig,
+    name: str,
+    keys: KeyPair | None,
+    engine: Engine,
+    prompts: PromptExecutor,
+    ranks: RankProcesses | None = None,
+) -> int:
     epoch = new_epoch()
-    engine = load_engine(config, lambda engine: Prompts(engine).warm_up())
-    endpoint = make_endpoint(config, name, engine, keys, epoch)
-    handoff = HandoffServer(endpoint, config.bind_host, lease_s=engine.lease_s)
+    handoff = HandoffServer(make_endpoint(config, name, engine, keys, epoch), config.bind_host, lease_s=engine.lease_s)
 
     def make_node(membership: Membership) -> PrefillNode:
         sizes = config.max_running, config.chunk(engine.device.type)
-        return PrefillNode(Prompts(engine), engine.cache, membership, handoff, *sizes)
+        return PrefillNode(prompts, engine.cache, membership, handoff, *sizes)
 
-    return serve(config, name, "prefill", engine, keys, epoch, handoff.address, make_node)
+    return serve(config, name, "prefill", engine, keys, epoch, handoff.address, make_node, ranks)

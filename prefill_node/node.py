@@ -50,7 +50,8 @@ from .scheduler import PlannedChunk, PrefillScheduler, StepPlan
 from .tickets import FailedUnit, Tickets
 
 if TYPE_CHECKING:
-    from ..engine.prompts import Prompts, SubmittedTails
+    from ..engine.prompt_executor import PromptExecutor
+    from ..engine.prompts import SubmittedTails
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class PrefillNode:
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: PromptExecutor,
         cache: PrefixCache,
         membership: Membership,
         handoff: HandoffServer,

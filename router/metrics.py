@@ -105,6 +105,7 @@ class NodeFigures(Collector):
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
+    ("ranks", "Ranks that share the node's model.", lambda node: node.hello.capacity.num_ranks),
     ("pages", "KV pages that requests may use.", lambda node: node.hello.capacity.num_pages),
     ("free_pages", "Pages free, or cached without a reference.", lambda node: node.load.free_pages),
     ("running", "Requests that run.", lambda node: node.load.running),

@@ -25,12 +25,12 @@ MAY_IMPORT = {  # imports run downwards only
     "metadata": {"metadata"},
     "kernels": {"kernels"},
 }
-# The parts of metadata/ that engine/ may import: schema and wire types, configuration and errors.
+# The parts of metadata/ that engine/ may import: schema and wire types, and what every process needs.
 ENGINE_READS = {
-    *("baton.metadata.config", "baton.metadata.errors", "baton.metadata.wire"),
+    *(f"baton.metadata.{name}" for name in ("config", "errors", "logs", "parent", "wire")),
     *(
         f"baton.metadata.handoff.{name}"
-        for name in ("buffers", "hidden_layout", "kv_layout", "memory", "pages", "schema")
+        for name in ("buffers", "checksums", "hidden_layout", "kv_layout", "memory", "pages", "schema")
     ),
 }
 ENGINE_STARTUP = "engine/startup.py"  # starts a node of either role, so it also opens the sockets of metadata/bus

@@ -24,6 +24,7 @@ from ..model_config import ModelConfig
 from ..models.decoder import DecoderModel
 from ..models.target_ends import TargetEnds, ends_in
 from ..progress import Progress
+from ..ranks import Ranks
 from .base import Drafter
 from .registry import describe
 
@@ -75,6 +76,7 @@ class Loading(NamedTuple):
     target_kv: torch.Tensor  # the target's pool, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]
     draft_kv: torch.Tensor | None  # the drafter's own pool, if it has one
     on_progress: Progress | None
+    ranks: Ranks  # that share the draft
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,12 +143,18 @@ class Speculation:
         return xxhash.xxh3_128_hexdigest(json.dumps([weights, self.settings], sort_keys=True).encode())
 
     def load(
-        self, target: DecoderModel, target_kv: torch.Tensor, draft_kv: torch.Tensor | None, on_progress: Progress | None
+        self,
+        target: DecoderModel,
+        target_kv: torch.Tensor,
+        draft_kv: torch.Tensor | None,
+        on_progress: Progress | None,
+        ranks: Ranks,
     ) -> Drafter | None:
-        """Return the drafter, its own KV in `draft_kv` if it has any; None without speculation."""
+        """Return the drafter, or this rank's share of it, its own KV in `draft_kv` if it has any; None without
+        speculation."""
         if self.make is None:
             return None
-        return self.make(Loading(self.shape, self.hidden, target, target_kv, draft_kv, on_progress))
+        return self.make(Loading(self.shape, self.hidden, target, target_kv, draft_kv, on_progress, ranks))
 
     def _pool(self) -> PoolLayout | None:
         if not self.has_pool:

@@ -115,7 +115,7 @@ def _read(wanted: Wanted) -> Speculation:
 
 
 def _load(file: FrozenKvFile, loading: Loading) -> FrozenKvDrafter:
-    head = FrozenKvHead(file, loading.target)
+    head = FrozenKvHead(file, loading.target, loading.ranks)
     return FrozenKvDrafter(head, loading.target_kv, loading.hidden, loading.shape)
 
 

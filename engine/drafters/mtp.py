@@ -61,7 +61,7 @@ def _shape(wanted: Wanted, num_layers: int) -> DraftShape:
 def _load(head: HeadFile, loading: Loading) -> Drafter:
     prefixes, has_streams = layer_prefixes(head.names), head.config.hc_mult > 1
     load = load_hyper_mtp if has_streams else load_mtp
-    layers = load(head, prefixes, loading.ends)
+    layers = load(head, prefixes, loading.ends, loading.ranks)
     if len(layers) == 1:
         return ShiftedDrafter(layers[0], loading.kv, loading.hidden, loading.shape)
     return MtpLayersDrafter(layers, loading.kv, loading.hidden, loading.shape)

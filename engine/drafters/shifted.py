@@ -27,6 +27,7 @@ from ..draft_shape import DraftShape
 from ..models.head_file import HeadFile
 from ..models.heads import DraftHead
 from ..models.target_ends import TargetEnds
+from ..ranks import Ranks
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, grow_tree, sample_ahead, top_of
 from ..work import BatchRow
@@ -166,13 +167,13 @@ def shifted_speculation(
     wanted: Wanted,
     head: HeadFile,
     hidden: HiddenLayout,
-    load: Callable[[HeadFile, TargetEnds], DraftHead],
+    load: Callable[[HeadFile, TargetEnds, Ranks], DraftHead],
     aux_layers: tuple[int, ...] = (),
 ) -> Speculation:
     """Return the joint configuration with a head that proposes one token, which `load` reads."""
 
     def make(loading: Loading) -> ShiftedDrafter:
-        return ShiftedDrafter(load(head, loading.ends), loading.kv, loading.hidden, loading.shape)
+        return ShiftedDrafter(load(head, loading.ends, loading.ranks), loading.kv, loading.hidden, loading.shape)
 
     return Speculation(
         algorithm=wanted.algorithm,

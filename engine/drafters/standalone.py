@@ -126,7 +126,9 @@ def _check_vocabulary(wanted: Wanted, draft: ModelConfig) -> None:
 
 
 def _load(wanted: Wanted, draft: ModelConfig, loading: Loading) -> StandaloneDrafter:
-    model = load_model(wanted.draft_dir, draft, loading.dtype, loading.target.device, loading.on_progress)
+    model = load_model(
+        wanted.draft_dir, draft, loading.dtype, loading.target.device, loading.on_progress, loading.ranks
+    )
     return StandaloneDrafter(model, loading.kv, loading.hidden, loading.shape)
 
 

@@ -29,7 +29,9 @@ from ..batch import ForwardBatch
 from ..layers.embedding import LmHead
 from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
+from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT
 from ..products.linear import Linear
+from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
 from .decoder import DecoderModel
 from .read_config import read_model_config
@@ -64,11 +66,12 @@ class _Layer:
 class FrozenKvHead:
     """Owns the head's weights; reads the target's pool."""
 
-    def __init__(self, file: FrozenKvFile, target: DecoderModel) -> None:
-        """Read the tensors. Raises ModelError for those that are missing or of a wrong shape."""
-        config, tensors = file.config, HeadTensors(file.directory, target.dtype, target.device)
+    def __init__(self, file: FrozenKvFile, target: DecoderModel, ranks: Ranks = ONE_RANK) -> None:
+        """Read the tensors, or this rank's share of them. Raises ModelError for those that are missing or of a wrong
+        shape."""
+        config, tensors = file.config, HeadTensors(file.directory, target.dtype, target.device, ranks)
         size, width, inner = config.hidden_size, target.config.hidden_size, config.intermediate_size
-        self._file, self._target = file, target
+        self._config, self._target_layers, self._target = tensors.own(config), file.target_layers, target
         self._rotary = RotaryEmbedding(target.config.rope, config.head_dim, target.device)
         self._pre_projection = tensors.linear("pre_projection", size, 2 * width)
         self._post_projection = tensors.linear("post_projection", width, size)
@@ -78,12 +81,14 @@ class FrozenKvHead:
         self._layers = [
             _Layer(
                 tensors.tensor(f"layers.{i}.input_layernorm.weight", size),
-                tensors.linear(f"layers.{i}.self_attn.q_proj", config.q_size, size),
-                tensors.linear(f"layers.{i}.self_attn.o_proj", size, config.q_size),
+                tensors.linear(f"layers.{i}.self_attn.q_proj", config.q_size, size, split=HEADS_OUT),
+                tensors.linear(f"layers.{i}.self_attn.o_proj", size, config.q_size, split=HEADS_IN),
                 tensors.tensor(f"layers.{i}.post_attention_layernorm.weight", size),
                 Mlp(
-                    tensors.fused({f"layers.{i}.mlp.{part}": inner for part in ("gate_proj", "up_proj")}, size),
-                    tensors.linear(f"layers.{i}.mlp.down_proj", size, inner),
+                    tensors.fused(
+                        {f"layers.{i}.mlp.{part}": inner for part in ("gate_proj", "up_proj")}, size, split=INNER_OUT
+                    ),
+                    tensors.linear(f"layers.{i}.mlp.down_proj", size, inner, split=INNER_IN),
                 ),
             )
             for i in range(config.num_layers)
@@ -94,12 +99,12 @@ class FrozenKvHead:
         """Run one token per row at the last position with target KV, and write no KV.
 
         `kv` is the target's pool, `hidden` [num_tokens, target's hidden_size]."""
-        config = self._file.config
+        config = self._config
         eps, num_tokens = config.rms_norm_eps, batch.num_tokens
         attend = self._attention(batch, kv)
         cos, sin = self._rotary(batch.positions, self._target.dtype)
         x = self._pre_projection(torch.cat([self._target.embed(batch.input_ids), hidden], 1))
-        for layer, source in zip(self._layers, self._file.target_layers, strict=True):
+        for layer, source in zip(self._layers, self._target_layers, strict=True):
             q = layer.q(rms_norm(x, layer.attention_norm, eps)).view(num_tokens, config.num_heads, config.head_dim)
             apply_rotary_(q, cos, sin)
             x = x + layer.attention_out(attend(q, source).view(num_tokens, config.q_size))
@@ -116,7 +121,7 @@ class FrozenKvHead:
             return lambda q, layer: decode_attention(q, kv[layer], on_gpu)
         if reads_pages(kv.device, kv.dtype):
             return lambda q, layer: attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
-        plan = batch.attention_plan(self._file.config.num_kv_heads, (None,), self._target.dtype)
+        plan = batch.attention_plan(self._config.num_kv_heads, (None,), self._target.dtype)
         return lambda q, layer: paged_attention(q, kv[layer], plan, None)
 
 

@@ -23,6 +23,7 @@ from ..layers.embedding import Embedding, LmHead
 from ..layers.residual import Residual
 from ..model_config import ModelConfig
 from ..products.linear import Linear
+from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
 from .head_file import HeadFile
 from .hyper_eagle import load_hyper_eagle
@@ -121,12 +122,12 @@ def run_body(body: DecoderBody, hidden: Tensor, x: Tensor, context: AttentionCon
     return stream.settled()
 
 
-def load_eagle(file: HeadFile, target: TargetEnds) -> DraftHead:
-    """Read an EAGLE head, in the dtype and on the device of `target`.
+def load_eagle(file: HeadFile, target: TargetEnds, ranks: Ranks = ONE_RANK) -> DraftHead:
+    """Read an EAGLE head, or this rank's share of it, in the dtype and on the device of `target`.
 
     Raises ModelError for tensors that are missing, and for tensors that the layout does not know. Copies of the
     target's tensors are not read, nor is an input norm of the first layer, which has none."""
-    source, config, rotary = _begin(file, target)
+    source, config, rotary = _begin(file, target, ranks)
     if config.hc_mult > 1:
         head, ignored = load_hyper_eagle(source, config, rotary, target), ("embed_tokens.weight", "lm_head.weight")
     else:
@@ -135,16 +136,16 @@ def load_eagle(file: HeadFile, target: TargetEnds) -> DraftHead:
     return head
 
 
-def load_eagle3(file: HeadFile, target: TargetEnds) -> DraftHead:
-    """Read an EAGLE-3 head, in the dtype and on the device of `target`. Raises ModelError as `load_eagle` does."""
-    source, _, rotary = _begin(file, target)
+def load_eagle3(file: HeadFile, target: TargetEnds, ranks: Ranks = ONE_RANK) -> DraftHead:
+    """Read an EAGLE-3 head as `load_eagle` does."""
+    source, _, rotary = _begin(file, target, ranks)
     head = _eagle3(source, file, rotary, target)
     source.refuse_unknown("t2d")
     return head
 
 
-def _begin(file: HeadFile, target: TargetEnds) -> tuple[HeadTensors, ModelConfig, RotaryEmbedding]:
-    source = HeadTensors(file.directory, target.dtype, target.device)
+def _begin(file: HeadFile, target: TargetEnds, ranks: Ranks) -> tuple[HeadTensors, ModelConfig, RotaryEmbedding]:
+    source = HeadTensors(file.directory, target.dtype, target.device, ranks)
     return source, file.config, RotaryEmbedding(file.config.rope, file.config.head_dim, target.device)
 
 
@@ -165,7 +166,7 @@ def _eagle(source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, ta
         for i in range(1, config.num_layers)
     ]
     embed, fc = _embedding(source, config, target), source.linear("fc", size, 2 * size)
-    return EagleHead(config, rotary, target, embed, fc, first, tuple(rest))
+    return EagleHead(source.own(config), rotary, target, embed, fc, first, tuple(rest))
 
 
 def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target: TargetEnds) -> Eagle3Head:
@@ -181,7 +182,7 @@ def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target
         raise ModelError(f"{file.directory}: draft_vocab_size is {draft_vocab}, but there is no d2t")
     lm_head, logit_ids = _output(source, file, draft_vocab, target_ids, target)
     return Eagle3Head(
-        config,
+        source.own(config),
         rotary,
         _embedding(source, config, target),
         source.linear("fc", size, 3 * target.config.hidden_size),

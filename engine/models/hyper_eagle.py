@@ -65,7 +65,7 @@ def load_hyper_eagle(
         for i in range(config.num_layers)
     )
     return HyperEagleHead(
-        config,
+        source.own(config),
         rotary,
         target,
         source.tensor("hidden_norm.weight", wide),

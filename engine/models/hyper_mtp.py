@@ -19,6 +19,7 @@ from ..batch import ForwardBatch
 from ..layers.hyper_decoder import HyperDecoderLayer
 from ..model_config import ModelConfig
 from ..products.linear import Linear
+from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
 from .head_file import HeadFile
 from .hyper_llama import read_hyper_layer
@@ -63,9 +64,11 @@ class HyperMtpHead:
         return wide.unflatten(1, (self.config.hc_mult, self.config.hidden_size))
 
 
-def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[HyperMtpHead, ...]:
+def load_hyper_mtp(
+    file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds, ranks: Ranks = ONE_RANK
+) -> tuple[HyperMtpHead, ...]:
     """Read the layers as `load_layers` (mtp.py) does."""
-    return load_layers(file, prefixes, target, _load_layer, "emb.tok_emb.weight", "head.weight")
+    return load_layers(file, prefixes, target, ranks, _load_layer, "emb.tok_emb.weight", "head.weight")
 
 
 def _load_layer(
@@ -73,7 +76,7 @@ def _load_layer(
 ) -> HyperMtpHead:
     size = config.hidden_size
     return HyperMtpHead(
-        config,
+        source.own(config),
         rotary,
         target,
         source.tensor(f"{prefix}.enorm.weight", size),

@@ -16,7 +16,7 @@ from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward
 from ..layers.embedding import Embedding, LmHead
 from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
-from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT
+from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, heads_out
 from ..weights import Weights
 from .decoder import DecoderModel, DecoderStack
 from .family import ModelFamily
@@ -83,7 +83,7 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
         norms = HeadNorms(*(weights.tensor(f"{prefix}.{head}_norm.weight", config.head_dim) for head in ("q", "k")))
     return Attention(
         index,
-        weights.fused(sizes, in_size, bias=config.qkv_bias, split=HEADS_OUT),
+        weights.fused(sizes, in_size, bias=config.qkv_bias, split=heads_out(config.num_heads, config.num_kv_heads)),
         norms,
         config.sliding_window[index],
         weights.linear(

@@ -18,6 +18,7 @@ from ..batch import ForwardBatch
 from ..layers.decoder import DecoderLayer
 from ..model_config import ModelConfig
 from ..products.linear import Linear
+from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
 from .head_file import HeadFile
 from .heads import run_body
@@ -79,22 +80,29 @@ def takes_chained_states(file: HeadFile) -> bool:
     return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
 
 
-def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[MtpHead, ...]:
+def load_mtp(
+    file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds, ranks: Ranks = ONE_RANK
+) -> tuple[MtpHead, ...]:
     """Read the layers as `load_layers` does."""
-    return load_layers(file, prefixes, target, _load_layer, "embed_tokens.weight", "shared_head.head.weight")
+    return load_layers(file, prefixes, target, ranks, _load_layer, "embed_tokens.weight", "shared_head.head.weight")
 
 
 LoadLayer = Callable[[HeadTensors, str, ModelConfig, RotaryEmbedding, TargetEnds], Layer]
 
 
 def load_layers(
-    file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds, load_layer: LoadLayer[Layer], *copies: str
+    file: HeadFile,
+    prefixes: tuple[str, ...],
+    target: TargetEnds,
+    ranks: Ranks,
+    load_layer: LoadLayer[Layer],
+    *copies: str,
 ) -> tuple[Layer, ...]:
-    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names, first
-    layer first. Raises ModelError for tensors that are missing, and for tensors in the layers that the layout does not
-    know. Other tensors are ignored, because the file may hold the whole target, and so are the layers' `copies` of the
-    target's embedding and head."""
-    source = HeadTensors(file.directory, target.dtype, target.device)
+    """Read the layers' tensors, or this rank's share of them, in the dtype and on the device of `target`. `prefixes`
+    are those of their names, first layer first. Raises ModelError for tensors that are missing, and for tensors in the
+    layers that the layout does not know. Other tensors are ignored, because the file may hold the whole target, and so
+    are the layers' `copies` of the target's embedding and head."""
+    source = HeadTensors(file.directory, target.dtype, target.device, ranks)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
     layers = tuple(load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
@@ -110,7 +118,7 @@ def _load_layer(
     embedding_norm, hidden_norm, projection, final_norm = _MIMO_NAMES if is_mimo else _DEEPSEEK_NAMES
     size = config.hidden_size
     return MtpHead(
-        config,
+        source.own(config),
         rotary,
         target,
         source.tensor(f"{prefix}.{embedding_norm}.weight", size),

@@ -11,15 +11,16 @@ from ...metadata.errors import ModelError
 from ..checkpoint import Checkpoint
 from ..model_config import ModelConfig
 from ..products.linear import Linear
+from ..ranks import ONE_RANK, Ranks
 from ..weights import CheckpointWeights
 
 
 class HeadTensors(CheckpointWeights):
     """The tensors of one directory, in `dtype` on `device`."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> None:
         """Raises ModelError if the files are missing or damaged."""
-        super().__init__(Checkpoint(directory), dtype, device, prefixes=("", "model."))
+        super().__init__(Checkpoint(directory), dtype, device, prefixes=("", "model."), ranks=ranks)
 
     def ids(self, name: str) -> torch.Tensor:
         """Return a tensor of whole numbers, as int64."""

@@ -30,6 +30,12 @@ class Split(NamedTuple):
 
     divides: Literal["heads", "inner"]  # whole KV heads with their queries, or hidden units of a feed-forward layer
     dim: Literal[0, 1]  # 0: rows of the weight; 1: columns, whose products are summed
+    num_parts: tuple[int, ...] = ()  # of each projection, at most; more ranks than parts share them. (): no bound
+
+
+def heads_out(num_heads: int, num_kv_heads: int) -> Split:
+    """Return the division of fused q, k and v. If there are fewer KV heads than ranks, several ranks have the same."""
+    return Split("heads", 0, (num_heads, num_kv_heads, num_kv_heads))
 
 
 HEADS_OUT, HEADS_IN = Split("heads", 0), Split("heads", 1)
@@ -42,12 +48,18 @@ class WeightShard(NamedTuple):
     rank: int
     size: int  # number of ranks
     dim: Literal[0, 1]  # rows or columns
+    num_parts: tuple[int, ...] = ()  # as of `Split`
 
-    def take(self, stored: Tensor) -> Tensor:
-        """Return a view of this rank's part of dimension `dim`."""
-        length, rest = divmod(stored.shape[self.dim], self.size)
-        assert rest == 0, (stored.shape, self)
-        return stored.narrow(self.dim, self.rank * length, length)
+    def count(self, index: int) -> int:
+        """Return how many parts projection `index` is divided into."""
+        return min(self.size, self.num_parts[index]) if self.num_parts else self.size
+
+    def take(self, stored: Tensor, index: int) -> Tensor:
+        """Return a view of this rank's part of dimension `dim` of projection `index`."""
+        count = self.count(index)
+        length, rest = divmod(stored.shape[self.dim], count)
+        assert rest == 0 and self.size % count == 0, (stored.shape, index, self)
+        return stored.narrow(self.dim, self.rank * count // self.size * length, length)
 
 
 class WeightSource(ABC):

@@ -13,16 +13,25 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import Protocol
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from .kv_layout import KvLayout
-from .memory import PageMemory
 
 CHECKSUM_BYTES = 8
 
 
-def page_checksums(memory: Sequence[PageMemory], page: int) -> bytes:
+class HostPool(Protocol):
+    """A pool in host memory."""
+
+    layout: KvLayout
+    num_pages: int
+    pages: np.ndarray  # uint8 [num_layers, num_pages, page_layer_bytes]
+
+
+def page_checksums(memory: Sequence[HostPool], page: int) -> bytes:
     """Return the checksums of page number `page` in all pools (target, then draft), as little-endian uint64 [sum of
     num_layers * blocks_per_layer]."""
     digests: list[int] = []

@@ -1,9 +1,9 @@
-"""Access to the pages of this node's KV pools, in host memory or on a GPU. Imports no torch.
+"""Access to the pages of this node's KV pools, in host memory or elsewhere. Imports no torch.
 
-In host memory a pool and its `PageMemory` are the same bytes. On a GPU the pool lies in device memory, and the
-`PageMemory` is a host mirror with the same page numbers. A page lies in the mirror only while it travels through the
-host. `DevicePool` is the interface of the GPU pools; engine/cuda_pool.py implements it for CUDA. A page number names
-one page in every pool: target, then draft.
+In host memory a pool and its `PageMemory` are the same bytes. Otherwise the pool lies in the memory of a GPU, or in
+parts in the memories of several ranks, and the `PageMemory` is a host mirror with the same page numbers. A page lies in
+the mirror only while it travels through the host. `DevicePool` is the interface of such pools: engine/cuda_pool.py for
+CUDA, engine/rank_pool.py for ranks on CPUs. A page number names one page in every pool: target, then draft.
 
     OfferedPages   used by the prefill node's HandoffServer: checksums and bytes of pages that it offers
     ReceivedPages  used by the decode node's HandoffClient: checks of pages that have been copied
@@ -58,11 +58,11 @@ class MappedPools(Protocol):
 
 
 class DevicePool(Protocol):
-    """The pools of this node on its GPU. Only the node's main thread uses them."""
+    """The pools of this node on its GPU, or on several ranks. Only the node's main thread uses them."""
 
     @property
     def device(self) -> str:
-        """The UUID of the GPU."""
+        """The UUID of the GPU, or "" if there is none."""
         ...
 
     @property
@@ -90,9 +90,9 @@ class DevicePool(Protocol):
         Raises OutOfMemory."""
         ...
 
-    def begin_digest(self, pages: Sequence[int]) -> Gather:
-        """Begin to compute the checksums of pages of ours, when all work is done that was submitted so far. Raises
-        OutOfMemory."""
+    def begin_digest(self, pages: Sequence[int]) -> Gather | None:
+        """Begin to compute the checksums of pages of ours, when all work is done that was submitted so far. Return None
+        if the pool computes checksums only when they are asked for. Raises OutOfMemory."""
         ...
 
     def store(self, pages: Sequence[int]) -> None:
@@ -149,7 +149,9 @@ class OfferedPages:
         if self.device is None or not self._has_checksums or not new:
             return
         with suppress(OutOfMemory):
-            self._begun.append(_Begun({page: ages[page] for page in new}, self.device.begin_digest(new)))
+            gather = self.device.begin_digest(new)
+            if gather is not None:
+                self._begun.append(_Begun({page: ages[page] for page in new}, gather))
         if len(self._begun) > _MOST_BEGUN:
             self._take(self._begun[0])
 
@@ -217,4 +219,5 @@ class ReceivedPages:
 
 
 def _check_digest(schema: HandoffSchema, device: DevicePool | None) -> None:
-    assert schema.checksum == "none" or (schema.checksum == GPU_CHECKSUM) == (device is not None), schema.checksum
+    is_on_gpu = device is not None and bool(device.device)
+    assert schema.checksum == "none" or (schema.checksum == GPU_CHECKSUM) == is_on_gpu, schema.checksum

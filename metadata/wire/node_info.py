@@ -101,6 +101,7 @@ class Capacity(Message, frozen=True):
     num_pages: Count  # pages that requests may use (padding excluded)
     page_size: Index
     max_running: Count
+    num_ranks: Annotated[Index, Since(6)] = 1  # processes that share the node's model
 
 
 class Load(Message, frozen=True):

@@ -33,7 +33,6 @@ from bench_tables import heading, tables
 from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 from sampling_kinds import KINDS
 
-from baton.deploy.logs import setup_logging
 from baton.engine.config import EngineConfig
 from baton.engine.copies import to_host
 from baton.engine.device_executor import DeviceExecutor
@@ -45,6 +44,7 @@ from baton.engine.rounds import Rounds
 from baton.engine.startup import freeze, tune_products
 from baton.engine.work import BatchRow
 from baton.metadata.config import ProcessConfig
+from baton.metadata.logs import setup_logging
 from baton.metadata.wire.request import SamplingParams
 
 BATCHES = (1, 8, 64, 256)

@@ -15,7 +15,7 @@ from evidence import Evidence
 from faulty import Strike
 from outages import Outages
 from rig import REQUEST_S, Rig, role_of
-from scenarios import EVENTS, FRAMES, JUMPS_S, PAGES, PHASE_OF, STOPS_S, STORM_WEIGHTS, TAGS, Scenario
+from scenarios import EVENTS, FRAMES, JUMPS_S, PAGES, PHASE_OF, RANKS, STOPS_S, STORM_WEIGHTS, TAGS, Scenario
 from streams import HANG_S, Known, Stream
 
 REACH_S = 15.0  # longest wait for a phase
@@ -147,6 +147,10 @@ class Play:
             self._resume()
         elif kind in ("kill", "stop", "restart", "router kill", "router stop", "router restart"):
             self._signals("router" if kind.startswith("router") else target, kind.removeprefix("router "))
+        elif kind in RANKS:
+            number = signal.SIGKILL if kind == "rank kill" else signal.SIGSTOP
+            if self.rig.hit_rank(f"{role_of(target)}-1", number):
+                self.result.faults[kind, phase] += 1
         elif kind.startswith("partition"):
             self._partition(target, kind.removeprefix("partition "))
         elif kind.endswith("clock"):

@@ -19,6 +19,7 @@ from forked import FAULT_PLAN
 from partition import Lines
 
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+RANKED = ("prefill-1", "decode-1")  # the nodes that may have several ranks
 NODE_FLAGS = ["--model-name", "chaos", "--page-size", "8", "--chunk-tokens", "32", "--max-running", "5"]
 POOLS = {"prefill": "96", "decode": "66"}  # pages; a context of 512 tokens takes 64
 REQUEST_S = 90.0  # timeout of a request; one that takes this long was stuck
@@ -48,11 +49,14 @@ class Rig(Cluster):
         nodes: Iterable[str] = NODES,
         seed: int = 0,
         place: Place = "remote",
+        num_ranks: int = 1,
     ):
-        """`place`: who computes the prompts of requests; `seed` also draws it for each, if it is mixed."""
+        """`num_ranks`: of each node in RANKED. `place`: who computes the prompts of requests; `seed` also draws it for
+        each, if it is mixed."""
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory, model, is_forked=True)
         self.flags = flags
+        self._num_ranks = num_ranks
         self._router_flags = [*ROUTER_FLAGS, "--local-prefill", "never" if place == "remote" else "always"]
         self._places = seed if place == "mixed" else None
         self.nodes_wanted = tuple(nodes)
@@ -92,6 +96,8 @@ class Rig(Cluster):
     def start_wanted(self, name: str) -> None:
         flags = [*NODE_FLAGS, "--num-pages", POOLS[role_of(name)], *self.flags]
         flags += ["--router", f"tcp://127.0.0.1:{self.lines[name, 'router'].port}"]
+        if name in RANKED:
+            flags += ["--tp", str(self._num_ranks)]
         if name in self.data_ports:
             flags += ["--bind-host", f"tcp://127.0.0.1:{self.data_ports[name]}"]
         self.start_node(role_of(name), name, *flags)
@@ -127,6 +133,15 @@ class Rig(Cluster):
             self.stopped.discard(name)
         if process.popen.poll() is None:
             process.send_signal(number)
+
+    def hit_rank(self, name: str, number: int) -> bool:
+        """Send a signal to a rank of a node, which then ends. Return whether the node runs and has one."""
+        process = self.processes[name]
+        ranks = process.ranks if self.is_running(name) else []
+        if ranks:
+            process.is_expected_to_run = False
+            ranks[0].send_signal(number)
+        return bool(ranks)
 
     def plan(self, name: str, plan: Plan) -> None:
         """Set the faults of a process. The file is replaced in one step."""

@@ -13,6 +13,7 @@ FRAMES = ("drop", "duplicate", "reorder", "delay", "truncate", "flip", "full")
 PAGES = ("page flip", "page stale", "page slow")
 ROUTER = ("router kill", "router stop", "router restart")
 OTHERS = ("clock", "router clock", "flood", "storm")
+RANKS = ("rank kill", "rank stop")  # of the nodes that have several
 KINDS = (*PROCESS, *PARTITIONS, *FRAMES, *PAGES, *ROUTER, *OTHERS)
 
 # (role, phase): the event at which the fault injector strikes, and the most such events that may happen before

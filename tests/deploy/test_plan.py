@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from baton.decode_node.config import DecodeConfig
+from baton.deploy.cli import main
 from baton.deploy.plan import Plan, UpConfig, check_model, check_port, commands, split_threads
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
@@ -39,6 +42,22 @@ def test_the_commands_of_a_plan() -> None:
         assert "BATON_API_KEY" not in node.environ
     assert nodes[-1].environ["OMP_NUM_THREADS"] == "3"
     assert not any("hunter2" in word for item in made for word in item.argv)
+
+
+def test_roles_may_have_unlike_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of all nodes share the cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    plan = Plan(UpConfig(prefill=2), RouterConfig(), PrefillConfig(tp=2), DecodeConfig(tp=3))
+    _, *prefill, decode = commands(plan, node_port=5701, http_port=8001)
+    for node in prefill:
+        assert {"--tp=2", "--threads=2"} <= set(node.argv)
+    assert {"--tp=3", "--threads=2"} <= set(decode.argv)
+
+
+def test_a_flag_for_one_role_wins_over_that_for_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--tp", "4", "--prefill-tp", "2", "--print-config"]) == 0
+    tables = tomllib.loads(capsys.readouterr().out)
+    assert (tables["prefill"]["tp"], tables["decode"]["tp"]) == (2, 4)
 
 
 def test_a_plan_without_prefill_nodes_lets_decode_nodes_compute_prompts() -> None:

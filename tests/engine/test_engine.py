@@ -103,7 +103,7 @@ def test_the_demo_model_is_the_default() -> None:
     ],
 )
 def test_the_dtype_follows_the_device_and_the_checkpoint(asked: Any, device: str, stored: Any, dtype: str) -> None:
-    assert engines._choose_dtype(asked, torch.device(device), stored) == dtype
+    assert engines.choose_dtype(asked, torch.device(device), stored) == dtype
 
 
 def test_auto_takes_cuda_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.deploy.logs import setup_logging
 from baton.engine.progress import ProgressBar, tracked
 from baton.metadata.config import ProcessConfig
+from baton.metadata.logs import setup_logging
 
 logger = logging.getLogger("baton.test")
 MIB = 1 << 20

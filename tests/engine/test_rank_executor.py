@@ -23,7 +23,8 @@ from baton.engine.engine import Engine
 from baton.engine.executor import Executor
 from baton.engine.pages import Owner, PagePool
 from baton.engine.prompts import Prompts, SubmittedChunk
-from baton.engine.rank_executor import OwnWorkExecutor, RankedEngine, RankExecutor, RankPrompts
+from baton.engine.rank_executor import OwnWorkExecutor, RankExecutor, RankPrompts
+from baton.engine.ranked_engine import RankedEngine
 from baton.engine.rounds import LocalChunk, Rounds
 from baton.engine.sampling_state import SamplingState
 from baton.engine.work import Accepted, BatchRow, Chunk, ChunkRow, CopyPages, LoadSlot, Recompute, Tail, Tails

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +21,11 @@ from baton.engine.group import CpuGroup
 from baton.engine.rank_processes import RankProcesses
 from baton.metadata.errors import RankLost
 
+SUPPORT = Path(__file__).parents[1] / "support"
+
 
 def _are_gone(pids: Sequence[int]) -> bool:
-    return not any(psutil.pid_exists(pid) for pid in pids)
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
 @contextmanager
@@ -79,6 +83,74 @@ def test_a_rank_that_does_not_answer_is_ended() -> None:
         with pytest.raises(RankLost, match=r"rank 1 did not answer within 0\.2 s; all ranks were ended"):
             processes.report(1)
         assert _are_gone(pids)
+
+
+def test_a_stopped_rank_is_ended_while_rank_0_waits_for_it_in_an_operation(tmp_path: Path) -> None:
+    """The timeout of the group is a minute; the silence of the rank is noticed long before."""
+    with ready(2, hang_in_group, str(tmp_path / "meeting")) as processes:
+        processes.watch()
+        pids = processes.pids
+        group = CpuGroup(0, 2, tmp_path / "meeting")
+        os.kill(pids[0], signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RankLost, match=r"ended with exit code -9: it was silent for 3 s"), processes.guarded():
+            group.sum(torch.ones(1))
+        assert time.monotonic() - began < 10
+        group.close()
+        assert _are_gone(pids)
+
+
+def test_a_rank_that_runs_is_not_silent() -> None:
+    with ready(2, echo) as processes:
+        processes.watch()
+        time.sleep(3.5)
+        processes.send(1, b"x")
+        assert processes.report(1) == b"\x01x"
+
+
+def _rank_0(path: Path, then: str) -> list[str]:
+    """Return the command of a process that starts two ranks, prints their ids, and then does `then`."""
+    path.write_text(f"""
+import sys, time
+sys.path.insert(0, {str(SUPPORT)!r})
+from rank_functions import echo
+from baton.engine.rank_processes import RankProcesses
+if __name__ == "__main__":
+    processes = RankProcesses(3, echo, timeout_s=60.0)
+    processes.wait_ready()
+    print(*processes.pids, flush=True)
+    {then}
+""")
+    return [sys.executable, str(path)]
+
+
+def test_no_rank_outlives_rank_0_not_even_a_stopped_one(tmp_path: Path) -> None:
+    """Signals of a service manager do not end a rank, but the end of rank 0 does, however it comes."""
+    command = _rank_0(tmp_path / "rank_0.py", "time.sleep(600)")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
+        try:
+            assert rank_0.stdout is not None
+            pids = [int(word) for word in rank_0.stdout.readline().split()]
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGINT)
+            os.kill(pids[0], signal.SIGSTOP)
+            time.sleep(0.3)
+            assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+        finally:
+            rank_0.kill()
+    deadline = time.monotonic() + 10
+    while not _are_gone(pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+
+
+def test_rank_0_that_ends_by_itself_does_not_wait_for_ranks(tmp_path: Path) -> None:
+    """An error that nobody catches ends the process, although nobody has stopped the ranks."""
+    command = _rank_0(tmp_path / "rank_0.py", "raise ValueError")
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1 and "ValueError" in ended.stderr
+    assert _are_gone([int(word) for word in ended.stdout.split()])
 
 
 def test_a_rank_that_misses_an_operation_is_ended_after_the_timeout_of_the_group(tmp_path: Path) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from drafters import settings
 
-from baton.decode_node.config import DecodeConfig
 from baton.engine.checkpoint import Checkpoint
-from baton.engine.engine import Engine
 from baton.engine.group import Group, OneRank
 from baton.engine.models.read_config import read_model_config
-from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT
+from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, heads_out
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
 from baton.engine.ranks import ONE_RANK, Ranks
 from baton.engine.weights import CheckpointWeights
@@ -55,6 +51,21 @@ def test_the_shares_of_all_ranks_sum_to_the_whole(checkpoint: Callable[..., Path
     assert own[1].own(config).num_kv_heads * 2 == config.num_kv_heads
 
 
+def test_ranks_share_a_kv_head_if_there_are_fewer_heads_than_ranks(checkpoint: Callable[..., Path]) -> None:
+    """Of 4 ranks, 0 and 1 have KV head 0, and each has one query head."""
+    model = checkpoint("llama")
+    config = read_model_config(model)
+    names = {f"model.layers.0.self_attn.{part}_proj": size for part, size in zip("qkv", (64, 32, 32), strict=True)}
+    x, split = torch.randn(3, 64), heads_out(config.num_heads, config.num_kv_heads)
+    q, k, v = _weights(model, OneRank()).fused(names, 64, split=split)(x).split([64, 32, 32], 1)
+    for rank in range(4):
+        weights = _weights(model, OneOf(rank, 4))
+        own = weights.fused(names, 64, split=split)(x).split([16, 16, 16], 1)
+        for part, whole, head in zip(own, (q, k, v), (rank, rank // 2, rank // 2), strict=True):
+            assert torch.allclose(part, whole[:, 16 * head : 16 * (head + 1)], atol=1e-5)
+        assert (weights.own(config).num_heads, weights.own(config).num_kv_heads) == (1, 1)
+
+
 def test_ranks_with_sequences_of_their_own_have_all_heads_and_gather_rows(checkpoint: Callable[..., Path]) -> None:
     model, rows = checkpoint("llama"), RankRows((2,))
     weights = _weights(model, OneOf(0, 2), rows)
@@ -73,29 +84,33 @@ def test_ranks_with_sequences_of_their_own_have_all_heads_and_gather_rows(checkp
 def test_a_pool_has_the_heads_of_its_rank() -> None:
     layout = PoolLayout(num_layers=2, num_kv_heads=4, head_dim=16, dtype="float32")
     assert Ranks(OneOf(0, 2)).own_pool(layout).num_kv_heads == 2
+    assert Ranks(OneOf(0, 8)).own_pool(layout).num_kv_heads == 1
     assert Ranks(OneOf(0, 2), RankRows()).own_pool(layout) == ONE_RANK.own_pool(layout) == layout
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "rows", "error"),
+    ("family", "config", "size", "rows", "error"),
     [
-        ("llama", 4, None, "2 KV heads cannot be divided among 4 ranks"),
-        ("llama", 3, RankRows(), "intermediate_size 128 cannot be divided among 3 ranks"),
-        ("qwen3_moe", 2, RankRows(), "has mixtures of experts"),
+        ("llama", {}, 8, None, "LlamaForCausalLM has 4 query heads, which 8 ranks cannot divide"),
+        ("llama", {}, 3, RankRows(), "LlamaForCausalLM has 128 hidden units, which 3 ranks cannot divide"),
+        (
+            "llama",
+            {"hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 96},
+            3,
+            None,
+            "has 2 KV heads, which 3 ranks cannot share",
+        ),
+        ("qwen3_moe", {}, 3, RankRows(), "has 128 hidden units, which 3 ranks cannot divide"),
+        ("qwen3_moe", {}, 2, RankRows(), "has mixtures of experts"),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(
-    family: str, size: int, rows: RankRows | None, error: str, checkpoint: Callable[..., Path]
+    family: str,
+    config: dict[str, int],
+    size: int,
+    rows: RankRows | None,
+    error: str,
+    checkpoint: Callable[..., Path],
 ) -> None:
     with pytest.raises(ConfigError, match=error):
-        Ranks(OneOf(0, size), rows).check(read_model_config(checkpoint(family)))
-
-
-def test_a_drafter_that_reads_the_targets_heads_needs_all_of_them(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    model = checkpoint("llama")
-    drafter: dict[str, Any] = settings("frozen-kv-mtp", model, tmp_path)
-    config = DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=16, **drafter)
-    with pytest.raises(ConfigError, match="frozen-kv-mtp reads all KV heads"):
-        Engine(config, ranks=Ranks(OneOf(0, 2)))
+        Ranks(OneOf(0, size), rows).check(read_model_config(checkpoint(family, **config)))

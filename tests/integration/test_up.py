@@ -179,6 +179,29 @@ def test_a_node_that_dies_is_restarted_and_serves_again(tmp_path: Path, model_di
         assert running.process.wait(20) == 0, running.said
 
 
+def test_a_node_of_several_ranks_is_restarted_whole_when_one_dies(tmp_path: Path, model_dir: Path) -> None:
+    body = {"prompt": "def main(", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    with up(tmp_path, model_dir, "--prefill-tp", "2", "--decode-tp", "2") as running:
+        assert "1 prefill of 2 ranks and 1 decode of 2 ranks" in running.said
+        body["model"] = running.request("GET", "/v1/models")[1]["data"][0]["id"]
+        before = running.request("POST", "/v1/completions", body)[1]["choices"][0]["text"]
+        decode = next(child for child in running.family() if "decode" in child.cmdline())
+        [rank] = [each for each in decode.children() if any("spawn_main" in word for word in each.cmdline())]
+        rank.kill()
+        words = (
+            f"decode-0 exited with status 1; next start in .*rank 1 \\(process {rank.pid}\\) ended with exit code -9"
+        )
+        wait_until(lambda: re.search(words, running.said), lambda: running.said, 10)
+
+        def serves_again() -> bool:
+            status, answer = running.request("POST", "/v1/completions", body)
+            return status == 200 and answer["choices"][0]["text"] == before
+
+        wait_until(serves_again, lambda: running.said, READY_S)
+        running.process.terminate()
+        assert running.process.wait(20) == 0, running.said
+
+
 def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, model_dir: Path) -> None:
     """decode-1 dies and cannot restart, because its key is gone; decode-0 answers until it has its key."""
     with up(tmp_path, model_dir, "--decode", "2") as running:

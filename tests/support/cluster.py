@@ -32,6 +32,7 @@ from forked import Forked
 READY_S = 60.0
 IDLE_S = 30.0  # how long the books may take to balance after the last answer
 EXIT_S = 20.0
+LEAVE_S = 2.0  # how long processes that a process started may outlive it
 TAIL_LINES = 40
 
 
@@ -62,6 +63,12 @@ class Process:
     @property
     def pid(self) -> int:
         return self.popen.pid
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of a node's ranks 1 and above."""
+        children = psutil.Process(self.pid).children()
+        return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
 
     @property
     def log(self) -> str:
@@ -218,7 +225,7 @@ class Cluster:
         for process in running:
             status = process.wait(max(0.1, deadline - time.monotonic()))
             assert status == 0, f"{process.name} exited with {status} after SIGTERM"
-        left = [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        left = psutil.wait_procs(family, LEAVE_S)[1]
         assert not left, f"left behind: {left}"
 
     def kill_all(self) -> None:

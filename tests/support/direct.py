@@ -31,6 +31,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.heads import DraftHead
 from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
+from baton.engine.ranks import ONE_RANK
 from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
@@ -170,7 +171,7 @@ class Direct:
             assert self.speculation.draft is not None
             dtype = TORCH_DTYPES[self.speculation.hidden.draft_dtype]
             self.draft_kv = make_pool(self.speculation.draft, page_size, dtype)
-        drafter = self.speculation.load(self.target, self.target_kv, self.draft_kv, None)
+        drafter = self.speculation.load(self.target, self.target_kv, self.draft_kv, None, ONE_RANK)
         assert drafter is not None
         self.drafter = drafter
         self._pages = iter(shuffled_pages(8, 12))

@@ -53,6 +53,7 @@ class Forked:
 
 def _run(argv: list[str], log: str, environ: dict[str, str]) -> None:
     """Run the command in the child."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start ranks
     os.setpgid(0, 0)
     for fd, flags, path in ((0, os.O_RDONLY, os.devnull), (1, os.O_WRONLY | os.O_APPEND, log)):
         opened = os.open(path, flags)

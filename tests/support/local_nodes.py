@@ -11,6 +11,8 @@ from baton.decode_node.node import DecodeNode
 from baton.engine.device_executor import DeviceExecutor
 from baton.engine.graphs import graph_sizes
 from baton.engine.prompts import Prompts
+from baton.engine.rank_executor import RankExecutor, RankPrompts
+from baton.engine.ranked_engine import RankedEngine
 from baton.engine.startup import load_engine, make_endpoint, make_membership
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import new_epoch
@@ -22,26 +24,45 @@ from baton.prefill_node.node import PrefillNode
 _NO_BOUND_S = 1e6  # unless a test gives a bound: the length of chunks must not depend on this machine's times
 
 
-def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: Any) -> PrefillNode:
-    """Start a prefill node that says hello. `more`: its settings. The caller closes its membership and handoff."""
-    engine, epoch = load_engine(config), new_epoch()
+def start_prefill(
+    name: str, config: PrefillConfig, *, lease_s: float, ranks: ExitStack | None = None, **more: Any
+) -> PrefillNode:
+    """Start a prefill node that says hello. `more`: its settings. The caller closes its membership and handoff, and
+    then `ranks`, which a node with several ranks needs."""
+    ranked = _ranked(name, config, 0, ranks)
+    engine, epoch = load_engine(config) if ranked is None else ranked.engine, new_epoch()
     handoff = HandoffServer(make_endpoint(config, name, engine, None, epoch), "127.0.0.1", lease_s=lease_s)
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
     sizes = config.max_running, config.chunk(engine.device.type)
+    prompts = Prompts(engine) if ranked is None else RankPrompts(ranked)
     return _started(
-        membership, handoff, lambda: PrefillNode(Prompts(engine), engine.cache, membership, handoff, *sizes, **more)
+        membership, handoff, lambda: PrefillNode(prompts, engine.cache, membership, handoff, *sizes, **more)
     )
 
 
-def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
+def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = None, **more: Any) -> DecodeNode:
     """Start a decode node in the same way as `start_prefill`."""
-    engine, epoch = load_engine(config), new_epoch()
+    ranked = _ranked(name, config, config.max_running, ranks)
+    engine, epoch = load_engine(config) if ranked is None else ranked.engine, new_epoch()
     handoff = HandoffClient(make_endpoint(config, name, engine, None, epoch))
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
-    executor = DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
+    if ranked is None:
+        executor = DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
+    else:
+        executor = RankExecutor(ranked)
     parts = executor, engine.cache, membership, handoff, config.max_running, config.chunk(engine.device.type)
     max_gap_s = config.max_gap_s or _NO_BOUND_S
     return _started(membership, handoff, lambda: DecodeNode(*parts, max_gap_s=max_gap_s, **more))
+
+
+def _ranked(
+    name: str, config: PrefillConfig | DecodeConfig, num_slots: int, ranks: ExitStack | None
+) -> RankedEngine | None:
+    """Return the ranks of a node that has several. A process can be rank 0 of one such node at a time."""
+    if config.tp == 1:
+        return None
+    assert ranks is not None, "nobody would end the ranks"
+    return ranks.enter_context(RankedEngine(config, config.tp, num_slots=num_slots, name=name))
 
 
 def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:

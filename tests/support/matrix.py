@@ -281,12 +281,12 @@ class Watch:
 @contextmanager
 def scarce_pages(pair: NodePair, num_left: int) -> Iterator[None]:
     """Leave the decode node only `num_left` pages to give, cached ones included."""
-    engine = pair.decode.executor.engine
-    held = engine.cache.allocate(engine.cache.available - num_left, Owner.REQUEST)
+    cache = pair.decode.cache
+    held = cache.allocate(cache.available - num_left, Owner.REQUEST)
     try:
         yield
     finally:
-        engine.pool.release(held)
+        cache.pool.release(held)
 
 
 def force_steps(pair: NodePair, choose: Callable[[int], int]) -> None:

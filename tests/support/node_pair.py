@@ -72,15 +72,14 @@ def node_pairs(*, checks_books: bool = True) -> Iterator[Callable[..., NodePair]
     """Yield a function that starts pairs, with the arguments of NodePair. When the block ends, the books of all pairs
     are checked (unless `checks_books` is False) and all pairs are closed."""
     pairs: list[NodePair] = []
-
-    def start(model: Path, **options: Any) -> NodePair:
-        pairs.append(NodePair(model, **options))
-        return pairs[-1]
-
-    yield start
     with ExitStack() as stack:
-        for pair in pairs:
-            stack.callback(pair.close)
+
+        def start(model: Path, **options: Any) -> NodePair:
+            pairs.append(NodePair(model, **options))
+            stack.callback(pairs[-1].close)
+            return pairs[-1]
+
+        yield start
         for pair in pairs if checks_books else ():
             pair.check_books()
 
@@ -108,13 +107,16 @@ class NodePair:
             "threads": 1,
         }
         self._nodes: list[PrefillNode | DecodeNode] = []
+        self._ranks = ExitStack()
         with ExitStack() as stack:
             stack.callback(self.close)
             settings = PrefillConfig(**(common | (prefill or {})))
-            self.prefill = start_prefill("prefill-0", settings, lease_s=5.0, overlaps=overlaps)
+            self.prefill = start_prefill("prefill-0", settings, lease_s=5.0, ranks=self._ranks, overlaps=overlaps)
             self._nodes.append(self.prefill)
             settings = DecodeConfig(**(common | (decode or {})))
-            self.decode = start_decode("decode-0", settings, is_adaptive=is_adaptive, overlaps=overlaps)
+            self.decode = start_decode(
+                "decode-0", settings, ranks=self._ranks, is_adaptive=is_adaptive, overlaps=overlaps
+            )
             self._nodes.append(self.decode)
             stack.pop_all()
         for node in (
@@ -208,6 +210,7 @@ class NodePair:
         for node in self._nodes:
             node.membership.close()
             node.handoff.close()
+        self._ranks.close()
         self._socket.close()
         self._context.term()
 

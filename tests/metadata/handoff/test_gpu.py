@@ -296,13 +296,12 @@ def test_a_flipped_bit_on_the_device_is_found_and_pulled_again(
 class _Engine:
     """The attributes of an engine that `transports` reads."""
 
-    def __init__(self, device_pool: Any) -> None:
-        self.device_pool = device_pool
-        self.device = type("Device", (), {"type": "cpu"})
+    def __init__(self, device: str) -> None:
+        self.device = type("Device", (), {"type": device})
 
 
 def test_transports_are_named_best_first() -> None:
-    on_cpu, on_gpu = _Engine(None), _Engine(object())
+    on_cpu, on_gpu = _Engine("cpu"), _Engine("cuda")
     assert transports(EngineConfig(), on_cpu) == ("local", "zmq")  # type: ignore[arg-type]
     assert transports(EngineConfig(), on_gpu) == ALL  # type: ignore[arg-type]
     assert transports(EngineConfig(transport="zmq"), on_gpu) == ("zmq",)  # type: ignore[arg-type]

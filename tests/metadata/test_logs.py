@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.deploy.logs import setup_logging
 from baton.metadata.config import ProcessConfig
+from baton.metadata.logs import setup_logging
 
 logger = logging.getLogger("baton.test")
 Lines = Callable[..., list[str]]

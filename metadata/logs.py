@@ -14,7 +14,7 @@ import time
 from datetime import UTC, datetime
 from typing import TextIO
 
-from ..metadata.config import ProcessConfig
+from .config import ProcessConfig
 
 _RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 _COLOURS = {"D": "\x1b[2m", "W": "\x1b[33m", "E": "\x1b[31m", "C": "\x1b[31;1m"}

@@ -1,0 +1,171 @@
+"""The ranks of a node: rank 0's engine in this process, and the processes of the other ranks with theirs.
+
+    rank 0: RankedEngine --frame--> rank i: run_rank
+
+Every rank loads its share of the model and does the same start. Then ranks 1 and above do the work that they get, in
+the same order as rank 0 (rank_executor.py).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from ..metadata.errors import ConfigError
+from ..metadata.logs import setup_logging
+from .config import EngineConfig
+from .device_executor import DeviceExecutor
+from .drafters.speculation import read_speculation
+from .engine import Engine, choose_device, choose_dtype, resolve_model, use_threads
+from .group import TIMEOUT_S, CpuGroup
+from .models.read_config import read_model_config
+from .products.ranked import RankRows
+from .prompts import Prompts
+from .rank_processes import READY, REPORT, RankProcesses
+from .ranks import Ranks, check_shares
+from .startup import load_engine
+from .work import Chunk, Forget, Round, WarmUp
+from .work_frames import Work, decode, encode
+
+
+def check_ranks(config: EngineConfig, size: int) -> None:
+    """Raise ConfigError if `size` ranks cannot serve with this configuration, before any of them starts."""
+    device = choose_device(config.device)
+    if device.type != "cpu":
+        raise ConfigError(
+            f"--tp {size} on device {device.type}: ranks compute on CPUs only; use --device cpu or --tp 1"
+        )
+    model_dir = resolve_model(config.model)
+    model = read_model_config(model_dir)
+    check_shares(model, size, f"the model in {model_dir}")
+    speculation = read_speculation(config, model_dir, model, choose_dtype(config.dtype, device, model.checkpoint_dtype))
+    if speculation.draft is not None:
+        check_shares(speculation.draft, size, f"the drafter in {speculation.draft_dir}")
+
+
+class RankedEngine:
+    """Owns rank 0's engine and the processes of the other ranks. Context manager: leaving it ends them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        size: int,
+        *,
+        num_slots: int,
+        name: str = "node",
+        divides_sequences: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Start the ranks, and wait until all have loaded their share of the model and run it once.
+
+        `num_slots`: of rounds; 0 on a node that runs none. `name`: of the node, for the logs of its ranks.
+        `divides_sequences`: every rank attends for sequences of its own. `timeout_s`: a collective operation or a
+        report that takes longer raises RankLost. Raises RankLost if a rank cannot start, and ConfigError and ModelError
+        as `load_engine`."""
+        self.size, self.num_slots = size, num_slots
+        self._stack = ExitStack()
+        with ExitStack() as starting:
+            folder = starting.enter_context(tempfile.TemporaryDirectory(prefix="baton-ranks-"))
+            meeting = str(Path(folder) / "meeting")
+            self.processes = starting.enter_context(
+                RankProcesses(
+                    size,
+                    run_rank,
+                    name,
+                    size,
+                    meeting,
+                    config,
+                    num_slots,
+                    divides_sequences,
+                    timeout_s,
+                    timeout_s=timeout_s,
+                )
+            )
+            try:
+                group = CpuGroup(0, size, Path(meeting), timeout_s=timeout_s)
+                starting.callback(group.close)
+                self.ranks = Ranks(group, RankRows() if divides_sequences else None)
+                self.engine = _load(config, self.ranks)
+            except RuntimeError as error:
+                raise self.processes.end(f"rank 0 could not start: {error}") from error
+            self.processes.wait_ready()
+            self._stack = starting.pop_all()
+
+    def __enter__(self) -> RankedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all other ranks and leave the group."""
+        self._stack.close()
+
+    def send(self, work: Work) -> None:
+        """Send work to all other ranks."""
+        frame = frame_of((), work)
+        for rank in range(1, self.size):
+            self.processes.send(rank, frame)
+
+
+def frame_of(lens: tuple[int, ...], work: Work) -> bytes:
+    """Return a message to a rank: the rows of every rank if each has its own, and the work."""
+    return msgspec.msgpack.encode((lens, encode(work)))
+
+
+def _load(config: EngineConfig, ranks: Ranks) -> Engine:
+    """Load this rank's engine. All ranks must call it. If ranks have rows of their own, no row is run yet."""
+    if ranks.rows is None:
+        return load_engine(config, ranks=ranks)
+    use_threads(config)
+    return Engine(config, ranks=ranks)
+
+
+_MESSAGES = msgspec.msgpack.Decoder(tuple[tuple[int, ...], bytes])
+
+
+def run_rank(
+    connection: Connection,
+    rank: int,
+    name: str,
+    size: int,
+    meeting: str,
+    config: EngineConfig,
+    num_slots: int,
+    divides_sequences: bool,
+    timeout_s: float,
+) -> None:
+    """Run rank 1 or above: load the share of the model, then do work until the pipe is closed (EOFError)."""
+    setup_logging(config, f"{name}/rank-{rank}")
+    group = CpuGroup(rank, size, Path(meeting), timeout_s=timeout_s)
+    rows = RankRows() if divides_sequences else None
+    engine = _load(config, Ranks(group, rows))
+    executor, prompts = DeviceExecutor(engine, num_slots), Prompts(engine)
+    connection.send_bytes(READY)
+    num_under_way = 0
+    while True:
+        lens, frame = _MESSAGES.decode(connection.recv_bytes())
+        if rows is not None:
+            rows.lens = lens
+        match work := decode(frame):
+            case Chunk():
+                prompts.submit(work).draft()
+            case Forget():
+                prompts.forget(work.key)
+            case WarmUp():
+                executor.warm_up(expects_prompts=work.expects_prompts)
+            case Round():
+                executor.submit(work)
+                num_under_way += 1
+            case _:
+                executor.submit(work)
+        # rank 0 waits for the report of each round of sequences that are this rank's own
+        if num_under_way > (executor.runs_ahead and rows is None):
+            tokens = executor.collect()
+            num_under_way -= 1
+            if rows is not None:
+                connection.send_bytes(REPORT + encode(tokens))

@@ -1,0 +1,46 @@
+"""The start of the ranks of a node: what cannot work is refused before, and a rank that fails ends the start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from drafters import settings
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine import ranked_engine
+from baton.engine.ranked_engine import RankedEngine, check_ranks
+from baton.metadata.errors import ConfigError
+
+
+def test_a_node_refuses_a_number_of_ranks_before_they_start(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = checkpoint("llama")
+    drafter: dict[str, Any] = settings("standalone", model, tmp_path)
+    config = DecodeConfig(model=str(model), device="cpu", tp=2, **drafter)
+    check_ranks(config, 2)
+    with pytest.raises(ConfigError, match=rf"the model in {model} has 4 query heads, which 3 ranks cannot divide"):
+        check_ranks(config, 3)
+    draft = Path(drafter["draft_model"]) / "config.json"
+    draft.write_text(draft.read_text().replace('"intermediate_size": 128', '"intermediate_size": 127'))
+    with pytest.raises(ConfigError, match=r"the drafter in \S+ has 127 hidden units, which 2 ranks cannot divide"):
+        check_ranks(config, 2)
+
+
+def test_ranks_compute_on_cpus_alone(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked_engine, "choose_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"--tp 2 on device cuda: .*use --device cpu or --tp 1"):
+        check_ranks(DecodeConfig(model=str(checkpoint("llama"))), 2)
+
+
+def test_a_start_that_fails_says_why_and_leaves_no_rank(checkpoint: Callable[..., Path]) -> None:
+    """All ranks fail at once here, and the error is that of rank 0."""
+    config = DecodeConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=2)
+    with pytest.raises(ConfigError, match="num_pages 2 is too small"):
+        RankedEngine(config, 2, num_slots=2)
+    ranks = [each for each in psutil.Process(os.getpid()).children() if "spawn_main" in " ".join(each.cmdline())]
+    assert not [each for each in ranks if "resource_tracker" not in " ".join(each.cmdline())]

@@ -1,0 +1,110 @@
+"""Nodes whose model several processes share: any numbers of ranks hand over to each other, and a lost rank ends its
+node alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+from cluster import Cluster, Process, wait_until
+
+pytestmark = pytest.mark.integration
+
+FLAGS = ["--page-size", "8", "--num-pages", "200", "--speculative", "ngram", "--no-draft-adaptive"]
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "def main(" * 5, "temperature": 0},
+    {"prompt": "for i in range(10):\n" * 2, "temperature": 0.8, "seed": 3, "n": 2, "frequency_penalty": 0.3},
+    {"prompt": "x", "temperature": 0, "logprobs": 2, "echo": True},
+]
+
+
+def answers(cluster: Cluster, bodies: list[dict[str, Any]]) -> list[Any]:
+    """Send all requests at once. Return the tokens of each choice."""
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        return [each.result() for each in [threads.submit(tokens, cluster, body) for body in bodies]]
+
+
+def tokens(cluster: Cluster, body: dict[str, Any]) -> list[list[int]]:
+    asked = {"max_tokens": 24, "ignore_eos": True, "return_token_ids": True, **body}
+    status, answer = cluster.post("/v1/completions", {"model": "tiny", **asked})
+    assert status == 200, answer
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def start(cluster: Cluster, role: str, name: str, tp: int) -> Process:
+    return cluster.start_node(role, name, "--model-name", "tiny", "--tp", str(tp), *FLAGS)
+
+
+def stop(cluster: Cluster, name: str) -> None:
+    ranks = cluster.processes[name].ranks
+    cluster.processes[name].send_signal(signal.SIGTERM)
+    assert cluster.processes[name].wait(20) == 0
+    assert not psutil.wait_procs(ranks, 5)[1], "ranks leave with their node"
+
+
+@pytest.mark.timeout(300)
+def test_any_numbers_of_ranks_hand_over_to_each_other(new_cluster: Callable[..., Cluster]) -> None:
+    """The prompts of the second run are in the prefix cache of the first node only."""
+    cluster = new_cluster()
+    cluster.start_router()
+    start(cluster, "prefill", "prefill-1", 1)
+    start(cluster, "decode", "decode-1", 1)
+    cluster.wait_ready(num_nodes=2)
+    expected = answers(cluster, BODIES)
+    stop(cluster, "decode-1")
+
+    decode = start(cluster, "decode", "decode-2", 2)
+    cluster.wait_ready(num_nodes=2)
+    [rank] = decode.ranks
+    assert rank.pid not in (decode.pid, os.getpid())
+    assert answers(cluster, BODIES) == answers(cluster, BODIES) == expected
+    assert "decode-2/rank-1 tiny ready on cpu" in decode.log
+    sizes = {node["node_id"]: node["capacity"]["num_ranks"] for node in cluster.nodes()}
+    assert sizes["decode-2"] == 2 and sizes["prefill-1"] == 1
+    assert 'baton_node_ranks{model="tiny",node="decode-2",role="decode"} 2.0' in cluster.get("/metrics")[1]
+
+    for name in ("prefill-1", "decode-2"):
+        stop(cluster, name)
+    start(cluster, "prefill", "prefill-2", 2)
+    start(cluster, "decode", "decode-1", 1)
+    cluster.wait_ready(num_nodes=2)
+    assert answers(cluster, BODIES) == expected
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_rank_ends_its_node_and_requests_go_on_elsewhere(new_cluster: Callable[..., Cluster]) -> None:
+    cluster = new_cluster()
+    cluster.start_router()
+    for role in ("prefill", "decode"):
+        start(cluster, role, f"{role}-0", 1)
+        start(cluster, role, f"{role}-1", 2)
+    cluster.wait_ready(num_nodes=4)
+    bodies = [{**body, "max_tokens": 200} for body in BODIES * 2]
+    expected = answers(cluster, bodies)
+    strikes = (
+        ("decode", signal.SIGKILL, "ended with exit code -9;"),
+        ("decode", signal.SIGSTOP, "ended with exit code -9: it was silent for 3 s;"),
+        ("prefill", signal.SIGKILL, "ended with exit code -9;"),
+    )
+    for role, number, words in strikes:
+        node = cluster.processes[f"{role}-1"]
+        [rank] = node.ranks
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(answers, cluster, bodies)
+            if role == "decode":
+                wait_until(lambda: cluster.ledger()["nodes"]["decode-1"]["requests"], cluster.tails)
+            rank.send_signal(number)
+            assert node.wait(20) == 1
+            assert running.result() == expected
+        assert not rank.is_running(), "no rank outlives its node"
+        errors = [line for line in node.log.splitlines() if "error" in line]
+        assert errors == [
+            f"baton: error: rank 1 (process {rank.pid}) {words} all ranks were ended, start the node again"
+        ], node.log
+        start(cluster, role, f"{role}-1", 2)
+        cluster.wait_ready(num_nodes=4)
