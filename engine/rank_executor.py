@@ -5,8 +5,8 @@
                              +--frame--> rank i: DeviceExecutor
 
 Rank 0 decides everything. The other ranks do what they get, in the same order, and report nothing: every rank computes
-the same logits and samples the same tokens. If ranks have sequences of their own (`ranks.rows`), `OwnWorkExecutor`
-sends each rank its own block of the work and collects the tokens of all.
+the same logits and samples the same tokens. If ranks have sequences of their own (`ranks.rows`), each rank gets a work
+of its own (own_work_executor.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-
-import msgspec
 
 from ..metadata.handoff.buffers import Sampled
 from .config import EngineConfig
@@ -29,9 +27,10 @@ from .group import TIMEOUT_S, CpuGroup
 from .products.ranked import RankRows
 from .progress import Progress
 from .prompts import Prompts, SubmittedChunk
-from .rank_processes import READY, REPORT, RankProcesses
+from .rank_processes import READY, RankProcesses
+from .rank_worker import RankWorker, serve_rank
 from .ranks import Ranks
-from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundTokens, RoundWork, Scores, WarmUp
+from .work import Chunk, Forget, LoadSlot, Round, RoundTokens, RoundWork, Scores, WarmUp
 from .work_frames import Work, decode, encode
 
 
@@ -82,7 +81,7 @@ class RankedEngine:
 
     def send(self, work: Work) -> None:
         """Send work to all other ranks."""
-        frame = _frame((), work)
+        frame = encode(work)
         for rank in range(1, self.size):
             self.processes.send(rank, frame)
 
@@ -185,59 +184,6 @@ class RankPrompts:
         self._own.forget(key)
 
 
-class OwnWorkExecutor:
-    """Runs one work per rank at a time, for ranks that hold sequences of their own (`divides_sequences`)."""
-
-    def __init__(self, ranked: RankedEngine) -> None:
-        assert ranked.ranks.rows is not None, "the ranks hold the same sequences"
-        self._ranked, self._rows = ranked, ranked.ranks.rows
-        self.own = DeviceExecutor(ranked.engine, ranked.num_slots)
-
-    def run(self, works: Sequence[LoadSlot | None] | Sequence[Recompute] | Sequence[Round]) -> list[RoundTokens]:
-        """Do works[i] on rank i. Return the tokens of each rank if the works are rounds, else nothing.
-
-        A forward is collective: an idle rank gets a Recompute without rows or a Round without slots, of the same shape
-        as the others'. A Round has no chunk beside it. Raises RankLost if a rank is gone or hangs."""
-        assert len(works) == self._ranked.size, (len(works), self._ranked.size)
-        assert not any(isinstance(work, Round) and work.beside is not None for work in works), (
-            "a chunk is work of its own"
-        )
-        lens = tuple(map(_num_rows, works))
-        for rank, work in enumerate(works):
-            if rank and work is not None:
-                self._ranked.processes.send(rank, _frame(lens, work))
-        tokens: list[RoundTokens] = []
-        own = works[0]
-        with self._ranked.processes.guarded():
-            if own is not None:
-                self._rows.lens = lens
-                self.own.submit(own)
-            if isinstance(own, Round):
-                tokens.append(self.own.collect())
-        if tokens:
-            tokens += [decode(self._ranked.processes.report(rank)) for rank in range(1, self._ranked.size)]
-        return tokens
-
-
-def _num_rows(work: RoundWork | None) -> int:
-    """Return the rows of the target's forward of a work."""
-    match work:
-        case Round():
-            return len(work.slots) * (work.shape.num_drafts + 1)
-        case Recompute():
-            return sum(len(row.input_ids) for row in work.rows)
-        case LoadSlot() | CatchUp() | None:
-            return 0
-
-
-def _frame(lens: tuple[int, ...], work: Work) -> bytes:
-    """Return a message to a rank: the rows of every rank if each has its own, and the work."""
-    return msgspec.msgpack.encode((lens, encode(work)))
-
-
-_MESSAGES = msgspec.msgpack.Decoder(tuple[tuple[int, ...], bytes])
-
-
 def run_rank(
     connection: Connection,
     rank: int,
@@ -253,14 +199,15 @@ def run_rank(
     rows = RankRows() if divides_sequences else None
     use_threads(config)
     engine = Engine(config, ranks=Ranks(group, rows))
+    if rows is not None:
+        worker = RankWorker(engine, num_slots, rows)
+        connection.send_bytes(READY)
+        serve_rank(connection, worker)
     executor, prompts = DeviceExecutor(engine, num_slots), Prompts(engine)
     connection.send_bytes(READY)
     num_under_way = 0
     while True:
-        lens, frame = _MESSAGES.decode(connection.recv_bytes())
-        if rows is not None:
-            rows.lens = lens
-        match work := decode(frame):
+        match work := decode(connection.recv_bytes()):
             case Chunk():
                 prompts.submit(work).draft()
             case Forget():
@@ -272,9 +219,6 @@ def run_rank(
                 num_under_way += 1
             case _:
                 executor.submit(work)
-        # rank 0 waits for the report of each round of sequences that are this rank's own
-        if num_under_way > (executor.runs_ahead and rows is None):
-            tokens = executor.collect()
+        if num_under_way > executor.runs_ahead:  # nobody asks for the tokens, which rank 0 has too
+            executor.collect()
             num_under_way -= 1
-            if rows is not None:
-                connection.send_bytes(REPORT + encode(tokens))

@@ -23,13 +23,13 @@ from solo import POISON, Running, Solo, coach, spoil
 from baton.engine import device_executor, graphs, joint_graphs
 from baton.engine.batch import ForwardBatch
 from baton.engine.draft_shape import DraftShape
-from baton.engine.joint_graphs import CHUNK_SIZES, JointGraphs, JointSize, fitting, joint_sizes, widened
+from baton.engine.joint_graphs import CHUNK_SIZES, JointGraphs, JointSize, fitting, joint_sizes
 from baton.engine.pages import Owner
 from baton.engine.prompt_graphs import PromptInputs
 from baton.engine.rounds import LocalChunk
-from baton.engine.sampling_state import Needs, SamplingState
+from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import Drafts
-from baton.engine.work import BatchRow, Round
+from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
 CHAIN, TREE = DraftShape(5), DraftShape(3, 2, 9)
@@ -238,14 +238,6 @@ def test_the_size_with_least_padding_serves() -> None:
     assert of(32, 5, 256) == (32, 5, 256) and of(33, 4, 256) is None, "219 rows of padding"
     assert of(20, 0, 129) == (32, 0, 256) and of(1, 5, 129) == (8, 5, 256)
     assert fitting(joint_sizes([8], TREE), 3, TREE, 9) == JointSize(8, TREE, 64)
-
-
-def test_a_round_with_wider_drafts_accepts_no_more() -> None:
-    work = Round([3, 1], [1, 1], [], [2, 5], [0, 0], DraftShape(2), Needs(), [None, None], [[7, 8], [9, 4]])
-    wider = widened(work, CHAIN)
-    assert wider.shape == CHAIN and wider.limits == [2, 2]
-    assert wider.proposed == [[7, 8, 8, 8, 8], [9, 4, 4, 4, 4]]
-    assert widened(wider, CHAIN) is wider
 
 
 # --- the graphs, captured by a stand-in ---
