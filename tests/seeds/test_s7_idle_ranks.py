@@ -1,17 +1,20 @@
 """S7: a rank without rows runs the same functions on zero rows, of the widths that HiddenLayout says.
 
-Prefill, rounds, catching up and the end of prompts run on zero rows with every drafter. Collective operations of an
-idle rank are in tests/engine/test_rank_executor.py, where two processes share a model.
+Alone, prefill, rounds, catching up and the end of prompts run on zero rows with every drafter. Beside a live rank, an
+idle one joins every collective operation, in every phase, and the output is that of one process. Each defect is put in
+once and caught. All cells run with BATON_WHOLE_MATRIX=1; otherwise each drafter and variant runs with one rank first.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from drafters import ALL, settings, target_of
+from idle_ranks import Cell, Worlds, cells
 from solo import Solo
 
 from baton.engine.sampling_batch import SamplingBatch
@@ -62,3 +65,22 @@ def test_the_draft_state_of_no_prompts_has_the_widths_of_the_layout(
         [(key, each.shape, each.dtype) for key, each in state.present()] for state in (draft, solo.drafter.allocate(0))
     )
     assert found == wanted
+
+
+# --- an idle rank beside a live one ---
+
+IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
+CELLS = [cell for number, cell in enumerate(cells()) if IS_WHOLE or number % 4 in (0, 3)]
+
+
+@pytest.fixture(scope="module")
+def worlds(checkpoint: Callable[..., Path]) -> Worlds:
+    return Worlds(checkpoint)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_an_idle_rank_joins_every_phase_of_a_live_one(
+    cell: Cell, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worlds.of(cell, tmp_path, monkeypatch) as world:
+        world.live(cell.first)

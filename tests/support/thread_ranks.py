@@ -118,7 +118,7 @@ class _Pipe:
     """Both ends of the pipe of one rank. The rank has the turn between a frame and the next."""
 
     def __init__(self, turn: threading.Lock) -> None:
-        self.frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.frames: queue.Queue[bytes | None] = queue.Queue()
         self.reports: queue.SimpleQueue[bytes | BaseException] = queue.SimpleQueue()
         self._turn, self._has_turn = turn, False
 
@@ -137,6 +137,7 @@ class _Pipe:
     def leave(self) -> None:
         if self._has_turn:
             self._turn.release()
+            self.frames.task_done()
         self._has_turn = False
 
 
@@ -210,6 +211,11 @@ class ThreadRanks:
         for thread in self._threads:
             thread.join()
 
+    def settle(self) -> None:
+        """Wait until the other ranks have done all their works."""
+        for pipe in self._pipes:
+            pipe.frames.join()
+
     def _load(self, config: DecodeConfig) -> list[Engine]:
         """Load the engines of all ranks, which agree on the size of their pools."""
         engines: list[Engine | None] = [None] * self.size
@@ -234,5 +240,6 @@ class ThreadRanks:
         except BaseException as error:
             pipe.reports.put(error)
             self.group.end()
-        finally:
             pipe.leave()
+            while pipe.frames.get() is not None:
+                pipe.frames.task_done()
