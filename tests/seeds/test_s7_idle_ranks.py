@@ -2,7 +2,8 @@
 
 Alone, prefill, rounds, catching up and the end of prompts run on zero rows with every drafter. Beside a live rank, an
 idle one joins every collective operation, in every phase, and the output is that of one process. Each defect is put in
-once and caught. All cells run with BATON_WHOLE_MATRIX=1; otherwise each drafter and variant runs with one rank first.
+once and caught. All cells run with BATON_WHOLE_MATRIX=1; otherwise each pair of drafter and variant with one rank first
+runs, and the second layout of MTP heads without variants.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ def test_the_draft_state_of_no_prompts_has_the_widths_of_the_layout(
 # --- an idle rank beside a live one ---
 
 IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
-CELLS = [cell for number, cell in enumerate(cells()) if IS_WHOLE or number % 4 in (0, 3)]
+CELLS = [
+    cell
+    for number, cell in enumerate(cells())
+    if IS_WHOLE or (number % 4 in (0, 3) and (cell.variant == "alike" or "mimo" not in cell.drafter))
+]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +118,10 @@ IDLE_WORKS = {
 }
 
 
-@pytest.mark.parametrize("variant", ["alike", "padded"])
-@pytest.mark.parametrize("name", ["ngram", *ALL])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [*((name, "alike") for name in ("ngram", *ALL)), ("eagle", "padded"), ("mtp3-deepseek", "padded")],
+)
 def test_all_ranks_are_idle(
     name: str, variant: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

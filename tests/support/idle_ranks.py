@@ -26,8 +26,8 @@ from baton.engine.agreement import OwnWork
 from baton.engine.work import CatchUp, Chunk, LoadSlot, Recompute, Round
 
 REQUESTS: dict[str, Request] = {
-    "first": ([7, 8, 9, 7, 8, 9, 7, 8, 3, 5, 2], params(14, seed=1)),
-    "second": (list(range(40, 53)), params(14, temperature=0.9, seed=2)),
+    "first": ([7, 8, 9, 7, 8, 9, 7, 8, 3, 5, 2], params(13, seed=1)),
+    "second": (list(range(40, 53)), params(13, temperature=0.9, seed=2)),
     "third": ([3, 1], params(8, temperature=0.7, seed=3, top_k=40, repetition_penalty=1.2)),
     "fourth": ([4, 4, 8, 15, 16, 23, 42, 8], params(8, seed=4)),
     "fifth": ([5], params(5, temperature=0.8, seed=5, top_p=0.9, num_logprobs=1)),
