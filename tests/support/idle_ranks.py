@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from drafters import ALL, make_bigram, make_right, settings, target_of
 from heads import KINDS
 from node_pair import params
@@ -218,6 +219,7 @@ class Worlds:
 
     def _truths_of(self, model: Path) -> dict[str, list[int]]:
         if model not in self._truths:
+            torch.set_num_threads(1)
             one = Solo(model, speculative="ngram")
             self._truths[model] = {
                 name: one.run(one.start(ids, wanted), wanted.max_tokens + 4, 0)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.engine import Engine
+from baton.engine.engine import Engine, use_threads
 from baton.engine.own_work_executor import OwnWorkExecutor
 from baton.engine.products.ranked import RankRows
 from baton.engine.rank_executor import RankedEngine
@@ -186,6 +186,7 @@ class ThreadRanks:
         buckets: Sequence[int] = (),
         timeout_s: float = TIMEOUT_S,
     ) -> None:
+        use_threads(config)
         self.size, self.num_slots = size, num_slots
         self.group = ThreadGroup(size, timeout_s)
         rows = [RankRows() for _ in range(size)]
