@@ -42,7 +42,6 @@ class RankWorker:
         self.executor = DeviceExecutor(engine, num_slots, buckets)
         self._prompts = Prompts(engine)
         self._rows = rows
-        self.executor.slots.allocate_all()  # a round has the sampling of all ranks together
 
     def do(self, lens: tuple[int, ...], work: OwnWork) -> Report | None:
         """Do a work, and wait for its report if it has one. `lens`: rows of every rank in the target's forward."""
