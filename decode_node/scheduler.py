@@ -153,9 +153,14 @@ class DecodeScheduler:
             plan.shape, usable = self._choose_shape(running, shape)
         else:
             plan.shape = shape
+        decoding, limits, num_steps = plan.decoding, plan.limits, plan.shape.num_steps
         budget = self._chunk_budget(running, plan.shape)
         for sequence, num_usable in zip(running, usable, strict=True):
             if left and sequence in left:  # it was preempted for an older one
+                continue
+            if sequence.num_computed + sequence.num_coming <= sequence.routine_until:
+                decoding.append(sequence)
+                limits.append(num_steps if num_steps < num_usable else num_usable)
                 continue
             num_to_compute = len(sequence.token_ids) - sequence.num_computed
             if num_to_compute > 1 and sequence.is_local:
@@ -186,6 +191,9 @@ class DecodeScheduler:
         None: the round must draft nothing, since before a token that has KV a drafter has no position to draft from."""
         most, context_len, usable = self.shape.num_steps, self.context_len, list[int]()
         for sequence in self.running:
+            if sequence.num_computed + sequence.num_coming <= sequence.routine_until:
+                usable.append(0 if sequence.num_missed > MAX_MISSED else most)
+                continue
             num_tokens, num_coming, params = len(sequence.token_ids), sequence.num_coming, sequence.request.params
             if num_tokens == 1 and not num_coming:
                 return None
@@ -263,12 +271,22 @@ class DecodeScheduler:
             limit = self._draft_limit(sequence, limit, num_tokens + num_ahead)
             if not self._grow(sequence, num_tokens, plan):
                 return
+        sequence.routine_until = self._routine_until(sequence)
         plan.decoding.append(sequence)
         plan.limits.append(limit)
 
+    def _routine_until(self, sequence: Sequence) -> int:
+        """Return up to how many tokens with KV, those of the round under way included, a round with all drafts needs no
+        decision: the sequence has the pages, and neither max_tokens nor the context is near."""
+        params, most = sequence.request.params, self.shape.num_steps
+        if params.draft_steps is not None and params.draft_steps < most:
+            return -1
+        end = min(sequence.prompt_len + params.max_tokens - 1, self.context_len) - most - 1
+        return min(end, len(sequence.pages) * self.page_size - self.shape.num_slots)
+
     def _chunk_budget(self, running: list[Sequence], shape: DraftShape) -> int:
         """Return how many tokens without KV the step may compute."""
-        first = next((sequence for sequence in running if sequence.num_to_compute > 1), None)
+        first = next((each for each in running if len(each.token_ids) - each.num_computed > 1), None)
         num_streams = self.num_streams
         if first is None or num_streams == 0 or self._budget is None:
             return self.chunk_tokens

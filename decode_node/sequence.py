@@ -44,6 +44,7 @@ class Sequence:
     prompt_scores: PromptScores | None = None  # of its local prompt; None: not asked for here, or sent
     slot: int | None = None  # in the engine's rounds, while it runs
     num_missed: int = 0  # rows that the drafter has not seen
+    routine_until: int = -1  # up to so many tokens with KV, those coming included, all drafts fit without more pages
     num_coming: int = 0  # the most tokens that the round under way may bring; 0: no such round has this sequence
     num_rounds: int = 0
     num_drafted: int = 0
@@ -86,7 +87,7 @@ class Sequence:
 
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""
-        self.lease, self.pages = None, []
+        self.lease, self.pages, self.routine_until = None, [], -1
 
     # --- running ---
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from baton.decode_node.sequence import Sequence, new_sequence
 from baton.engine.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.pages import PagePool
 from baton.engine.prefix_cache import PrefixCache
-from baton.engine.work import Accepted
+from baton.engine.work import MAX_MISSED, Accepted
 from baton.metadata.wire.messages import Compute, Reserve
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, pack_ids
@@ -218,6 +219,68 @@ def test_a_sequence_that_can_never_go_on_is_forgotten() -> None:
         run_round(plan.ranks)
     assert failed == [sequence] and scheduler.get(sequence.unit) is None
     check_books(scheduler)
+
+
+def outcomes(scheduler: RankedScheduler, seed: int) -> list[Any]:
+    """Run many sequences of drawn lengths, in rounds that bring drawn numbers of tokens and overlap at times. Return
+    all that was planned."""
+    draw, planned, number = random.Random(seed), list[Any](), 0
+    for step in range(150):
+        if step < 60 and draw.random() < 0.3:
+            draft_steps = draw.choice([None, None, 0, 1, 5])
+            more = {"max_tokens": draw.randint(1, 30), "draft_steps": draft_steps}
+            sequence = a_sequence(f"r{number}", [number] * draw.randint(2, 20), **more)
+            number += 1
+            if scheduler.reserve(sequence):
+                scheduler.start_pulled(sequence.unit)
+                sequence.append_first(5, None, num_cached=0)
+        plan = scheduler.ranks[0].plan()
+        while plan.is_premature:
+            settle(scheduler)
+            plan = scheduler.ranks[0].plan(plan.shape)
+        planned.append(([each.unit.rid for each in plan.decoding], plan.limits, plan.shape, len(plan.rows)))
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            sequence.compute(len(row.input_ids))
+        settle(scheduler)
+        for sequence, limit in zip(plan.decoding, plan.limits, strict=True):
+            if sequence.slot is None:  # it has not ended
+                sequence.join_round(limit)
+        if draw.random() < 0.5:
+            settle(scheduler)
+        for sequence in plan.decoding:
+            if draw.random() < 0.02 and sequence.ended is None and not sequence.num_coming:
+                sequence.num_missed = MAX_MISSED + 1
+    return planned
+
+
+def settle(scheduler: RankedScheduler) -> None:
+    """End the round under way. Each sequence gets all that may come, or half of it."""
+    for sequence in list(scheduler):
+        num, num_tokens = sequence.num_coming, len(sequence.token_ids)
+        if not num:
+            continue
+        sequence.leave_round()
+        num = max(1, num // 2) if num_tokens % 2 else num
+        sequence.accept(Accepted([5] * num, [None] * num, num - 1, 0), 64)
+        if sequence.ended is not None:
+            sequence.slot = 0
+            scheduler.finish(sequence)
+
+
+@pytest.mark.parametrize("shape", [NO_DRAFTS, CHAIN, TREE])
+def test_sequences_that_need_no_decision_are_planned_as_all_others(
+    shape: DraftShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, num_preemptions = list[list[Any]](), 0
+    for is_short in (True, False):
+        if not is_short:
+            monkeypatch.setattr(DecodeScheduler, "_routine_until", lambda *_: -1)
+        for seed in range(10):
+            scheduler = ranked(1, shape=shape, max_running=8)
+            seen.append(outcomes(scheduler, seed))
+            num_preemptions += scheduler.ranks[0].num_preemptions
+            check_books(scheduler)
+    assert seen[:10] == seen[10:] and num_preemptions > 5
 
 
 @pytest.mark.parametrize("shape", [NO_DRAFTS, CHAIN, TREE])
