@@ -1,4 +1,5 @@
-"""The ways in which the ranks of a node share a model. Embedding, norms and head are whole on each rank in all of them.
+"""The ways in which the ranks of a node share a model. In all of them each rank has embedding, norms, head and drafter
+whole.
 
 ONE_RANK                            one process holds the whole model
 Ranks(group)                        every rank has some KV heads and some hidden units of each layer

