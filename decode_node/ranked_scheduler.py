@@ -39,7 +39,7 @@ class RankedPlan:
         return any(plan.is_premature for plan in self.ranks)
 
 
-class RankedScheduler:
+class RankedDecodeScheduler:
     """Owns the schedulers of all ranks, each with a prefix cache of its own."""
 
     def __init__(

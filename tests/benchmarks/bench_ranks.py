@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
-from baton.decode_node.ranked_scheduler import RankedPlan, RankedScheduler
+from baton.decode_node.ranked_scheduler import RankedDecodeScheduler, RankedPlan
 from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import new_sequence
 from baton.engine.agreement import agree
@@ -80,7 +80,7 @@ def measure(num_ranks: int, num_sequences: int, num_rounds: int, *, is_ranked: b
     ]
     devices = [IdleDevice(num_sequences) for _ in range(num_ranks)]
     rounds = [Rounds(device) for device in devices]  # type: ignore[arg-type]
-    ranked = RankedScheduler(schedulers)
+    ranked = RankedDecodeScheduler(schedulers)
     orders = itertools.count()
     for number in range(num_ranks * num_sequences):
         ids = [(number * 31 + i) % VOCAB_SIZE for i in range(PROMPT_LEN)]

@@ -16,7 +16,7 @@ from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.ranked_rounds import RankedRounds
-from baton.decode_node.ranked_scheduler import RankedScheduler
+from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import Sequence, new_sequence
 from baton.engine.pages import PagePool
@@ -55,7 +55,7 @@ class Serving:
             for queue in queues
         ]
         steps = itertools.cycle([3, 0, 0, 3, 1] if shape.is_chain else [3, 0])
-        self.scheduler = RankedScheduler(
+        self.scheduler = RankedDecodeScheduler(
             schedulers, choose=lambda sequences, usable: shape.with_steps(min(next(steps), shape.num_steps))
         )
         self.vocab_size, self.context_len = queues[0].vocab_size, queues[0].context_len

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.decode_node.ranked_scheduler import RankedScheduler
+from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
 from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence, new_sequence
 from baton.engine.draft_shape import NO_DRAFTS, DraftShape
@@ -25,12 +25,14 @@ CHAIN, TREE = DraftShape(3), DraftShape(3, 2, 4)
 _ORDERS = itertools.count()
 
 
-def ranked(num_ranks: int = 2, *, shape: DraftShape = NO_DRAFTS, max_running: int = 4, **more: Any) -> RankedScheduler:
+def ranked(
+    num_ranks: int = 2, *, shape: DraftShape = NO_DRAFTS, max_running: int = 4, **more: Any
+) -> RankedDecodeScheduler:
     ranks = [
         DecodeScheduler(PrefixCache(PagePool(USABLE + 1, PAGE_SIZE)), max_running, 8, shape=shape, context_len=64)
         for _ in range(num_ranks)
     ]
-    return RankedScheduler(ranks, **more)
+    return RankedDecodeScheduler(ranks, **more)
 
 
 def a_sequence(rid: str, ids: list[int], *, choice: int = 0, is_local: bool = False, **params: Any) -> Sequence:
@@ -42,7 +44,7 @@ def a_sequence(rid: str, ids: list[int], *, choice: int = 0, is_local: bool = Fa
     return new_sequence(message, choice, next(_ORDERS), vocab_size=99, context_len=64)
 
 
-def start(scheduler: RankedScheduler, rid: str, ids: list[int], **more: Any) -> Sequence:
+def start(scheduler: RankedDecodeScheduler, rid: str, ids: list[int], **more: Any) -> Sequence:
     """Reserve a sequence and start it, as if its pages had been pulled."""
     sequence = a_sequence(rid, ids, **more)
     assert scheduler.reserve(sequence)
@@ -57,7 +59,7 @@ def run_round(plans: list[StepPlan], num_tokens: int = 1) -> None:
             sequence.accept(Accepted([5] * num_tokens, [None] * num_tokens, num_tokens - 1, 0), 1 << 30)
 
 
-def check_books(scheduler: RankedScheduler) -> None:
+def check_books(scheduler: RankedDecodeScheduler) -> None:
     """Finish all, and check that every page of every rank is free."""
     for sequence in list(scheduler):
         scheduler.finish(sequence)
@@ -221,7 +223,7 @@ def test_a_sequence_that_can_never_go_on_is_forgotten() -> None:
     check_books(scheduler)
 
 
-def outcomes(scheduler: RankedScheduler, seed: int) -> list[Any]:
+def outcomes(scheduler: RankedDecodeScheduler, seed: int) -> list[Any]:
     """Run many sequences of drawn lengths, in rounds that bring drawn numbers of tokens and overlap at times. Return
     all that was planned."""
     draw, planned, number = random.Random(seed), list[Any](), 0
@@ -253,7 +255,7 @@ def outcomes(scheduler: RankedScheduler, seed: int) -> list[Any]:
     return planned
 
 
-def settle(scheduler: RankedScheduler) -> None:
+def settle(scheduler: RankedDecodeScheduler) -> None:
     """End the round under way. Each sequence gets all that may come, or half of it."""
     for sequence in list(scheduler):
         num, num_tokens = sequence.num_coming, len(sequence.token_ids)
