@@ -20,7 +20,7 @@ sequence in this state. It sets the plan's `is_premature`: the node settles the 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..engine.draft_shape import NO_DRAFTS, DraftShape
@@ -109,6 +109,10 @@ class DecodeScheduler:
         self._by_rid.setdefault(sequence.unit.rid, []).append(sequence)
         return True
 
+    def num_cached_pages(self, sequence: Sequence) -> int:
+        """Return how many pages a reservation of the sequence would find in the prefix cache."""
+        return self.cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence))
+
     def start_pulled(self, unit: Unit) -> Sequence:
         """Run a reserved sequence whose pages have all arrived."""
         sequence = self.reserved.pop(unit)
@@ -142,21 +146,28 @@ class DecodeScheduler:
 
     # --- one step ---
 
-    def plan(self, shape: DraftShape | None = None) -> StepPlan:
+    def plan(self, shape: DraftShape | None = None, usable: list[int] | None = None) -> StepPlan:
         """Resume what fits, find pages for all running sequences (preempt the youngest if needed), and make the rows.
 
-        `shape`: the draft shape that an earlier plan chose for this round; None: choose it now."""
-        is_under_way = any(sequence.num_coming for sequence in self.running)
-        if not is_under_way:
-            self._resume()
+        `shape`: the draft shape that was chosen for this round; None: choose it now. `usable`: what `usable_drafts`
+        returns now, if the caller has asked; None: ask."""
+        is_under_way = self.resume()
         plan = StepPlan(is_premature=bool(self.preempted) and is_under_way, is_overlapping=is_under_way)
         running, left = list(self.running), self._left
         left.clear()
-        plan.shape, usable = self._choose_shape(running, shape)
+        if shape is None or usable is None:
+            plan.shape, usable = self._choose_shape(running, shape)
+        else:
+            plan.shape = shape
+        decoding, limits, num_steps = plan.decoding, plan.limits, plan.shape.num_steps
         room = self._chunk_room(running, plan.shape)
         budget = room.num_tokens
         for sequence, num_usable in zip(running, usable, strict=True):
             if left and sequence in left:  # it was preempted for an older one
+                continue
+            if sequence.num_computed + sequence.num_coming <= sequence.routine_until:
+                decoding.append(sequence)
+                limits.append(num_steps if num_steps < num_usable else num_usable)
                 continue
             num_to_compute = len(sequence.token_ids) - sequence.num_computed
             if num_to_compute > 1 and sequence.is_local:
@@ -172,6 +183,47 @@ class DecodeScheduler:
             still = [(each, limit) for each, limit in zip(plan.decoding, plan.limits, strict=True) if each not in left]
             plan.decoding, plan.limits = [each for each, _ in still], [limit for _, limit in still]
         return plan
+
+    def resume(self) -> bool:
+        """Resume preempted sequences that fit, unless a round is under way. Return whether one is. `plan` does this
+        first."""
+        is_under_way = any(sequence.num_coming for sequence in self.running)
+        if not is_under_way:
+            self._resume()
+        return is_under_way
+
+    def usable_drafts(self) -> list[int] | None:
+        """Return how many drafts each running sequence can accept in the next round: limited by its context, max_tokens
+        and draft_steps. A sequence that takes no part in the round can accept none.
+
+        None: the round must draft nothing, since before a token that has KV a drafter has no position to draft from."""
+        most, context_len, usable = self.shape.num_steps, self.context_len, list[int]()
+        for sequence in self.running:
+            if sequence.num_computed + sequence.num_coming <= sequence.routine_until:
+                usable.append(0 if sequence.num_missed > MAX_MISSED else most)
+                continue
+            num_tokens, num_coming, params = len(sequence.token_ids), sequence.num_coming, sequence.request.params
+            if num_tokens == 1 and not num_coming:
+                return None
+            if num_tokens - sequence.num_computed != 1 or sequence.num_missed > MAX_MISSED:
+                usable.append(0)
+                continue
+            num_left = params.max_tokens - num_tokens + sequence.prompt_len - 1 - (num_coming > 0)
+            num_left = min(num_left, context_len - num_tokens - num_coming, most)
+            if params.draft_steps is not None:
+                num_left = min(num_left, params.draft_steps)
+            usable.append(max(0, num_left))
+        return usable
+
+    def drafting(self, usable: list[int]) -> tuple[list[Sequence], list[int]]:
+        """Return the sequences of the next round, and of `usable`, which has a number for each running sequence, the
+        numbers of these."""
+        decoding = [
+            (sequence, num)
+            for sequence, num in zip(self.running, usable, strict=True)
+            if sequence.num_to_compute == 1 and not (sequence.num_coming and self._ends(sequence))
+        ]
+        return [sequence for sequence, _ in decoding], [num for _, num in decoding]
 
     def preempt(self, sequence: Sequence) -> None:
         """Take all pages from a running sequence. It is resumed later, before any reservation is granted."""
@@ -217,17 +269,32 @@ class DecodeScheduler:
         yield from list(self.preempted)
 
     def _plan_round(self, sequence: Sequence, num_usable: int, plan: StepPlan) -> None:
-        if sequence.num_coming and self._ends(sequence):
+        num_coming, shape = sequence.num_coming, plan.shape
+        if num_coming and self._ends(sequence):
             return
-        limit = self._draft_limit(sequence, min(plan.shape.num_steps, num_usable), plan.shape) if num_usable else 0
-        num_tokens = sequence.num_computed + sequence.num_coming + 1
-        if num_tokens <= len(sequence.pages) * self.page_size or self._grow(sequence, num_tokens, plan):
-            plan.decoding.append(sequence)
-            plan.limits.append(limit)
+        limit = min(shape.num_steps, num_usable)
+        num_tokens = sequence.num_computed + num_coming + 1
+        num_ahead = limit if shape.is_chain or limit == 0 else shape.num_slots - 1
+        if num_tokens + num_ahead > len(sequence.pages) * self.page_size:  # rarely
+            limit = self._draft_limit(sequence, limit, num_tokens + num_ahead)
+            if not self._grow(sequence, num_tokens, plan):
+                return
+        sequence.routine_until = self._routine_until(sequence)
+        plan.decoding.append(sequence)
+        plan.limits.append(limit)
+
+    def _routine_until(self, sequence: Sequence) -> int:
+        """Return up to how many tokens with KV, those of the round under way included, a round with all drafts needs no
+        decision: the sequence has the pages, and neither max_tokens nor the context is near."""
+        params, most = sequence.request.params, self.shape.num_steps
+        if params.draft_steps is not None and params.draft_steps < most:
+            return -1
+        end = min(sequence.prompt_len + params.max_tokens - 1, self.context_len) - most - 1
+        return min(end, len(sequence.pages) * self.page_size - self.shape.num_slots)
 
     def _chunk_room(self, running: list[Sequence], shape: DraftShape) -> ChunkRoom:
         """Return how much of the tokens without KV the step may compute."""
-        first = next((sequence for sequence in running if sequence.num_to_compute > 1), None)
+        first = next((each for each in running if len(each.token_ids) - each.num_computed > 1), None)
         num_streams = self.num_streams
         if first is None or self._budget is None or not (num_streams or self._awaits_stream):
             return ChunkRoom(self.chunk_tokens)
@@ -292,54 +359,22 @@ class DecodeScheduler:
     def _choose_shape(self, running: list[Sequence], chosen: DraftShape | None) -> tuple[DraftShape, list[int]]:
         """Return how much to draft now, no more than the sequence that can use most, and the number of drafts that each
         sequence can use. `chosen`: the shape that was chosen before for this round."""
-        nothing = NO_DRAFTS, [0] * len(running)
         rests = chosen is None and self._rests is not None and self._rests()
-        if rests or self.shape.num_steps == 0:
-            return nothing
-        if any(len(each.token_ids) == 1 and not each.num_coming for each in running):
-            return nothing  # before a token that has KV, a drafter has no position to draft from
-        usable = [self._usable(sequence) for sequence in running]
-        most = max(usable, default=0)
-        if not most:
-            return nothing
+        usable = None if rests or self.shape.num_steps == 0 else self.usable_drafts()
+        if usable is None or not any(usable):
+            return NO_DRAFTS, [0] * len(running)
         shape = chosen
         if shape is None:
-            shape = self.shape if self._choose is None else self._ask(running, usable, self._choose)
-        return (shape.with_steps(min(shape.num_steps, most)) if shape.is_chain else shape), usable
+            shape = self.shape if self._choose is None else self._choose(*self.drafting(usable))
+        return narrowed(shape, usable), usable
 
-    def _ask(self, running: list[Sequence], usable: list[int], choose: Choose) -> DraftShape:
-        """Return the shape that `choose` wants for the sequences of the next round."""
-        decoding = [
-            (sequence, num)
-            for sequence, num in zip(running, usable, strict=True)
-            if sequence.num_to_compute == 1 and not (sequence.num_coming and self._ends(sequence))
-        ]
-        return choose([sequence for sequence, _ in decoding], [num for _, num in decoding])
-
-    def _usable(self, sequence: Sequence) -> int:
-        """Return how many drafts the sequence can accept in the next round: limited by its context, max_tokens and
-        draft_steps. A sequence that takes no part in the round can accept none."""
-        num_tokens, num_coming, params = len(sequence.token_ids), sequence.num_coming, sequence.request.params
-        if num_tokens - sequence.num_computed != 1 or sequence.num_missed > MAX_MISSED:
+    def _draft_limit(self, sequence: Sequence, limit: int, num_tokens: int) -> int:
+        """Return `limit`, the drafts that the sequence may accept, and take the pages for `num_tokens`, those of its
+        drafts included. Nobody is preempted for drafts: without free pages the limit is 0."""
+        num_missing = self._num_missing(sequence, num_tokens)
+        if limit == 0 or num_missing > self.cache.available:
             return 0
-        num_left = params.max_tokens - num_tokens + sequence.prompt_len - 1 - (num_coming > 0)
-        num_left = min(num_left, self.context_len - num_tokens - num_coming)
-        if params.draft_steps is not None:
-            num_left = min(num_left, params.draft_steps)
-        return max(0, min(self.shape.num_steps, num_left))
-
-    def _draft_limit(self, sequence: Sequence, limit: int, shape: DraftShape) -> int:
-        """Return `limit`, the drafts that the sequence may accept in a round of `shape`, and take the pages for their
-        slots. Nobody is preempted for drafts: without free pages the limit is 0."""
-        if limit == 0:
-            return 0
-        num_slots = 1 + limit if shape.is_chain else shape.num_slots
-        num_tokens = sequence.num_computed + sequence.num_coming + num_slots
-        if num_tokens > len(sequence.pages) * self.page_size:
-            num_missing = self._num_missing(sequence, num_tokens)
-            if num_missing > self.cache.available:
-                return 0
-            sequence.add_pages(self.cache.allocate(num_missing, Owner.REQUEST))
+        sequence.add_pages(self.cache.allocate(num_missing, Owner.REQUEST))
         return limit
 
     # --- pages ---
@@ -433,6 +468,11 @@ class DecodeScheduler:
         self.num_releases += 1
         self.cache.release(sequence.lease, sequence.pages)
         sequence.give_up_pages()
+
+
+def narrowed(shape: DraftShape, usable: Iterable[int]) -> DraftShape:
+    """Return `shape` with no more steps than the sequence that can use most. A tree stays whole."""
+    return shape.with_steps(min(shape.num_steps, max(usable))) if shape.is_chain else shape
 
 
 def _is_scored(sequence: Sequence) -> bool:

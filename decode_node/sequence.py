@@ -33,6 +33,7 @@ class Sequence:
     sampling: SamplingState
     pages: list[int] = field(default_factory=list)  # the block table
     lease: Lease | None = None
+    rank: int = 0  # whose pool, prefix cache and slots it uses
     num_computed: int = 0  # tokens with KV in `pages`
     num_cached: int = 0  # prompt tokens whose KV was found in a prefix cache, as reported to the client
     num_sent: int = 0  # generated tokens that the router has been sent
@@ -43,6 +44,7 @@ class Sequence:
     prompt_scores: PromptScores | None = None  # of its local prompt; None: not asked for here, or sent
     slot: int | None = None  # in the engine's rounds, while it runs
     num_missed: int = 0  # rows that the drafter has not seen
+    routine_until: int = -1  # up to so many tokens with KV, those coming included, all drafts fit without more pages
     num_coming: int = 0  # the most tokens that the round under way may bring; 0: no such round has this sequence
     num_rounds: int = 0
     num_drafted: int = 0
@@ -71,6 +73,11 @@ class Sequence:
 
     # --- pages ---
 
+    def join_rank(self, rank: int) -> None:
+        """Use the pool of this rank from now on. The sequence has no pages yet."""
+        assert not self.pages, self.unit
+        self.rank = rank
+
     def take_pages(self, lease: Lease, own: Seq[int]) -> None:
         """Hold the pages of `lease`, whose KV is computed, and after them `own`."""
         self.lease, self.pages = lease, [*lease.pages, *own]
@@ -80,7 +87,7 @@ class Sequence:
 
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""
-        self.lease, self.pages = None, []
+        self.lease, self.pages, self.routine_until = None, [], -1
 
     # --- running ---
 

@@ -53,8 +53,8 @@ class Buckets:
         return [self._allocate(size, on_host=False) for size in self._free]
 
     def fill_round(self, work: Round, least: int = 0) -> InputBlock:
-        """Return a filled block of the smallest bucket that holds the round and `least` sequences; rows behind the
-        round's are padding."""
+        """Return a filled block of the smallest bucket that holds the round, and `least` and `work.least_seqs`
+        sequences; rows behind the round's are padding."""
         block, num_seqs = self._take(work, least), len(work.slots)
         inputs = block.for_round
         limits, proposed = inputs.limits.numpy(), inputs.proposed.numpy()
@@ -81,7 +81,8 @@ class Buckets:
         """Return a block with slots and block tables."""
         self._tables.apply(work.changes)
         num_seqs = len(work.slots)
-        size = next((each for each in self._free if each >= max(num_seqs, least)), num_seqs)
+        least = max(num_seqs, least, work.least_seqs)
+        size = next((each for each in self._free if each >= least), num_seqs)
         free = self._free.get(size)
         block = free.pop() if free else self._allocate(size)
         num_columns = min(max(work.num_pages, default=0) + self._num_spare, self._tables.num_columns)

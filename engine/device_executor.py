@@ -27,6 +27,7 @@ from ..kernels.operations import captures
 from ..metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
 from ..metadata.wire.request import TokenLogprobs
+from .agreement import widened
 from .batch import ForwardBatch
 from .buckets import Buckets
 from .config import SHARING
@@ -36,7 +37,7 @@ from .draft_shape import DraftShape
 from .engine import Engine
 from .executor import HostProposer
 from .graphs import RoundGraphs
-from .joint_graphs import JointGraphs, widened
+from .joint_graphs import JointGraphs
 from .joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes
 from .local_prompts import LocalPrompts
 from .logprobs import Logprobs

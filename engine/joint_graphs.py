@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -40,19 +40,6 @@ from .work import BatchRow, Round
 logger = logging.getLogger(__name__)
 
 _KINDS = (SAMPLED, EVERYTHING)
-
-
-def widened(work: Round, shape: DraftShape) -> Round:
-    """Return the same round with drafts of `shape`, of which each sequence accepts no more than before."""
-    if work.shape == shape:
-        return work
-    num_more = shape.num_steps - work.shape.num_steps
-    return replace(
-        work,
-        shape=shape,
-        limits=[min(limit, work.shape.num_steps) for limit in work.limits],
-        proposed=[[*drafts, *[drafts[-1]] * num_more] for drafts in work.proposed],
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,13 +5,11 @@
                              +--frame--> rank i: DeviceExecutor
 
 Rank 0 decides everything. The other ranks do what they get, in the same order, and report nothing: every rank computes
-the same logits and samples the same tokens. If ranks have sequences of their own (`ranks.rows`), `OwnWorkExecutor`
-sends each rank its own block of the work and collects the tokens of all.
+the same logits and samples the same tokens. If ranks have sequences of their own (`ranks.rows`), each rank gets a work
+of its own (own_work_executor.py).
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from ..metadata.handoff.buffers import Sampled
 from .device_executor import DeviceExecutor
@@ -20,9 +18,8 @@ from .executor import HostProposer
 from .joint_sizes import JointSizes
 from .progress import Progress
 from .prompts import Prompts, SubmittedChunk
-from .ranked_engine import RankedEngine, frame_of
-from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundTokens, RoundWork, Scores, WarmUp
-from .work_frames import decode
+from .ranked_engine import RankedEngine
+from .work import Chunk, Forget, LoadSlot, RoundTokens, RoundWork, Scores, WarmUp
 
 
 class RankExecutor:
@@ -148,48 +145,3 @@ class RankPrompts:
         """Free what the ranks keep of a prompt."""
         self._ranked.send(Forget(key))
         self._own.forget(key)
-
-
-class OwnWorkExecutor:
-    """Runs one work per rank at a time, for ranks that hold sequences of their own (`divides_sequences`)."""
-
-    def __init__(self, ranked: RankedEngine) -> None:
-        assert ranked.ranks.rows is not None, "the ranks hold the same sequences"
-        self._ranked, self._rows = ranked, ranked.ranks.rows
-        self.own = DeviceExecutor(ranked.engine, ranked.num_slots)
-
-    def run(self, works: Sequence[LoadSlot | None] | Sequence[Recompute] | Sequence[Round]) -> list[RoundTokens]:
-        """Do works[i] on rank i. Return the tokens of each rank if the works are rounds, else nothing.
-
-        A forward is collective: an idle rank gets a Recompute without rows or a Round without slots, of the same shape
-        as the others'. A Round has no chunk beside it. Raises RankLost if a rank is gone or hangs."""
-        assert len(works) == self._ranked.size, (len(works), self._ranked.size)
-        assert not any(isinstance(work, Round) and work.beside is not None for work in works), (
-            "a chunk is work of its own"
-        )
-        lens = tuple(map(_num_rows, works))
-        for rank, work in enumerate(works):
-            if rank and work is not None:
-                self._ranked.processes.send(rank, frame_of(lens, work))
-        tokens: list[RoundTokens] = []
-        own = works[0]
-        with self._ranked.processes.guarded():
-            if own is not None:
-                self._rows.lens = lens
-                self.own.submit(own)
-            if isinstance(own, Round):
-                tokens.append(self.own.collect())
-        if tokens:
-            tokens += [decode(self._ranked.processes.report(rank)) for rank in range(1, self._ranked.size)]
-        return tokens
-
-
-def _num_rows(work: RoundWork | None) -> int:
-    """Return the rows of the target's forward of a work."""
-    match work:
-        case Round():
-            return len(work.slots) * (work.shape.num_drafts + 1)
-        case Recompute():
-            return sum(len(row.input_ids) for row in work.rows)
-        case LoadSlot() | CatchUp() | None:
-            return 0

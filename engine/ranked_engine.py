@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import msgspec
-
 from ..metadata.errors import ConfigError
 from ..metadata.logs import setup_logging
 from .config import EngineConfig
@@ -25,7 +23,8 @@ from .group import TIMEOUT_S, CpuGroup
 from .models.read_config import read_model_config
 from .products.ranked import RankRows
 from .prompts import Prompts
-from .rank_processes import READY, REPORT, RankProcesses
+from .rank_processes import READY, RankProcesses
+from .rank_worker import RankWorker, serve_rank
 from .ranks import Ranks, check_shares
 from .startup import load_engine
 from .work import Chunk, Forget, Round, WarmUp
@@ -107,14 +106,9 @@ class RankedEngine:
 
     def send(self, work: Work) -> None:
         """Send work to all other ranks."""
-        frame = frame_of((), work)
+        frame = encode(work)
         for rank in range(1, self.size):
             self.processes.send(rank, frame)
-
-
-def frame_of(lens: tuple[int, ...], work: Work) -> bytes:
-    """Return a message to a rank: the rows of every rank if each has its own, and the work."""
-    return msgspec.msgpack.encode((lens, encode(work)))
 
 
 def _load(config: EngineConfig, ranks: Ranks) -> Engine:
@@ -123,9 +117,6 @@ def _load(config: EngineConfig, ranks: Ranks) -> Engine:
         return load_engine(config, ranks=ranks)
     use_threads(config)
     return Engine(config, ranks=ranks)
-
-
-_MESSAGES = msgspec.msgpack.Decoder(tuple[tuple[int, ...], bytes])
 
 
 def run_rank(
@@ -144,14 +135,15 @@ def run_rank(
     group = CpuGroup(rank, size, Path(meeting), timeout_s=timeout_s)
     rows = RankRows() if divides_sequences else None
     engine = _load(config, Ranks(group, rows))
+    if rows is not None:
+        worker = RankWorker(engine, num_slots, rows)
+        connection.send_bytes(READY)
+        serve_rank(connection, worker)
     executor, prompts = DeviceExecutor(engine, num_slots), Prompts(engine)
     connection.send_bytes(READY)
     num_under_way = 0
     while True:
-        lens, frame = _MESSAGES.decode(connection.recv_bytes())
-        if rows is not None:
-            rows.lens = lens
-        match work := decode(frame):
+        match work := decode(connection.recv_bytes()):
             case Chunk():
                 prompts.submit(work).draft()
             case Forget():
@@ -163,9 +155,6 @@ def run_rank(
                 num_under_way += 1
             case _:
                 executor.submit(work)
-        # rank 0 waits for the report of each round of sequences that are this rank's own
-        if num_under_way > (executor.runs_ahead and rows is None):
-            tokens = executor.collect()
+        if num_under_way > executor.runs_ahead:  # nobody asks for the tokens, which rank 0 has too
+            executor.collect()
             num_under_way -= 1
-            if rows is not None:
-                connection.send_bytes(REPORT + encode(tokens))

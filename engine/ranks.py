@@ -1,4 +1,4 @@
-"""The ways in which the ranks of a node share a model. Embedding, norms and head are whole on each rank in all of them.
+"""The ways in which the ranks of a node share a model. In all of them each rank has embedding, norms and head whole.
 If there are fewer KV heads than ranks, several ranks have the same KV head, each with queries of its own.
 
 ONE_RANK                            one process holds the whole model

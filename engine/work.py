@@ -117,6 +117,7 @@ class CatchUp:
     num_missed: Sequence[int]  # rows that the drafter lacks, at least one
     num_rows: int  # the most rows that this work brings to each
     needs: Needs
+    least_seqs: int = 0  # sequences of its bucket, at least: other ranks have as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class Round:
     num_logprobs: Sequence[int | None]
     proposed: Sequence[Sequence[int]] = ()  # drafts that were found on the host, num_steps of each
     beside: Recompute | None = None
+    least_seqs: int = 0  # sequences of its bucket, at least: other ranks have as many
 
 
 RoundWork = LoadSlot | Recompute | CatchUp | Round
@@ -273,3 +275,13 @@ class HandoffRows:
 
     rows: Sequence[bytes | None]
     no_memory: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReport:
+    """All reports of a chunk together, from a rank that computes prompts of its own. `first_tokens` and `rows` have one
+    entry per `Tails`, with one report per prompt."""
+
+    scores: Scores
+    first_tokens: Sequence[Sequence[FirstTokens]]
+    rows: Sequence[Sequence[HandoffRows]]

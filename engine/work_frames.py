@@ -12,10 +12,34 @@ import msgspec
 from ..metadata.errors import ProtocolError
 from ..metadata.wire.request import SamplingParams
 from .sampling_state import Needs, SamplingState
-from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundTokens, RoundWork, WarmUp
+from .work import (
+    CatchUp,
+    Chunk,
+    ChunkReport,
+    Forget,
+    LoadSlot,
+    Recompute,
+    Round,
+    RoundTokens,
+    RoundWork,
+    Scores,
+    WarmUp,
+)
 
 Work = RoundWork | Chunk | Forget | WarmUp
-_TYPES: tuple[type, ...] = (LoadSlot, Recompute, CatchUp, Round, Chunk, Forget, WarmUp, RoundTokens)
+Report = RoundTokens | Scores | ChunkReport
+_TYPES: tuple[type, ...] = (
+    LoadSlot,
+    Recompute,
+    CatchUp,
+    Round,
+    Chunk,
+    Forget,
+    WarmUp,
+    RoundTokens,
+    Scores,
+    ChunkReport,
+)
 
 
 class _State(msgspec.Struct, array_like=True):
@@ -52,7 +76,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_state)
 _DECODERS = tuple(msgspec.msgpack.Decoder(each, dec_hook=_decode_state) for each in _TYPES)
 
 
-def encode(value: Work | RoundTokens) -> bytes:
+def encode(value: Work | Report) -> bytes:
     """Return the frame of a value."""
     return bytes([_TYPES.index(type(value))]) + _ENCODER.encode(value)
 

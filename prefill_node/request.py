@@ -37,6 +37,7 @@ class Request:
     started: float = 0.0
     computed: float = 0.0
     lease: Lease | None = None
+    rank: int = 0  # whose pool and prefix cache it uses
     pages: list[int] = field(default_factory=list)
     num_shared: int = (
         0  # pages from the start that no sampled token changes; each choice has its own copy of the others
@@ -74,6 +75,11 @@ class Request:
     def times(self) -> PrefillTimes:
         """The times that the router gets for the request's timeline."""
         return PrefillTimes(self.sample_s, self.num_offers, self.num_early_pages, tuple(self._chunks))
+
+    def join_rank(self, rank: int) -> None:
+        """Use the pool of this rank from now on. The request has no pages yet."""
+        assert not self.pages, self.rid
+        self.rank = rank
 
     def block_table(self, index: int) -> list[int]:
         """Return the pages of the index-th choice."""

@@ -55,10 +55,21 @@ class PrefillScheduler:
     def start(self) -> list[Request]:
         """Give pages to waiting requests, in order, while they fit. Return the requests that start now."""
         started: list[Request] = []
-        while self.waiting and len(self.computing) < self.max_running and self._take_pages(self.waiting[0]):
+        while self.waiting and self.start_now(self.waiting[0]):
             started.append(self.waiting.popleft())
-            self.computing.append(started[-1])
         return started
+
+    def start_now(self, request: Request) -> bool:
+        """Give pages to a request that does not wait here, and compute it. False: it does not fit."""
+        if len(self.computing) >= self.max_running or not self._take_pages(request):
+            return False
+        self.computing.append(request)
+        return True
+
+    def num_uncached(self, request: Request) -> int:
+        """Return how many tokens of a request are to be computed if it starts now."""
+        num_cached = self.cache.match(request.token_ids, request.cache_salt, self._most_cached(request))
+        return len(request.token_ids) - num_cached * self.page_size
 
     def plan(self) -> StepPlan:
         """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first."""
@@ -126,9 +137,7 @@ class PrefillScheduler:
     def _take_pages(self, request: Request) -> bool:
         """Give the request all its pages, cached ones first, or none (False)."""
         num_tokens = len(request.token_ids)
-        # a request that asks for log-probabilities of its prompt computes every position
-        limit = 0 if request.generation.prompt_logprobs else (num_tokens - 1) // self.page_size
-        lease = self.cache.acquire(request.token_ids, request.cache_salt, limit)
+        lease = self.cache.acquire(request.token_ids, request.cache_salt, self._most_cached(request))
         owner = Owner.REQUEST if request.decode is None else Owner.TICKET
         num_own = pages_of(num_tokens, self.page_size) - len(lease.pages)
         try:
@@ -139,3 +148,8 @@ class PrefillScheduler:
         num_shared = shared_pages(num_tokens, self.page_size, self.cache.lookahead)
         request.start(lease, own[:num_own], own[num_own:], num_shared, len(lease.pages) * self.page_size)
         return True
+
+    def _most_cached(self, request: Request) -> int:
+        """Return how many pages may come from the prefix cache. A request that asks for log-probabilities of its prompt
+        computes every position."""
+        return 0 if request.generation.prompt_logprobs else (len(request.token_ids) - 1) // self.page_size

@@ -20,10 +20,10 @@ The same drafter computes prompts. A prefill node calls `observe_prompt` for eac
 token after the prompt is sampled. A decode node that recomputes a preempted sequence calls `observe_prompt` alone,
 because the sequence's slot has kept its state.
 
-Zero rows. A node without work runs nothing, so `propose` and `observe` always have a sequence, and the nodes call
-`finish_prompt` only if a prompt ends. `finish_prompt` takes zero tails all the same: it stores no KV, returns a state
-of zero rows with the fields, widths and dtypes of any other, and refuses `hidden` [0, width] of a wrong width. The last
-token of a prompt leaves `observe_prompt` without a row of its own if the drafter is shifted.
+Zero rows. A node without work runs nothing, but a rank without sequences does what the others do (agreement.py). So
+every method takes zero rows: `propose` and `observe` run the same forwards on them, and `finish_prompt` stores no KV,
+returns a state of zero rows with the fields, widths and dtypes of any other, and refuses `hidden` [0, width] of a wrong
+width. The last token of a prompt leaves `observe_prompt` without a row of its own if the drafter is shifted.
 """
 
 from __future__ import annotations

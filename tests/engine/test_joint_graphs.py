@@ -23,14 +23,14 @@ from solo import POISON, Running, Solo, coach, spoil
 from baton.engine import device_executor, graphs, joint_graphs, joint_sizes
 from baton.engine.batch import ForwardBatch
 from baton.engine.draft_shape import DraftShape
-from baton.engine.joint_graphs import JointGraphs, widened
+from baton.engine.joint_graphs import JointGraphs
 from baton.engine.joint_sizes import JointSize
 from baton.engine.pages import Owner
 from baton.engine.prompt_graphs import PromptInputs
 from baton.engine.rounds import LocalChunk
-from baton.engine.sampling_state import Needs, SamplingState
+from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import Drafts
-from baton.engine.work import BatchRow, Round
+from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
 CHAIN, TREE = DraftShape(5), DraftShape(3, 2, 9)
@@ -201,14 +201,6 @@ def test_a_joint_forward_brings_what_two_forwards_bring(
 
 
 # --- which sizes have graphs, and which one serves a round ---
-
-
-def test_a_round_with_wider_drafts_accepts_no_more() -> None:
-    work = Round([3, 1], [1, 1], [], [2, 5], [0, 0], DraftShape(2), Needs(), [None, None], [[7, 8], [9, 4]])
-    wider = widened(work, CHAIN)
-    assert wider.shape == CHAIN and wider.limits == [2, 2]
-    assert wider.proposed == [[7, 8, 8, 8, 8], [9, 4, 4, 4, 4]]
-    assert widened(wider, CHAIN) is wider
 
 
 # --- the graphs, captured by a stand-in ---

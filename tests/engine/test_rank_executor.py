@@ -23,11 +23,11 @@ from baton.engine.engine import Engine
 from baton.engine.executor import Executor
 from baton.engine.pages import Owner, PagePool
 from baton.engine.prompts import Prompts, SubmittedChunk
-from baton.engine.rank_executor import OwnWorkExecutor, RankExecutor, RankPrompts
+from baton.engine.rank_executor import RankExecutor, RankPrompts
 from baton.engine.ranked_engine import RankedEngine
 from baton.engine.rounds import LocalChunk, Rounds
 from baton.engine.sampling_state import SamplingState
-from baton.engine.work import Accepted, BatchRow, Chunk, ChunkRow, CopyPages, LoadSlot, Recompute, Tail, Tails
+from baton.engine.work import Accepted, BatchRow, Chunk, ChunkRow, CopyPages, Recompute, Tail, Tails
 from baton.metadata.errors import RankLost
 from baton.metadata.wire.request import SamplingParams, TokenLogprobs
 
@@ -303,77 +303,3 @@ def test_two_ranks_compute_prompts_beside_rounds_as_one_process(pairs: Pairs, mo
     ours = beside_outputs(RankExecutor(two), two.engine.pool)
     assert_equal(ours, theirs)
     assert [each.num_accepted for each in ours] == [each.num_accepted for each in theirs]
-
-
-# --- every rank has sequences of its own, and some hidden units of each layer ---
-
-
-class OwnSequences:
-    """Sequences of two ranks, each with pages, slots and block tables of its own. Rank 0 holds the books of both."""
-
-    def __init__(self, ranked: RankedEngine) -> None:
-        self.executor = OwnWorkExecutor(ranked)
-        self.vocab_size = ranked.engine.model_config.vocab_size
-        own = self.executor.own
-        self.page_size, self.shape = ranked.engine.pool.page_size, own.shape
-        self.books = [Rounds(own), Rounds(own)]
-        self.running: list[list[tuple[Running, Output]]] = [[], []]
-        self.lens: set[tuple[int, int]] = set()
-        self._num_started = [0, 0]
-
-    def start(self, rank: int, request: tuple[list[int], SamplingParams]) -> Output:
-        """Compute all tokens of a prompt but the last on its rank, and give it a slot there."""
-        ids, wanted = request
-        number = self._num_started[rank]
-        self._num_started[rank] += 1
-        state = SamplingState(wanted, ids, vocab_size=self.vocab_size)
-        num_pages = 64 // self.page_size
-        pages = list(range(1 + number * num_pages, 1 + (number + 1) * num_pages))  # both ranks use the same numbers
-        works = [Recompute([], []), Recompute([], [])]
-        if len(ids) > 1:
-            works[rank] = Recompute([BatchRow(ids[:-1], 0, pages)], [ids])
-            self.executor.run(works)
-        loads: list[LoadSlot | None] = [None, None]
-        loads[rank] = LoadSlot(number, ids, state)
-        self.executor.run(loads)
-        output = Output()
-        self.running[rank].append((Running(len(ids), list(ids), len(ids) - 1, pages, state, slot=number), output))
-        return output
-
-    def round(self, num_steps: int) -> None:
-        shape = self.shape.with_steps(num_steps)
-        works = [
-            book.make_round([each for each, _ in running], shape, [num_steps] * len(running))
-            for book, running in zip(self.books, self.running, strict=True)
-        ]
-        self.lens.add((len(works[0].slots), len(works[1].slots)))
-        for rank, tokens in enumerate(self.executor.run(works)):
-            for (sequence, output), accepted in zip(self.running[rank], tokens.rows, strict=True):
-                assert accepted is not None
-                output.take(sequence, accepted)
-            self.running[rank] = [
-                each for each in self.running[rank] if len(each[1].token_ids) < each[0].sampling.params.max_tokens
-            ]
-
-
-def test_ranks_with_sequences_of_their_own_give_the_tokens_of_one_process(pairs: Pairs, one: Engine) -> None:
-    """Some rounds have no sequence on rank 1, others none on rank 0. The drafter runs on zero rows there, too."""
-    divided = pairs.get(divides_sequences=True)
-    assert divided.engine.kv.shape == one.kv.shape
-    sequences = OwnSequences(divided)
-    ours = [sequences.start(0, REQUESTS[0])]
-    for _ in range(2):
-        sequences.round(3)
-    ours.append(sequences.start(0, REQUESTS[1]))
-    for _ in range(3):
-        sequences.round(3)
-    ours.append(sequences.start(1, REQUESTS[2]))
-    while any(sequences.running):
-        sequences.round(3)
-    assert {(1, 0), (2, 0), (2, 1), (0, 1)} <= sequences.lens, sequences.lens
-    theirs = serve(Prompts(one), DeviceExecutor(one, NUM_SLOTS), one.pool, chunk=64, steps=(3,))
-    for own, other, (_, wanted) in zip(ours, theirs, REQUESTS, strict=True):
-        for each in (own, other):  # rounds may bring more than was asked for
-            del each.token_ids[wanted.max_tokens :], each.logprobs[wanted.max_tokens :]
-    assert_equal(ours, theirs)
-    assert sum(each.num_accepted for each in ours) > 0

@@ -13,14 +13,18 @@ from baton.engine.work import (
     BatchRow,
     CatchUp,
     Chunk,
+    ChunkReport,
     ChunkRow,
     CopyPages,
+    FirstTokens,
     Forget,
+    HandoffRows,
     LoadSlot,
     LocalRow,
     Recompute,
     Round,
     RoundTokens,
+    Scores,
     TableChange,
     Tail,
     Tails,
@@ -53,6 +57,8 @@ VALUES = [
     WarmUp(),
     WarmUp(expects_prompts=True),
     RoundTokens([Accepted([1, 2], [TokenLogprobs(-0.5, (1,), (-0.5,)), None], 1, 2), None]),
+    Scores(0.25, 0.5, [[TokenLogprobs(-0.5, (1,), (-0.5,))]]),
+    ChunkReport(Scores(0.25, 0.5, [[]]), [[FirstTokens([3, None], [None, None])]], [[HandoffRows([b"row", None])]]),
 ]
 
 

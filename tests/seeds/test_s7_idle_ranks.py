@@ -1,22 +1,34 @@
 """S7: a rank without rows runs the same functions on zero rows, of the widths that HiddenLayout says.
 
-Prefill, rounds, catching up and the end of prompts run on zero rows with every drafter. Collective operations of an
-idle rank are in tests/engine/test_rank_executor.py, where two processes share a model.
+Alone, prefill, rounds, catching up and the end of prompts run on zero rows with every drafter. Beside a live rank, an
+idle one joins every collective operation, in every phase, and the output is that of one process. Each defect is put in
+once and caught. All cells run with BATON_WHOLE_MATRIX=1; otherwise each pair of drafter and variant with one rank first
+runs, and the second layout of MTP heads without variants.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from drafters import ALL, settings, target_of
+from idle_ranks import Cell, World, Worlds, cells
 from solo import Solo
 
+from baton.engine.agreement import OwnWork
+from baton.engine.draft_shape import DraftShape
+from baton.engine.rank_worker import RankWorker
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import Needs
-from baton.engine.work import CatchUp, Recompute, Round, RoundTokens
+from baton.engine.trees import Drafts
+from baton.engine.work import CatchUp, Chunk, Recompute, Round, RoundTokens
+from baton.engine.work_frames import Report
+from baton.metadata.handoff.hidden_layout import HiddenLayout
 
 TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp")
 EVERYTHING = Needs(True, True, True, True, True, True, 2)
@@ -62,3 +74,213 @@ def test_the_draft_state_of_no_prompts_has_the_widths_of_the_layout(
         [(key, each.shape, each.dtype) for key, each in state.present()] for state in (draft, solo.drafter.allocate(0))
     )
     assert found == wanted
+
+
+# --- an idle rank beside a live one ---
+
+IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
+CELLS = [
+    cell
+    for number, cell in enumerate(cells())
+    if IS_WHOLE or (number % 4 in (0, 3) and (cell.variant == "alike" or "mimo" not in cell.drafter))
+]
+
+
+@pytest.fixture(scope="module")
+def worlds(checkpoint: Callable[..., Path]) -> Worlds:
+    return Worlds(checkpoint)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_an_idle_rank_joins_every_phase_of_a_live_one(
+    cell: Cell, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worlds.of(cell, tmp_path, monkeypatch) as world:
+        world.live(cell.first)
+
+
+@pytest.mark.parametrize("name", ["eagle", "hyper-mtp3", "frozen-kv-mtp"])
+def test_two_of_four_ranks_are_always_idle(
+    name: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worlds.of(Cell(name, "alike", 1), tmp_path, monkeypatch, size=4) as world:
+        world.live(1)
+        assert {rank for _, rank in world.idle} == {0, 1, 2, 3}
+        assert {each.lens for each in world.ranks.group.traces[3]} >= {(0, 1, 0, 0), (1, 0, 0, 0), (0, 4, 0, 0)}
+
+
+IDLE_WORKS = {
+    "prefill": Chunk([], []),
+    "recompute": Recompute([], []),
+    "catch-up": CatchUp([], [], [], [], [], 4, EVERYTHING),
+    "decode": Round([], [], [], [], [], DraftShape(0), EVERYTHING, []),
+    "draft and verify": Round([], [], [], [], [], DraftShape(3), EVERYTHING, []),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [*((name, "alike") for name in ("ngram", *ALL)), ("eagle", "padded"), ("mtp3-deepseek", "padded")],
+)
+def test_all_ranks_are_idle(
+    name: str, variant: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is reported, and no page but that of padding changes."""
+    with worlds.of(Cell(name, variant, 0), tmp_path, monkeypatch) as world:
+        ranks, executor = world.ranks, world.ranks.executor
+        before = [[kv.clone() for kv in engine._kvs] for engine in ranks.engines]
+        for phase, work in IDLE_WORKS.items():
+            if phase == "catch-up" and not world.has_kv:
+                continue
+            reports = executor.run([None, work])
+            assert all(report in (None, RoundTokens([])) or not report.rows for report in reports), reports
+        assert executor.run([None, None]) == [None, None]
+        ranks.settle()
+        for engine, kvs in zip(ranks.engines, before, strict=True):
+            assert all(torch.equal(kv[:, 1:], old[:, 1:]) for kv, old in zip(engine._kvs, kvs, strict=True))
+
+
+# --- the defects ---
+
+
+def is_idle(work: OwnWork, *kinds: type) -> bool:
+    """Return whether a work of one of `kinds` has no rows."""
+    rows = work.slots if isinstance(work, Round | CatchUp) else getattr(work, "rows", [1])
+    return isinstance(work, kinds) and not rows
+
+
+def replace_work(world: World, do: Callable[[RankWorker, tuple[int, ...], OwnWork], Report | None]) -> None:
+    """Let the second rank do its work by `do`, which is given the usual worker."""
+    usual = world.ranks.workers[1].do
+    world.ranks.workers[1].do = lambda lens, work: do(usual, lens, work)  # type: ignore[method-assign]
+
+
+SKIPS: dict[str, tuple[type, Callable[[Any], bool]]] = {
+    "prefill": (Chunk, lambda work: True),
+    "decode": (Round, lambda work: work.shape.num_steps == 0),
+    "verify": (Round, lambda work: work.shape.num_steps > 0),
+    "recompute": (Recompute, lambda work: True),
+}
+
+
+@pytest.mark.parametrize("phase", SKIPS)
+@pytest.mark.parametrize("name", ["eagle", "mtp3-mimo", "hyper-frozen-kv-mtp"])
+def test_an_idle_rank_that_skips_a_phase_is_caught(
+    name: str, phase: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, is_meant = SKIPS[phase]
+
+    def skip(usual: Any, lens: tuple[int, ...], work: OwnWork) -> Report | None:
+        if not is_idle(work, kind) or not is_meant(work):
+            return usual(lens, work)
+        return RoundTokens([]) if kind is Round else None
+
+    with worlds.of(Cell(name, "alike", 0), tmp_path, monkeypatch, timeout_s=0.5) as world:
+        replace_work(world, skip)
+        with pytest.raises(RuntimeError, match="rank 0 waited in gather for a rank that did not come"):
+            world.live(0)
+
+
+WITH_FORWARDS = ("standalone", "eagle", "eagle3", "mtp-mimo", "mtp3-deepseek", "frozen-kv-mtp", "hyper-eagle")
+
+
+@pytest.mark.parametrize("name", WITH_FORWARDS)
+def test_an_idle_rank_that_computes_a_prompt_while_others_decode_is_caught(
+    name: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extend path of prompts has the target's collective operations, so no rank hangs. Only the drafter tells."""
+
+    def extend(usual: Any, lens: tuple[int, ...], work: OwnWork) -> Report | None:
+        if not is_idle(work, Round):
+            return usual(lens, work)
+        usual(lens, Chunk([], []))
+        return RoundTokens([])
+
+    with worlds.of(Cell(name, "alike", 0), tmp_path, monkeypatch) as world:
+        replace_work(world, extend)
+        with pytest.raises(AssertionError, match="ranks ran unlike forwards of the drafter"):
+            world.live(0)
+
+
+@pytest.mark.parametrize("name", WITH_FORWARDS)
+def test_an_idle_rank_that_does_not_draft_is_caught(
+    name: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worlds.of(Cell(name, "alike", 0), tmp_path, monkeypatch) as world:
+        drafter: Any = world.ranks.engines[1].drafter
+        drafts = Drafts(torch.zeros(0, 3, dtype=torch.int64))
+        usual = drafter.propose
+        drafter.propose = lambda rows, shape: usual(rows, shape) if len(rows.lengths) else drafts
+        if name == "mtp3-deepseek":  # its proposals are made when it observes
+            drafter.observe = lambda rows, *rest: rows.draft
+        with pytest.raises(AssertionError, match="ranks ran unlike forwards of the drafter"):
+            world.live(0)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_FORWARDS if "frozen" not in name])
+def test_an_idle_rank_that_does_not_catch_up_is_caught(
+    name: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worlds.of(Cell(name, "alike", 0), tmp_path, monkeypatch) as world:
+        replace_work(world, lambda usual, lens, work: None if is_idle(work, CatchUp) else usual(lens, work))
+        with pytest.raises(AssertionError, match="ranks ran unlike forwards of the drafter"):
+            world.live(0)
+
+
+def of_the_other_side(layout: HiddenLayout) -> HiddenLayout:
+    """Return a layout that takes the target for the draft."""
+    return replace(
+        layout,
+        target_hidden_size=layout.draft_hidden_size,
+        draft_hidden_size=layout.target_hidden_size,
+        target_dtype=layout.draft_dtype,
+        draft_dtype=layout.target_dtype,
+    )
+
+
+UNLIKE = [
+    (name, variant) for name in ("eagle3", "frozen-kv-mtp", "hyper-frozen-kv-mtp") for variant in ("narrow", "wide")
+]
+UNLIKE += [
+    (name, "float32-bfloat16") for name in ("eagle", "eagle3", "mtp-deepseek", "mtp3-mimo", "hyper-eagle", "hyper-mtp3")
+]
+
+
+@pytest.mark.parametrize(("name", "variant"), UNLIKE)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_widths_of_the_wrong_side_are_caught_on_an_idle_rank(
+    name: str, variant: str, phase: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout of the second rank asks the wrong side, for works without rows alone."""
+    kind = Chunk if phase == "prefill" else Round
+
+    def mutate(usual: Any, lens: tuple[int, ...], work: OwnWork) -> Report | None:
+        engine = world.ranks.engines[1]
+        drafter: Any = engine.drafter
+        right, drafter_layout = engine.speculation, drafter.hidden
+        if is_idle(work, kind):
+            engine.speculation = replace(right, hidden=of_the_other_side(right.hidden))
+            drafter.hidden = engine.speculation.hidden
+        try:
+            return usual(lens, work)
+        finally:
+            engine.speculation, drafter.hidden = right, drafter_layout
+
+    with worlds.of(Cell(name, variant, 0), tmp_path, monkeypatch) as world:
+        replace_work(world, mutate)
+        with pytest.raises(ValueError, match=r"state of .* is \[num_rows"):
+            world.live(0)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp"])
+def test_a_recurrent_state_of_a_wrong_width_is_caught_on_an_idle_rank(
+    name: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots of the second rank hold states that are one number too wide."""
+    with worlds.of(Cell(name, "alike", 0), tmp_path, monkeypatch) as world:
+        slots = world.ranks.workers[1].executor.slots
+        hidden = slots._draft.hidden
+        assert hidden is not None
+        slots._draft = replace(slots._draft, hidden=torch.zeros(len(hidden), hidden.shape[1] + 1))
+        with pytest.raises(ValueError, match=r"state of .* (is \[num_rows|does not fit a buffer)"):
+            world.live(0)

@@ -1,0 +1,147 @@
+"""The decode scheduler of a node whose ranks have sequences of their own: one `DecodeScheduler` per rank.
+
+    reserve --preferred_ranks--> DecodeScheduler of one rank --plan--.
+                                                                     +--> one StepPlan per rank, of one shape
+                                 DecodeScheduler of another  --plan--'
+
+Pool, prefix cache and slots belong to a rank, so a page is known by its rank and number, and a request must fit into
+the pool of one rank. Choices of one request share a rank, since they share the pages of its prompt. A rank that lacks
+pages preempts a sequence of its own.
+
+All ranks draft in the same shape, because they verify together. It is chosen once, for the sequences of all ranks. A
+rank whose sequences can use no drafts takes part and accepts none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from ..engine.draft_shape import NO_DRAFTS, DraftShape
+from ..metadata.wire.request import Unit
+from .rank_choice import RankRoom, preferred_ranks
+from .scheduler import Choose, DecodeScheduler, StepPlan, narrowed
+from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class RankedPlan:
+    """One step of all ranks."""
+
+    ranks: list[StepPlan]  # of `shape` each
+    shape: DraftShape
+
+    @property
+    def is_premature(self) -> bool:
+        """Whether a rank must settle the round under way first. Then all plan again."""
+        return any(plan.is_premature for plan in self.ranks)
+
+
+class RankedDecodeScheduler:
+    """Owns the schedulers of all ranks, each with a prefix cache of its own."""
+
+    def __init__(
+        self, ranks: Seq[DecodeScheduler], *, choose: Choose | None = None, rests: Callable[[], bool] | None = None
+    ) -> None:
+        """`ranks`: one scheduler per rank, alike but for their caches, without `choose` and `rests`, which are asked
+        here for all ranks together."""
+        assert ranks, "a node has at least one rank"
+        self.ranks = list(ranks)
+        self._choose, self._rests = choose, rests
+        self._rank_of: dict[tuple[str, int], int] = {}  # of the choices of a request, by rid and attempt
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Reserve on the best rank that has room, as `DecodeScheduler.reserve`. A further choice of a request gets the
+        rank of those before it, or nothing."""
+        known = self._known_rank(sequence.unit)
+        ranks = preferred_ranks([_room(rank, sequence) for rank in self.ranks]) if known is None else [known]
+        for rank in ranks:
+            sequence.join_rank(rank)
+            if self.ranks[rank].reserve(sequence):
+                self._rank_of[sequence.unit.rid, sequence.unit.attempt] = rank
+                return True
+        return False
+
+    def start_pulled(self, unit: Unit) -> Sequence:
+        return self._holder(unit).start_pulled(unit)
+
+    def start_local(self, unit: Unit) -> Sequence:
+        return self._holder(unit).start_local(unit)
+
+    def share_computed(self, sequence: Sequence) -> None:
+        self.ranks[sequence.rank].share_computed(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.ranks[sequence.rank].preempt(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence in any phase, as `DecodeScheduler.finish`."""
+        self.ranks[sequence.rank].finish(sequence)
+        self._forget(sequence)
+
+    def find(self, rid: str, attempt: int, choices: tuple[int, ...] | None) -> list[Sequence]:
+        return [sequence for rank in self.ranks for sequence in rank.find(rid, attempt, choices)]
+
+    def get(self, unit: Unit) -> Sequence | None:
+        rank = self._known_rank(unit)
+        return None if rank is None else self.ranks[rank].get(unit)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.ranks))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return itertools.chain.from_iterable(self.ranks)
+
+    def plan(self, shape: DraftShape | None = None) -> RankedPlan:
+        """Plan the next step of every rank, as `DecodeScheduler.plan`. `shape`: the draft shape that an earlier plan
+        chose for this round; None: choose it now."""
+        for rank in self.ranks:
+            if rank.preempted:
+                rank.resume()
+        chosen, usable = self._choose_shape(shape)
+        plans = [rank.plan(chosen, own) for rank, own in zip(self.ranks, usable, strict=True)]
+        for sequence in itertools.chain.from_iterable(plan.failed for plan in plans):
+            self._forget(sequence)
+        return RankedPlan(plans, chosen)
+
+    def _choose_shape(self, chosen: DraftShape | None) -> tuple[DraftShape, list[list[int]]]:
+        """Return how much all ranks draft now, and the number of drafts that each sequence of each rank can accept. If
+        one rank must draft nothing, no rank drafts."""
+        nothing = NO_DRAFTS, [[0] * len(rank.running) for rank in self.ranks]
+        most = self.ranks[0].shape
+        if most.num_steps == 0 or (chosen is None and self._rests is not None and self._rests()):
+            return nothing
+        usable: list[list[int]] = []
+        for rank in self.ranks:
+            own = rank.usable_drafts()
+            if own is None:
+                return nothing
+            usable.append(own)
+        if not any(map(any, usable)):
+            return nothing
+        shape = most if chosen is None else chosen
+        if chosen is None and self._choose is not None:
+            asked = [rank.drafting(own) for rank, own in zip(self.ranks, usable, strict=True)]
+            sequences = [sequence for own, _ in asked for sequence in own]
+            shape = self._choose(sequences, [num for _, nums in asked for num in nums])
+        return narrowed(shape, itertools.chain.from_iterable(usable)), usable
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Forget the rank of a request of which no choice is left."""
+        rid, attempt = sequence.unit.rid, sequence.unit.attempt
+        if not any(other.unit.attempt == attempt for other in self.ranks[sequence.rank].find(rid, attempt, None)):
+            self._rank_of.pop((rid, attempt), None)
+
+    def _known_rank(self, unit: Unit) -> int | None:
+        return self._rank_of.get((unit.rid, unit.attempt))
+
+    def _holder(self, unit: Unit) -> DecodeScheduler:
+        rank = self._known_rank(unit)
+        assert rank is not None, unit
+        return self.ranks[rank]
+
+
+def _room(rank: DecodeScheduler, sequence: Sequence) -> RankRoom:
+    return RankRoom(rank.num_cached_pages(sequence), len(rank.running) + len(rank.reserved), rank.cache.available)

@@ -1,0 +1,158 @@
+"""Runs the works of ranks that have sequences of their own: one scheduler, one work per rank.
+
+    scheduler of rank i --work--> RankQueue i --.
+                                                +--> OwnWorkExecutor --> agree --> RankWorker of each rank
+    scheduler of rank j --work--> RankQueue j --'
+
+All schedulers are in the process of rank 0. Each sees an `Executor` of its own, whose works wait until all ranks' works
+of the step are there. What a rank does not ask for, it does without rows (agreement.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ..metadata.handoff.buffers import Sampled
+from .agreement import OwnWork, agree, next_works
+from .draft_shape import DraftShape
+from .executor import HostProposer
+from .progress import Progress
+from .rank_worker import RankWorker, message, reports
+from .ranked_engine import RankedEngine
+from .work import RoundTokens, RoundWork, Scores
+from .work_frames import Report, decode
+
+
+class OwnWorkExecutor:
+    """Runs one work per rank at a time. Owns the queues of the ranks. Every method that works raises RankLost if a rank
+    is gone or hangs; then the node must end."""
+
+    def __init__(self, ranked: RankedEngine, buckets: Sequence[int] = ()) -> None:
+        """`buckets`: batch sizes whose inputs are static; the other ranks have the same."""
+        assert ranked.ranks.rows is not None, "the ranks hold the same sequences"
+        self._ranked, self._buckets = ranked, sorted(buckets)
+        self.own = RankWorker(ranked.engine, ranked.num_slots, ranked.ranks.rows, buckets)
+        self.queues = [RankQueue(self, rank) for rank in range(ranked.size)]
+
+    def run(self, works: Sequence[OwnWork | None]) -> list[Report | None]:
+        """Do works[i] on rank i, all of one kind. None: the rank is idle. Return the report of each rank; None: the
+        work has none."""
+        assert len(works) == self._ranked.size, (len(works), self._ranked.size)
+        agreed = agree(works, self._buckets)
+        for rank, work in enumerate(agreed.works):
+            if rank and work is not None:
+                self._ranked.processes.send(rank, message(agreed.lens, work))
+        own = agreed.works[0]
+        found: list[Report | None] = [None] * len(works)
+        if own is not None:
+            with self._ranked.processes.guarded():
+                found[0] = self.own.do(agreed.lens, own)
+        for rank, work in enumerate(agreed.works):
+            if rank and reports(work):
+                found[rank] = decode(self._ranked.processes.report(rank))
+        return found
+
+    def flush(self) -> None:
+        """Do all works that wait in the queues."""
+        while any(queue.works for queue in self.queues):
+            works = next_works([queue.works for queue in self.queues])
+            for queue, work, report in zip(self.queues, works, self.run(works), strict=True):
+                if work is not None:  # an idle rank reports too, but nobody there asked
+                    queue.take(report)
+
+
+class RankQueue:
+    """The `Executor` of one rank's scheduler. Works wait here, and `collect` of any rank does those of all."""
+
+    def __init__(self, executor: OwnWorkExecutor, rank: int) -> None:
+        self.works: deque[RoundWork] = deque()
+        self._executor, self._device = executor, executor.own.executor  # ranks are alike, so rank 0 speaks for all
+        self._tokens: deque[RoundTokens] = deque()
+        self._scores: Scores | None = None
+        proposer = self._device.proposer
+        self.proposer = None if proposer is None else RankProposer(proposer, rank * self.num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        return self._device.num_slots
+
+    @property
+    def shape(self) -> DraftShape:
+        return self._device.shape
+
+    @property
+    def keeps_missed_rows(self) -> bool:
+        return self._device.keeps_missed_rows
+
+    @property
+    def num_prompt_states(self) -> int:
+        return self._device.num_prompt_states
+
+    @property
+    def vocab_size(self) -> int:
+        return self._device.vocab_size
+
+    @property
+    def context_len(self) -> int:
+        return self._device.context_len
+
+    @property
+    def runs_ahead(self) -> bool:
+        """False: a step begins when the one before has ended on all ranks."""
+        return False
+
+    @property
+    def joint_tokens(self) -> Sequence[int]:
+        return ()
+
+    def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
+        """Do nothing: what ranks compile, all of them compile with the first works."""
+
+    def submit(self, work: RoundWork) -> None:
+        """Add a work. A work that a rank has no memory for raises RankLost when it is done."""
+        self.works.append(work)
+
+    @property
+    def is_done(self) -> bool:
+        return True
+
+    def collect(self) -> RoundTokens:
+        """Do the works of all ranks, and return the report of the oldest round that was not collected."""
+        self._executor.flush()
+        return self._tokens.popleft()
+
+    def collect_scores(self) -> Scores:
+        """Likewise, of the last Recompute."""
+        self._executor.flush()
+        scores, self._scores = self._scores, None
+        assert scores is not None, "the last Recompute had no scored tokens, or was collected"
+        return scores
+
+    def read_row(self, row: bytes) -> Sampled:
+        return self._device.read_row(row)
+
+    def take(self, report: Report | None) -> None:
+        """Keep a report of this rank until the scheduler collects it."""
+        if isinstance(report, Scores):
+            self._scores = report
+        elif isinstance(report, RoundTokens):
+            self._tokens.append(report)
+
+
+class RankProposer:
+    """The part of a `HostProposer` that one rank uses. Slots of unlike ranks are different texts, and all ranks share
+    the texts of finished requests."""
+
+    def __init__(self, proposer: HostProposer, first: int) -> None:
+        """`first`: the number that the rank's slot 0 has among the slots of all ranks."""
+        self._proposer, self._first = proposer, first
+
+    def lookup(self, slot: int, token_ids: Sequence[int], salt: str, num_steps: int) -> list[int]:
+        return self._proposer.lookup(self._first + slot, token_ids, salt, num_steps)
+
+    def replay(self, slot: int, token_ids: Sequence[int], salt: str, num_steps: int, num_tries: int) -> tuple[int, int]:
+        return self._proposer.replay(self._first + slot, token_ids, salt, num_steps, num_tries)
+
+    def forget(self, slot: int, token_ids: Sequence[int], salt: str) -> None:
+        self._proposer.forget(self._first + slot, token_ids, salt)

@@ -1,0 +1,82 @@
+"""The part of one rank in works that all ranks do together, if every rank has sequences of its own.
+
+    rank 0 --frame: (lens, work)--> serve_rank --> RankWorker --> DeviceExecutor, Prompts
+       ^                                                |
+       '------------------- report ---------------------'
+
+A rank reports the tokens of a round and the results of a chunk. It reports nothing of other work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+import msgspec
+
+from .agreement import OwnWork
+from .device_executor import DeviceExecutor
+from .engine import Engine
+from .products.ranked import RankRows
+from .prompts import Prompts
+from .rank_processes import REPORT
+from .work import CatchUp, Chunk, ChunkReport, Forget, LoadSlot, Recompute, Round
+from .work_frames import Report, decode, encode
+
+_MESSAGES = msgspec.msgpack.Decoder(tuple[tuple[int, ...], bytes])
+
+
+class Pipe(Protocol):
+    """The end of a pipe that a rank has, as a `Connection` of multiprocessing."""
+
+    def recv_bytes(self) -> bytes: ...
+
+    def send_bytes(self, buf: bytes, /) -> None: ...
+
+
+class RankWorker:
+    """Does the works of one rank, one at a time. Owns the rank's slots and what is kept of its prompts."""
+
+    def __init__(self, engine: Engine, num_slots: int, rows: RankRows, buckets: Sequence[int] = ()) -> None:
+        """`rows`: the number of rows of every rank, which the products of `engine` read."""
+        self.executor = DeviceExecutor(engine, num_slots, buckets)
+        self._prompts = Prompts(engine)
+        self._rows = rows
+
+    def do(self, lens: tuple[int, ...], work: OwnWork) -> Report | None:
+        """Do a work, and wait for its report if it has one. `lens`: rows of every rank in the target's forward."""
+        self._rows.lens = lens
+        match work:
+            case Chunk():
+                submitted = self._prompts.submit(work)
+                submitted.draft()
+                first_tokens = [each.first_tokens() for each in submitted.tails]
+                return ChunkReport(submitted.wait(), first_tokens, [each.wait_rows() for each in submitted.tails])
+            case Forget():
+                self._prompts.forget(work.key)
+                return None
+            case Round():
+                self.executor.submit(work)
+                return self.executor.collect()
+            case Recompute() | CatchUp() | LoadSlot():
+                self.executor.submit(work)
+        return self.executor.collect_scores() if isinstance(work, Recompute) and work.is_scored else None
+
+
+def reports(work: OwnWork | None) -> bool:
+    """Return whether a rank reports this work."""
+    return isinstance(work, Round | Chunk) or (isinstance(work, Recompute) and work.is_scored)
+
+
+def message(lens: tuple[int, ...], work: OwnWork) -> bytes:
+    """Return the frame of a work to another rank."""
+    return msgspec.msgpack.encode((lens, encode(work)))
+
+
+def serve_rank(pipe: Pipe, worker: RankWorker) -> NoReturn:
+    """Do works and send reports, until the pipe is closed (EOFError)."""
+    while True:
+        lens, frame = _MESSAGES.decode(pipe.recv_bytes())
+        report = worker.do(lens, decode(frame))
+        if report is not None:
+            pipe.send_bytes(REPORT + encode(report))
