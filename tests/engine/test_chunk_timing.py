@@ -24,7 +24,7 @@ def test_a_measured_chunk_changes_no_sequence(name: str, checkpoint: Callable[..
     kv = solo.target_kv(sequence)
     page_size = solo.engine.pool.page_size
     for num_tokens in (1, page_size, 3 * page_size + 1):
-        assert 0 <= measure_chunk(solo.executor, num_tokens, page_size) < 60
-        assert 0 <= measure_joint(solo.executor, num_tokens, page_size) < 60
+        assert 0 < measure_chunk(solo.executor, num_tokens, page_size) < 60
+        assert 0 < measure_joint(solo.executor, 2, num_tokens, page_size) < 60
     assert torch.equal(solo.target_kv(sequence), kv)
     assert solo.run(sequence, 12, 2) == expected
