@@ -338,7 +338,8 @@ class DecodeNode:
         """If pages are on the way, wait until the device nearly needs the next round, so that they join that one."""
         if self._under_way is None or not self.scheduler.reserved:
             return
-        until = self._clock.submit_by(self._under_way.submitted.shape.num_steps)
+        under_way = self._under_way
+        until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
         since = time.monotonic()
         while self.scheduler.reserved and time.monotonic() < until and not self.executor.is_done:
             time.sleep(_PAUSE_S)
@@ -548,7 +549,7 @@ class DecodeNode:
         results = self.rounds.collect(done.submitted).rows
         num_streams, num_steps = len(done.sequences), done.submitted.shape.num_steps
         step_since = max(done.step_since, self._clock.settled_at)
-        seconds = self._clock.settle(done.since, num_steps)
+        seconds = self._clock.settle(done.since, num_steps, has_chunk=done.chunk is not None)
         step_s = self._clock.settled_at - step_since
         for sequence in done.sequences:
             sequence.leave_round()

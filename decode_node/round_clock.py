@@ -29,7 +29,7 @@ class RoundClock:
         self._begun_at = self._settled_at = self._ended_at = 0.0
         self._other_s = 0.0  # time for other work since the last round was settled
         self._num_passed = 0
-        self._last_s: dict[int, float] = {}  # by draft steps: seconds of the last round
+        self._last_s: dict[tuple[int, bool], float] = {}  # of the last round, by draft steps and chunk beside it
 
     @property
     def step_since(self) -> float:
@@ -60,19 +60,19 @@ class RoundClock:
         """A round is about to be submitted. Return the moment from which its time counts, for `settle`."""
         return self._begun_at if self._overlaps else time.monotonic()
 
-    def settle(self, since: float, num_steps: int) -> float:
-        """The results of a round of `num_steps` draft steps have come. Return the seconds that it took, other work
-        included."""
+    def settle(self, since: float, num_steps: int, *, has_chunk: bool = False) -> float:
+        """The results of a round of `num_steps` draft steps, with a chunk beside it or not, have come. Return the
+        seconds that it took, other work included."""
         now = time.monotonic()
         seconds = now - max(since, self._settled_at)
-        self._settled_at, self._last_s[num_steps] = now, seconds
+        self._settled_at, self._last_s[num_steps, has_chunk] = now, seconds
         return seconds
 
-    def submit_by(self, num_steps: int) -> float:
+    def submit_by(self, num_steps: int, *, has_chunk: bool = False) -> float:
         """Return the moment, monotonic seconds, by which the round after the one under way must be submitted, so that
-        the device is not left without work. The one under way has `num_steps` draft steps and began when the last one
-        was settled."""
-        lasts = self._last_s.get(num_steps, 0.0)
+        the device is not left without work. The one under way has `num_steps` draft steps, and a chunk beside it or
+        not. It began when the last one was settled."""
+        lasts = self._last_s.get((num_steps, has_chunk), 0.0)
         return self._settled_at + lasts - max(_LEAST_AHEAD_S, _SHARE_AHEAD * lasts)
 
     def judge(self, seconds: float) -> RoundTime:

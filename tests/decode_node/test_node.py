@@ -219,7 +219,7 @@ def computes(monkeypatch: pytest.MonkeyPatch, pulling: NodePair, *, is_done: boo
     """Let the device be at work on the round under way, and need the next one after so many seconds."""
     until = time.monotonic() + seconds
     monkeypatch.setattr(DeviceExecutor, "is_done", property(lambda _: is_done))
-    monkeypatch.setattr(pulling.decode._clock, "submit_by", lambda _: until)
+    monkeypatch.setattr(pulling.decode._clock, "submit_by", lambda *_, **__: until)
 
 
 def members(pulling: NodePair) -> list[str]:

@@ -113,3 +113,10 @@ def test_a_round_is_submitted_before_the_one_under_way_can_end(clock: Clock) -> 
         rounds.settle(since, num_steps)
         assert rounds.submit_by(num_steps) == pytest.approx(clock.now + (milliseconds - ahead) / 1000)
         assert rounds.submit_by(3) < clock.now
+        assert rounds.submit_by(num_steps, has_chunk=True) < clock.now, "none was measured"
+    since = rounds.submit()
+    clock.passes(30)
+    before_s = rounds.submit_by(0) - clock.now
+    rounds.settle(since, 0, has_chunk=True)
+    assert rounds.submit_by(0, has_chunk=True) > clock.now + 0.020, "a round with a chunk takes longer"
+    assert rounds.submit_by(0) - clock.now == pytest.approx(before_s + 0.030), "the others take as long as before"

@@ -22,7 +22,7 @@ from waits import no_waiting
 from baton.engine.batch import ForwardBatch, JointBatch
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.joint_graphs import JointSize
+from baton.engine.joint_sizes import JointSize
 from baton.engine.pages import Owner
 from baton.engine.rounds import LocalChunk
 from baton.engine.sampling_state import SamplingState
