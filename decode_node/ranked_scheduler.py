@@ -33,11 +33,6 @@ class RankedPlan:
     ranks: list[StepPlan]  # of `shape` each
     shape: DraftShape
 
-    @property
-    def is_premature(self) -> bool:
-        """Whether a rank must settle the round under way first. Then all plan again."""
-        return any(plan.is_premature for plan in self.ranks)
-
 
 class RankedDecodeScheduler:
     """Owns the schedulers of all ranks, each with a prefix cache of its own."""
@@ -72,9 +67,6 @@ class RankedDecodeScheduler:
 
     def share_computed(self, sequence: Sequence) -> None:
         self.ranks[sequence.rank].share_computed(sequence)
-
-    def preempt(self, sequence: Sequence) -> None:
-        self.ranks[sequence.rank].preempt(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence in any phase, as `DecodeScheduler.finish`."""

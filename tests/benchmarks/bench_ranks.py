@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_ranks.py [--rounds N]
 
 Prints, for 1 to 8 ranks and 64 and 512 sequences per rank, the milliseconds that a round takes on the host: to plan it,
-to make its works agree, and to process its tokens. A round without ranks is the first line of each batch.
+to make its works agree, and to append its tokens. The first line of each batch is a node without ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ import argparse
 import gc
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from baton.decode_node.ranked_scheduler import RankedDecodeScheduler, RankedPlan
 from baton.decode_node.scheduler import DecodeScheduler, StepPlan
