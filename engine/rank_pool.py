@@ -96,7 +96,7 @@ class RankPool:
         """Do nothing: no work is under way."""
 
     def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> Gather:
-        """Never called: there is nothing that `map` returned."""
+        """Fail: `map` returns nothing to copy from."""
         raise AssertionError((peer, sources, targets))
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -14,8 +15,10 @@ from drafters import settings
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine import ranked_engine
+from baton.engine.rank_executor import RankExecutor
 from baton.engine.ranked_engine import RankedEngine, check_ranks
-from baton.metadata.errors import ConfigError
+from baton.engine.work import BatchRow, Recompute
+from baton.metadata.errors import ConfigError, RankLost
 
 
 def test_a_node_refuses_a_number_of_ranks_before_they_start(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -44,3 +47,16 @@ def test_a_start_that_fails_says_why_and_leaves_no_rank(checkpoint: Callable[...
         RankedEngine(config, 2, num_slots=2)
     ranks = [each for each in psutil.Process(os.getpid()).children() if "spawn_main" in " ".join(each.cmdline())]
     assert not [each for each in ranks if "resource_tracker" not in " ".join(each.cmdline())]
+
+
+def test_the_error_of_a_rank_is_in_that_of_the_node(checkpoint: Callable[..., Path]) -> None:
+    """Rank 1 cannot do its work, here because it gets none. Rank 0 waits for it in the work, and ends at once."""
+    config = DecodeConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=16, speculative="none")
+    with RankedEngine(config, 2, num_slots=2, name="decode-0") as ranked:
+        [pid] = ranked.processes.pids
+        ranked.processes.send(1, msgspec.msgpack.encode(((), b"\xff")))
+        work = Recompute([BatchRow([1, 2, 3], 0, [1])], [[1, 2, 3, 4]])
+        words = rf"rank 1 \(process {pid}\) ended with exit code 1: ProtocolError: a frame of 1 bytes holds no work"
+        with pytest.raises(RankLost, match=words):
+            RankExecutor(ranked).submit(work)
+        assert not psutil.pid_exists(pid)
