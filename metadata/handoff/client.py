@@ -241,7 +241,7 @@ class HandoffClient:
             self._fail(move.unit, reason, tell=link)
             return
         try:
-            block = self._pages.first_difference(move.target, landed.checksums, transfer.checksums[move.index])
+            block = self._pages.first_difference(move.target, landed.checksums, move.checksums)
         except OutOfMemory as error:
             self._fail(move.unit, f"{where}: {error}", tell=link, code=error.code)
             return

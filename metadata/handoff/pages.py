@@ -18,8 +18,9 @@ import numpy as np
 
 from ..wire.node_info import HandoffSchema
 from .checksums import first_difference, page_checksums
-from .memory import PageMemory, pack_pages
+from .memory import PageMemory, pack_pages, whole_part
 from .schema import GPU_CHECKSUM, blocks_per_page
+from .shards import PagePart
 
 
 class Shared(NamedTuple):
@@ -68,8 +69,11 @@ class DevicePool(Protocol):
         """Values that other processes of this host need to map the pools, one per pool; empty if they cannot do so."""
         ...
 
-    def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> MappedPools:
-        """Map a peer's pools of `num_pages` pages for reading. The caller closes the descriptors. Raises TransferError,
+    def map(
+        self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
+    ) -> MappedPools:
+        """Map a peer's pools of `num_pages` pages for reading. `part` names the part that the peer gives of our pages,
+        and the layouts of its pools; None: the whole pages. The caller closes the descriptors. Raises TransferError,
         with nothing left mapped, if a pool cannot be mapped."""
         ...
 
@@ -79,8 +83,8 @@ class DevicePool(Protocol):
         ...
 
     def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> Gather:
-        """Begin to copy pages `sources` of the peer to pages `targets` of ours. Raises OutOfMemory; no page is written
-        after that."""
+        """Begin to copy pages `sources` of the peer to pages `targets` of ours, or the part for which the peer's pools
+        were mapped. The checksums are those of our whole pages. Raises OutOfMemory; no page is written after that."""
         ...
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
@@ -110,6 +114,7 @@ class OfferedPages:
         _check_digest(schema, device)
         self._has_checksums = blocks_per_page(schema) > 0
         self.memory, self.device = tuple(memory), device
+        self._whole = whole_part(memory)
         self._known: dict[int, tuple[int, bytes]] = {}  # by page: its generation, its checksums
         self._on_host: dict[int, int] = {}  # by page: the generation that lies in the mirror
 
@@ -132,13 +137,13 @@ class OfferedPages:
             self.device.store(new)
             self._on_host |= {page: int(generations[page]) for page in new}
 
-    def pack(self, pages: Sequence[int]) -> tuple[np.ndarray, bytes]:
-        """Return the pages as one frame for a `Pages` message, and their generations, read after the copy, int64
-        [num_pages]. Pages on a GPU are copied anew at each call, because a repeated pull means that a copy was damaged.
-        """
+    def pack(self, pages: Sequence[int], part: PagePart | None = None) -> tuple[np.ndarray, bytes]:
+        """Return a part of the pages (None: the whole pages) as one frame for a `Pages` message, and their generations,
+        read after the copy, int64 [num_pages]. Pages on a GPU are copied anew at each call, because a repeated pull
+        means that a copy was damaged."""
         if self.device is not None:
             self.device.store(pages)
-        frame = pack_pages(self.memory, pages)
+        frame = pack_pages(self.memory, pages, part or self._whole)
         return frame, self.memory[0].generations[list(pages)].astype("<i8").tobytes()
 
     def _digest(self, pages: Sequence[int]) -> list[bytes]:

@@ -28,8 +28,9 @@ from ...wire.messages import Pages, Pull
 from ...wire.protocol import PROTOCOL_MIN, known
 from ...wire.request import Unit
 from ..descriptors import DescriptorInbox
-from ..memory import PageMemory
+from ..memory import PageMemory, whole_part
 from ..pages import DevicePool, OfferedPages
+from ..shards import PagePart
 
 POLL_BYTES = 64 << 20  # most bytes of pages that a node copies before other work gets its turn
 PULL_BYTES = 4 << 20  # most bytes of pages that one Pull may ask for; it may always ask for one page
@@ -43,6 +44,7 @@ class Move(Struct, frozen=True):
     source: int
     target: int
     generation: int  # as offered
+    checksums: bytes  # as offered
 
 
 class Landed(NamedTuple):
@@ -65,10 +67,11 @@ class PullEnd:
     send: Callable[[Pull], None]
     device: DevicePool | None = None  # the pools on a GPU, whose host mirror `memory` is
     inbox: DescriptorInbox | None = None
+    part: PagePart | None = None  # of each page that comes over the link; None: the whole page
 
 
 class Transport(ABC):
-    """Moves the pages of one peer into `memory` (target pool, then draft)."""
+    """Moves the pages of one peer into `memory` (target pool, then draft), or a `part` of each page."""
 
     name: ClassVar[str]
     needs_same_host: ClassVar[bool] = False  # it reads the peer's memory
@@ -76,9 +79,10 @@ class Transport(ABC):
     needs_inbox: ClassVar[bool] = False  # the decode node must have an inbox for file descriptors
     since: ClassVar[int] = PROTOCOL_MIN  # the first protocol that has its welcome
 
-    def __init__(self, memory: Sequence[PageMemory]) -> None:
+    def __init__(self, memory: Sequence[PageMemory], part: PagePart | None = None) -> None:
         self.memory = tuple(memory)
-        self.page_bytes = sum(pool.page_bytes for pool in self.memory)
+        self.part = part or whole_part(memory)
+        self.page_bytes = self.part.page_bytes
         self._queue: deque[Move] = deque()
 
     # --- the prefill node's side -----------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import msgspec
 
 from ...errors import TransferError
 from ...wire.data_link import LinkHello, LinkWelcome
-from ..memory import PageMemory, PeerMemory
+from ..memory import PageMemory, PeerMemory, whole_part
 from ..pages import OfferedPages
+from ..shards import PagePart
 from .base import Landed, PullEnd, Transport
 
 
@@ -25,8 +26,8 @@ class LocalTransport(Transport):
     name: ClassVar[str] = "local"
     needs_same_host: ClassVar[bool] = True
 
-    def __init__(self, memory: Sequence[PageMemory], peers: Sequence[PeerMemory]) -> None:
-        super().__init__(memory)
+    def __init__(self, memory: Sequence[PageMemory], peers: Sequence[PeerMemory], part: PagePart | None = None) -> None:
+        super().__init__(memory, part)
         self._peers = list(peers)
 
     @classmethod
@@ -46,19 +47,19 @@ class LocalTransport(Transport):
     @classmethod
     def open(cls, end: PullEnd, welcome: LinkWelcome) -> LocalTransport:
         """Map the pools that the welcome names. Raises TransferError, with nothing left mapped, if that fails."""
-        memory = end.memory
+        memory, part = end.memory, end.part or whole_part(end.memory)
         if not len(memory) == len(welcome.fds) == len(welcome.sizes):
             raise TransferError(
                 f"{len(memory)} pools here, {len(welcome.fds)} fds and {len(welcome.sizes)} sizes there"
             )
         with contextlib.ExitStack() as undo:
             peers: list[PeerMemory] = []
-            for pool, fd, size in zip(memory, welcome.fds, welcome.sizes, strict=True):
+            for pool, fd, size in zip(part.pools, welcome.fds, welcome.sizes, strict=True):
                 peer = PeerMemory(welcome.pid, fd, size, pool.layout, welcome.num_pages)
                 undo.callback(peer.close)
                 peers.append(peer)
             undo.pop_all()
-        return cls(memory, peers)
+        return cls(memory, peers, part)
 
     @property
     def is_busy(self) -> bool:
@@ -69,8 +70,10 @@ class LocalTransport(Transport):
         num_moves = min(len(self._queue), -(-max_bytes // self.page_bytes))
         while self._queue and num_moves > 0:
             move = self._queue.popleft()
-            for pool, peer in zip(self.memory, self._peers, strict=True):
-                pool.pages[:, move.target] = peer.pages[:, move.source]
+            for pool, peer, (_, _, spans) in zip(self.memory, self._peers, self.part.pools, strict=True):
+                for source, target, num_bytes in spans:
+                    copied = peer.pages[:, move.source, source : source + num_bytes]
+                    pool.pages[:, move.target, target : target + num_bytes] = copied
             num_moves -= 1
             yield Landed(move, int(self._peers[0].generations[move.source]))
 
