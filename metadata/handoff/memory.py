@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import ConfigError, TransferError
+from ..wire.node_info import HostMemory
 from .kv_layout import KvLayout
 from .shards import PagePart
 
@@ -64,6 +65,12 @@ class PageMemory:
     def is_shared(self) -> bool:
         """Whether a peer on this host can map the pool. False if the system has no memfd or no seals."""
         return self.fd is not None
+
+    @property
+    def where(self) -> HostMemory:
+        """Where a peer on this host finds the pool, which is shared."""
+        assert self.fd is not None
+        return HostMemory(os.getpid(), self.fd, self.size)
 
     def close(self) -> None:
         """Free the memory as soon as no view of it is left."""

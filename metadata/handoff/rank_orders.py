@@ -36,8 +36,10 @@ class ExpectPages:
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """A prefill node, and the addresses at which its ranks serve pages, by rank."""
+    """A prefill node, and the addresses at which its ranks serve pages, by rank. `number` names the links in
+    reports."""
 
+    number: int
     peer: Peer
     addresses: Sequence[str]
 
@@ -96,9 +98,11 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class SourceLost:
-    """A link of the rank to the prefill node of this epoch is over. `is_refused`: the two can never hand over."""
+    """A link of the rank to the prefill node of this epoch is over. `number` is that of OpenSource. `is_refused`: the
+    two can never hand over."""
 
     epoch: str
+    number: int
     reason: str
     is_refused: bool
 

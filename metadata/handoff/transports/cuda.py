@@ -32,7 +32,6 @@ from ..memory import PageMemory, PeerMemory
 from ..pages import DevicePool, Gather, MappedPools, OfferedPages
 from ..shards import PagePart
 from .base import Landed, Move, PullEnd, Transport
-from .local import publish_memory
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,9 @@ class CudaTransport(Transport):
         shared, token = pages.device.shared, new_token()
         pools = DevicePools(device=pages.device.device, sizes=tuple(pool.size for pool in shared), token=token)
         send_descriptors(hello.inbox, token, [pool.descriptor for pool in shared])
-        return CudaWelcome(**msgspec.structs.asdict(publish_memory(welcome, pages.memory[:1])), pools=pools)
+        where = pages.counted or pages.memory[0].where
+        named = msgspec.structs.replace(welcome, pid=where.pid, fds=(where.fd,), sizes=(where.size,))
+        return CudaWelcome(**msgspec.structs.asdict(named), pools=pools)
 
     @classmethod
     def open(cls, end: PullEnd, welcome: LinkWelcome) -> CudaTransport:
