@@ -1,21 +1,25 @@
-"""Work and reports as bytes, between the processes of the ranks of a node. Nothing is pickled.
+"""Work, orders of handoffs and reports as bytes, between the processes of the ranks of a node. Nothing is pickled.
 
 A frame is one byte, the place of its type in the list of types, and the value as MessagePack.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from ..metadata.errors import ProtocolError
+from ..metadata.handoff.rank_orders import PullOrder, PullReport, ServeOrder, ServeReport
 from ..metadata.wire.request import SamplingParams
 from .sampling_state import Needs, SamplingState
 from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundTokens, RoundWork, WarmUp
 
 Work = RoundWork | Chunk | Forget | WarmUp
-_TYPES: tuple[type, ...] = (LoadSlot, Recompute, CatchUp, Round, Chunk, Forget, WarmUp, RoundTokens)
+HandoffOrder = PullOrder | ServeOrder
+HandoffReport = PullReport | ServeReport
+_HANDOFF_TYPES: tuple[type, ...] = (*get_args(HandoffOrder), *get_args(HandoffReport))
+_TYPES: tuple[type, ...] = (LoadSlot, Recompute, CatchUp, Round, Chunk, Forget, WarmUp, RoundTokens, *_HANDOFF_TYPES)
 
 
 class _State(msgspec.Struct, array_like=True):
@@ -52,7 +56,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_state)
 _DECODERS = tuple(msgspec.msgpack.Decoder(each, dec_hook=_decode_state) for each in _TYPES)
 
 
-def encode(value: Work | RoundTokens) -> bytes:
+def encode(value: Work | RoundTokens | HandoffOrder | HandoffReport) -> bytes:
     """Return the frame of a value."""
     return bytes([_TYPES.index(type(value))]) + _ENCODER.encode(value)
 

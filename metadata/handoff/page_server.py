@@ -46,7 +46,7 @@ class PageServer:
         self._links = ServedLinks(end, self._pages, bind_host, self._forget_holder)
         self._grants: dict[Unit, _Grant] = {}
         self._early: dict[Holder, deque[Pull]] = {}  # pulls that came before their order
-        self._failed: list[ServeReport] = []
+        self._reports: list[ServeReport] = []
         self._has_more = False
 
     @property
@@ -59,16 +59,17 @@ class PageServer:
         """Number of frames that were refused."""
         return self._links.dropped.count
 
-    def do(self, order: ServeOrder) -> list[ServeReport]:
-        """Do an order of rank 0. Return the reports for it."""
+    def do(self, order: ServeOrder) -> None:
+        """Do an order of rank 0. `poll` returns the report for it."""
         match order:
             case OfferPages(number=number, unit=unit, indices=indices, pages=pages, generations=generations):
                 self._grants.setdefault(unit, _Grant()).pages |= zip(indices, pages, strict=True)
                 try:
                     checksums = self._pages.checksums(pages, generations)
                 except OutOfMemory as error:
-                    return [OfferFailed(unit, str(error))]
-                return [OfferDigests(number, b"".join(checksums))]
+                    self._reports.append(OfferFailed(unit, str(error)))
+                else:
+                    self._reports.append(OfferDigests(number, b"".join(checksums)))
             case ServeUnit(unit=unit, epoch=epoch):
                 self._grants.setdefault(unit, _Grant()).reader = epoch
                 for holder, pull in self._take_early(unit):
@@ -81,14 +82,13 @@ class PageServer:
                 self._take_early(unit)
             case CloseReader(epoch=epoch):
                 self._links.close_peer(epoch)
-        return []
 
     def poll(self) -> list[ServeReport]:
         """Answer decode ranks, bounded. Return reports for rank 0."""
         self._links.close_unlisted()
         self._has_more = not self._links.drain(self._answer)
-        failed, self._failed = self._failed, []
-        return failed
+        reports, self._reports = self._reports, []
+        return reports
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Return the sockets that the loop polls for input."""
@@ -96,7 +96,7 @@ class PageServer:
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""
-        return 0.0 if self._has_more else None
+        return 0.0 if self._has_more or self._reports else None
 
     def close(self) -> None:
         """Close the socket, and unmap the memory of rank 0."""
@@ -119,7 +119,7 @@ class PageServer:
         try:
             return self._links.answer_pull(holder, message, grant.pages)
         except OutOfMemory as error:
-            self._failed.append(OfferFailed(message.unit, str(error)))
+            self._reports.append(OfferFailed(message.unit, str(error)))
             return 0
 
     def _take_early(self, unit: Unit) -> list[tuple[Holder, Pull]]:

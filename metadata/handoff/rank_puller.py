@@ -68,15 +68,17 @@ class _Source:
     number: int  # of the order that opened it
     links: dict[int, PullLink]  # by rank
     blocks: dict[int, np.ndarray]  # places of the blocks that the rank brings, among our own
-    pages: dict[tuple[Unit, int], _Page] = field(default_factory=dict[tuple[Unit, int], _Page])  # by index too
-
-    def has(self, unit: Unit) -> bool:
-        """Return whether a page of the unit is under way."""
-        return any(owner == unit for owner, _ in self.pages)
+    pages: dict[Unit, dict[int, _Page]] = field(default_factory=dict[Unit, dict[int, _Page]])  # by index in the ticket
 
     def moves(self, rank: int) -> list[Move]:
         """Return the moves whose part from this rank is missing."""
-        return [page.move for page in self.pages.values() if rank in page.ranks]
+        return [page.move for of_unit in self.pages.values() for page in of_unit.values() if rank in page.ranks]
+
+    def end(self, unit: Unit, index: int) -> None:
+        """Forget a page that has landed."""
+        del self.pages[unit][index]
+        if not self.pages[unit]:
+            del self.pages[unit]
 
 
 class RankPuller:
@@ -164,18 +166,20 @@ class RankPuller:
         source = self._sources.get(order.epoch)
         if source is None:
             return  # its links are over, which rank 0 has been told or will be
+        moves: list[Move] = []
         columns = zip(order.indices, order.sources, order.targets, order.generations, strict=True)
         for place, (index, page, target, generation) in enumerate(columns):
             checksums = order.checksums[place * self._stride : (place + 1) * self._stride]
-            move = Move(order.unit, index, page, target, generation, checksums)
-            source.pages[order.unit, index] = _Page(order.number, move, set(source.links), generation)
+            moves.append(Move(order.unit, index, page, target, generation, checksums))
+        pages = {move.index: _Page(order.number, move, set(source.links), move.generation) for move in moves}
+        source.pages[order.unit] = source.pages.get(order.unit, {}) | pages
         for link in source.links.values():
             if link.transport is not None:
-                link.transport.fetch(source.pages[order.unit, index].move for index in order.indices)
+                link.transport.fetch(moves)
         self._has_more = True
 
     def _forget(self, source: _Source, unit: Unit) -> None:
-        source.pages = {key: page for key, page in source.pages.items() if key[0] != unit}
+        source.pages.pop(unit, None)
         for link in source.links.values():
             if link.transport is not None:
                 link.transport.forget(unit)
@@ -225,11 +229,11 @@ class RankPuller:
                 assert data is not None
                 if link.transport is None:
                     raise ProtocolError(f"pages of {message.unit} before the welcome", rid=message.unit.rid)
-                if not source.has(message.unit):
+                if message.unit not in source.pages:
                     return  # the unit was forgotten while the pages were on the way
                 for landed in link.transport.receive(message, data):
                     self._land(source, rank, landed)
-                    if not source.has(message.unit):
+                    if message.unit not in source.pages:
                         return  # this was its last page, or the unit has failed
             case _:
                 raise ProtocolError(f"{type(message).__name__} on a link for pages alone")
@@ -249,7 +253,7 @@ class RankPuller:
         """Take in the part of a page that has come from one rank. Check it if it lies in its pool; else check the page
         when all parts are there."""
         move = landed.move
-        page = source.pages.get((move.unit, move.index))
+        page = source.pages.get(move.unit, {}).get(move.index)
         if page is None:
             return  # its unit has failed meanwhile
         page.ranks.discard(rank)
@@ -271,11 +275,11 @@ class RankPuller:
         except OutOfMemory as error:
             self._fail(source, move.unit, error)
             return
-        del source.pages[move.unit, move.index]
+        source.end(move.unit, move.index)
         self._fetched.setdefault((source.links[rank].peer.epoch, page.number), []).append(page)
 
     def _fail(self, source: _Source, unit: Unit, error: OutOfMemory) -> None:
-        numbers = {page.number for (owner, _), page in source.pages.items() if owner == unit}
+        numbers = {page.number for page in source.pages[unit].values()}
         epoch = next(iter(source.links.values())).peer.epoch
         self._failed += [FetchFailed(epoch, number, unit, f"rank {self.end.shard.rank}: {error}") for number in numbers]
         self._forget(source, unit)
