@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import zmq
-from fake_device import FakeDevice
 from handoff_nodes import FINGERPRINTS, PREFILL_EPOCH, make_memory, make_row, peer_of, unit
 
 from baton.engine.handoff_line import HandoffLine, RankHandoff
@@ -57,6 +56,8 @@ def rank_end(schema: HandoffSchema, shard: Shard, role: str, *, has_gpu: bool = 
     memory = [PageMemory(layout.part_of(shard), NUM_PAGES) for layout in kv_layouts(schema)]
     pools = [pool.pages for pool in memory]
     if has_gpu:
+        from fake_device import FakeDevice  # torch, which the processes of ranks do not load here
+
         more["device"] = FakeDevice(memory, has_checksums=schema.checksum != "none")
         pools = more["device"].pools
     if role == "prefill":
@@ -203,10 +204,16 @@ class ProcessLine:
 
 def run_page_server(work: Connection, reports: Connection, rank: int, schema: HandoffSchema, size: int) -> None:
     """Run rank 1 or above of a prefill node. The first message is where rank 0 counts generations; the answer is the
-    rank's address."""
-    member = PageServer(rank_end(schema, Shard(rank, size), "prefill"), "127.0.0.1", work.recv())
+    rank's address. The empty frame changes one byte of the rank's page 3."""
+    end = rank_end(schema, Shard(rank, size), "prefill")
+    member = PageServer(end, "127.0.0.1", work.recv())
     work.send(member.address)
-    _run_rank(work, RankHandoff(work, reports, member))
+    _run_rank(work, RankHandoff(work, reports, member), lambda: spoil(end))
+
+
+def spoil(end: Endpoint, pool: int = -1) -> None:
+    """Change one byte of page 3 of a rank of a prefill node."""
+    end.memory[pool].pages[-1, 3, -1] ^= 1
 
 
 def run_puller(
@@ -231,9 +238,14 @@ def _run_rank(work: Connection, handoff: RankHandoff, ask: Callable[[], Any] = l
             work.send(ask())
 
 
-def run_prefill_node(pipe: Connection, schema: HandoffSchema, size: int, sources: Sequence[int], spoilt: int) -> None:
-    """Run rank 0 of a prefill node, which starts its other ranks. `spoilt`: a rank, of which one byte changes after its
-    digest; -1 for none. It sends its address, then its events, until the pipe has a message."""
+def run_prefill_node(
+    pipe: Connection, schema: HandoffSchema, size: int, sources: Sequence[int], spoilt: int | None, is_endless: bool
+) -> None:
+    """Run rank 0 of a prefill node, which starts its other ranks.
+
+    `spoilt`: a rank, of which one byte changes after its digest. `is_endless`: the last page is never offered. The
+    process sends its address and the process ids of its ranks, then its events, until the pipe has a message.
+    """
     ranks = ProcessLine(size, run_page_server, schema, size)
     end = rank_end(schema, Shard(0, size), "prefill") if size > 1 else rank_end(schema, ONE_SHARD, "prefill")
     for work in ranks.work:
@@ -242,7 +254,15 @@ def run_prefill_node(pipe: Connection, schema: HandoffSchema, size: int, sources
     line = ranks.line if size > 1 else None
     server = HandoffServer(end, "127.0.0.1", lease_s=30.0, line=line, rank_addresses=addresses)
     server.open(unit(), len(sources))
-    server.offer(unit(), range(len(sources)), sources, [1] * len(sources), make_row(schema))
+    offered = sources[: len(sources) - is_endless]
+    server.offer(unit(), range(len(offered)), offered, [1] * len(offered))
+    if not is_endless:
+        server.finish(unit(), make_row(schema))
+    if spoilt == 0:
+        spoil(end)
+    elif spoilt is not None:
+        ranks.work[spoilt - 1].send_bytes(b"")
+        ranks.work[spoilt - 1].recv()
     pipe.send((peer_of(server), [process.pid for process in ranks.processes]))
     while not pipe.poll():
         poller = zmq.Poller()
