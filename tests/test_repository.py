@@ -30,7 +30,7 @@ ENGINE_READS = {
     *("baton.metadata.config", "baton.metadata.errors", "baton.metadata.wire"),
     *(
         f"baton.metadata.handoff.{name}"
-        for name in ("buffers", "hidden_layout", "kv_layout", "memory", "pages", "schema")
+        for name in ("buffers", "hidden_layout", "kv_layout", "memory", "pages", "rank_orders", "schema", "shards")
     ),
 }
 ENGINE_STARTUP = "engine/startup.py"  # starts a node of either role, so it also opens the sockets of metadata/bus

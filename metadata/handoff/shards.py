@@ -33,7 +33,7 @@ class BlockSource(NamedTuple):
     here: tuple[int, ...]
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Neighbouring bytes of a page in one layer. They begin at byte `source` in the peer's pool and `target` in
     ours."""
 
@@ -47,7 +47,7 @@ class PoolPart(NamedTuple):
 
     layout: KvLayout
     here: tuple[int, ...]  # the blocks of our pool, in a page of a layer
-    spans: tuple[Span, ...]
+    spans: tuple[ByteSpan, ...]
 
     @property
     def page_bytes(self) -> int:
@@ -150,7 +150,7 @@ def _all_blocks(layout: KvLayout) -> BlockSource:
 
 def _pool_part(there: KvLayout, here: KvLayout, source: BlockSource) -> PoolPart:
     """Return the bytes of the blocks, as few spans as possible."""
-    spans: list[Span] = []
+    spans: list[ByteSpan] = []
     for block_there, block_here in zip(source.there, source.here, strict=True):
         (start, size), (target, size_here) = there.block_ranges[block_there], here.block_ranges[block_here]
         assert size == size_here, (source, size, size_here)
@@ -158,5 +158,5 @@ def _pool_part(there: KvLayout, here: KvLayout, source: BlockSource) -> PoolPart
         if last is not None and last.source + last.num_bytes == start and last.target + last.num_bytes == target:
             spans[-1] = last._replace(num_bytes=last.num_bytes + size)
         else:
-            spans.append(Span(start, target, size))
+            spans.append(ByteSpan(start, target, size))
     return PoolPart(there, source.here, tuple(spans))

@@ -24,10 +24,11 @@ from rank_nodes import (
 )
 
 from baton.engine.handoff_line import HandoffLine
+from baton.engine.work_frames import encode
 from baton.metadata.errors import RankLost
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.kv_layout import Shard
-from baton.metadata.handoff.rank_orders import ExpectPages, ForgetUnit, OfferDigests
+from baton.metadata.handoff.rank_orders import ExpectPages, OfferDigests
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.wire.node_info import HandoffSchema, Peer
 
@@ -156,8 +157,6 @@ def test_reports_come_with_their_rank_and_do_not_block() -> None:
     assert line.descriptors() == [hears.fileno() for hears, _ in pipes]
     line.send(2, ExpectPages([1]))
     assert sent == [(2, ExpectPages([1]))]
-    from baton.engine.work_frames import encode
-
     reports = [OfferDigests(1, b"12345678"), OfferDigests(2, b"")]
     for report in reports:
         pipes[1][1].send_bytes(encode(report))
@@ -165,10 +164,3 @@ def test_reports_come_with_their_rank_and_do_not_block() -> None:
     pipes[0][1].close()
     with pytest.raises(RankLost, match="rank 1 is gone"):
         line.receive()
-
-
-def test_orders_are_frames() -> None:
-    from baton.engine.work_frames import decode, encode
-
-    for order in (ForgetUnit(unit()), ExpectPages([3, 4])):
-        assert decode(encode(order)) == order

@@ -13,8 +13,8 @@ from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.kv_layout import KvLayout, Shard, pool_of
 from baton.metadata.handoff.shards import (
     BlockSource,
+    ByteSpan,
     PagePart,
-    Span,
     block_sources,
     blocks_here,
     digest_columns,
@@ -135,8 +135,8 @@ def test_digests_are_found_by_pool_layer_and_head() -> None:
 
 def test_neighbouring_blocks_are_one_span() -> None:
     layout = layout_of([4, 4], 1)  # blocks of 6 and of 10 bytes
-    assert PagePart.whole([layout]).pools[0].spans == (Span(0, 0, layout.page_layer_bytes),)
+    assert PagePart.whole([layout]).pools[0].spans == (ByteSpan(0, 0, layout.page_layer_bytes),)
     parts = page_parts([layout], 2, Shard(0, 1))
-    assert parts[0].pools[0].spans == (Span(0, 0, 12), Span(12, 24, 20))
-    assert parts[1].pools[0].spans == (Span(0, 12, 12), Span(12, 44, 20))
-    assert page_parts([layout], 2, Shard(1, 2))[1].pools[0].spans == (Span(0, 0, 32),)
+    assert parts[0].pools[0].spans == (ByteSpan(0, 0, 12), ByteSpan(12, 24, 20))
+    assert parts[1].pools[0].spans == (ByteSpan(0, 12, 12), ByteSpan(12, 44, 20))
+    assert page_parts([layout], 2, Shard(1, 2))[1].pools[0].spans == (ByteSpan(0, 0, 32),)
