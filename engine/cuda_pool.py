@@ -181,6 +181,7 @@ class CudaPool:
 
     def _digests(self, pages: Sequence[int]) -> list[bytes]:
         with torch.cuda.device(self._device):
+            self._pass_fences(pages)
             slip = self._take_slip(len(pages))
             slip.numbers[1] = pages
             self._digest(slip, self._readable(slip)[1])

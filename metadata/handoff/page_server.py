@@ -64,6 +64,7 @@ class PageServer:
         match order:
             case OfferPages(number=number, unit=unit, indices=indices, pages=pages, generations=generations):
                 self._grants.setdefault(unit, _Grant()).pages |= zip(indices, pages, strict=True)
+                self._pages.await_work(pages)
                 try:
                     checksums = self._pages.checksums(pages, generations)
                 except OutOfMemory as error:

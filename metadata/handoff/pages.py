@@ -78,8 +78,8 @@ class DevicePool(Protocol):
         ...
 
     def expect(self, pages: Sequence[int]) -> None:
-        """Announce that `gather` or `load` will write these pages of ours. The writes wait for all work that has been
-        submitted so far, because that work may still read the pages."""
+        """Announce that `gather` or `load` will write these pages of ours, or that `digest` will read them. That waits
+        for all work that has been submitted so far, because that work may still read or write the pages."""
         ...
 
     def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> Gather:
@@ -126,6 +126,11 @@ class OfferedPages:
         self._whole = whole_part(memory)
         self._known: dict[int, tuple[int, bytes]] = {}  # by page: its generation, its checksums
         self._on_host: dict[int, int] = {}  # by page: the generation that lies in the mirror
+
+    def await_work(self, pages: Sequence[int]) -> None:
+        """Let the next checksums of these pages wait for all work that has been submitted so far: it computes them."""
+        if self.device is not None:
+            self.device.expect(pages)
 
     def checksums(self, pages: Sequence[int], generations: Sequence[int]) -> list[bytes]:
         """Return the checksums of each of these complete pages. A GPU computes all unknown ones in one launch."""

@@ -223,6 +223,19 @@ def test_pages_go_to_the_mirror_and_come_back(
     assert pools.is_unchanged()
 
 
+def test_a_digest_waits_for_work_that_computes_the_pages(make_pools: MakePools) -> None:
+    """A rank that is told to offer pages may still compute them. Other pages are digested at once."""
+    pools = make_pools()
+    pools.cuda.log.clear()
+    pools.pool.expect([3, 5])
+    [fence] = [event for who, what, event in pools.cuda.log if (who, what) == ("main", "records")]
+    pools.cuda.log.clear()
+    pools.pool.digest([4])
+    assert (pools.stream, "waits for", fence) not in pools.cuda.log
+    pools.pool.digest([3, 5])
+    assert pools.cuda.log.count((pools.stream, "waits for", fence)) == 1
+
+
 # --- gathers ---
 
 

@@ -294,6 +294,14 @@ def test_unlike_models_are_refused_on_the_link_of_the_tickets(make_pair: MakePai
 # --- memory ---
 
 
+def test_a_rank_digests_pages_after_the_work_that_computes_them(make_pair: MakePair) -> None:
+    pair = make_pair(heads_schema(4), 2, 1, has_gpu=True)
+    pair.offer([2, 3])
+    spin(pair.nodes, lambda _: pair.server._book.get(unit()).checksums.keys() == {0, 1})
+    calls = pair.sources[1].device.calls
+    assert [name for name, pages in calls if 3 in pages] == ["expect", "digest"]
+
+
 def test_a_prefill_rank_without_memory_fails_the_ticket(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(heads_schema(4), 2, 1, has_gpu=True)
 
