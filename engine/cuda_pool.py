@@ -124,7 +124,10 @@ class CudaPool:
     def map(
         self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
     ) -> CudaMapping:
-        """Map a peer's pools. Raises TransferError, with nothing left mapped, if one cannot be mapped."""
+        """Map a peer's pools. Raises TransferError, with nothing left mapped, if one cannot be mapped.
+
+        With a part, copy its words of page 0, which is padding, so that the kernel is compiled before pages are waited
+        for. Without one, the kernel has been compiled at the start."""
         if not has_kernels():
             raise TransferError("triton is not installed, which reads a peer's pool")
         from ..kernels.triton_pages import PoolAddress
@@ -143,6 +146,8 @@ class CudaPool:
         except (TransferError, OSError, ValueError, torch.OutOfMemoryError) as error:
             mapping.close()
             raise TransferError(f"cannot map the peer's pools: {error}") from error
+        if part is not None:
+            self._gather(mapping, [0], [0]).wait()
         return mapping
 
     def expect(self, pages: Sequence[int]) -> None:

@@ -266,7 +266,8 @@ def test_a_rank_gathers_its_heads_from_each_rank_that_has_some(
             assert gather.checksums() == ours.pool.digest([7, 9])
             for old, there, pool in zip(ours.before, theirs.kvs, part.pools, strict=True):
                 for start, target, num_bytes in pool.spans:
-                    old[:, [7, 9], target : target + num_bytes] = there[:, [3, 4], start : start + num_bytes]
+                    copied = there[:, [0, 3, 4], start : start + num_bytes]  # page 0 when the pools were mapped
+                    old[:, [0, 7, 9], target : target + num_bytes] = copied
             places = blocks_here(part, [each.layout for each in ours.memory])
             here, there = (np.frombuffer(pools.pool.digest([page])[0]) for pools, page in ((ours, 9), (theirs, 4)))
             held = digest_columns(LAYOUTS, Shard(source, num_sources)).tolist()
