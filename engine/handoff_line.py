@@ -6,12 +6,17 @@
 
 Orders take the way of all other work, so they are done in its order. Reports have a pipe of their own per rank, because
 they come at any time. metadata/handoff/rank_orders.py lists both.
+
+A rank never waits until a report is read: rank 0 may wait in an operation of the group for this rank.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import zmq
@@ -72,7 +77,9 @@ class RankHandoff:
     """A rank's end. `work` is the pipe from which the rank's loop takes work and orders; `reports` leads to rank 0."""
 
     def __init__(self, work: Connection, reports: Connection, member: HandoffMember) -> None:
-        self._work, self._reports, self._member = work, reports, member
+        self._work, self._member = work, member
+        self._frames: SimpleQueue[bytes] = SimpleQueue()
+        threading.Thread(target=_send, args=(reports, self._frames), name="handoff reports", daemon=True).start()
 
     def do(self, order: HandoffOrder) -> None:
         """Do an order that came as work."""
@@ -93,4 +100,11 @@ class RankHandoff:
 
     def _serve(self) -> None:
         for report in self._member.poll():
-            self._reports.send_bytes(encode(report))
+            self._frames.put(encode(report))
+
+
+def _send(pipe: Connection, frames: SimpleQueue[bytes]) -> None:
+    """Send frames until rank 0 is gone, which the rank's loop learns from the pipe of its work."""
+    with suppress(OSError):
+        while True:
+            pipe.send_bytes(frames.get())

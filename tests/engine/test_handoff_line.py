@@ -23,7 +23,7 @@ from rank_nodes import (
     until,
 )
 
-from baton.engine.handoff_line import HandoffLine
+from baton.engine.handoff_line import HandoffLine, RankHandoff
 from baton.engine.work_frames import encode
 from baton.metadata.errors import RankLost
 from baton.metadata.handoff.client import HandoffClient
@@ -164,3 +164,47 @@ def test_reports_come_with_their_rank_and_do_not_block() -> None:
     pipes[0][1].close()
     with pytest.raises(RankLost, match="rank 1 is gone"):
         line.receive()
+
+
+class Talker:
+    """A member with much to say, and no links."""
+
+    def __init__(self, reports: list[Any]) -> None:
+        self.reports, self.orders = reports, list[Any]()
+
+    def do(self, order: Any) -> None:
+        self.orders.append(order)
+
+    def poll(self) -> list[Any]:
+        reports, self.reports = self.reports, []
+        return reports
+
+    def sockets(self) -> list[Any]:
+        return []
+
+    def wait_s(self) -> float | None:
+        return None
+
+
+def test_a_rank_does_not_wait_until_its_reports_are_read() -> None:
+    """Rank 0 may read nothing while it waits for this rank in an operation of the group."""
+    ours, theirs = multiprocessing.Pipe()
+    hears, says = multiprocessing.Pipe(duplex=False)
+    reports = [OfferDigests(number, bytes(1 << 20)) for number in range(3)]
+    member = Talker(list(reports))
+    handoff = RankHandoff(theirs, says, member)
+    ours.send_bytes(b"work")
+    handoff.wait()
+    assert theirs.recv_bytes() == b"work"
+    handoff.do(ExpectPages([1]))
+    assert member.orders == [ExpectPages([1])]
+    line = HandoffLine(lambda rank, order: None, [hears])
+    received: list[Any] = []
+    deadline = time.monotonic() + 20
+    while len(received) < 3 and time.monotonic() < deadline:
+        received += line.receive()
+    assert received == [(1, report) for report in reports]
+    ours.close()
+    handoff.wait()
+    with pytest.raises(EOFError):
+        theirs.recv_bytes()

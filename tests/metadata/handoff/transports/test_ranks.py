@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,13 +10,24 @@ import msgspec
 import numpy as np
 import pytest
 from handoff_nodes import make_row, named, peer_of, spin, unit
-from rank_nodes import RankPair, heads_schema, pages_in
+from rank_nodes import RankPair, heads_schema, pages_in, rank_end
 
 from baton.metadata.errors import ConfigError, OutOfMemory
-from baton.metadata.handoff.rank_orders import FetchedPages, FetchFailed, OfferPages, SourceLost
+from baton.metadata.handoff.kv_layout import Shard
+from baton.metadata.handoff.rank_orders import (
+    FetchedPages,
+    FetchFailed,
+    FetchPages,
+    OfferPages,
+    OpenSource,
+    SourceLost,
+)
+from baton.metadata.handoff.rank_puller import RankPuller
+from baton.metadata.handoff.schema import page_bytes
 from baton.metadata.handoff.tickets import TicketEnded, TicketFailed
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.handoff.transports.ranks import RanksTransport
+from baton.metadata.wire.messages import Ack, Claim
 
 MakePair = Callable[..., RankPair]
 
@@ -84,6 +96,20 @@ def test_every_rank_gets_its_heads_on_its_gpu(
     assert bool(pair.targets[0].device.called("gather")) == (way == "cuda")
 
 
+@pytest.mark.parametrize("way", ["local", "zmq"])
+def test_the_handoff_is_over_when_all_ranks_have_their_pages(way: str, make_pair: MakePair) -> None:
+    pair = make_pair(heads_schema(6, 1), 2, 3, decode=(way,))
+    pair.offer([2, 3])
+    pair.claim([9, 1])
+    others = [pair.server, pair.client, pair.serve_line]
+    spin(others, lambda _: pages_in(pair.targets[0])[1][:, [9, 1]].any(axis=(0, 2)).all())
+    events = [event for _ in range(200) for node in others for event in node.poll()]
+    assert not named(events, Arrived) and not named(events, TicketEnded)
+    assert pair.client.tickets() == pair.server.tickets() == [unit()]
+    run(pair, Arrived, TicketEnded)
+    assert pair.has_arrived([9, 1], [2, 3])
+
+
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
 def test_between_nodes_of_one_rank_nothing_of_this_happens(sizes: tuple[int, int], make_pair: MakePair) -> None:
     pair = make_pair(heads_schema(4, 2), *sizes, decode=("local",))
@@ -114,6 +140,54 @@ def test_cached_pages_are_neither_digested_nor_written(make_pair: MakePair) -> N
     assert pair.serve_line is not None
     offered = [order.indices for _, order in pair.serve_line.sent if isinstance(order, OfferPages)]
     assert offered == [(2,)] or offered == [[2]]
+
+
+def test_pages_of_a_gpu_do_not_come_from_its_mirror(make_pair: MakePair) -> None:
+    """A rank's link may open after the offer, so the mirror would not have the pages."""
+    pair = make_pair(heads_schema(4), 2, 1, has_gpu=True, decode=("local", "zmq"))
+    pair.offer([2, 3])
+    pair.claim([9, 1])
+    run(pair, Arrived)
+    assert pair.has_arrived([9, 1], [2, 3])
+    hellos = [*pair.server._links.peers.by_link.values(), *pair.page_servers[0]._links.peers.by_link.values()]
+    assert sorted(peer.welcome.transport for peer in hellos) == ["ranks", "zmq", "zmq"]
+
+
+def test_a_pull_may_ask_for_as_many_bytes_of_a_part(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = heads_schema(4)
+    for module in ("served_links.PULL_BYTES", "transports.zmq.MESSAGE_BYTES"):
+        monkeypatch.setattr(f"baton.metadata.handoff.{module}", page_bytes(schema))  # two parts for two ranks
+    pair = make_pair(schema, 1, 2, decode=("zmq",))
+    pair.server.open(unit(), 4)
+    pair.server.offer(unit(), range(4), [2, 3, 5, 8], [7] * 4, make_row(schema))
+    pair.claim([9, 1, 4, 12])
+    run(pair, Arrived)
+    assert pair.has_arrived([9, 1, 4, 12], [2, 3, 5, 8])
+    assert pair.server.dropped.count == 0
+
+
+def test_ranks_of_another_node_get_no_pages_of_a_ticket(make_pair: MakePair) -> None:
+    """Nor do they end it: only the link of the tickets does."""
+    pair = make_pair(heads_schema(4), 1, 2, decode=("zmq",))
+    pair.server.open(unit(), 2)
+    pair.server.offer(unit(), [0], [2], [7])
+    pair.claim([9, 1])
+    spin(pair.nodes, lambda _: all(pages_in(end)[0][:, 9].any() for end in pair.targets))
+    thief = RankPuller(rank_end(pair.schema, Shard(1, 2), "decode", transports=("zmq",), epoch="f" * 16))
+    thief.do(OpenSource(1, peer_of(pair.server), [pair.server.address]))
+    thief.do(FetchPages(2, pair.server.end.epoch, unit(), [0], [2], [5], [7], bytes(8 * len(thief._columns))))
+    for _ in range(200):
+        assert not [event for node in (*pair.nodes, thief) for event in node.poll()]
+        time.sleep(0.001)
+    assert len(pair.server._links.peers.by_link) == 4 and not pages_in(thief.end)[0].any()
+    [link] = thief._sources[pair.server.end.epoch].links.values()
+    link.send(Ack(unit=unit()))
+    link.send(Claim(unit=unit("other"), num_cached_pages=0))
+    spin(pair.nodes, lambda _: pair.server.dropped.count == 2)
+    assert pair.server.tickets() == [unit()]
+    thief.close()
+    for pool in thief.end.memory:
+        pool.close()
 
 
 # --- wrong bytes ---
