@@ -289,7 +289,7 @@ class HandoffServer:
             match report:
                 case OfferDigests():
                     digested = self._ranks.take(rank, report)
-                    if digested is not None:
+                    if digested is not None and self._book.get(digested.ticket.unit) is digested.ticket:
                         digested.ticket.checksums |= digested.checksums
                         self._send_offer(digested.ticket, sorted(digested.checksums))
                 case OfferFailed(unit=unit, reason=reason):

@@ -12,12 +12,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
-from ...errors import ConfigError, OutOfMemory, Refused, TransferError
+from ...errors import ConfigError, OutOfMemory, RankLost, Refused, TransferError
 from ...wire.data_link import LinkWelcome, RanksWelcome
 from ...wire.node_info import Peer
 from ...wire.request import Unit
@@ -130,7 +131,8 @@ class RanksTransport(Transport):
         self._fetches = {number: fetch for number, fetch in self._fetches.items() if fetch.unit != unit}
         self._done = deque(landed for landed in self._done if landed.move.unit != unit)
         self._failed = deque(failed for failed in self._failed if failed.unit != unit)
-        self._order(ForgetUnit(unit))
+        with suppress(RankLost):  # then all ranks were ended, so they write no page
+            self._order(ForgetUnit(unit))
 
     def close(self) -> None:
         super().close()
@@ -139,7 +141,8 @@ class RanksTransport(Transport):
         self._failed.clear()
         if not self._is_closed:
             self._is_closed = True
-            self._order(CloseSource(self._epoch))
+            with suppress(RankLost):
+                self._order(CloseSource(self._epoch))
 
     def _fetch(self, unit: Unit, moves: list[Move]) -> None:
         number = next(_numbers)

@@ -12,7 +12,7 @@ import pytest
 from handoff_nodes import make_row, named, peer_of, spin, unit
 from rank_nodes import RankPair, heads_schema, pages_in, rank_end
 
-from baton.metadata.errors import ConfigError, OutOfMemory
+from baton.metadata.errors import ConfigError, OutOfMemory, RankLost
 from baton.metadata.handoff.kv_layout import Shard
 from baton.metadata.handoff.rank_orders import (
     FetchedPages,
@@ -292,6 +292,23 @@ def test_a_rank_that_is_gone_ends_all_transfers_of_the_link(rank: int, make_pair
     assert all("prefill node p0: " in event.reason and not event.is_refused for event in events)
     spin(pair.nodes, lambda _: not any(puller.sockets() for puller in pair.pullers))
     assert pair.client.sockets() == [] and pair.client.tickets() == []
+
+
+def test_a_node_that_has_lost_a_rank_can_close(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(heads_schema(6, 1), 2, 3)
+    pair.server.open(unit(), 2)
+    pair.server.offer(unit(), [0], [2], [7])
+    pair.claim([9, 1])
+    spin(pair.nodes, lambda _: pages_in(pair.targets[2])[0][:, 9].any())
+
+    def send(rank: int, order: Any) -> None:
+        raise RankLost("rank 2 is gone")
+
+    monkeypatch.setattr(pair.pull_line, "send", send)
+    with pytest.raises(RankLost):
+        pair.claim([4], rid="b")
+    pair.client.close()
+    assert pair.client.sockets() == [] and not pair.client.tickets()
 
 
 def test_a_prefill_node_that_is_closed_is_left_by_all_ranks(make_pair: MakePair) -> None:
