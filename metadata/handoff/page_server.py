@@ -106,7 +106,10 @@ class PageServer:
 
     def _answer(self, holder: Holder, message: ToPrefill) -> int:
         if isinstance(message, LinkHello):
-            self._links.send(holder, self._links.peers.meet(holder, message, self._busy()))
+            peers = self._links.peers
+            self._links.send(holder, peers.meet(holder, message, self._busy()))
+            # a new link may have put an old one out of the table
+            self._early = {other: pulls for other, pulls in self._early.items() if other in peers.by_link}
             return 0
         peer = self._links.peer(holder, message)
         if not isinstance(message, Pull):

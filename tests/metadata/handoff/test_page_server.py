@@ -166,6 +166,18 @@ def test_early_pulls_are_bounded_and_go_with_their_ticket(of: Server) -> None:
     assert not any(of.server._early.values()) and not of.server._links.peers.by_link
 
 
+def test_no_pull_is_kept_of_a_link_that_was_forgotten(of: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.metadata.handoff.decode_peers.MAX_LINKS", 1)
+    for number in range(5):
+        link = of.link(epoch=f"{number}" * 16)
+        link.next(LinkWelcome)
+        link.pull(0)
+        deadline = time.monotonic() + 5
+        while not of.server._early.keys() & of.server._links.peers.by_link.keys() and time.monotonic() < deadline:
+            of.poll()
+    assert len(of.server._early) <= len(of.server._links.peers.by_link) == 2
+
+
 def test_only_the_holder_of_the_ticket_may_pull_and_only_offered_pages(of: Server) -> None:
     thief, link = of.link(epoch="f" * 16, node_id="d7"), of.link()
     thief.next(LinkWelcome)
