@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from ..kernels.pages import has_kernels, page_checksums
+from ..kernels.pages import WordSpan, has_kernels, page_checksums
 from ..metadata.errors import OutOfMemory, TransferError
 from ..metadata.handoff.kv_layout import KvLayout
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import MappedPools, Shared
+from ..metadata.handoff.shards import PagePart
 from .cuda_memory import Mapping, map_shared, share
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class CudaMapping(NamedTuple):
     pools: list[PoolAddress]
     mappings: list[Mapping]
     stream: torch.cuda.Stream
+    spans: list[list[WordSpan]] | None = None  # of each pool; None: the whole pages
 
     def close(self) -> None:
         self.stream.synchronize()
@@ -123,23 +125,33 @@ class CudaPool:
         self.shared = self._share()
         self._warm_up()
 
-    def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> CudaMapping:
-        """Map a peer's pools. Raises TransferError, with nothing left mapped, if one cannot be mapped."""
+    def map(
+        self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
+    ) -> CudaMapping:
+        """Map a peer's pools. Raises TransferError, with nothing left mapped, if one cannot be mapped.
+
+        With a part, copy its words of page 0, which is padding, so that the kernel is compiled before pages are waited
+        for. Without one, the kernel has been compiled at the start."""
         if not has_kernels():
             raise TransferError("triton is not installed, which reads a peer's pool")
         from ..kernels.triton_pages import PoolAddress
 
-        mapping = CudaMapping([], [], self._stream)
+        mapping = CudaMapping([], [], self._stream, None if part is None else word_spans(part))
+        all_words = [pool.shape[2] for pool in self._pools]
+        if part is not None:
+            all_words = [pool.layout.page_layer_bytes // 4 for pool in part.pools]
         try:
-            for pool, descriptor, size in zip(self._pools, descriptors, sizes, strict=True):
-                needed = pool.shape[0] * num_pages * pool.shape[2] * 4
+            for pool, words, descriptor, size in zip(self._pools, all_words, descriptors, sizes, strict=True):
+                needed = pool.shape[0] * num_pages * words * 4
                 if size < needed:
                     raise TransferError(f"peer's pool has {size} bytes, {num_pages} pages of this layout have {needed}")
                 mapping.mappings.append(map_shared(descriptor, size, self._device))
-                mapping.pools.append(PoolAddress(mapping.mappings[-1].address, num_pages))
+                mapping.pools.append(PoolAddress(mapping.mappings[-1].address, num_pages, words))
         except (TransferError, OSError, ValueError, torch.OutOfMemoryError) as error:
             mapping.close()
             raise TransferError(f"cannot map the peer's pools: {error}") from error
+        if part is not None:
+            self._gather(mapping, [0], [0]).wait()
         return mapping
 
     def expect(self, pages: Sequence[int]) -> None:
@@ -173,13 +185,15 @@ class CudaPool:
             slip = self._take_slip(len(targets))
             slip.numbers[:] = sources, targets
             moves = self._readable(slip, self._stream)
-            for theirs, ours in zip(peer.pools, self._pools, strict=True):
-                gather_pages(theirs, ours, *moves, self._stream)
+            spans = peer.spans or [None] * len(self._pools)
+            for theirs, ours, of_pool in zip(peer.pools, self._pools, spans, strict=True):
+                gather_pages(theirs, ours, *moves, self._stream, of_pool)
             self._digest(slip, moves[1], self._stream)
             return CudaGather(slip, self._give_back)
 
     def _digests(self, pages: Sequence[int]) -> list[bytes]:
         with torch.cuda.device(self._device):
+            self._pass_fences(pages)
             digests = self._launch_digest(pages, self._stream)
             digests.wait()
             return digests.checksums()
@@ -283,6 +297,13 @@ class CudaPool:
             logger.warning("the pools cannot be shared (%s): pages travel by way of the host", error)
             return ()
         return tuple(shared)
+
+
+def word_spans(part: PagePart) -> list[list[WordSpan]]:
+    """Return the words of four bytes that a part copies of a page in one layer, pool by pool."""
+    spans = [span for pool in part.pools for span in pool.spans]
+    assert not any(size % 4 for span in spans for size in span), (spans, "a block on a GPU is copied by words")
+    return [[WordSpan(*(size // 4 for size in span)) for span in pool.spans] for pool in part.pools]
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -26,6 +26,7 @@ from ..metadata.handoff.checksums import page_checksums
 from ..metadata.handoff.kv_layout import KvLayout, Shard
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import Gather, MappedPools
+from ..metadata.handoff.shards import PagePart
 from .ranks import Ranks
 
 _WHOLE = Shard(0, 1)
@@ -88,7 +89,9 @@ class RankPool:
             for index, whole in enumerate(mirror)
         ]
 
-    def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> MappedPools:
+    def map(
+        self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
+    ) -> MappedPools:
         """Raise TransferError: no rank has a GPU."""
         raise TransferError(f"{len(descriptors)} pools of {num_pages} pages ({sizes} bytes) lie on a GPU, ours do not")
 

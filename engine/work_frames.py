@@ -1,15 +1,16 @@
-"""Work and reports as bytes, between the processes of the ranks of a node. Nothing is pickled.
+"""Work, orders of handoffs and reports as bytes, between the processes of the ranks of a node. Nothing is pickled.
 
 A frame is one byte, the place of its type in the list of types, and the value as MessagePack.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from ..metadata.errors import ProtocolError
+from ..metadata.handoff.rank_orders import PullOrder, PullReport, ServeOrder, ServeReport
 from ..metadata.wire.request import SamplingParams
 from .sampling_state import Needs, SamplingState
 from .work import (
@@ -28,6 +29,8 @@ from .work import (
 
 Work = RoundWork | Chunk | Forget | WarmUp
 Report = RoundTokens | Scores | ChunkReport
+HandoffOrder = PullOrder | ServeOrder
+HandoffReport = PullReport | ServeReport
 _TYPES: tuple[type, ...] = (
     LoadSlot,
     Recompute,
@@ -39,6 +42,8 @@ _TYPES: tuple[type, ...] = (
     RoundTokens,
     Scores,
     ChunkReport,
+    *get_args(HandoffOrder),
+    *get_args(HandoffReport),
 )
 
 
@@ -76,7 +81,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_state)
 _DECODERS = tuple(msgspec.msgpack.Decoder(each, dec_hook=_decode_state) for each in _TYPES)
 
 
-def encode(value: Work | Report) -> bytes:
+def encode(value: Work | Report | HandoffOrder | HandoffReport) -> bytes:
     """Return the frame of a value."""
     return bytes([_TYPES.index(type(value))]) + _ENCODER.encode(value)
 

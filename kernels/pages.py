@@ -14,6 +14,8 @@ The sum may be taken in any order. The multipliers are public, so the checksum f
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -59,9 +61,27 @@ def store_checksums_ref(
 page_checksums = Operation("page_checksums", store_checksums_ref)
 
 
-def gather_pages_ref(peer: torch.Tensor, pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy all layers of the pages `sources` of `peer` to the pages `targets` of `pool`, [num_moves] int32 each."""
-    pool[:, targets.long()] = peer[:, sources.long()].to(pool.device)
+class WordSpan(NamedTuple):
+    """Neighbouring words of a page in one layer. They begin at word `source` in the peer's pool and `target` in
+    ours."""
+
+    source: int
+    target: int
+    num_words: int
+
+
+def gather_pages_ref(
+    peer: torch.Tensor,
+    pool: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    spans: Sequence[WordSpan] | None = None,
+) -> None:
+    """Copy all layers of the pages `sources` of `peer` to the pages `targets` of `pool`, [num_moves] int32 each. If
+    there are `spans`, copy only these words of the pages."""
+    for source, target, num_words in [WordSpan(0, 0, pool.shape[2])] if spans is None else spans:
+        copied = peer[:, sources.long(), source : source + num_words].to(pool.device)
+        pool[:, targets.long(), target : target + num_words] = copied
 
 
 def multipliers(count: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .pages import _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2
+from .pages import _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2, WordSpan
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class PoolAddress:
 
     address: int
     num_pages: int
+    page_words: int | None = None  # of a page in one layer; None: as in the pool that is written
     dtype: torch.dtype = torch.int32
 
     def data_ptr(self) -> int:
@@ -54,24 +56,30 @@ def gather_pages(
     sources: torch.Tensor,
     targets: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
+    spans: Sequence[WordSpan] | None = None,
 ) -> None:
-    """Copy all layers of pages `sources` of `peer` to pages `targets` of `pool`, in one launch on `stream` (None: the
-    current one).
+    """Copy all layers of pages `sources` of `peer` to pages `targets` of `pool`, by work on `stream` (None: the current
+    one). If there are `spans`, copy only these words of the pages. Each span is one launch.
 
-    `pool` [num_layers, num_pages, page_words] int32 is contiguous. `peer` is too, and may have another number of pages.
-    `sources` and `targets` [num_moves] int32 lie on the pool's device or in pinned memory. They are page numbers of the
-    pools. No target is named twice.
+    `pool` [num_layers, num_pages, page_words] int32 is contiguous. `peer` is too. It may have another number of pages,
+    and with `spans` another number of words per page. `sources` and `targets` [num_moves] int32 lie on the pool's
+    device or in pinned memory. They are page numbers of the pools. No target is named twice.
     """
     num_layers, num_pages, page_words = pool.shape
     assert pool.dtype == peer.dtype == torch.int32 and pool.is_contiguous(), (pool.dtype, peer.dtype, pool.stride())
     assert sources.shape == targets.shape and sources.dtype == targets.dtype == torch.int32, (sources, targets)
-    num_peer_pages = peer.num_pages if isinstance(peer, PoolAddress) else peer.shape[1]
     if isinstance(peer, torch.Tensor):
-        assert peer.shape == (num_layers, num_peer_pages, page_words) and peer.is_contiguous(), (peer.shape, pool.shape)
-    constants = _gather_constants(page_words)
-    grid = (sources.shape[0] * constants["NUM_PIECES"], num_layers, 1)
+        assert peer.shape[0] == num_layers and peer.is_contiguous(), (peer.shape, pool.shape)
+        num_peer_pages, peer_words = peer.shape[1:]
+    else:
+        num_peer_pages, peer_words = peer.num_pages, peer.page_words or page_words
+    assert spans is not None or peer_words == page_words, (peer_words, page_words)
     others = (sources, targets, num_peer_pages, num_pages)
-    _launch(_gather_kernel, grid, (peer, pool), others, constants, pool.device, stream)
+    for span in [WordSpan(0, 0, page_words)] if spans is None else spans:
+        assert span.source + span.num_words <= peer_words and span.target + span.num_words <= page_words, span
+        constants = _gather_constants(peer_words, page_words, span)
+        grid = (sources.shape[0] * constants["NUM_PIECES"], num_layers, 1)
+        _launch(_gather_kernel, grid, (peer, pool), others, constants, pool.device, stream)
 
 
 def page_checksums(
@@ -102,9 +110,11 @@ def least_of_many(num_layers: int, num_blocks: int) -> int:
 
 
 @functools.cache
-def _gather_constants(page_words: int) -> dict[str, Any]:
-    words = min(_GATHER_WORDS, triton.next_power_of_2(page_words))
-    return {"PAGE_WORDS": page_words, "NUM_PIECES": triton.cdiv(page_words, _GATHER_WORDS), "WORDS": words}
+def _gather_constants(peer_words: int, page_words: int, span: WordSpan) -> dict[str, Any]:
+    words = min(_GATHER_WORDS, triton.next_power_of_2(span.num_words))
+    pages = {"PEER_WORDS": peer_words, "PAGE_WORDS": page_words}
+    copied = {"SOURCE": span.source, "TARGET": span.target, "NUM_WORDS": span.num_words}
+    return {**pages, **copied, "NUM_PIECES": triton.cdiv(span.num_words, _GATHER_WORDS), "WORDS": words}
 
 
 @functools.cache
@@ -157,27 +167,31 @@ def _launch(
     do_not_specialize=("num_peer_pages", "num_pages"), do_not_specialize_on_alignment=("sources_ptr", "targets_ptr")
 )
 def _gather_kernel(
-    peer_ptr,  # [num_layers, num_peer_pages, PAGE_WORDS] int32
+    peer_ptr,  # [num_layers, num_peer_pages, PEER_WORDS] int32
     pool_ptr,  # [num_layers, num_pages, PAGE_WORDS] int32, written
     sources_ptr,  # [num_moves] int32
     targets_ptr,  # [num_moves] int32
     num_peer_pages,
     num_pages,
+    PEER_WORDS: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
+    SOURCE: tl.constexpr,  # first word of the span in a page of the peer
+    TARGET: tl.constexpr,  # first word of the span in a page of the pool
+    NUM_WORDS: tl.constexpr,  # of the span
     NUM_PIECES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Grid: (num_moves * NUM_PIECES, num_layers, 1). A program copies WORDS words of one page of one layer.
+    """Grid: (num_moves * NUM_PIECES, num_layers, 1). A program copies WORDS words of a span of one page of one layer.
 
-    If a page's size is a multiple of 16 bytes, each load and store of a lane has 16 bytes."""
+    If the sizes and offsets are multiples of 16 bytes, each load and store of a lane has 16 bytes."""
     move = tl.program_id(0) // NUM_PIECES
     layer = tl.program_id(1).to(tl.int64)
     words = tl.program_id(0) % NUM_PIECES * WORDS + tl.arange(0, WORDS)
     source = tl.load(sources_ptr + move)
     target = tl.load(targets_ptr + move)
-    inside = words < PAGE_WORDS
-    copied = tl.load(peer_ptr + (layer * num_peer_pages + source) * PAGE_WORDS + words, mask=inside)
-    tl.store(pool_ptr + (layer * num_pages + target) * PAGE_WORDS + words, copied, mask=inside)
+    inside = words < NUM_WORDS
+    copied = tl.load(peer_ptr + (layer * num_peer_pages + source) * PEER_WORDS + SOURCE + words, mask=inside)
+    tl.store(pool_ptr + (layer * num_pages + target) * PAGE_WORDS + TARGET + words, copied, mask=inside)
 
 
 @triton.jit

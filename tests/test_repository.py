@@ -30,7 +30,17 @@ ENGINE_READS = {
     *(f"baton.metadata.{name}" for name in ("config", "errors", "logs", "parent", "wire")),
     *(
         f"baton.metadata.handoff.{name}"
-        for name in ("buffers", "checksums", "hidden_layout", "kv_layout", "memory", "pages", "schema")
+        for name in (
+            "buffers",
+            "checksums",
+            "hidden_layout",
+            "kv_layout",
+            "memory",
+            "pages",
+            "rank_orders",
+            "schema",
+            "shards",
+        )
     ),
 }
 ENGINE_STARTUP = "engine/startup.py"  # starts a node of either role, so it also opens the sockets of metadata/bus

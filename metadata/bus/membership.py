@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,8 +62,8 @@ class DataLink(Protocol):
         """Return how many seconds the node may sleep at most; None: no limit."""
         ...
 
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Return the sockets that wake the node besides the router's."""
+    def sockets(self) -> Sequence[zmq.Socket[bytes] | int]:
+        """Return the sockets, or their file descriptors, that wake the node besides the router's."""
         ...
 
     def close(self) -> None: ...

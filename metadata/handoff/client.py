@@ -9,6 +9,9 @@ prefill node still computes later chunks.
 
 Exactly one of the three events follows each claim, unless `drop` comes first. The transfer owns the pages from `claim`
 until that event or `drop`. After that no page of the unit is written, and the caller may use or free them.
+
+If this node or the prefill node has several ranks, the client is on rank 0, and has the tickets. Each rank fetches its
+own heads (rank_puller.py).
 """
 
 from __future__ import annotations
@@ -19,33 +22,39 @@ from collections.abc import Sequence
 import zmq
 
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames
-from ..errors import OutOfMemory, ProtocolError, StaleMessage, TransferError
+from ..errors import ConfigError, OutOfMemory, ProtocolError, Refused, StaleMessage, TransferError
 from ..wire.data_link import LinkRefused, LinkWelcome
 from ..wire.messages import Ack, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
 from ..wire.node_info import Peer
 from ..wire.request import MAX_TEXT, Unit
 from .endpoint import Endpoint
 from .pages import ReceivedPages
-from .pull_link import PullLink
+from .pull_link import ANSWER_S, PullLink
 from .pull_links import PullLinks
+from .rank_orders import RankLine
+from .rank_team import RankTeam
 from .transfer import Event, Revoked, Transfer, TransferFailed
 from .transports.base import POLL_BYTES, Landed
+from .transports.ranks import RanksTransport
 
 logger = logging.getLogger(__name__)
 
 MAX_PULLS = 3  # pulls of one page with a wrong checksum, before the transfer fails
 MAX_ASKED = 3  # repeated claims for offers that do not arrive
-ANSWER_S = 5.0  # how long a connected peer may owe an answer; its loop may be in a long step
 
 
 class HandoffClient:
     """Pulls pages of any number of prefill nodes into the pools of our `end`. `answer_s` is how long a peer may owe an
-    answer."""
+    answer. A node with several ranks gives the `line` to the others."""
 
-    def __init__(self, end: Endpoint, *, answer_s: float = ANSWER_S) -> None:
+    def __init__(self, end: Endpoint, *, answer_s: float = ANSWER_S, line: RankLine | None = None) -> None:
+        num_ranks = 1 if line is None else line.size
+        if end.shard != (0, num_ranks):
+            raise ConfigError(f"the client of {num_ranks} ranks is on rank 0 of them, not {end.shard}")
         self.end = end
         self._pages = ReceivedPages(end.schema, end.memory, end.device)
-        self._links = PullLinks(end, answer_s)
+        self._team = RankTeam(end, line, answer_s)
+        self._links = PullLinks(end, answer_s, team=self._team)
         self._transfers: dict[Unit, Transfer] = {}
         self._events: list[Event] = []
         self._has_more = False
@@ -71,6 +80,7 @@ class HandoffClient:
             return
         self._transfers[unit] = Transfer(unit, peer.epoch, num_cached_pages, tuple(pages))
         self._pages.expect(pages[num_cached_pages:])
+        self._team.expect(pages[num_cached_pages:])
         link.send(Claim(unit=unit, num_cached_pages=num_cached_pages))
 
     def drop(self, unit: Unit, reason: str) -> None:
@@ -95,6 +105,10 @@ class HandoffClient:
         """Receive, copy, check and renew, bounded. Return what happened."""
         self._has_more = False
         self._links.begin_poll()
+        for rank, report in self._team.poll():
+            link = self._links.by_epoch.get(report.epoch)
+            if link is not None and isinstance(link.transport, RanksTransport):
+                link.transport.take(rank, report)
         for link in self._links:
             self._serve(link)
         for link in self._links:
@@ -103,15 +117,19 @@ class HandoffClient:
         events, self._events = self._events, []
         return events
 
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Return the sockets that the loop polls for input. They change when links open and close."""
-        return self._links.sockets()
+    def sockets(self) -> list[zmq.Socket[bytes] | int]:
+        """Return the sockets, or their file descriptors, that the loop polls for input. They change when links open and
+        close."""
+        return [*self._links.sockets(), *self._team.sockets()]
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the sockets before it must poll; None: no limit."""
         if self._has_more or self._events or any(link.lost is not None for link in self._links):
             return 0.0
         waits = [link.renewal_at - self.end.clock() for link in self._links if self._transfers_of(link)]
+        of_ranks = self._team.wait_s()
+        if of_ranks is not None:
+            waits.append(of_ranks)
         return max(0.0, min(waits)) if waits else None
 
     def tickets(self) -> list[Unit]:
@@ -130,6 +148,7 @@ class HandoffClient:
         for unit in list(self._transfers):
             self.drop(unit, "the decode node leaves")
         self._links.close_all()
+        self._team.close()
 
     # --- the links' side -------------------------------------------------------------------------------------------
 
@@ -167,6 +186,11 @@ class HandoffClient:
                 self._land(link, landed)
         except OutOfMemory as error:  # each time ends one transfer, so that the others get the memory
             self._fail(transport.next_unit, str(error), tell=link, code=error.code)
+        except Refused as error:
+            link.is_refused = True
+            link.lose(str(error))
+        except TransferError as error:
+            link.lose(str(error))
         self._has_more |= transport.is_busy
 
     def _handle(self, link: PullLink, message: ToDecode, data: memoryview | None) -> None:
@@ -241,7 +265,7 @@ class HandoffClient:
             self._fail(move.unit, reason, tell=link)
             return
         try:
-            block = self._pages.first_difference(move.target, landed.checksums, transfer.checksums[move.index])
+            block = self._first_difference(landed)
         except OutOfMemory as error:
             self._fail(move.unit, f"{where}: {error}", tell=link, code=error.code)
             return
@@ -255,6 +279,13 @@ class HandoffClient:
             return
         transfer.land(move.index, self.end.clock())
         self._finish_if_whole(link, transfer)
+
+    def _first_difference(self, landed: Landed) -> int | None:
+        """Return the first block of a page whose checksum is wrong; None if all are right. Raises OutOfMemory."""
+        if landed.checked is not None:
+            return landed.checked.wrong_block
+        move = landed.move
+        return self._pages.first_difference(move.target, landed.checksums, move.checksums)
 
     def _finish_if_whole(self, link: PullLink, transfer: Transfer) -> None:
         if not transfer.is_whole:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from ..errors import ConfigError
 from ..wire.node_info import KvPlane, PoolLayout
 
@@ -121,6 +123,21 @@ class KvLayout:
                 run = run._replace(num_blocks=first - run.first)
             runs.append(run)
         return tuple(runs)
+
+    @cached_property
+    def block_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Offset and size of each block of a page in one layer, bytes, in order."""
+        return tuple(
+            (run.offset + block * run.block_bytes, run.block_bytes)
+            for run in self.runs
+            for block in range(run.num_blocks)
+        )
+
+    def part_of(self, shard: Shard) -> KvLayout:
+        """Return the layout of the pool of one rank: the same planes with the heads of the shard alone. Raises
+        ConfigError as `Shard.heads`."""
+        planes = (msgspec.structs.replace(each, num_heads=len(shard.heads(each.num_heads))) for each in self.planes)
+        return KvLayout(self.num_layers, self.page_size, tuple(planes))
 
     def stacked_shape(self, num_pages: int) -> tuple[int, ...]:
         """Return the shape of a pool whose planes are alike, as one tensor: [num_layers, num_pages, num_planes,

@@ -23,7 +23,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import ConfigError, TransferError
+from ..wire.node_info import HostMemory
 from .kv_layout import KvLayout
+from .shards import PagePart
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,12 @@ class PageMemory:
     def is_shared(self) -> bool:
         """Whether a peer on this host can map the pool. False if the system has no memfd or no seals."""
         return self.fd is not None
+
+    @property
+    def where(self) -> HostMemory:
+        """Where a peer on this host finds the pool, which is shared."""
+        assert self.fd is not None
+        return HostMemory(os.getpid(), self.fd, self.size)
 
     def close(self) -> None:
         """Free the memory as soon as no view of it is left."""
@@ -139,27 +147,35 @@ def map_readonly(pid: int, fd: int, size: int) -> mmap.mmap:
             raise TransferError(f"cannot open the peer's pool {path}: {error.strerror}") from error
 
 
-def pack_pages(memory: Sequence[PageMemory], pages: Sequence[int]) -> np.ndarray:
-    """Return the pages as one frame, uint8. Each page holds each pool's [num_layers, page_layer_bytes], target then
-    draft."""
-    page_bytes = sum(pool.page_bytes for pool in memory)
-    frame = np.empty(len(pages) * page_bytes, np.uint8)
+def pack_pages(memory: Sequence[PageMemory], pages: Sequence[int], part: PagePart | None = None) -> np.ndarray:
+    """Return a part of the pages as one frame, uint8. Each page holds each pool's [num_layers, bytes of its spans],
+    target then draft. The pools are those of the rank that gives the part. None: the whole pages."""
+    part = part or whole_part(memory)
+    frame = np.empty(len(pages) * part.page_bytes, np.uint8)
     at = 0
     for page in pages:
-        for pool in memory:
-            source = pool.pages[:, page]
-            frame[at : at + pool.page_bytes].reshape(source.shape)[:] = source
-            at += pool.page_bytes
+        for pool, (layout, _, spans) in zip(memory, part.pools, strict=True):
+            for source, _, num_bytes in spans:
+                size = layout.num_layers * num_bytes
+                frame[at : at + size].reshape(-1, num_bytes)[:] = pool.pages[:, page, source : source + num_bytes]
+                at += size
     return frame
 
 
-def unpack_page(memory: Sequence[PageMemory], page: int, data: np.ndarray) -> None:
-    """Write one page of a `pack_pages` frame into page number `page`. `data` has exactly the page's bytes."""
+def unpack_page(memory: Sequence[PageMemory], page: int, data: np.ndarray, part: PagePart | None = None) -> None:
+    """Write one page of a `pack_pages` frame into page number `page` of our pools. `data` has exactly the bytes of the
+    part. None: the whole page."""
     at = 0
-    for pool in memory:
-        target = pool.pages[:, page]
-        target[:] = data[at : at + pool.page_bytes].reshape(target.shape)
-        at += pool.page_bytes
+    for pool, (layout, _, spans) in zip(memory, (part or whole_part(memory)).pools, strict=True):
+        for _, target, num_bytes in spans:
+            size = layout.num_layers * num_bytes
+            pool.pages[:, page, target : target + num_bytes] = data[at : at + size].reshape(-1, num_bytes)
+            at += size
+
+
+def whole_part(memory: Sequence[PageMemory]) -> PagePart:
+    """Return the part that is the whole page of these pools."""
+    return PagePart.whole([pool.layout for pool in memory])
 
 
 def _check_file(fd: int, path: str, size: int) -> None:

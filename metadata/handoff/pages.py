@@ -18,10 +18,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..errors import OutOfMemory
-from ..wire.node_info import HandoffSchema
+from ..wire.node_info import HandoffSchema, HostMemory
 from .checksums import first_difference, page_checksums
-from .memory import PageMemory, pack_pages
+from .memory import PageMemory, PeerMemory, pack_pages, whole_part
 from .schema import GPU_CHECKSUM, blocks_per_page
+from .shards import PagePart
 
 
 class Shared(NamedTuple):
@@ -70,19 +71,22 @@ class DevicePool(Protocol):
         """Values that other processes of this host need to map the pools, one per pool; empty if they cannot do so."""
         ...
 
-    def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> MappedPools:
-        """Map a peer's pools of `num_pages` pages for reading. The caller closes the descriptors. Raises TransferError,
+    def map(
+        self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
+    ) -> MappedPools:
+        """Map a peer's pools of `num_pages` pages for reading. `part` names the part that the peer gives of our pages,
+        and the layouts of its pools; None: the whole pages. The caller closes the descriptors. Raises TransferError,
         with nothing left mapped, if a pool cannot be mapped."""
         ...
 
     def expect(self, pages: Sequence[int]) -> None:
-        """Announce that `gather` or `load` will write these pages of ours. The writes wait for all work that has been
-        submitted so far, because that work may still read the pages."""
+        """Announce that `gather` or `load` will write these pages of ours, or that `digest` will read them. That waits
+        for all work that has been submitted so far, because that work may still read or write the pages."""
         ...
 
     def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> Gather:
-        """Begin to copy pages `sources` of the peer to pages `targets` of ours. Raises OutOfMemory; no page is written
-        after that."""
+        """Begin to copy pages `sources` of the peer to pages `targets` of ours, or the part for which the peer's pools
+        were mapped. The checksums are those of our whole pages. Raises OutOfMemory; no page is written after that."""
         ...
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
@@ -120,16 +124,31 @@ class OfferedPages:
     """Pages that a prefill node offers: their checksums, and their bytes if they travel through the host. Methods raise
     OutOfMemory as the DevicePool does.
 
-    A page's checksums are kept until the page is allocated again.
+    A page's checksums are kept until the page is allocated again. On rank 1 or above of a node, `counted` says where
+    rank 0 counts the generations of the node's pages. Raises TransferError if that memory cannot be mapped.
     """
 
-    def __init__(self, schema: HandoffSchema, memory: Sequence[PageMemory], device: DevicePool | None) -> None:
+    def __init__(
+        self,
+        schema: HandoffSchema,
+        memory: Sequence[PageMemory],
+        device: DevicePool | None,
+        counted: HostMemory | None = None,
+    ) -> None:
         _check_digest(schema, device)
         self._has_checksums = blocks_per_page(schema) > 0
-        self.memory, self.device = tuple(memory), device
+        self.memory, self.device, self.counted = tuple(memory), device, counted
+        self._first = None if counted is None else memory_of_rank_0(counted, memory[0])
+        self.generations = memory[0].generations if self._first is None else self._first.generations
+        self._whole = whole_part(memory)
         self._known: dict[int, tuple[int, bytes]] = {}  # by page: its generation, its checksums
         self._begun: list[_Begun] = []
         self._on_host: dict[int, int] = {}  # by page: the generation that lies in the mirror
+
+    def await_work(self, pages: Sequence[int]) -> None:
+        """Let the next checksums of these pages wait for all work that has been submitted so far: it computes them."""
+        if self.device is not None:
+            self.device.expect(pages)
 
     def checksums(self, pages: Sequence[int], generations: Sequence[int]) -> list[bytes]:
         """Return the checksums of each of these complete pages. A GPU computes all unknown ones in one launch."""
@@ -159,20 +178,26 @@ class OfferedPages:
         """Copy pages into `memory`, if they are on a GPU and not there yet. Their checksums must be known."""
         if self.device is None:
             return
-        generations = self.memory[0].generations
-        new = [page for page in dict.fromkeys(pages) if self._on_host.get(page) != int(generations[page])]
+        new = [page for page in dict.fromkeys(pages) if self._on_host.get(page) != int(self.generations[page])]
         if new:
             self.device.store(new)
-            self._on_host |= {page: int(generations[page]) for page in new}
+            self._on_host |= {page: int(self.generations[page]) for page in new}
 
-    def pack(self, pages: Sequence[int]) -> tuple[np.ndarray, bytes]:
-        """Return the pages as one frame for a `Pages` message, and their generations, read after the copy, int64
-        [num_pages]. Pages on a GPU are copied anew at each call, because a repeated pull means that a copy was damaged.
-        """
+    def pack(self, pages: Sequence[int], part: PagePart | None = None) -> tuple[np.ndarray, bytes]:
+        """Return a part of the pages (None: the whole pages) as one frame for a `Pages` message, and their generations,
+        read after the copy, int64 [num_pages]. Pages on a GPU are copied anew at each call, because a repeated pull
+        means that a copy was damaged."""
         if self.device is not None:
             self.device.store(pages)
-        frame = pack_pages(self.memory, pages)
-        return frame, self.memory[0].generations[list(pages)].astype("<i8").tobytes()
+        frame = pack_pages(self.memory, pages, part or self._whole)
+        return frame, self.generations[list(pages)].astype("<i8").tobytes()
+
+    def close(self) -> None:
+        """Unmap the generations of rank 0."""
+        if self._first is not None:
+            del self.generations
+            self._first.close()
+            self._first = None
 
     def _unknown(self, ages: Mapping[int, int]) -> list[int]:
         return [page for page, age in ages.items() if self._known.get(page, (None,))[0] != age]
@@ -203,9 +228,11 @@ class ReceivedPages:
         if self._device is not None:
             self._device.expect(pages)
 
-    def first_difference(self, page: int, ours: bytes | None, offered: bytes) -> int | None:
+    def first_difference(
+        self, page: int, ours: bytes | None, offered: bytes, blocks: np.ndarray | None = None
+    ) -> int | None:
         """Return the index of the first block of our page whose checksum is not the offered one; None if all agree, or
-        if the schema has no checksums.
+        if the schema has no checksums. Only `blocks` are compared if they are given, in this order.
 
         `ours` is the page's checksums if a transport has computed them already. If it is None, the page lies unchecked
         in `memory`, and this method first loads it into the pool on the GPU, if there is one. Raises OutOfMemory if the
@@ -215,7 +242,18 @@ class ReceivedPages:
             [ours] = self._device.load([page])
         elif ours is None and self._has_checksums:
             ours = page_checksums(self._memory, page)
-        return first_difference(ours, offered) if self._has_checksums and ours is not None else None
+        if not self._has_checksums or ours is None:
+            return None
+        if blocks is None:
+            return first_difference(ours, offered)
+        wrong = np.frombuffer(ours, "<u8")[blocks] != np.frombuffer(offered, "<u8")[blocks]
+        return int(blocks[int(wrong.argmax())]) if wrong.any() else None
+
+
+def memory_of_rank_0(counted: HostMemory, ours: PageMemory) -> PeerMemory:
+    """Return the target's pool of rank 0, which has the generations of the pages of all ranks. `ours` is that of a rank
+    of the same node, and so has as many bytes."""
+    return PeerMemory(counted.pid, counted.fd, counted.size, ours.layout, ours.num_pages)
 
 
 def _check_digest(schema: HandoffSchema, device: DevicePool | None) -> None:

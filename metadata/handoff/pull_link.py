@@ -27,12 +27,15 @@ from ..wire.request import MAX_BATCH, Unit
 from .data_socket import connect_data_socket
 from .descriptors import DescriptorInbox
 from .endpoint import Endpoint
-from .transports.base import PullEnd, Transport
-from .transports.registry import TRANSPORTS
+from .shards import PagePart
+from .transports.base import PullEnd, PullTeam, Transport
+from .transports.ranks import RANKS
+from .transports.registry import transport_named
 
 logger = logging.getLogger(__name__)
 
 FRAME_SLACK_BYTES = 1 << 20
+ANSWER_S = 5.0  # how long a connected peer may owe an answer; its loop may be in a long step
 HELLO_S = 0.5  # an unanswered hello is repeated, well within the lease of the tickets that wait for their claim
 _LOSSES = {
     zmq.EVENT_DISCONNECTED: "the connection was closed",
@@ -46,10 +49,19 @@ _LOSSES = {
 
 class PullLink:
     """An open link of our `end`. `lost` says why it is over; None while it lives. `transport` is None until the
-    welcome. `answer_s` is how long the peer may owe an answer."""
+    welcome. `answer_s` is how long the peer may owe an answer. A link for tickets has the `team` of this node's ranks.
+    The link of a rank is for a `part` of each page alone."""
 
     def __init__(
-        self, peer: Peer, hello: LinkHello, end: Endpoint, inbox: DescriptorInbox | None, answer_s: float
+        self,
+        peer: Peer,
+        hello: LinkHello,
+        end: Endpoint,
+        inbox: DescriptorInbox | None,
+        answer_s: float,
+        *,
+        team: PullTeam | None = None,
+        part: PagePart | None = None,
     ) -> None:
         """Connect and say hello. Raises TransferError if the address cannot be used."""
         self.peer = peer
@@ -61,7 +73,7 @@ class PullLink:
         self.lease_s = 1.0  # told by the welcome
         self.last_heard = self._last_renewed = self._greeted_at = end.clock()
         self._hello = msgspec.structs.replace(hello, protocol=self.protocol)
-        self._end = PullEnd(tuple(end.memory), self.send, end.device, inbox)
+        self._end = PullEnd(tuple(end.memory), self.send, end.device, inbox, part, team, self.protocol)
         self._clock, self._allow_list, self._answer_s = end.clock, end.allow_list, answer_s
         self._welcomed: LinkWelcome | None = None  # the last one
         self.socket, self.monitor, self.server_key = self._open(peer, end)
@@ -140,7 +152,7 @@ class PullLink:
         self._welcomed = message
         if (message.node_id, message.epoch) != (self.peer.node_id, self.peer.epoch):
             self.lose(f"it is {message.node_id} of epoch {message.epoch}, not {self.peer.node_id} of {self.peer.epoch}")
-        elif self.transport is not None or message.transport not in self._hello.transports:
+        elif self.transport is not None or not self._can_use(message.transport):
             self.lose(f"it welcomed us with transport {message.transport!r}, out of turn or not among ours")
         else:
             self.protocol = max(self.protocol, message.since)
@@ -209,11 +221,18 @@ class PullLink:
         page_bytes = sum(pool.page_bytes for pool in self._end.memory)
         return max(DATA_FRAME_BYTES, page_bytes) + FRAME_SLACK_BYTES
 
+    def _can_use(self, transport: str) -> bool:
+        """Return whether hello listed the transport, or it is `ranks`, which need not be listed."""
+        return transport in self._hello.transports or (transport == RANKS and self._end.team is not None)
+
     def _start(self, message: LinkWelcome) -> None:
         try:
-            self.transport = TRANSPORTS[message.transport].open(self._end, message)
+            self.transport = transport_named(message.transport).open(self._end, message)
         except TransferError as error:
-            self._retry_without(message.transport, str(error))
+            if message.transport == RANKS:
+                self.refuse(str(error))  # there is no other way between nodes with ranks
+            else:
+                self._retry_without(message.transport, str(error))
             return
         logger.info("linked to prefill node %s, pages travel by %s", self.peer.node_id, message.transport)
 

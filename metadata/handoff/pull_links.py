@@ -1,4 +1,5 @@
-"""The data links of a decode node, one per epoch of a prefill node. They share an inbox for file descriptors."""
+"""The links of a decode node or of one of its ranks, one per epoch of a prefill node. They share an inbox for file
+descriptors."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from ..bus.throttle import Throttle
 from ..wire.node_info import Peer
 from .descriptors import DescriptorInbox
 from .endpoint import Endpoint
+from .kv_layout import Shard
 from .pull_link import PullLink
+from .shards import PagePart
+from .transports.base import PullTeam
 from .transports.registry import TRANSPORTS
 
 logger = logging.getLogger(__name__)
@@ -20,14 +24,27 @@ AWAY_S = 0.5  # if two polls lie further apart, the peers are not blamed for the
 
 
 class PullLinks:
-    """The links of our `end`, by the peer's epoch. `answer_s` is how long a peer may owe an answer."""
+    """The links of our `end`, by the peer's epoch. `answer_s` is how long a peer may owe an answer.
 
-    def __init__(self, end: Endpoint, answer_s: float) -> None:
-        self._end, self._answer_s = end, answer_s
+    Links for tickets have the `team` of this node's ranks. Links of a rank go to rank `source` of prefill nodes, which
+    gives a `part` of each page.
+    """
+
+    def __init__(
+        self,
+        end: Endpoint,
+        answer_s: float,
+        *,
+        team: PullTeam | None = None,
+        source: Shard | None = None,
+        part: PagePart | None = None,
+    ) -> None:
+        self._end, self._answer_s, self._team, self._part = end, answer_s, team, part
         needs_inbox = end.device is not None and any(TRANSPORTS[name].needs_inbox for name in end.transports)
         self._inbox = _inbox() if needs_inbox else None
         self._inbox_looks = Throttle(clock=end.clock)
-        self.hello = end.hello("" if self._inbox is None else self._inbox.address)
+        inbox = "" if self._inbox is None else self._inbox.address
+        self.hello = end.hello(inbox) if source is None else end.rank_hello(inbox, source)
         self.by_epoch: dict[str, PullLink] = {}
         self._polled_at = end.clock()
 
@@ -40,7 +57,9 @@ class PullLinks:
         used."""
         link = self.by_epoch.get(peer.epoch)
         if link is None:
-            link = self.by_epoch[peer.epoch] = PullLink(peer, self.hello, self._end, self._inbox, self._answer_s)
+            link = self.by_epoch[peer.epoch] = PullLink(
+                peer, self.hello, self._end, self._inbox, self._answer_s, team=self._team, part=self._part
+            )
         return link
 
     def other_epochs(self, peer: Peer) -> list[PullLink]:

@@ -7,6 +7,9 @@ messages that arrived meanwhile before it ends leases.
     open(unit) -> offer(unit, pages) ... -> finish(unit, row) -> TicketEnded(unit, "acked")
 
 The ticket owns the unit's pages from `open` until `poll` returns its TicketEnded (tickets.py).
+
+If the node has several ranks, the server is on rank 0, and each other rank has a PageServer (page_server.py). An offer
+is sent when all ranks have digested its pages.
 """
 
 from __future__ import annotations
@@ -14,62 +17,75 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import zmq
 
-from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
-from ..errors import OutOfMemory, ProtocolError
-from ..wire.data_link import LinkHello, LinkRefused
-from ..wire.frames import decode_frame, encode
-from ..wire.messages import (
-    Ack,
-    Claim,
-    Drop,
-    Pages,
-    Pull,
-    Renew,
-    Revoke,
-    RevokeAck,
-    ToDecode,
-    ToPrefill,
-    UnknownClaim,
-    to_prefill_decoder,
-)
-from ..wire.protocol import PROTOCOL_MIN
+from ..bus.sockets import DroppedFrames
+from ..errors import ConfigError, OutOfMemory, ProtocolError
+from ..wire.data_link import LinkHello
+from ..wire.messages import Ack, Claim, Drop, Pull, Renew, Revoke, RevokeAck, ToPrefill, UnknownClaim
 from ..wire.request import MAX_TEXT, Unit
-from .data_socket import bind_data_socket
-from .decode_peers import DecodePeers
+from .decode_peers import DecodePeer
 from .endpoint import Endpoint
-from .offers import unpack_column, write_offers
+from .offers import write_offers
 from .pages import OfferedPages
-from .schema import page_bytes, row_bytes
+from .rank_digests import RankDigests
+from .rank_orders import OfferDigests, OfferFailed, RankLine
+from .schema import row_bytes
+from .served_links import ServedLinks
 from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded, TicketFailed
-from .transports.base import POLL_BYTES, PULL_BYTES
-from .transports.registry import TRANSPORTS
+from .transports.registry import transport_named
 
 logger = logging.getLogger(__name__)
-
-MAX_UNSENT = 16  # messages of pages that wait for one decode node; our own client never asks for that many
 
 
 class HandoffServer:
     """Serves the pages of our `end` to any number of decode nodes.
 
-    `bind_host` is a host name or address, or `ipc://PATH`. `lease_s` is how long a ticket's lease lasts. Raises
-    ConfigError as `bind_data_socket` does.
+    `bind_host` is a host name or address, or `ipc://PATH`. `lease_s` is how long a ticket's lease lasts. A node with
+    several ranks gives the `line` to the others, and the addresses of their page servers. Raises ConfigError as
+    `bind_data_socket` does.
     """
 
-    def __init__(self, end: Endpoint, bind_host: str, *, lease_s: float = 1.0) -> None:
-        self.end, self._lease_s = end, lease_s
+    def __init__(
+        self,
+        end: Endpoint,
+        bind_host: str,
+        *,
+        lease_s: float = 1.0,
+        line: RankLine | None = None,
+        rank_addresses: Sequence[str] = (),
+    ) -> None:
+        num_ranks = 1 if line is None else line.size
+        if end.shard != (0, num_ranks) or len(rank_addresses) != num_ranks - 1:
+            raise ConfigError(
+                f"the server of {num_ranks} ranks is on rank 0 of them, and names {num_ranks - 1} addresses of others: "
+                f"this is rank {end.shard.rank} of {end.shard.size} with {len(rank_addresses)}"
+            )
+        self.end, self._lease_s, self._line = end, lease_s, line
         self._pages = OfferedPages(end.schema, end.memory, end.device)
         self._book = TicketBook(end.clock, lease_s)
-        self._peers = DecodePeers(end, self._pages, lease_s)
+        self._links = ServedLinks(
+            end, self._pages, bind_host, self._book.close, lease_s=lease_s, rank_addresses=rank_addresses
+        )
+        self._ranks = RankDigests(line, end.schema) if line is not None else None
         self._has_more = False
         self._failed: dict[Unit, TicketFailed] = {}  # since the last poll
-        self.dropped = DroppedFrames(logger, "data link")
-        self.socket = bind_data_socket(bind_host, end.keys, end.context)
-        self.address = bound_address(self.socket)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """The socket of all links."""
+        return self._links.socket
+
+    @property
+    def address(self) -> str:
+        """Where decode nodes open their links."""
+        return self._links.address
+
+    @property
+    def dropped(self) -> DroppedFrames:
+        """The frames that were refused."""
+        return self._links.dropped
 
     # --- the node's side -------------------------------------------------------------------------------------------
 
@@ -103,7 +119,7 @@ class HandoffServer:
         try:
             self._digest(ticket, indices)
         except OutOfMemory as error:
-            self._fail(ticket, error)
+            self._fail(ticket, str(error))
             return
         if row is not None:
             size = row_bytes(self.end.schema)
@@ -138,18 +154,20 @@ class HandoffServer:
     def poll(self) -> list[TicketEnded | Claimed | TicketFailed]:
         """Drain the socket (bounded), end leases, and return what happened. After a TicketEnded the ticket's opener
         frees the pages. After a TicketFailed it revokes the ticket."""
-        for holder in self._peers.unlisted():
-            reason = f"decode node {self._peers.by_link[holder].node_id} is not in the allow-list any more"
-            self._send(holder, LinkRefused(reason=reason))  # it opens a new link once it is listed again
-            self._forget_link(holder, reason)
-        self._has_more = not self._drain()
+        self._links.close_unlisted()
+        self._has_more = not self._links.drain(self._handle)
+        self._take_reports()
         self._expire()
         failed, self._failed = self._failed, {}
-        return [*failed.values(), *self._book.take_events()]
+        events = self._book.take_events()
+        if self._ranks is not None:
+            for ended in [event for event in events if isinstance(event, TicketEnded)]:
+                self._ranks.end(ended.unit)  # before its pages may be written again
+        return [*failed.values(), *events]
 
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Return the sockets that the loop polls for input."""
-        return [self.socket]
+    def sockets(self) -> list[zmq.Socket[bytes] | int]:
+        """Return the sockets, or their file descriptors, that the loop polls for input."""
+        return [self.socket, *(() if self._line is None else self._line.descriptors())]
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""
@@ -165,52 +183,29 @@ class HandoffServer:
     def close_peer(self, epoch: str) -> None:
         """End what a decode node of this epoch holds: its tickets end now, its parked claims are forgotten, its links
         are closed."""
-        for holder in self._peers.links_of(epoch):
-            self._forget_link(holder, f"decode node {self._peers.by_link[holder].node_id} is gone")
+        self._links.close_peer(epoch)
+        if self._ranks is not None:
+            self._ranks.close_reader(epoch)
 
     def close(self) -> None:
         """Close the socket. No decode node is told, because this epoch is over."""
-        self.socket.close(linger=0)
+        self._links.close()
 
     # --- the links' side -------------------------------------------------------------------------------------------
-
-    def _drain(self) -> bool:
-        """Read and answer messages, bounded. Return True if none is left."""
-        num_bytes = 0
-        for _ in range(DRAIN_LIMIT):
-            try:
-                received = receive_from(self.socket, self.end.allow_list)
-            except zmq.Again:
-                return True
-            try:
-                num_bytes += self._handle(received.sender, self._decode(received))
-            except ProtocolError as error:
-                self.dropped.add(received.sender, error)
-            if num_bytes > POLL_BYTES:
-                break
-        return False
-
-    def _decode(self, received: Received) -> ToPrefill:
-        message = decode_frame(to_prefill_decoder, received.body)
-        allow_list = self.end.allow_list
-        if allow_list is not None:
-            speaker = message if isinstance(message, LinkHello) else self._peers.by_link.get(received.sender)
-            allow_list.require(received.name, speaker.node_id if speaker else received.name or "a decode node")
-        return message
 
     def _handle(self, holder: Holder, message: ToPrefill) -> int:
         """Answer one message. Return how many bytes of pages were copied. Raises ProtocolError."""
         if isinstance(message, LinkHello):
-            self._send(holder, self._peers.meet(holder, message, self._book.holders))
+            self._links.send(holder, self._links.peers.meet(holder, message, self._book.holders))
             return 0
-        if holder not in self._peers.by_link:  # it may be a link of an earlier epoch
-            self._send(holder, LinkRefused(reason="this link was closed; open a new one"))
-            raise ProtocolError(f"{type(message).__name__} before LinkHello")
+        peer = self._links.peer(holder, message)
+        if peer.part is not None and not isinstance(message, Pull):
+            raise ProtocolError(f"{type(message).__name__} on a link for pages alone")
         match message:
             case Claim(unit=unit, num_cached_pages=num_cached_pages):
                 self._claim(holder, unit, num_cached_pages)
             case Pull():
-                return self._answer_pull(holder, message)
+                return self._answer_pull(holder, peer, message)
             case Renew(units=units):
                 for unit in self._book.renew(units, holder):
                     self._send_revoke(holder, unit, "prefill has no such ticket any more")
@@ -223,7 +218,7 @@ class HandoffServer:
         return 0
 
     def _claim(self, holder: Holder, unit: Unit, num_cached_pages: int) -> None:
-        match self._book.claim(unit, holder, num_cached_pages, self._peers.by_link[holder].epoch):
+        match self._book.claim(unit, holder, num_cached_pages, self._links.peers.by_link[holder].epoch):
             case EndedTicket(finished=finished, reason=reason):
                 self._send_revoke(holder, unit, reason, finished=finished)
             case Ticket() as ticket:
@@ -231,31 +226,22 @@ class HandoffServer:
             case None:
                 logger.debug("%s claim parked", unit)
 
-    def _answer_pull(self, holder: Holder, pull: Pull) -> int:
+    def _answer_pull(self, holder: Holder, peer: DecodePeer, pull: Pull) -> int:
         ticket = self._book.get(pull.unit)
-        if ticket is None or ticket.holder != holder or ticket.is_revoked:
+        if ticket is None or ticket.is_revoked or not self._may_pull(holder, peer, ticket):
             return 0  # the ticket ended while the pull was on the way; its holder has been told
-        indices, size = unpack_column(pull.indices), page_bytes(self.end.schema)
-        num_bytes = len(indices) * size
-        if not indices or len(set(indices)) < len(indices) or num_bytes > max(PULL_BYTES, size):
-            asked, most = f"{len(indices)} pages, {len(set(indices))} of them different", max(1, PULL_BYTES // size)
-            raise ProtocolError(f"pull of {asked}; ask for 1 to {most} different pages", rid=pull.unit.rid)
-        if self._peers.by_link[holder].num_unsent >= MAX_UNSENT:
-            raise ProtocolError(
-                f"pull while {MAX_UNSENT} earlier answers wait to be sent; receive them first", rid=pull.unit.rid
-            )
-        wrong = [index for index in indices if index not in ticket.pages or index < ticket.num_cached_pages]
-        if wrong:
-            raise ProtocolError(
-                f"pull names pages {wrong[:4]}, which were not offered; ask for offered pages only", rid=pull.unit.rid
-            )
         try:
-            frame, generations = self._pages.pack([ticket.pages[index] for index in indices])
+            return self._links.answer_pull(holder, pull, ticket.pages, ticket.num_cached_pages)
         except OutOfMemory as error:
-            self._fail(ticket, error)
+            self._fail(ticket, str(error))
             return 0
-        self._send(holder, Pages(unit=pull.unit, indices=pull.indices, generations=generations), frame)
-        return num_bytes
+
+    def _may_pull(self, holder: Holder, peer: DecodePeer, ticket: Ticket) -> bool:
+        """Return whether the link is the ticket's holder, or a link of a rank of the same decode node."""
+        if peer.part is None or ticket.holder is None:
+            return ticket.holder == holder
+        reader = self._links.peers.by_link.get(ticket.holder)
+        return reader is not None and reader.epoch == peer.epoch
 
     def _send_offer(self, ticket: Ticket, indices: Sequence[int]) -> None:
         """Send the ticket's holder, if there is one, an offer of these pages, and of the row, if it is known."""
@@ -264,54 +250,66 @@ class HandoffServer:
         indices = [index for index in indices if index >= ticket.num_cached_pages]
         if not indices and ticket.row is None:
             return
-        peer = self._peers.by_link.get(ticket.holder)  # None: a later hello was refused; the ticket ends with its lease
+        # None: a later hello was refused; the ticket ends with its lease
+        peer = self._links.peers.by_link.get(ticket.holder)
         try:
             self._digest(ticket, indices)
             if peer is not None:
-                transport = TRANSPORTS[peer.welcome.transport]
+                transport = transport_named(peer.welcome.transport)
                 transport.prepare(self._pages, [ticket.pages[index] for index in indices])
         except OutOfMemory as error:
-            self._fail(ticket, error)
+            self._fail(ticket, str(error))
             return
+        if self._ranks is not None:
+            num_wanted, indices = len(indices), [index for index in indices if index in ticket.checksums]
+            if peer is not None:
+                self._ranks.serve(ticket.unit, peer.epoch)
+            if num_wanted and not indices:
+                return  # the ranks are digesting the pages; then this method is called again
         for offer in write_offers(ticket, indices, self.end.schema):
-            self._send(ticket.holder, offer)
+            self._links.send(ticket.holder, offer)
 
-    def _fail(self, ticket: Ticket, error: OutOfMemory) -> None:
-        self._failed[ticket.unit] = TicketFailed(ticket.unit, str(error))
+    def _fail(self, ticket: Ticket, reason: str) -> None:
+        self._failed[ticket.unit] = TicketFailed(ticket.unit, reason)
 
     def _digest(self, ticket: Ticket, indices: Sequence[int]) -> None:
-        """Give the ticket the checksums of these pages, except of those that its holder has."""
+        """Give the ticket the checksums of these pages, except of those that its holder has. If there are several
+        ranks, ask them for theirs; the ticket gets the checksums when all have answered."""
         new = [index for index in indices if index >= ticket.num_cached_pages and index not in ticket.checksums]
+        if self._ranks is not None:
+            asked = self._ranks.asked(ticket)
+            new = [index for index in new if index not in asked]
         pages, generations = [ticket.pages[index] for index in new], [ticket.generations[index] for index in new]
-        ticket.checksums |= zip(new, self._pages.checksums(pages, generations), strict=True)
+        checksums = self._pages.checksums(pages, generations)
+        if self._ranks is None:
+            ticket.checksums |= zip(new, checksums, strict=True)
+        elif new:
+            self._ranks.ask(ticket, new, checksums)
+
+    def _take_reports(self) -> None:
+        """Take in what the other ranks have reported, and send the offers that are whole now."""
+        if self._line is None or self._ranks is None:
+            return
+        for rank, report in self._line.receive():
+            match report:
+                case OfferDigests():
+                    digested = self._ranks.take(rank, report)
+                    if digested is not None and self._book.get(digested.ticket.unit) is digested.ticket:
+                        digested.ticket.checksums |= digested.checksums
+                        self._send_offer(digested.ticket, sorted(digested.checksums))
+                case OfferFailed(unit=unit, reason=reason):
+                    ticket = self._book.get(unit)
+                    if ticket is not None:
+                        self._fail(ticket, f"rank {rank}: {reason}")
+                case _:
+                    raise AssertionError(f"a prefill node's rank {rank} reported {report}")
 
     def _expire(self) -> None:
         unknown, lapsed = self._book.expire(is_all_read=not self._has_more)
         for unit, holder in unknown:
-            self._send(holder, UnknownClaim(unit=unit))
+            self._links.send(holder, UnknownClaim(unit=unit))
         for unit, holder in lapsed:
             self._send_revoke(holder, unit, f"the lease of {self._lease_s:g} s ended")
 
-    def _forget_link(self, holder: Holder, reason: str) -> None:
-        self._peers.by_link.pop(holder, None)
-        self._book.close(holder, reason)
-
     def _send_revoke(self, holder: Holder, unit: Unit, reason: str, *, finished: bool = False) -> None:
-        self._send(holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_TEXT]))
-
-    def _send(self, holder: Holder, message: ToDecode, data: Any = None) -> None:
-        """Send a message. If the socket does not take it, close the link: the peer is gone, or has left thousands of
-        messages unread."""
-        peer = self._peers.by_link.get(holder)
-        frames = [holder, encode(message, PROTOCOL_MIN if peer is None else peer.protocol)]
-        try:
-            if data is None:
-                send_frames(self.socket, *frames)
-            else:
-                tracker = send_frames(self.socket, *frames, data, track=True)
-                assert tracker is not None and peer is not None, holder
-                peer.unsent.append(tracker)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            self._forget_link(holder, f"its link is closed ({error.strerror})")
+        self._links.send(holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_TEXT]))

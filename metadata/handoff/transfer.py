@@ -65,7 +65,6 @@ class Transfer:
     row: bytes | None = None
     num_asked: int = 0  # how often missing offers were asked for
     moving_s: float = 0.0  # seconds with at least one page on its way
-    checksums: dict[int, bytes] = field(default_factory=dict[int, bytes])
     _moves: dict[int, Move] = field(default_factory=dict[int, Move])  # offered, not arrived yet
     _offered: set[int] = field(default_factory=set[int])
     _num_pulls: dict[int, int] = field(default_factory=dict[int, int])
@@ -91,16 +90,18 @@ class Transfer:
         pool. Raises ProtocolError as `read_offer` does."""
         pages = read_offer(offer, schema, len(self.pages), self.num_cached_pages, num_peer_pages)
         new = [page for page in pages if page.index not in self._offered]
-        moves = [Move(self.unit, page.index, page.source, self.pages[page.index], page.generation) for page in new]
+        moves = [
+            Move(self.unit, page.index, page.source, self.pages[page.index], page.generation, page.checksums)
+            for page in new
+        ]
         self._offered |= {page.index for page in new}
         self._moves |= {move.index: move for move in moves}
-        self.checksums |= {page.index: page.checksums for page in new}
         self.row = self.row or offer.row
         return moves
 
     def land(self, index: int, now: float) -> None:
         """Record that the page has arrived and been checked."""
-        del self._moves[index], self.checksums[index]
+        del self._moves[index]
         if not self._moves:
             self.stop_clock(now)
 

@@ -6,11 +6,15 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from .node_info import DevicePools, HandoffSchema
+from .node_info import Address, DevicePools, HandoffSchema, HostMemory
 from .protocol import Message, Since
 from .request import Count, Digest, Index, Name, Text
 
 MIN_LEASE_S = 0.05
+MAX_RANKS = 256
+
+RankIndex = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+RankCount = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 
 
 class LinkHello(Message, frozen=True, tag="link_hello"):
@@ -26,6 +30,22 @@ class LinkHello(Message, frozen=True, tag="link_hello"):
     host: Digest
     protocol: Annotated[Index, Since(6)] = 0  # the two nodes address each other in it; 0: the decode node is older
     inbox: Annotated[str, Meta(pattern=r"^(baton-[0-9a-f]{32})?$", max_length=38), Since(6)] = ""
+
+
+class RankHello(LinkHello, frozen=True, tag="rank_hello", kw_only=True):
+    """Rank `rank` of a decode node of `size` ranks opens a link to rank `source_rank` of a prefill node of
+    `source_size`. The link is for pages alone: rank 0 of the decode node holds the tickets, on a link of its own."""
+
+    since: ClassVar[int] = 6
+
+    rank: RankIndex
+    size: RankCount
+    source_rank: RankIndex
+    source_size: RankCount
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.size or self.source_rank >= self.source_size:
+            raise ValueError(f"rank {self.rank} of {self.size}, from rank {self.source_rank} of {self.source_size}")
 
 
 class LinkWelcome(Message, frozen=True, tag="link_welcome"):
@@ -49,6 +69,23 @@ class CudaWelcome(LinkWelcome, frozen=True, tag="cuda_welcome", kw_only=True):
     since: ClassVar[int] = 6
 
     pools: DevicePools
+
+
+class RankWelcome(LinkWelcome, frozen=True, tag="rank_welcome", kw_only=True):
+    """LinkWelcome of rank 1 or above for `local`. `generations` is the target's pool of rank 0, which counts them."""
+
+    since: ClassVar[int] = 6
+
+    generations: HostMemory
+
+
+class RanksWelcome(LinkWelcome, frozen=True, tag="ranks_welcome", kw_only=True):
+    """LinkWelcome if either node has several ranks. Tickets go over this link. Pages go over links that the ranks of
+    the decode node open (RankHello). `addresses` are those of the prefill node's ranks, by rank."""
+
+    since: ClassVar[int] = 6
+
+    addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class LinkRefused(Message, frozen=True, tag="link_refused"):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from .node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLedger, Role
+from .node_info import Address, Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLedger, Role
 from .protocol import Message, Since
 from .request import Count, Digest, Index, Name, Seconds, Text, Units
 
@@ -29,7 +29,7 @@ class Hello(Message, frozen=True, tag="hello"):
     draft_fingerprint: Digest | None
     model: ModelCard
     capacity: Capacity
-    data_address: Annotated[str, Meta(max_length=256)] = ""
+    data_address: Address = ""
     protocol: Annotated[Index, Since(6)] = 0  # this Hello is written in it
 
     @property

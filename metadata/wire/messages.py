@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, field
 
-from .data_link import CudaWelcome, LinkHello, LinkRefused, LinkWelcome
+from .data_link import CudaWelcome, LinkHello, LinkRefused, LinkWelcome, RankHello, RanksWelcome, RankWelcome
 from .membership import (
     Drain,
     Flush,
@@ -253,7 +253,8 @@ class Offer(Message, frozen=True, tag="offer"):
 
 class Pages(Message, frozen=True, tag="pages"):
     """Answer to Pull, followed by one raw frame. Each page holds the target's [num_layers, page_layer_bytes] and then
-    the draft's (metadata/handoff/kv_layout.py)."""
+    the draft's (metadata/handoff/kv_layout.py). On a link of a rank it holds [num_layers, bytes of the span] for each
+    span that the two ranks share (metadata/handoff/shards.py)."""
 
     unit: Unit
     indices: Ids
@@ -282,8 +283,8 @@ OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | C
 ToRouter = OfNode | OfWork
 OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Inspect | Flush | Drain
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
-ToPrefill = LinkHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
-ToDecode = LinkWelcome | CudaWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim
+ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
+ToDecode = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim
 
 to_router_decoder = msgspec.msgpack.Decoder(ToRouter)
 to_node_decoder = msgspec.msgpack.Decoder(ToNode)

@@ -12,6 +12,7 @@ from .request import MAX_CONTEXT, Count, Digest, Index, Name, Seconds, Text, Tok
 MAX_FROZEN_LAYERS = 256
 
 Role = Literal["prefill", "decode"]
+Address = Annotated[str, Meta(max_length=256)]
 
 
 class KvPlane(Message, frozen=True):
@@ -72,6 +73,14 @@ class DevicePools(Message, frozen=True):
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
+class HostMemory(Message, frozen=True):
+    """A pool in host memory, with its generations: /proc/PID/fd/FD of its owner, and its size in bytes."""
+
+    pid: Count
+    fd: Count
+    size: Count
+
+
 class ModelCard(Message, frozen=True):
     """Properties of a model that let the router serve it without the model's files."""
 
@@ -91,7 +100,7 @@ class Peer(Message, frozen=True):
 
     node_id: Name
     epoch: Digest
-    data_address: Annotated[str, Meta(max_length=256)] = ""
+    data_address: Address = ""
     protocol: Annotated[Index, Since(6)] = 0  # both nodes address each other in it; 0: the router does not say
 
 

@@ -20,16 +20,17 @@ from host_cuda import HostCuda, HostEvent, with_host_cuda
 from memory_limit import MemoryLimit
 
 from baton.engine import cuda_pool
-from baton.engine.cuda_pool import CudaPool
+from baton.engine.cuda_pool import CudaPool, word_spans
 from baton.kernels import pages as page_kernels
 from baton.kernels import triton_pages
 from baton.kernels.pages import gather_pages_ref, page_checksums_ref
 from baton.kernels.triton_pages import PoolAddress
 from baton.metadata.errors import OutOfMemory, TransferError
 from baton.metadata.handoff.checksums import first_difference
-from baton.metadata.handoff.kv_layout import KvLayout
+from baton.metadata.handoff.kv_layout import KvLayout, Shard, pool_of
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.schema import kv_layouts, on_gpu
+from baton.metadata.handoff.shards import blocks_here, digest_columns, page_parts
 from baton.metadata.wire.node_info import KvPlane
 
 NUM_PAGES = 40
@@ -39,8 +40,11 @@ LAYOUTS = kv_layouts(on_gpu(DRAFT_SCHEMA))
 class Pools:
     """A node's CudaPool over random bytes, with its tensors and mirrors."""
 
-    def __init__(self, cuda: HostCuda, seed: int, layouts: Sequence[KvLayout], *, has_checksums: bool) -> None:
+    def __init__(
+        self, cuda: HostCuda, seed: int, layouts: Sequence[KvLayout], *, has_checksums: bool, first: int
+    ) -> None:
         self.cuda = cuda
+        self.first = first  # its number of the first pool
         self.memory = [PageMemory(layout, NUM_PAGES) for layout in layouts]
         generator = torch.Generator().manual_seed(seed)
         shapes = [each.pages.shape for each in self.memory]
@@ -85,10 +89,12 @@ def make_pools(monkeypatch: pytest.MonkeyPatch) -> MakePools:
     cuda = with_host_cuda(monkeypatch)
     made: list[torch.Tensor] = []
 
-    def gather_pages(peer: PoolAddress, pool: torch.Tensor, *moves: Any) -> None:
+    def gather_pages(peer: PoolAddress, pool: torch.Tensor, sources: Any, targets: Any, *how: Any) -> None:
         there = next((kv.view(torch.int32) for kv in made if kv.data_ptr() == peer.address), pool)
         assert (there.data_ptr(), there.shape[1]) == (peer.address, peer.num_pages)
-        gather_pages_ref(there, pool, *moves[:2])
+        there = there.view(*there.shape[:2], -1)
+        assert there.shape[2] == (peer.page_words or there.shape[2])
+        gather_pages_ref(there, pool.view(*pool.shape[:2], -1), sources, targets, how[1] if how[1:] else None)
 
     def map_shared(descriptor: int, size: int, device: torch.device) -> Mapped:
         if descriptor < 0:
@@ -100,7 +106,7 @@ def make_pools(monkeypatch: pytest.MonkeyPatch) -> MakePools:
     monkeypatch.setattr(cuda_pool, "map_shared", map_shared)
 
     def make(seed: int = 0, layouts: Sequence[KvLayout] = LAYOUTS, *, has_checksums: bool = True) -> Pools:
-        pools = Pools(cuda, seed, layouts, has_checksums=has_checksums)
+        pools = Pools(cuda, seed, layouts, has_checksums=has_checksums, first=len(made))
         made.extend(pools.kvs)
         return pools
 
@@ -217,6 +223,19 @@ def test_pages_go_to_the_mirror_and_come_back(
     assert pools.is_unchanged()
 
 
+def test_a_digest_waits_for_work_that_computes_the_pages(make_pools: MakePools) -> None:
+    """A rank that is told to offer pages may still compute them. Other pages are digested at once."""
+    pools = make_pools()
+    pools.cuda.log.clear()
+    pools.pool.expect([3, 5])
+    [fence] = [event for who, what, event in pools.cuda.log if (who, what) == ("main", "records")]
+    pools.cuda.log.clear()
+    pools.pool.digest([4])
+    assert (pools.stream, "waits for", fence) not in pools.cuda.log
+    pools.pool.digest([3, 5])
+    assert pools.cuda.log.count((pools.stream, "waits for", fence)) == 1
+
+
 # --- gathers ---
 
 
@@ -229,6 +248,39 @@ def test_a_gather_brings_the_peers_pages_and_their_checksums(make_pools: MakePoo
     for old, there in zip(ours.before, theirs.kvs, strict=True):
         old[:, [7, 9, 1]] = there[:, [3, 4, 3]]
     assert ours.is_unchanged() and theirs.is_unchanged()
+
+
+@pytest.mark.parametrize(("num_sources", "size"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 2)])
+def test_a_rank_gathers_its_heads_from_each_rank_that_has_some(
+    num_sources: int, size: int, make_pools: MakePools
+) -> None:
+    """The target has 2 heads, so several ranks of 4 have the same; the draft has 4."""
+    for rank in range(size):
+        ours = make_pools(layouts=[layout.part_of(Shard(rank, size)) for layout in LAYOUTS])
+        for source, part in page_parts(LAYOUTS, num_sources, Shard(rank, size)).items():
+            theirs = make_pools(10 + source, [layout.part_of(Shard(source, num_sources)) for layout in LAYOUTS])
+            first = theirs.first
+            mapping = ours.pool.map([first, first + 1], [kv.nbytes for kv in theirs.kvs], NUM_PAGES, part)
+            gather = ours.pool.gather(mapping, [3, 4], [7, 9])
+            gather.wait()
+            assert gather.checksums() == ours.pool.digest([7, 9])
+            for old, there, pool in zip(ours.before, theirs.kvs, part.pools, strict=True):
+                for start, target, num_bytes in pool.spans:
+                    copied = there[:, [0, 3, 4], start : start + num_bytes]  # page 0 when the pools were mapped
+                    old[:, [0, 7, 9], target : target + num_bytes] = copied
+            places = blocks_here(part, [each.layout for each in ours.memory])
+            here, there = (np.frombuffer(pools.pool.digest([page])[0]) for pools, page in ((ours, 9), (theirs, 4)))
+            held = digest_columns(LAYOUTS, Shard(source, num_sources)).tolist()
+            wanted = digest_columns(LAYOUTS, Shard(rank, size))[places]
+            assert here[places].tobytes() == there[[held.index(column) for column in wanted]].tobytes()
+            assert theirs.is_unchanged()
+        assert ours.is_unchanged(), "all its heads came, to their places, and nothing else was written"
+
+
+def test_parts_of_words_cannot_be_gathered() -> None:
+    layout = KvLayout.of(pool_of(1, "bfloat16", [KvPlane("k", num_heads=2, head_dim=1, dtype="bfloat16")]), 1)
+    with pytest.raises(AssertionError, match="a block on a GPU is copied by words"):
+        word_spans(page_parts([layout], 1, Shard(1, 2))[0])
 
 
 def test_gathers_under_way_do_not_share_their_numbers(make_pools: MakePools) -> None:

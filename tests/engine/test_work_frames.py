@@ -32,7 +32,24 @@ from baton.engine.work import (
 )
 from baton.engine.work_frames import decode, encode
 from baton.metadata.errors import ProtocolError
-from baton.metadata.wire.request import SamplingParams, TokenLogprobs
+from baton.metadata.handoff.rank_orders import (
+    CloseReader,
+    CloseSource,
+    EndUnit,
+    ExpectPages,
+    FetchedPages,
+    FetchFailed,
+    FetchPages,
+    ForgetUnit,
+    OfferDigests,
+    OfferFailed,
+    OfferPages,
+    OpenSource,
+    ServeUnit,
+    SourceLost,
+)
+from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit
 
 PARAMS = SamplingParams(
     max_tokens=9, temperature=0.5, seed=2**62, logit_bias={3: 1.5}, repetition_penalty=1.2, stop_ids=(4,), min_tokens=2
@@ -59,6 +76,20 @@ VALUES = [
     RoundTokens([Accepted([1, 2], [TokenLogprobs(-0.5, (1,), (-0.5,)), None], 1, 2), None]),
     Scores(0.25, 0.5, [[TokenLogprobs(-0.5, (1,), (-0.5,))]]),
     ChunkReport(Scores(0.25, 0.5, [[]]), [[FirstTokens([3, None], [None, None])]], [[HandoffRows([b"row", None])]]),
+    ExpectPages([3]),
+    OpenSource(1, Peer("p", "e", "tcp://a:1", 6), ["tcp://a:1", "tcp://a:2"]),
+    FetchPages(2, "e", Unit("r", 0, 1), [0], [3], [4], [2**40], b"12345678"),
+    ForgetUnit(Unit("r", 0, 1)),
+    CloseSource("e"),
+    FetchedPages("e", 2, [0], [2**40], {0: 17}),
+    FetchFailed("e", 2, Unit("r", 0, 1), "no memory"),
+    SourceLost("e", 1, "gone", True),
+    OfferPages(3, Unit("r", 0, 1), [0], [5], [7]),
+    ServeUnit(Unit("r", 0, 1), "e"),
+    EndUnit(Unit("r", 0, 1)),
+    CloseReader("e"),
+    OfferDigests(3, b"12345678"),
+    OfferFailed(Unit("r", 0, 1), "no memory"),
 ]
 
 

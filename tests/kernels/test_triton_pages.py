@@ -13,7 +13,7 @@ from triton_device import DEVICE, IS_INTERPRETED
 pytest.importorskip("triton")
 
 from baton.kernels import triton_pages
-from baton.kernels.pages import gather_pages_ref, page_checksums_ref
+from baton.kernels.pages import WordSpan, gather_pages_ref, page_checksums_ref
 from baton.kernels.triton_pages import PoolAddress
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's products wrap aloud
@@ -52,6 +52,33 @@ def test_gather_equals_the_reference(shape: tuple[int, int, int], is_tensor: boo
         peer if is_tensor else PoolAddress(peer.data_ptr(), num_pages + 3), pool, sources, targets
     )
     assert torch.equal(pool, expected) and torch.equal(peer, before)
+
+
+@pytest.mark.parametrize(
+    "spans", [[], [(0, 4, 4)], [(8, 0, 4), (0, 4, 8)], [(1, 3, 5)], [(0, 0, 12)]], ids=lambda spans: str(len(spans))
+)
+def test_spans_of_pages_equal_the_reference(spans: list[tuple[int, int, int]]) -> None:
+    """The peer's pages have another size."""
+    peer, pool = make_pool(3, 7, 12), make_pool(3, 5, 16, seed=1)
+    expected, before = pool.clone(), pool.clone()
+    sources, targets, words = numbers(6, 0), numbers(1, 4), [WordSpan(*span) for span in spans]
+    for layer, (source, target) in ((layer, pair) for layer in range(3) for pair in ((6, 1), (0, 4))):
+        for start, place, size in spans:
+            expected[layer, target, place : place + size] = peer[layer, source, start : start + size]
+    triton_pages.gather_pages(peer, pool, sources, targets, spans=words)
+    assert torch.equal(pool, expected)
+    if spans:
+        gather_pages_ref(peer, before, sources, targets, words)
+        assert torch.equal(before, expected) and not torch.equal(before, make_pool(3, 5, 16, seed=1))
+
+
+def test_spans_beyond_a_page_are_refused() -> None:
+    peer, pool = make_pool(1, 2, 4), make_pool(1, 2, 8)
+    for span in (WordSpan(1, 0, 4), WordSpan(0, 5, 4)):
+        with pytest.raises(AssertionError, match="num_words=4"):
+            triton_pages.gather_pages(peer, pool, numbers(1), numbers(1), spans=[span])
+    with pytest.raises(AssertionError):
+        triton_pages.gather_pages(peer, pool, numbers(1), numbers(1))
 
 
 def test_nothing_to_gather_launches_nothing() -> None:

@@ -18,8 +18,9 @@ import torch
 
 from baton.kernels.pages import page_checksums_ref
 from baton.metadata.errors import TransferError
-from baton.metadata.handoff.memory import PageMemory
+from baton.metadata.handoff.memory import PageMemory, whole_part
 from baton.metadata.handoff.pages import Shared
+from baton.metadata.handoff.shards import PagePart
 
 _numbers = itertools.count()
 
@@ -44,8 +45,8 @@ class FakeGather:
 
 
 class FakeMapping:
-    def __init__(self, pools: list[np.ndarray]) -> None:
-        self.pools = pools
+    def __init__(self, pools: list[np.ndarray], part: PagePart) -> None:
+        self.pools, self.part = pools, part
         self.is_closed = False
 
     def close(self) -> None:
@@ -102,15 +103,18 @@ class FakeDevice:
 
     # --- as DevicePool says ---
 
-    def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> FakeMapping:
+    def map(
+        self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
+    ) -> FakeMapping:
         pools: list[np.ndarray] = []
-        for ours, descriptor, size in zip(self.pools, descriptors, sizes, strict=True):
-            shape = (ours.shape[0], num_pages, ours.shape[2])
+        part = part or whole_part(self.memory)
+        for theirs, descriptor, size in zip(part.pools, descriptors, sizes, strict=True):
+            shape = (theirs.layout.num_layers, num_pages, theirs.layout.page_layer_bytes)
             if not np.prod(shape, dtype=object) <= size == os.fstat(descriptor).st_size:
                 raise TransferError(f"{size} bytes are no {num_pages} pages, or not those that came")
             mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
             pools.append(np.frombuffer(mapped, np.uint8, int(np.prod(shape))).reshape(shape))
-        self.mappings.append(FakeMapping(pools))
+        self.mappings.append(FakeMapping(pools, part))
         return self.mappings[-1]
 
     def expect(self, pages: Sequence[int]) -> None:
@@ -122,8 +126,9 @@ class FakeDevice:
 
         def copy() -> None:
             assert not peer.is_closed
-            for theirs, ours in zip(peer.pools, self.pools, strict=True):
-                ours[:, list(targets)] = theirs[:, list(sources)]
+            for theirs, ours, (_, _, spans) in zip(peer.pools, self.pools, peer.part.pools, strict=True):
+                for start, place, size in spans:
+                    ours[:, list(targets), place : place + size] = theirs[:, list(sources), start : start + size]
             gather.finish(self._digests(targets))
 
         self._work.append(copy)

@@ -199,7 +199,7 @@ class ServerTarget(Target):
         assert set(self.server.tickets()) == set(self.pages)
         assert all(self.pool.owner(page) == Owner.TICKET for pages in self.pages.values() for page in pages)
         self.pool.ledger()
-        assert len(self.server._peers.by_link) <= MAX_LINKS + 1
+        assert len(self.server._links.peers.by_link) <= MAX_LINKS + 1
         assert sum(map(len, self.server._book._parked.values())) <= MAX_PARKED
         assert all(dealer.router is not None for dealer in self.hostile)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import inspect
 
+from baton.metadata.wire.data_link import RankHello
 from baton.metadata.wire.messages import Dispatch, Tokens
 from baton.metadata.wire.request import pack_ids
 
@@ -73,4 +74,6 @@ def _fitting(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
         return {"firsts": column, "counts": column}
     if issubclass(kind, Dispatch):
         return {"choices": tuple(dict.fromkeys(fields["choices"])) or (0,)}
+    if kind is RankHello:
+        return {"rank": fields["rank"] % fields["size"], "source_rank": fields["source_rank"] % fields["source_size"]}
     return {}

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 from msgspec import Struct
 
@@ -28,8 +28,11 @@ from ...wire.messages import Pages, Pull
 from ...wire.protocol import PROTOCOL_MIN, known
 from ...wire.request import Unit
 from ..descriptors import DescriptorInbox
-from ..memory import PageMemory
+from ..kv_layout import KvLayout
+from ..memory import PageMemory, whole_part
 from ..pages import DevicePool, OfferedPages
+from ..rank_orders import PullOrder
+from ..shards import PagePart
 
 POLL_BYTES = 64 << 20  # most bytes of pages that a node copies before other work gets its turn
 PULL_BYTES = 4 << 20  # most bytes of pages that one Pull may ask for; it may always ask for one page
@@ -43,18 +46,45 @@ class Move(Struct, frozen=True):
     source: int
     target: int
     generation: int  # as offered
+    checksums: bytes  # as offered
+
+
+class Checked(NamedTuple):
+    """The result of a check: the first block of the page whose checksum is wrong; None if all are right."""
+
+    wrong_block: int | None
 
 
 class Landed(NamedTuple):
     """A page that has been copied.
 
     `generation` is that of the source page, read after the copy. `checksums` are those of our own copy if the page lies
-    in a pool on a GPU already; None means that it lies in `memory`, unchecked.
+    in a pool on a GPU already; None means that it lies in `memory`, unchecked. `checked` is there if the ranks of this
+    node have checked the page.
     """
 
     move: Move
     generation: int
     checksums: bytes | None = None
+    checked: Checked | None = None
+
+
+class PullTeam(Protocol):
+    """The ranks of the decode node, as its rank 0 sees them."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    @property
+    def layouts(self) -> Sequence[KvLayout]:
+        """The layouts of whole pages: target, then draft."""
+        ...
+
+    def send(self, rank: int, order: PullOrder) -> None:
+        """Give an order to a rank, rank 0 included."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +95,13 @@ class PullEnd:
     send: Callable[[Pull], None]
     device: DevicePool | None = None  # the pools on a GPU, whose host mirror `memory` is
     inbox: DescriptorInbox | None = None
+    part: PagePart | None = None  # of each page that comes over the link; None: the whole page
+    team: PullTeam | None = None  # on the link of rank 0 that has the tickets
+    protocol: int = PROTOCOL_MIN  # the peer is addressed in it
 
 
 class Transport(ABC):
-    """Moves the pages of one peer into `memory` (target pool, then draft)."""
+    """Moves the pages of one peer into `memory` (target pool, then draft), or a `part` of each page."""
 
     name: ClassVar[str]
     needs_same_host: ClassVar[bool] = False  # it reads the peer's memory
@@ -76,9 +109,10 @@ class Transport(ABC):
     needs_inbox: ClassVar[bool] = False  # the decode node must have an inbox for file descriptors
     since: ClassVar[int] = PROTOCOL_MIN  # the first protocol that has its welcome
 
-    def __init__(self, memory: Sequence[PageMemory]) -> None:
+    def __init__(self, memory: Sequence[PageMemory], part: PagePart | None = None) -> None:
         self.memory = tuple(memory)
-        self.page_bytes = sum(pool.page_bytes for pool in self.memory)
+        self.part = part or whole_part(memory)
+        self.page_bytes = self.part.page_bytes
         self._queue: deque[Move] = deque()
 
     # --- the prefill node's side -----------------------------------------------------------------------------------
@@ -132,7 +166,7 @@ class Transport(ABC):
 
     @property
     def next_unit(self) -> Unit:
-        """The unit of the first queued move, of which there is one."""
+        """The unit for which the device has no memory, when `step` has said so: that of the first queued move."""
         return self._queue[0].unit
 
     @abstractmethod

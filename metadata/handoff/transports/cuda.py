@@ -30,8 +30,8 @@ from ...wire.request import Unit
 from ..descriptors import new_token, send_descriptors
 from ..memory import PageMemory, PeerMemory
 from ..pages import DevicePool, Gather, MappedPools, OfferedPages
+from ..shards import PagePart
 from .base import Landed, Move, PullEnd, Transport
-from .local import publish_memory
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,14 @@ class CudaTransport(Transport):
     since: ClassVar[int] = CudaWelcome.since
 
     def __init__(
-        self, memory: Sequence[PageMemory], device: DevicePool, pools: MappedPools, generations: PeerMemory
+        self,
+        memory: Sequence[PageMemory],
+        device: DevicePool,
+        pools: MappedPools,
+        generations: PeerMemory,
+        part: PagePart | None = None,
     ) -> None:
-        super().__init__(memory)
+        super().__init__(memory, part)
         self.device = device
         self._pools, self._peer = pools, generations
         self._is_closed = False
@@ -77,7 +82,9 @@ class CudaTransport(Transport):
         shared, token = pages.device.shared, new_token()
         pools = DevicePools(device=pages.device.device, sizes=tuple(pool.size for pool in shared), token=token)
         send_descriptors(hello.inbox, token, [pool.descriptor for pool in shared])
-        return CudaWelcome(**msgspec.structs.asdict(publish_memory(welcome, pages.memory[:1])), pools=pools)
+        where = pages.counted or pages.memory[0].where
+        named = msgspec.structs.replace(welcome, pid=where.pid, fds=(where.fd,), sizes=(where.size,))
+        return CudaWelcome(**msgspec.structs.asdict(named), pools=pools)
 
     @classmethod
     def open(cls, end: PullEnd, welcome: LinkWelcome) -> CudaTransport:
@@ -100,11 +107,12 @@ class CudaTransport(Transport):
                     f"{len(welcome.pools.sizes)} pools and {len(descriptors)} descriptors on the peer's GPU, "
                     f"{len(memory)} pools on ours"
                 )
-            peer = PeerMemory(welcome.pid, welcome.fds[0], welcome.sizes[0], memory[0].layout, welcome.num_pages)
+            layout = memory[0].layout if end.part is None else end.part.pools[0].layout
+            peer = PeerMemory(welcome.pid, welcome.fds[0], welcome.sizes[0], layout, welcome.num_pages)
             undo.callback(peer.close)
-            pools = device.map(descriptors, welcome.pools.sizes, welcome.num_pages)
+            pools = device.map(descriptors, welcome.pools.sizes, welcome.num_pages, end.part)
             undo.pop_all()
-        return cls(memory, device, pools, peer)
+        return cls(memory, device, pools, peer, end.part)
 
     @property
     def is_busy(self) -> bool:

@@ -13,9 +13,10 @@ from typing import ClassVar
 import msgspec
 
 from ...errors import TransferError
-from ...wire.data_link import LinkHello, LinkWelcome
-from ..memory import PageMemory, PeerMemory
+from ...wire.data_link import LinkHello, LinkWelcome, RankWelcome
+from ..memory import PageMemory, PeerMemory, whole_part
 from ..pages import OfferedPages
+from ..shards import PagePart
 from .base import Landed, PullEnd, Transport
 
 
@@ -25,9 +26,16 @@ class LocalTransport(Transport):
     name: ClassVar[str] = "local"
     needs_same_host: ClassVar[bool] = True
 
-    def __init__(self, memory: Sequence[PageMemory], peers: Sequence[PeerMemory]) -> None:
-        super().__init__(memory)
+    def __init__(
+        self,
+        memory: Sequence[PageMemory],
+        peers: Sequence[PeerMemory],
+        part: PagePart | None = None,
+        counted: PeerMemory | None = None,
+    ) -> None:
+        super().__init__(memory, part)
         self._peers = list(peers)
+        self._counted = counted  # the memory of the peer's rank 0, which counts generations; None: the peer is rank 0
 
     @classmethod
     def can_serve(cls, pages: OfferedPages) -> bool:
@@ -35,8 +43,11 @@ class LocalTransport(Transport):
 
     @classmethod
     def welcome(cls, welcome: LinkWelcome, pages: OfferedPages, hello: LinkHello) -> LinkWelcome:  # noqa: ARG003
-        """Return the welcome with the file descriptors of all pools."""
-        return publish_memory(welcome, pages.memory)
+        """Return the welcome with the file descriptors of all pools, and where rank 0 counts the generations."""
+        published = publish_memory(welcome, pages.memory)
+        if pages.counted is None:
+            return published
+        return RankWelcome(**msgspec.structs.asdict(published), generations=pages.counted)
 
     @classmethod
     def prepare(cls, pages: OfferedPages, numbers: Sequence[int]) -> None:
@@ -46,19 +57,23 @@ class LocalTransport(Transport):
     @classmethod
     def open(cls, end: PullEnd, welcome: LinkWelcome) -> LocalTransport:
         """Map the pools that the welcome names. Raises TransferError, with nothing left mapped, if that fails."""
-        memory = end.memory
+        memory, part = end.memory, end.part or whole_part(end.memory)
         if not len(memory) == len(welcome.fds) == len(welcome.sizes):
             raise TransferError(
                 f"{len(memory)} pools here, {len(welcome.fds)} fds and {len(welcome.sizes)} sizes there"
             )
         with contextlib.ExitStack() as undo:
             peers: list[PeerMemory] = []
-            for pool, fd, size in zip(memory, welcome.fds, welcome.sizes, strict=True):
+            for pool, fd, size in zip(part.pools, welcome.fds, welcome.sizes, strict=True):
                 peer = PeerMemory(welcome.pid, fd, size, pool.layout, welcome.num_pages)
                 undo.callback(peer.close)
                 peers.append(peer)
+            counted = None
+            if isinstance(welcome, RankWelcome):
+                where = welcome.generations
+                counted = PeerMemory(where.pid, where.fd, where.size, part.pools[0].layout, welcome.num_pages)
             undo.pop_all()
-        return cls(memory, peers)
+        return cls(memory, peers, part, counted)
 
     @property
     def is_busy(self) -> bool:
@@ -69,16 +84,21 @@ class LocalTransport(Transport):
         num_moves = min(len(self._queue), -(-max_bytes // self.page_bytes))
         while self._queue and num_moves > 0:
             move = self._queue.popleft()
-            for pool, peer in zip(self.memory, self._peers, strict=True):
-                pool.pages[:, move.target] = peer.pages[:, move.source]
+            for pool, peer, (_, _, spans) in zip(self.memory, self._peers, self.part.pools, strict=True):
+                for source, target, num_bytes in spans:
+                    copied = peer.pages[:, move.source, source : source + num_bytes]
+                    pool.pages[:, move.target, target : target + num_bytes] = copied
             num_moves -= 1
-            yield Landed(move, int(self._peers[0].generations[move.source]))
+            yield Landed(move, int((self._counted or self._peers[0]).generations[move.source]))
 
     def close(self) -> None:
         super().close()
         for peer in self._peers:
             peer.close()
         self._peers.clear()
+        if self._counted is not None:
+            self._counted.close()
+            self._counted = None
 
 
 def publish_memory(welcome: LinkWelcome, memory: Sequence[PageMemory]) -> LinkWelcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Transport
 from .cuda import CudaTransport
 from .local import LocalTransport
+from .ranks import RanksTransport
 from .zmq import ZmqTransport
 
 TRANSPORTS: dict[str, type[Transport]] = {
@@ -12,3 +13,10 @@ TRANSPORTS: dict[str, type[Transport]] = {
     LocalTransport.name: LocalTransport,
     ZmqTransport.name: ZmqTransport,
 }
+
+
+def transport_named(name: str) -> type[Transport]:
+    """Return a transport by its name in a hello or a welcome. Raises KeyError if there is none.
+
+    `ranks` has no place of its own in the order: it is used exactly if a node has several ranks."""
+    return RanksTransport if name == RanksTransport.name else TRANSPORTS[name]

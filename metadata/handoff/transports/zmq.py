@@ -15,6 +15,7 @@ from ...wire.data_link import LinkWelcome
 from ...wire.messages import Pages, Pull
 from ...wire.request import Unit, pack_ids
 from ..memory import PageMemory, unpack_page
+from ..shards import PagePart
 from .base import PULL_BYTES, Landed, Move, PullEnd, Transport
 
 MESSAGE_BYTES = PULL_BYTES  # a message holds as many pages as fit, and at least one
@@ -26,8 +27,10 @@ class ZmqTransport(Transport):
 
     name: ClassVar[str] = "zmq"
 
-    def __init__(self, memory: Sequence[PageMemory], send: Callable[[Pull], None]) -> None:
-        super().__init__(memory)
+    def __init__(
+        self, memory: Sequence[PageMemory], send: Callable[[Pull], None], part: PagePart | None = None
+    ) -> None:
+        super().__init__(memory, part)
         self._send = send
         self._pages_per_pull = max(1, MESSAGE_BYTES // self.page_bytes)
         self._in_flight: dict[tuple[Unit, bytes], list[Move]] = {}
@@ -35,7 +38,7 @@ class ZmqTransport(Transport):
     @classmethod
     def open(cls, end: PullEnd, welcome: LinkWelcome) -> ZmqTransport:  # noqa: ARG003
         """Return a transport that sends its pulls over the link. Cannot fail."""
-        return cls(end.memory, end.send)
+        return cls(end.memory, end.send, end.part)
 
     @property
     def is_busy(self) -> bool:
@@ -90,5 +93,6 @@ class ZmqTransport(Transport):
 
     def _unpack(self, moves: list[Move], generations: list[int], frame: np.ndarray) -> Iterator[Landed]:
         for number, move in enumerate(moves):
-            unpack_page(self.memory, move.target, frame[number * self.page_bytes : (number + 1) * self.page_bytes])
+            page = frame[number * self.page_bytes : (number + 1) * self.page_bytes]
+            unpack_page(self.memory, move.target, page, self.part)
             yield Landed(move, generations[number])

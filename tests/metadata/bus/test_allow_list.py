@@ -372,7 +372,7 @@ def test_a_decode_node_cannot_pose_as_another(listed: Listed, pairs: list[Pair])
     pairs.append(Pair(listed.of("p0"), listed.of("d1")))  # the client calls itself d0
     pairs[0].begin("r")
     spin(pairs[0].nodes, lambda _: pairs[0].server.dropped.count)
-    assert not pairs[0].server._peers.by_link
+    assert not pairs[0].server._links.peers.by_link
 
 
 def test_tickets_of_a_decode_node_that_is_taken_out_end(pair: Pair, listed: Listed) -> None:
@@ -386,7 +386,7 @@ def test_tickets_of_a_decode_node_that_is_taken_out_end(pair: Pair, listed: List
     link = pair.client._links.by_epoch[pair.server.end.epoch]
     link.send(Claim(unit=unit("later"), num_cached_pages=0))  # its connection stands
     spin([pair.server], lambda _: pair.server.dropped.count > before)
-    assert not pair.server._peers.by_link and pair.server.tickets() == [unit("later")]
+    assert not pair.server._links.peers.by_link and pair.server.tickets() == [unit("later")]
 
 
 def test_links_to_a_prefill_node_that_is_taken_out_end(pair: Pair, listed: Listed) -> None:

@@ -39,7 +39,7 @@ def end() -> Iterator[Endpoint]:
 
 @pytest.fixture
 def peers(end: Endpoint) -> DecodePeers:
-    return DecodePeers(end, OfferedPages(end.schema, end.memory, end.device), lease_s=2.0)
+    return DecodePeers(end, OfferedPages(end.schema, end.memory, end.device), lease_s=2.0, addresses=("tcp://a:1",))
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ def test_an_older_node_gets_no_message_that_it_does_not_know(pair: GpuPair) -> N
     hello = msgspec.structs.replace(
         pair.client._links.hello, transports=("cuda_ipc", "local", "zmq"), host=host_identity(), inbox=""
     )
-    peers = pair.server._peers
+    peers = pair.server._links.peers
     answer = peers.meet(b"old", hello, ())
     newer = peers.meet(b"new", msgspec.structs.replace(pair.client._links.hello, protocol=PROTOCOL_MAX), ())
     assert (type(answer), type(newer)) == (m.LinkWelcome, m.CudaWelcome)
@@ -227,7 +227,7 @@ def _raise(error: Exception) -> Any:
 def test_a_hello_of_an_older_protocol_that_names_an_inbox_ends_nothing(pair: GpuPair, protocol: int) -> None:
     """No release sends such a hello. The welcome for its transport cannot be written in that protocol."""
     hello = msgspec.structs.replace(pair.client._links.hello, protocol=protocol)
-    answer = pair.server._peers.meet(b"liar", hello, ())
+    answer = pair.server._links.peers.meet(b"liar", hello, ())
     assert type(answer) is m.LinkWelcome and answer.transport == "local"
 
 
@@ -313,9 +313,10 @@ def test_many_pages_are_offered_in_several_messages(pair: GpuPair, monkeypatch: 
     """A message holds the checksums of two pages. The last message has the row."""
     monkeypatch.setattr("baton.metadata.handoff.offers.OFFER_BYTES", 2 * 8 * blocks_per_page(SCHEMA) + 1)
     sent: list[Any] = []
-    send = pair.server._send
+    links = pair.server._links
+    send = links.send
     monkeypatch.setattr(
-        pair.server, "_send", lambda holder, message, data=None: (sent.append(message), send(holder, message, data))
+        links, "send", lambda holder, message, data=None: (sent.append(message), send(holder, message, data))
     )
     pair.server.open(unit(), 5)
     pair.server.offer(unit(), range(5), [5, 6, 7, 8, 9], [1] * 5)

@@ -16,7 +16,7 @@ from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.checksums import page_checksums
 from baton.metadata.handoff.schema import make_schema, page_bytes
-from baton.metadata.handoff.server import MAX_UNSENT
+from baton.metadata.handoff.served_links import MAX_UNSENT
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
@@ -200,7 +200,7 @@ def test_pulls_that_nobody_reads_are_bounded(nodes):
     claim(server, decode)
     decode.send(*[Pull(unit=unit(), indices=pack_ids([1]))] * 100)
     spin([server], lambda _: server.dropped.count > 0)
-    assert server._peers.by_link and len(next(iter(server._peers.by_link.values())).unsent) <= MAX_UNSENT
+    assert server._links.peers.by_link and len(next(iter(server._links.peers.by_link.values())).unsent) <= MAX_UNSENT
     decode.frames(server, Pages)
 
 
@@ -296,7 +296,7 @@ def test_a_pool_that_is_not_shared_is_not_offered_for_mapping(nodes):
     client, target = make_client()
     nodes += [*target, client]
     client.claim(unit(), peer_of(again), 0, [3])
-    again._peers._transports = []
+    again._links.peers._transports = []
     failed = spin([again, client], lambda events: named(events, TransferFailed))[-1]
     assert failed.is_refused
     memory[0].fd, other[0].fd = fd, other_fd
@@ -358,7 +358,7 @@ def test_a_busy_loop_does_not_end_leases_that_were_renewed(server, decode):
 
 
 def test_a_lease_is_judged_only_when_every_message_is_read(server, decode, monkeypatch):
-    monkeypatch.setattr("baton.metadata.handoff.server.DRAIN_LIMIT", 2)
+    monkeypatch.setattr("baton.metadata.handoff.served_links.DRAIN_LIMIT", 2)
     claim(server, decode)
     decode.send(*[Renew(units=())] * 4, Renew(units=(unit(),)))
     time.sleep(1.2)  # over by the clock

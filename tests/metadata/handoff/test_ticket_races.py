@@ -250,15 +250,15 @@ def test_one_link_is_one_node(race: Race) -> None:
     """A second hello may change the transport, but not the node's name or the number of answers that may wait."""
     thief = hand(race)
     holder = thief.holder
-    known = race.server._peers.by_link[holder]
+    known = race.server._links.peers.by_link[holder]
     hello = race.client._links.hello
     fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
     thief.send(encode(LinkHello(**fields)))
     race.prefill()
-    assert race.server.dropped.count == 1 and race.server._peers.by_link[holder] is known
+    assert race.server.dropped.count == 1 and race.server._links.peers.by_link[holder] is known
     thief.send(encode(LinkHello(**fields | {"epoch": "d7" * 8, "node_id": "d7", "transports": ("zmq",)})))
     race.prefill()
-    assert race.server.dropped.count == 1 and race.server._peers.by_link[holder] is known
+    assert race.server.dropped.count == 1 and race.server._links.peers.by_link[holder] is known
 
 
 def test_a_peer_that_sends_only_junk_is_not_heard() -> None:

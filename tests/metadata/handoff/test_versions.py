@@ -10,7 +10,7 @@ import pytest
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
 
 from baton.metadata.bus.addresses import host_identity
-from baton.metadata.handoff.endpoint import can_use
+from baton.metadata.handoff.endpoint import usable
 from baton.metadata.handoff.transfer import Arrived
 from baton.metadata.wire.data_link import CudaWelcome, LinkHello
 from baton.metadata.wire.frames import unseal
@@ -23,7 +23,7 @@ class Spy:
     """A replacement of `encode` that records each message as the peer sees it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from baton.metadata.handoff import pull_link, server
+        from baton.metadata.handoff import pull_link, served_links
         from baton.metadata.wire.frames import encode
 
         self.said: list[dict[str, Any]] = []
@@ -34,7 +34,7 @@ class Spy:
             return frame
 
         monkeypatch.setattr(pull_link, "encode", spy)
-        monkeypatch.setattr(server, "encode", spy)
+        monkeypatch.setattr(served_links, "encode", spy)
 
     def first(self, kind: str) -> dict[str, Any]:
         return next(each for each in self.said if each["type"] == kind)
@@ -71,7 +71,7 @@ def test_both_ends_use_the_protocol_they_agreed_on(
     events = spin([server, client], lambda events: named(events, Arrived))
     assert named(events, Arrived)[0].times.transport == ("cuda" if ours >= CudaWelcome.since else "local")
     assert client._links.by_epoch[server.end.epoch].protocol == ours
-    assert [peer.protocol for peer in server._peers.by_link.values()] == [theirs]
+    assert [peer.protocol for peer in server._links.peers.by_link.values()] == [theirs]
     assert spy.first("link_hello").get("protocol") == (min(told, PROTOCOL_MAX) if told >= 6 else None)
     assert ("inbox" in spy.first("link_hello")) == (ours >= CudaWelcome.since)
     assert spy.first("cuda_welcome" if ours >= CudaWelcome.since else "link_welcome")
@@ -85,6 +85,6 @@ def hello(sample: Any) -> LinkHello:
 def test_an_older_decode_node_maps_no_pool_on_a_gpu(hello: LinkHello) -> None:
     """The older node has no inbox and does not know the welcome of that transport."""
     newer = msgspec.structs.replace(hello, inbox="baton-" + "0" * 32, protocol=PROTOCOL_MAX)
-    assert [name for name in ALL if can_use(name, ALL, newer, host_identity())] == list(ALL)
+    assert usable(ALL, newer, host_identity()) == list(ALL)
     older = msgspec.structs.replace(hello, inbox="")
-    assert [name for name in ALL if can_use(name, ALL, older, host_identity())] == ["local", "zmq"]
+    assert usable(ALL, older, host_identity()) == ["local", "zmq"]

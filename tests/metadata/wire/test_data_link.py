@@ -8,7 +8,14 @@ import msgpack
 import msgspec
 import pytest
 
-from baton.metadata.wire.data_link import CudaWelcome, LinkHello, LinkWelcome
+from baton.metadata.wire.data_link import (
+    CudaWelcome,
+    LinkHello,
+    LinkWelcome,
+    RankHello,
+    RanksWelcome,
+    RankWelcome,
+)
 from baton.metadata.wire.frames import encode, unseal
 from baton.metadata.wire.messages import to_decode_decoder, to_prefill_decoder
 
@@ -39,6 +46,22 @@ def test_another_name_of_an_inbox_is_refused(inbox: str, sample: Any) -> None:
 def test_a_hello_names_at_least_one_transport(sample: Any) -> None:
     with pytest.raises(msgspec.ValidationError, match="transports"):
         to_prefill_decoder.decode(msgspec.msgpack.encode(sample(LinkHello, transports=())))
+
+
+def test_a_rank_is_one_of_its_node(sample: Any) -> None:
+    for changes in ({"rank": 2, "size": 3}, {"source_rank": 0, "source_size": 1}):
+        hello = msgspec.structs.replace(sample(RankHello), **changes)
+        assert to_prefill_decoder.decode(msgspec.msgpack.encode(hello)) == hello
+    plain = msgpack.unpackb(msgspec.msgpack.encode(sample(RankHello)))
+    for changes in ({"rank": 2, "size": 2}, {"source_rank": 1, "source_size": 1}, {"rank": -1}, {"size": 0}):
+        with pytest.raises(msgspec.ValidationError):
+            to_prefill_decoder.decode(msgpack.packb(plain | changes))
+
+
+@pytest.mark.parametrize("kind", [RankHello, RankWelcome, RanksWelcome])
+def test_a_peer_of_protocol_5_gets_no_message_about_ranks(kind: Any, sample: Any) -> None:
+    with pytest.raises(AssertionError, match=kind.__name__):
+        encode(sample(kind), 5)
 
 
 def test_a_peer_of_protocol_5_gets_no_inbox_and_no_cuda_welcome(sample: Any) -> None:

@@ -47,7 +47,7 @@ class Pools:
         return make_welcome(CudaWelcome, self.source.memory[:1], "cuda", **{"pools": pools, **changes})
 
     def fetch(self, *pairs: tuple[int, int], **of: Any) -> None:
-        self.transport.fetch([Move(unit(**of), index, *pair, 0) for index, pair in enumerate(pairs)])
+        self.transport.fetch([Move(unit(**of), index, *pair, 0, b"") for index, pair in enumerate(pairs)])
 
     def step(self) -> list[Any]:
         return list(self.transport.step(1 << 30))

@@ -40,7 +40,7 @@ def test_pages_of_all_pools_land_with_their_generation(pools):
     before = Path("/proc/self/maps").read_text().count("baton-pages")
     transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))
     source[0].generations[5] = 8
-    transport.fetch([Move(unit(), 0, 5, 20, 8), Move(unit(), 1, 6, 21, 0)])
+    transport.fetch([Move(unit(), 0, 5, 20, 8, b""), Move(unit(), 1, 6, 21, 0, b"")])
     assert transport.is_busy
     landed = list(transport.step(1 << 30))
     assert [(item.move.index, item.generation) for item in landed] == [(0, 8), (1, 0)]
@@ -53,7 +53,7 @@ def test_pages_of_all_pools_land_with_their_generation(pools):
 def test_a_step_copies_a_bounded_number_of_bytes(pools):
     source, target = pools
     transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))
-    transport.fetch([Move(unit(), i, i + 1, i + 1, 0) for i in range(5)])
+    transport.fetch([Move(unit(), i, i + 1, i + 1, 0, b"") for i in range(5)])
     assert [len(list(transport.step(2 * page_bytes(DRAFT_SCHEMA)))) for _ in range(3)] == [2, 2, 1]
     transport.close()
 
@@ -61,7 +61,7 @@ def test_a_step_copies_a_bounded_number_of_bytes(pools):
 def test_pages_that_were_given_up_are_not_copied(pools):
     source, target = pools
     transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))
-    transport.fetch([Move(unit("a"), 0, 1, 1, 0), Move(unit("b"), 0, 2, 2, 0)])
+    transport.fetch([Move(unit("a"), 0, 1, 1, 0, b""), Move(unit("b"), 0, 2, 2, 0, b"")])
     transport.forget(unit("a"))
     assert [item.move.unit.rid for item in transport.step(1 << 30)] == ["b"]
     assert not any(pool.pages[:, 1].any() for pool in target)

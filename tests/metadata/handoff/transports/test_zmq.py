@@ -47,7 +47,7 @@ def wire(monkeypatch) -> Iterator[Wire]:
 
 def moves(indices, rid: str = "r") -> list[Move]:
     """Return moves of index i from page i + 1 to page 60 - i."""
-    return [Move(unit(rid), i, i + 1, 60 - i, 1) for i in indices]
+    return [Move(unit(rid), i, i + 1, 60 - i, 1, b"") for i in indices]
 
 
 def test_packed_pages_unpack_into_other_numbers(wire):

@@ -1,0 +1,187 @@
+"""What rank 0 of a node tells its ranks about handoffs, and what they report, as plain values.
+
+                  order          does                                                     report
+    decode node   ExpectPages    marks pages that will be written, like GPU fences        -
+                  OpenSource     opens links to the ranks of a prefill node               SourceLost, if one is over
+                  FetchPages     copies a rank's heads of pages, and checks them          FetchedPages, FetchFailed
+                  ForgetUnit     stops the copies of a unit                               -
+                  CloseSource    closes the links to a prefill node                       -
+    prefill node  OfferPages     digests computed pages, and lets a unit's reader pull    OfferDigests, OfferFailed
+                  ServeUnit      names the decode node that may pull a unit's pages       OfferFailed, without memory
+                  EndUnit        ends the unit's ticket: nobody pulls its pages any more  -
+                  CloseReader    closes the links of a decode node                        -
+
+Each rank has one line to rank 0. Orders are done in the order in which they and other work were sent. So a page that is
+forgotten is not written after the next work, and a page is digested after the work that computed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..wire.node_info import Peer
+from ..wire.request import Unit
+
+# --- a decode node: RankPuller does these ---
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectPages:
+    """Pages of ours that fetches will write. The writes wait for all work that was sent before."""
+
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """A prefill node, and the addresses at which its ranks serve pages, by rank. `number` names the links in
+    reports."""
+
+    number: int
+    peer: Peer
+    addresses: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPages:
+    """Pages to fetch from the prefill node of this epoch, as columns. `number` names the fetch in reports.
+
+    `checksums` are those of the rank's own heads, for each page in the order of its pools; empty without checksums."""
+
+    number: int
+    epoch: str
+    unit: Unit
+    indices: Sequence[int]  # in the ticket
+    sources: Sequence[int]  # pages there
+    targets: Sequence[int]  # pages here
+    generations: Sequence[int]  # as offered
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetUnit:
+    """A unit whose pages are not written any more, from the next order or work on."""
+
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSource:
+    """The epoch of a prefill node whose links are over."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedPages:
+    """Pages of one fetch that were copied and checked. `generations` were read after the copies. `wrong_blocks` has,
+    by index, the first block of the whole page whose checksum is wrong here."""
+
+    epoch: str
+    number: int
+    indices: Sequence[int]
+    generations: Sequence[int]
+    wrong_blocks: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """The device of the rank has no memory for fetching or checking pages of this unit."""
+
+    epoch: str
+    number: int
+    unit: Unit
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLost:
+    """A link of the rank to the prefill node of this epoch is over. `number` is that of OpenSource. `is_refused`: the
+    two can never hand over."""
+
+    epoch: str
+    number: int
+    reason: str
+    is_refused: bool
+
+
+PullOrder = ExpectPages | OpenSource | FetchPages | ForgetUnit | CloseSource
+PullReport = FetchedPages | FetchFailed | SourceLost
+
+# --- a prefill node: PageServer does these ---
+
+
+@dataclass(frozen=True, slots=True)
+class OfferPages:
+    """Computed pages of a unit's ticket, as columns. `number` names the offer in reports."""
+
+    number: int
+    unit: Unit
+    indices: Sequence[int]  # in the ticket
+    pages: Sequence[int]
+    generations: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeUnit:
+    """The unit's ticket is claimed by the decode node of this epoch."""
+
+    unit: Unit
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndUnit:
+    """A unit whose ticket has ended."""
+
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReader:
+    """The epoch of a decode node whose links are over."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfferDigests:
+    """The checksums of an offer's pages, of the rank's own heads, page by page."""
+
+    number: int
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OfferFailed:
+    """The device of the rank has no memory for handing over pages of this unit."""
+
+    unit: Unit
+    reason: str
+
+
+ServeOrder = OfferPages | ServeUnit | EndUnit | CloseReader
+ServeReport = OfferDigests | OfferFailed
+
+
+class RankLine(Protocol):
+    """The line from rank 0 to the other ranks of its node. Only the main thread of rank 0 uses it."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks, rank 0 included."""
+        ...
+
+    def send(self, rank: int, order: PullOrder | ServeOrder) -> None:
+        """Send an order to rank 1 or above, behind all work that was sent before. Raises RankLost if it is gone."""
+        ...
+
+    def receive(self) -> Sequence[tuple[int, PullReport | ServeReport]]:
+        """Return the reports that have come, and the rank of each. Does not wait. Raises RankLost if a rank is gone."""
+        ...
+
+    def descriptors(self) -> Sequence[int]:
+        """Return the file descriptors that become readable when a report comes."""
+        ...

@@ -1,0 +1,151 @@
+"""The data links of one rank of a prefill node: its ROUTER socket, and the decode nodes at the other ends.
+
+`HandoffServer` has one, for tickets and for the pages of rank 0. `PageServer` has one on every other rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
+from ..errors import ProtocolError
+from ..wire.data_link import LinkHello, LinkRefused
+from ..wire.frames import decode_frame, encode
+from ..wire.messages import Pages, Pull, ToDecode, ToPrefill, to_prefill_decoder
+from ..wire.protocol import PROTOCOL_MIN
+from .data_socket import bind_data_socket
+from .decode_peers import DecodePeer, DecodePeers
+from .endpoint import Endpoint
+from .offers import unpack_column
+from .pages import OfferedPages
+from .schema import page_bytes
+from .tickets import Holder
+from .transports.base import POLL_BYTES, PULL_BYTES
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT = 16  # messages of pages that wait for one decode node; our own client never asks for that many
+
+
+class ServedLinks:
+    """The links of our `end`. `on_closed` is called when a link is over, with the reason. Raises ConfigError as
+    `bind_data_socket` does.
+
+    `lease_s` and `rank_addresses` are what a welcome says: how long a ticket's lease lasts, and where ranks 1 and above
+    of the node serve their pages.
+    """
+
+    def __init__(
+        self,
+        end: Endpoint,
+        pages: OfferedPages,
+        bind_host: str,
+        on_closed: Callable[[Holder, str], None],
+        *,
+        lease_s: float = 1.0,
+        rank_addresses: Sequence[str] = (),
+    ) -> None:
+        self._end, self._pages, self._on_closed = end, pages, on_closed
+        self.dropped = DroppedFrames(logger, "data link")
+        self.socket = bind_data_socket(bind_host, end.keys, end.context)
+        self.address = bound_address(self.socket)
+        self.peers = DecodePeers(end, pages, lease_s, (self.address, *rank_addresses))
+
+    def close_unlisted(self) -> None:
+        """Close the links to decode nodes that are not in the allow-list any more."""
+        for holder in self.peers.unlisted():
+            reason = f"decode node {self.peers.by_link[holder].node_id} is not in the allow-list any more"
+            self.send(holder, LinkRefused(reason=reason))  # it opens a new link once it is listed again
+            self.forget(holder, reason)
+
+    def close_peer(self, epoch: str) -> None:
+        """Close the links to this epoch of a decode node."""
+        for holder in self.peers.links_of(epoch):
+            self.forget(holder, f"decode node {self.peers.by_link[holder].node_id} is gone")
+
+    def drain(self, answer: Callable[[Holder, ToPrefill], int]) -> bool:
+        """Read messages, bounded, and let `answer` handle each, which returns how many bytes of pages were copied.
+        Return True if no message is left. Messages for which it raises ProtocolError are dropped."""
+        num_bytes = 0
+        for _ in range(DRAIN_LIMIT):
+            try:
+                received = receive_from(self.socket, self._end.allow_list)
+            except zmq.Again:
+                return True
+            try:
+                num_bytes += answer(received.sender, self._decode(received))
+            except ProtocolError as error:
+                self.dropped.add(received.sender, error)
+            if num_bytes > POLL_BYTES:
+                break
+        return False
+
+    def peer(self, holder: Holder, message: ToPrefill) -> DecodePeer:
+        """Return the decode node that sent a message. If its link is closed, tell it so, and raise ProtocolError."""
+        peer = self.peers.by_link.get(holder)
+        if peer is None:  # it may be a link of an earlier epoch
+            self.send(holder, LinkRefused(reason="this link was closed; open a new one"))
+            raise ProtocolError(f"{type(message).__name__} before LinkHello")
+        return peer
+
+    def answer_pull(self, holder: Holder, pull: Pull, offered: Mapping[int, int], num_cached_pages: int = 0) -> int:
+        """Send pages. `offered` has the page numbers of the ticket, by index; the peer may pull those from
+        `num_cached_pages` on. Return how many bytes were copied. Raises ProtocolError, and OutOfMemory if the device
+        has none for copying pages."""
+        peer = self.peers.by_link[holder]
+        size = page_bytes(self._end.schema) if peer.part is None else peer.part.page_bytes
+        indices = unpack_column(pull.indices)
+        num_bytes = len(indices) * size
+        if not indices or len(set(indices)) < len(indices) or num_bytes > max(PULL_BYTES, size):
+            asked, most = f"{len(indices)} pages, {len(set(indices))} of them different", max(1, PULL_BYTES // size)
+            raise ProtocolError(f"pull of {asked}; ask for 1 to {most} different pages", rid=pull.unit.rid)
+        if peer.num_unsent >= MAX_UNSENT:
+            raise ProtocolError(
+                f"pull while {MAX_UNSENT} earlier answers wait to be sent; receive them first", rid=pull.unit.rid
+            )
+        wrong = [index for index in indices if index not in offered or index < num_cached_pages]
+        if wrong:
+            raise ProtocolError(
+                f"pull names pages {wrong[:4]}, which were not offered; ask for offered pages only", rid=pull.unit.rid
+            )
+        frame, generations = self._pages.pack([offered[index] for index in indices], peer.part)
+        self.send(holder, Pages(unit=pull.unit, indices=pull.indices, generations=generations), frame)
+        return num_bytes
+
+    def send(self, holder: Holder, message: ToDecode, data: Any = None) -> None:
+        """Send a message. If the socket does not take it, close the link: the peer is gone, or has left thousands of
+        messages unread."""
+        peer = self.peers.by_link.get(holder)
+        frames = [holder, encode(message, PROTOCOL_MIN if peer is None else peer.protocol)]
+        try:
+            if data is None:
+                send_frames(self.socket, *frames)
+            else:
+                tracker = send_frames(self.socket, *frames, data, track=True)
+                assert tracker is not None and peer is not None, holder
+                peer.unsent.append(tracker)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self.forget(holder, f"its link is closed ({error.strerror})")
+
+    def forget(self, holder: Holder, reason: str) -> None:
+        """Close a link."""
+        self.peers.by_link.pop(holder, None)
+        self._on_closed(holder, reason)
+
+    def close(self) -> None:
+        """Close the socket. No decode node is told, because this epoch is over."""
+        self.socket.close(linger=0)
+
+    def _decode(self, received: Received) -> ToPrefill:
+        message = decode_frame(to_prefill_decoder, received.body)
+        allow_list = self._end.allow_list
+        if allow_list is not None:
+            speaker = message if isinstance(message, LinkHello) else self.peers.by_link.get(received.sender)
+            allow_list.require(received.name, speaker.node_id if speaker else received.name or "a decode node")
+        return message

@@ -1,0 +1,73 @@
+"""The links of a rank of a prefill node: who gets what, and what ends a link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from handoff_nodes import SCHEMA, make_client, make_server, peer_of, spin, unit
+
+from baton.metadata.errors import ProtocolError
+from baton.metadata.handoff.served_links import ServedLinks
+from baton.metadata.wire.messages import Revoke
+
+
+class Links:
+    def __init__(self) -> None:
+        self.server, self.source = make_server()
+        self.client, self.target = make_client(transports=("zmq",))
+        self.closed: list[tuple[bytes, str]] = []
+        links = ServedLinks(
+            self.server.end, self.server._pages, "127.0.0.1", lambda *end: self.closed.append(end), lease_s=2.0
+        )
+        self.server.close()
+        self.server._links = self.links = links
+        self.client.claim(unit(), peer_of(self.server), 0, [3])
+        spin([self.server, self.client], lambda _: links.peers.by_link)
+        [self.holder] = links.peers.by_link
+
+    def close(self) -> None:
+        for each in (self.client, self.links, *self.source, *self.target):
+            each.close()
+
+
+@pytest.fixture
+def of() -> Iterator[Links]:
+    links = Links()
+    yield links
+    links.close()
+
+
+def test_a_closed_peer_is_forgotten_with_a_reason(of: Links) -> None:
+    of.links.close_peer("another epoch")
+    assert of.closed == []
+    of.links.close_peer(of.client.end.epoch)
+    assert of.closed == [(of.holder, "decode node d0 is gone")] and not of.links.peers.by_link
+
+
+def test_a_link_whose_socket_takes_no_message_is_closed(of: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise zmq.ZMQError(zmq.EAGAIN)
+
+    monkeypatch.setattr("baton.metadata.handoff.served_links.send_frames", full)
+    of.links.send(of.holder, Revoke(unit=unit(), finished=False, reason=""))
+    [(holder, reason)] = of.closed
+    assert holder == of.holder and "its link is closed" in reason
+
+
+def test_a_welcome_says_the_lease_and_the_pool(of: Links) -> None:
+    [peer] = of.links.peers.by_link.values()
+    assert (peer.welcome.lease_s, peer.welcome.num_pages, peer.part) == (2.0, 32, None)
+    assert peer.hello.layout == SCHEMA
+
+
+def test_a_handler_that_refuses_messages_costs_nothing_but_them(of: Links) -> None:
+    def refuse(holder: bytes, message: Any) -> int:
+        raise ProtocolError("no")
+
+    spin([of.client], lambda _: of.client._links.by_epoch[of.server.end.epoch].transport)
+    assert of.client.ask_offers(unit())
+    spin([], lambda _: of.links.drain(refuse) and of.links.dropped.count >= 1)
+    assert of.links.peers.by_link and of.closed == []
