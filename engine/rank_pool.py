@@ -93,6 +93,7 @@ class RankPool:
         self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
     ) -> MappedPools:
         """Raise TransferError: no rank has a GPU."""
+        del part
         raise TransferError(f"{len(descriptors)} pools of {num_pages} pages ({sizes} bytes) lie on a GPU, ours do not")
 
     def expect(self, pages: Sequence[int]) -> None:
