@@ -213,7 +213,7 @@ def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int)
     client = Client(options.port, options.model_name or options.model.resolve().name, options.model, seed, talk)
     took_s = asyncio.run(client.run(arrivals, 0 if seed == _FIRST else options.background))
     records = [each.record for each in client.answered]
-    row = {"rate": len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": took_s}
+    row = {"rate": talk.num_turns * len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": took_s}
     row |= summary(records, took_s, options.slo)
     row |= {"failed": client.num_failed, "wrong": client.num_wrong, "checked_tokens": client.num_checked}
     row["stages_ms_p50"] = stages(spans(options.port, [each.rid for each in client.answered[-_MOST_TRACED:]]))
@@ -266,7 +266,7 @@ def main() -> None:
     print(table(rows))
     for row in rows:
         if "turns" in row:
-            print(f"\n{row['rate']:.2f} conversations per second:\n\n{turn_table(row)}")
+            print(f"\n{row['rate'] / options.turns:.2f} conversations per second:\n\n{turn_table(row)}")
     late = statistics.fmean(row["late_ms_p99"] for row in rows)
     print(f"requests were sent {late:.1f} ms late at p99: on a busy machine the client is part of what is measured")
     if any(row["failed"] or row["wrong"] for row in rows):
