@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import torch
@@ -54,7 +53,7 @@ def test_the_error_of_a_rank_is_in_that_of_the_node(checkpoint: Callable[..., Pa
     config = DecodeConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=16, speculative="none")
     with RankedEngine(config, 2, num_slots=2, name="decode-0") as ranked:
         [pid] = ranked.processes.pids
-        ranked.processes.send(1, msgspec.msgpack.encode(((), b"\xff")))
+        ranked.processes.send(1, b"\xff")
         work = Recompute([BatchRow([1, 2, 3], 0, [1])], [[1, 2, 3, 4]])
         words = rf"rank 1 \(process {pid}\) ended with exit code 1: ProtocolError: a frame of 1 bytes holds no work"
         with pytest.raises(RankLost, match=words):

@@ -14,6 +14,7 @@ from handoff_nodes import FINGERPRINTS, PREFILL_EPOCH, make_memory, make_row, pe
 
 from baton.engine.handoff_line import HandoffLine, RankHandoff
 from baton.engine.work_frames import HandoffOrder, decode, encode
+from baton.metadata.errors import RankLost
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.kv_layout import Shard
@@ -191,7 +192,13 @@ class ProcessLine:
             self.work.append(ours)
             self.processes.append(process)
             reports.append(hears)
-        self.line = HandoffLine(lambda rank, order: self.work[rank - 1].send_bytes(encode(order)), reports)
+        self.line = HandoffLine(self._send, reports)
+
+    def _send(self, rank: int, order: HandoffOrder) -> None:
+        try:
+            self.work[rank - 1].send_bytes(encode(order))
+        except OSError:  # as RankProcesses.send
+            raise RankLost(f"rank {rank} is gone") from None
 
     def close(self) -> None:
         for pipe in self.work:
