@@ -205,9 +205,9 @@ def test_what_cannot_be_mapped_travels_by_way_of_the_host(monkeypatch: pytest.Mo
     client = gpu_client(SCHEMA, ours)
     real = ours.pool.map
 
-    def damaged(descriptors: Any, sizes: Any, num_pages: int) -> Any:
+    def damaged(descriptors: Any, *how: Any) -> Any:
         with Path("/dev/null").open() as file:  # a device, but none with memory to map
-            return real([file.fileno()] * len(descriptors), sizes, num_pages)
+            return real([file.fileno()] * len(descriptors), *how)
 
     monkeypatch.setattr(ours.pool, "map", damaged)
     with gpu_prefill(SCHEMA, NUM_PAGES) as prefill:
