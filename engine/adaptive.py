@@ -14,8 +14,8 @@ likewise.
 The bound. As far as its times of rounds are right, a node loses at most LOAN + SHARE * N rounds to drafts in N rounds'
 time, beside the loss of the last round that drafted. The first measurement of each kind of round is not believed, and
 may hide a loss of its own. While drafts are made, a round without drafts is run now and then, because its time is the
-unit, and so is a round with one step more than the best, in case its time is wrong. These cost at most SHARE of the
-tokens, and are as frequent as that allows. (docs/architecture.md derives the five numbers.)
+unit, and so is a round with one step more or fewer than the best, by turns, in case its time is wrong. These cost at
+most SHARE of the tokens, and are as frequent as that allows. (docs/architecture.md derives the five numbers.)
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class StepChooser:
         self._overhead_s = 0.0  # of a step beyond its round
         self._num_resting = 0  # rounds without drafts until the estimate is made again
         self._num_unseen = 0  # rounds without drafts that were not booked
-        self._since_plain = self._since_more = 0.0  # tokens since a round of no steps, or of one more, that measured
+        self._since_plain = self._since_near = 0.0  # tokens since a round of no steps, or of a near choice, measured
+        self._tries_more = True  # next; otherwise one fewer
         self._leaves_rows_out = False  # whether rounds without drafts must be caught up on
 
     def admit(self, slot: int) -> None:
@@ -128,17 +129,22 @@ class StepChooser:
         if not wanted:
             self._rest(loss(choices[1]) if best else None)
             return 0
-        self._since_plain, self._since_more = self._since_plain + hoped[wanted], self._since_more + hoped[wanted]
+        self._since_plain, self._since_near = self._since_plain + hoped[wanted], self._since_near + hoped[wanted]
         per_plain = hoped[wanted] / took[wanted]  # tokens of the best choice in the time of a round without drafts
         missed_s = self.times.catch_up_seconds(num_seqs * self._leaves_rows_out)
         if self._since_plain * SHARE / 2 >= per_plain * (1 + missed_s / plain_s) - 1:
             self._since_plain = 0.0
             return 0
-        more = wanted + 1
-        if more in choices and self._since_more * SHARE / 2 >= per_plain * took[more] - hoped[more]:
-            self._since_more = 0.0
-            return more if loss(more) <= self.balance else wanted
+        near = self._near(wanted, choices)
+        if near is not None and self._since_near * SHARE / 2 >= per_plain * took[near] - hoped[near]:
+            self._since_near, self._tries_more = 0.0, near < wanted
+            return near if loss(near) <= self.balance else wanted
         return wanted
+
+    def _near(self, steps: int, choices: Sequence[int]) -> int | None:
+        """Return one step more or fewer, whichever is to be tried next, if it is a choice."""
+        sides = (steps + 1, steps - 1) if self._tries_more else (steps - 1, steps + 1)
+        return next((each for each in sides if each > 0 and each in choices), None)
 
     def passes_over(self, num_steps: int) -> bool:
         """Return whether the caller may leave out `observe` after this round. While the chooser rests, one observed
