@@ -62,7 +62,7 @@ KINDS_OF_DRAWS = {
 
 
 SIZES = [(1, 900), (37, 300), (1025, 2500), (700, 700)]
-SLOW = {("triton", "filters", 1), ("triton", "filters", 700)}  # test_triton_sample.py has more of these
+SLOW = {("triton", "filters", num) for num in (1, 700, 1025)}  # test_triton_sample.py has more of these
 
 
 @pytest.mark.parametrize(
