@@ -14,7 +14,7 @@ _SLACK = 2  # sequences that a rank may have beyond the emptiest one and a quart
 
 
 class RankRoom(NamedTuple):
-    """What one rank has for a new sequence."""
+    """The room and the cached pages of one rank, for a new sequence."""
 
     num_cached: int  # pages of its tokens that the rank's prefix cache holds
     num_sequences: int  # that run there or hold pages

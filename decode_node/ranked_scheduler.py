@@ -1,4 +1,4 @@
-"""The decode scheduler of a node whose ranks have sequences of their own: one `DecodeScheduler` per rank.
+"""Schedules decoding on a node whose ranks have sequences of their own. It has one `DecodeScheduler` per rank.
 
     reserve --preferred_ranks--> DecodeScheduler of one rank --plan--.
                                                                      +--> one StepPlan per rank, of one shape

@@ -147,7 +147,10 @@ class DecodeScheduler:
     # --- one step ---
 
     def plan(self, shape: DraftShape | None = None, usable: list[int] | None = None) -> StepPlan:
-        """Resume what fits, find pages for all running sequences (preempt the youngest if needed), and make the rows.
+        """Return the plan of the next step.
+
+        First preempted sequences that fit are resumed. Then every running sequence gets the pages that it needs. If
+        pages are short, the youngest sequence is preempted.
 
         `shape`: the draft shape that was chosen for this round; None: choose it now. `usable`: what `usable_drafts`
         returns now, if the caller has asked; None: ask."""

@@ -54,7 +54,7 @@ class HandoffLine:
 
 
 class HandoffMember(Protocol):
-    """What a rank does in handoffs: a PageServer on a prefill node, a RankPuller on a decode node."""
+    """The part of a rank in handoffs. On a prefill node it is a PageServer, on a decode node a RankPuller."""
 
     def do(self, order: Any) -> None:
         """Do an order of rank 0."""

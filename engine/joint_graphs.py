@@ -1,4 +1,4 @@
-"""CUDA graphs in which a round and a chunk of prompts share one forward. The weights are read once for both.
+"""CUDA graphs of a round and a chunk of prompts that share one forward. So the weights are read once for both.
 
 A round is three graphs here, one for each of its steps (round.py):
 

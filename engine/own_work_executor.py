@@ -1,4 +1,4 @@
-"""Runs the works of ranks that have sequences of their own: one scheduler, one work per rank.
+"""Executes works on ranks that have sequences of their own. Each rank has a scheduler, and gets one work per step.
 
     scheduler of rank i --work--> RankQueue i --.
                                                 +--> OwnWorkExecutor --> agree --> RankWorker of each rank

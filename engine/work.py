@@ -1,4 +1,4 @@
-"""The work that a scheduler gives to a device, and the device's reports, as plain values without torch.
+"""Plain values for the work that a scheduler gives to a device, and for the reports of the device. Without torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 

@@ -149,13 +149,13 @@ class LocalFigures(NamedTuple):
 
     @property
     def load_s(self) -> float:
-        """What its sequences count, in seconds until the second token."""
+        """Return the price of its sequences, in seconds until the second token."""
         return LOAD_ROUNDS * self.num_running * self.round_s
 
     def stall_s(self, token_s: float) -> float:
-        """What it counts, likewise, that its streams wait for the chunks of this prompt: the more, the fuller the node
-        is, since its rounds are slower then. A token of a chunk takes at most `token_s`, the rounds beside it left
-        out."""
+        """Return the price, in the same seconds, of the waiting of its streams for the chunks of this prompt. It rises
+        with the load of the node, since rounds are slower then. A token of a chunk takes at most `token_s`, the rounds
+        beside it left out."""
         waits_s = self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
         return STALL_WEIGHT * self.share * waits_s
 

@@ -1,4 +1,5 @@
-"""Simulates the router and its nodes event by event: from measured times and arrivals to latencies and goodput.
+"""Simulates the router and its nodes, event by event. It takes measured times and arrivals of requests, and computes
+latencies and goodput.
 
     traffic   when requests arrive           times   what a GPU takes, as measured        costs   what a step takes
        |                                                                                            |

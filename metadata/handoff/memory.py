@@ -68,7 +68,7 @@ class PageMemory:
 
     @property
     def where(self) -> HostMemory:
-        """Where a peer on this host finds the pool, which is shared."""
+        """Return the place where a peer on this host finds the pool, which is shared."""
         assert self.fd is not None
         return HostMemory(os.getpid(), self.fd, self.size)
 

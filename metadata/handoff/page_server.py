@@ -26,7 +26,7 @@ from .tickets import Holder
 
 @dataclass(slots=True)
 class _Grant:
-    """What may be pulled under a ticket: page numbers by index, and the epoch of the decode node that may."""
+    """The pages of a ticket, by index, and the epoch of the decode node that may pull them."""
 
     pages: dict[int, int] = field(default_factory=dict[int, int])
     reader: str | None = None
@@ -51,7 +51,7 @@ class PageServer:
 
     @property
     def address(self) -> str:
-        """Where decode ranks open their links."""
+        """Return the address at which decode ranks open their links."""
         return self._links.address
 
     @property

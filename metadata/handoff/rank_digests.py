@@ -48,8 +48,7 @@ class _Waiting:
 
 
 class RankDigests:
-    """What rank 0 asks of ranks 1 and above over `line`: to digest offered pages, and to let a decode node pull
-    them."""
+    """Asks ranks 1 and above, over `line`, to digest offered pages and to let a decode node pull them."""
 
     def __init__(self, line: RankLine, schema: HandoffSchema) -> None:
         self._line = line

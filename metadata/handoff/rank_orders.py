@@ -1,4 +1,4 @@
-"""What rank 0 of a node tells its ranks about handoffs, and what they report, as plain values.
+"""Plain values for the orders of rank 0 to the other ranks about handoffs, and for the reports of these ranks.
 
                   order          does                                                     report
     decode node   ExpectPages    marks pages that will be written, like GPU fences        -

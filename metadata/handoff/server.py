@@ -79,7 +79,7 @@ class HandoffServer:
 
     @property
     def address(self) -> str:
-        """Where decode nodes open their links."""
+        """Return the address at which decode nodes open their links."""
         return self._links.address
 
     @property

@@ -43,7 +43,7 @@ class ByteSpan(NamedTuple):
 
 
 class PoolPart(NamedTuple):
-    """What one prefill rank gives of the pages of one pool. `layout` is that of its own pool."""
+    """The part of the pages of one pool that one prefill rank gives. `layout` is that of its own pool."""
 
     layout: KvLayout
     here: tuple[int, ...]  # the blocks of our pool, in a page of a layer
@@ -57,7 +57,7 @@ class PoolPart(NamedTuple):
 
 @dataclass(frozen=True)
 class PagePart:
-    """What one prefill rank gives of each page, pool by pool: target, then draft."""
+    """The part of each page that one prefill rank gives, pool by pool: target, then draft."""
 
     pools: tuple[PoolPart, ...]
 

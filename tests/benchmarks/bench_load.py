@@ -66,7 +66,7 @@ def record(sent_s: float, events: Sequence[tuple[float, list[int]]]) -> Record:
 
 
 class Talk(NamedTuple):
-    """What the conversations of a load have in common."""
+    """Settings of all conversations of a load."""
 
     num_turns: int = 1
     turn_len: int = 64  # new tokens of each prompt but the first

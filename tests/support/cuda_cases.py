@@ -1,4 +1,4 @@
-"""What tests of rounds as CUDA graphs have in common: drafters, kinds of sampling, and batches that grow and shrink."""
+"""Drafters, kinds of sampling and batches that grow and shrink, for tests of rounds as CUDA graphs."""
 
 from __future__ import annotations
 
