@@ -191,8 +191,9 @@ class ChunkBudget:
         full_s = self._costs.seconds(self._chunk_tokens, 0, is_joint=False)
         if num_streams == 0:
             least = min(LEAST_TOKENS, self._chunk_tokens)
+            is_joint = self._joint.holds(1, 0, least)  # with the first round
             token_s = full_s / self._chunk_tokens
-            fixed_s = max(0.0, self._costs.seconds(least, 0, is_joint=False) - least * token_s)
+            fixed_s = max(0.0, self._costs.seconds(least, 0, is_joint=is_joint) - least * token_s)
             return PromptRate(token_s, fixed_s, self._rounds.expected(1, num_steps), True)
         round_s = self._rounds.expected(num_streams, num_steps)
         pace = self.pace(num_streams, num_steps, Queue(num_queued))
@@ -200,6 +201,8 @@ class ChunkBudget:
         token_s = (pace.every * round_s + chunk_s) / pace.num_tokens
         # a prompt comes in the middle of a round, and its last chunk is on average half as long as the others
         fixed_s = round_s / 2 + token_s * pace.num_tokens / 2
+        if pace.is_joint:  # the last chunk shares the forward of the first round
+            fixed_s = max(0.0, fixed_s - round_s)
         return PromptRate(token_s, fixed_s, round_s, pace.is_within or self._max_gap_s is None)
 
     def begin_round(self, *, has_chunk: bool) -> None:

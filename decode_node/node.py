@@ -11,7 +11,8 @@ The life of a sequence here:
 
 Reserve and Compute messages fill `reserved`. The events of the handoff client empty it. The scheduler moves the rest.
 The prompt of a Compute message is a local prompt: this node computes it in chunks, like the tokens of a resumed
-sequence. The first round of the sequence runs the last token of the prompt and samples the first token. If a request
+sequence. The first round of the sequence runs the last token of the prompt and samples the first token. If the last
+chunk is short enough to share a forward with this round, it does. If a request
 has several choices, the first choice computes the prompt, and the others take its pages from the prefix cache. If the
 request asks for log-probabilities of the prompt, the first choice computes every position, also those that are cached,
 and the node sends PrefillDone when it has them all.
@@ -148,6 +149,7 @@ class DecodeNode:
             choose=None if self.chooser is None else self._choose,
             rests=None if self.chooser is None else self.chooser.rests,
             budget=self._budget.room,
+            joint=executor.joint_sizes,
             on_finish=self._release,
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps

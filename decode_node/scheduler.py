@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..engine.draft_shape import NO_DRAFTS, DraftShape
+from ..engine.joint_sizes import JointSizes
 from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
 from ..engine.work import MAX_MISSED, BatchRow
@@ -35,6 +36,7 @@ from .sequence import Sequence
 
 Choose = Callable[[list[Sequence], list[int]], DraftShape]
 Budget = Callable[[int, int, Queue], ChunkRoom]
+_NO_SIZE = JointSizes(())
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class DecodeScheduler:
         choose: Choose | None = None,
         rests: Callable[[], bool] | None = None,
         budget: Budget | None = None,
+        joint: JointSizes = _NO_SIZE,
         on_finish: Callable[[Sequence], None] | None = None,
     ) -> None:
         """`shape`: the largest draft of a round. `num_prompt_states`: positions at the end of a local prompt that are
@@ -79,12 +82,15 @@ class DecodeScheduler:
         round, and returns whether the round drafts nothing for any sequence. `budget` gets the number of sequences that
         decode, the draft steps of their round, and the tokens that need KV. It returns how much of these the step
         computes. None, or nothing decodes and no pages are on the way: `chunk_tokens`.
+        `joint`: the rounds and chunks that share a forward. A sequence whose last chunk is in such a forward takes part
+        in the round, too.
         `on_finish` is called for every finished sequence."""
         self.cache = cache
         self.shape = shape
         self.context_len = context_len
         self._num_prompt_states = num_prompt_states
         self._choose, self._rests, self._budget = choose, rests, budget
+        self.joint = joint
         self._on_finish = on_finish
         self.page_size = cache.pool.page_size
         self.max_running = max_running
@@ -185,6 +191,8 @@ class DecodeScheduler:
         if left:
             still = [(each, limit) for each, limit in zip(plan.decoding, plan.limits, strict=True) if each not in left]
             plan.decoding, plan.limits = [each for each, _ in still], [limit for _, limit in still]
+        if plan.rows:
+            self._join_computed(plan)
         return plan
 
     def resume(self) -> bool:
@@ -320,6 +328,24 @@ class DecodeScheduler:
             num_scored = 0 if scores is None else scores.num_scored(start, num_new)
             plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0, num_scored))
         return num_new
+
+    def _join_computed(self, plan: StepPlan) -> None:
+        """Let sequences that the planned chunk makes ready take part in the planned round, if both share a forward.
+        They accept no draft there, since the drafter has no state of them before. A sequence with missed rows waits:
+        the drafter catches up before the forward."""
+        ready = [
+            sequence
+            for sequence, row in zip(plan.sequences, plan.rows, strict=True)
+            if row.position + len(row.input_ids) == len(sequence.token_ids) - 1
+            and sequence.num_missed == 0
+            and len(sequence.token_ids) <= len(sequence.pages) * self.page_size
+        ]
+        num_seqs, num_tokens = len(plan.decoding) + len(ready), sum(len(row.input_ids) for row in plan.rows)
+        if not ready or plan.is_scored or plan.is_premature:
+            return
+        if self.joint.holds(num_seqs, plan.shape.num_steps, num_tokens, len(plan.rows)):
+            plan.decoding += ready
+            plan.limits += [0] * len(ready)
 
     def _waits_for_choice(self, sequence: Sequence) -> bool:
         """Whether an older choice of the same request computes pages of the same prompt now. They will be found in the

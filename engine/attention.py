@@ -94,7 +94,8 @@ class _NoAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _JointAttention:
-    """The attention of two batches of one forward, each by its own way."""
+    """The attention of two batches of one forward, each by its own way. The first may see tokens of the second, so the
+    KV of the second is stored first."""
 
     first: AttentionContext
     second: AttentionContext
@@ -102,7 +103,8 @@ class _JointAttention:
 
     def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
         first, second = qkv.tensor_split((self.num_first,))
-        return torch.cat([self.first(index, first, norms, window), self.second(index, second, norms, window)])
+        of_second = self.second(index, second, norms, window)
+        return torch.cat([self.first(index, first, norms, window), of_second])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

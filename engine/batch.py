@@ -117,8 +117,8 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JointBatch:
-    """Two batches of one forward, of different sequences. Layers that work token by token see the tokens of both end to
-    end. Attention sees two batches."""
+    """Two batches of one forward. Layers that work token by token see the tokens of both end to end. Attention sees two
+    batches. A sequence may be in both: its token in the first batch then follows, and sees, those in the second."""
 
     first: ForwardBatch
     second: ForwardBatch

@@ -43,7 +43,7 @@ from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
 from .prompt_scores import SubmittedScores
-from .round import RoundResult, catch_up, propose, run_round, settle, verify
+from .round import RoundResult, catch_up, propose, read, run_round, settle, verify
 from .round_inputs import InputBlock
 from .round_timing import padding_catch_up, padding_round
 from .sampling_state import Needs
@@ -330,6 +330,8 @@ class DeviceExecutor:
         beside = ForwardBatch.build(chunk.rows, self.engine.pool.page_size, self.engine.device)
         verified = verify(self.engine, proposed, beside)
         self._local_prompts.take(chunk, verified.beside)
+        # the chunk may have brought the drafter's state of sequences in the round
+        proposed = proposed._replace(rows=read(self.drafter, self.slots, inputs, work.shape, work.needs))
         return partial(
             settle, self.engine, self.drafter, self.slots, inputs, proposed, verified, work.shape, work.needs
         )

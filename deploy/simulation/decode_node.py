@@ -241,6 +241,8 @@ class SimulatedDecodeNode:
         while self._running and self._held_tokens + len(self._running) > self._pool_tokens:
             self._preempt()
         self._pieces = self._plan_chunks() if self._computing else []
+        if self._pieces:
+            self._join_computed()
         batch = len(self._running)
         if not batch and not self._pieces:
             assert not self._computing and not self._ready, "a step without a round computes chunks"
@@ -266,7 +268,7 @@ class SimulatedDecodeNode:
         self._learn(batch, seconds)
         for request, num_tokens in self._pieces:
             request.num_computed += num_tokens
-            if request.num_computed == request.length - 1:
+            if request.num_computed == request.length - 1 and request not in self._running:
                 self._computing.remove((request.order, request))
                 self._ready.append((0.0, request))
         if batch:
@@ -330,6 +332,16 @@ class SimulatedDecodeNode:
             request.joined_round = number
             self._ends.setdefault(number + request.num_left - 1, []).append(request)
         self._ready = late
+
+    def _join_computed(self) -> None:
+        """Let sequences that the planned chunk makes ready take part in the planned round, if both share a forward."""
+        ready = [request for request, num in self._pieces if request.num_computed + num == request.length - 1]
+        num_tokens = sum(num for _, num in self._pieces)
+        if self._costs.joint.holds(len(self._running) + len(ready), 0, num_tokens, len(self._pieces)):
+            for request in ready:
+                self._computing.remove((request.order, request))
+                self._ready.append((0.0, request))
+            self._join()
 
     def _leave(self, request: SimulatedRequest) -> None:
         """Take a sequence out of rounds, and count what they have brought it."""

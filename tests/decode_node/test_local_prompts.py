@@ -17,8 +17,9 @@ from matrix import PAGE_SIZE, Plain
 from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 
 from baton.decode_node.chunk_budget import MAX_AHEAD
-from baton.engine.draft_shape import DraftShape
+from baton.engine.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.drafters.base import RoundRows
+from baton.engine.joint_sizes import JointSizes
 from baton.engine.trees import Drafts
 from baton.engine.work import Recompute
 from baton.metadata.wire.messages import Cancel, Resend
@@ -114,20 +115,35 @@ def test_without_a_stream_few_chunks_are_submitted_ahead_of_the_device(
     monkeypatch.setattr(executor, "num_chunks_ahead", property(look))
     pair.submit("local", range(1, 50), params(2), is_local=True)
     assert len(pair.run()["local", 0].ids) == 2
-    assert len(most) == 8 and max(most) == MAX_AHEAD
+    assert len(most) == 7 and max(most) == MAX_AHEAD
 
 
+@pytest.mark.parametrize("is_joined", [False, True])
 @pytest.mark.parametrize("name", drafters.ALL)
 def test_a_drafter_proposes_the_same_after_a_local_prompt(
-    name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
+    name: str, is_joined: bool, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:
-    """A local prompt with one received token has the same rounds as the prompt without it after a handoff."""
+    """A local prompt with one received token has the same rounds as the prompt without it after a handoff. If the first
+    round shares the forward of the last chunk, it drafts nothing. So it drafts nothing after the handoff, too."""
     model = drafters.target_of(name, checkpoint)
     pair = make_pair(model, **drafters.settings(name, model, tmp_path, steps=3))
+    without_drafts: list[None] = []  # rounds to come
+    scheduler = pair.decode.scheduler
+    if not is_joined:
+        scheduler.joint = JointSizes(())
+
+    def choose(*_: Any) -> DraftShape:
+        if without_drafts:
+            without_drafts.pop()
+            return NO_DRAFTS
+        return scheduler.shape
+
+    scheduler._choose = choose
     proposed = record_drafts(pair)
     for prompt_len in (1, 5, 12, 13):
         prompt = [(7 * index + prompt_len) % 50 for index in range(prompt_len)]
         sampled = params(9, temperature=1.0, seed=prompt_len)
+        without_drafts += [None] if is_joined else []
         pair.submit(f"remote {prompt_len}", prompt, sampled)
         remote = pair.run()[f"remote {prompt_len}", 0]
         expected, drafts = counts(remote), proposed.copy()
@@ -135,7 +151,7 @@ def test_a_drafter_proposes_the_same_after_a_local_prompt(
         for chunk_tokens in (1, PAGE_SIZE):
             pair.decode.cache.flush()
             pair.decode.scheduler.chunk_tokens = chunk_tokens
-            for more in ("", " again"):  # the second finds pages of the first
+            for more in ("",) if is_joined else ("", " again"):  # the second finds pages of the first, maybe all
                 proposed.clear()
                 rid = f"local {prompt_len} {chunk_tokens}{more}"
                 pair.submit(rid, prompt, sampled, received=remote.ids[:1], is_local=True)
@@ -143,6 +159,39 @@ def test_a_drafter_proposes_the_same_after_a_local_prompt(
                 assert local.ids[1:] == remote.ids[1:], rid
                 assert proposed == drafts and counts(local) == expected, rid
         proposed.clear()
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp3-deepseek"])
+def test_a_drafter_observes_the_round_that_shares_the_forward_of_the_last_chunk(
+    name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
+) -> None:
+    """The round drafts for a stream beside it. A drafter of several layers needs the state after the prompt there."""
+    model = drafters.target_of(name, checkpoint)
+    pair = make_pair(model, **drafters.settings(name, model, tmp_path, steps=3))
+    drafter, scheduler = pair.decode.executor.engine.drafter, pair.decode.scheduler
+    propose, proposed = drafter.propose, dict[tuple[int, int], list[int]]()
+
+    def record(rows: RoundRows, shape: DraftShape) -> Drafts:
+        drafts = propose(rows, shape)
+        places = zip(rows.lengths.tolist(), rows.last_tokens.tolist(), strict=True)
+        proposed.update(zip(places, drafts.tokens.tolist(), strict=True))
+        return drafts
+
+    drafter.propose = record
+    prompt, sampled = [3, 1, 4, 1, 5, 9, 2, 6, 5], params(9, temperature=1.0, seed=3)
+    chosen = [NO_DRAFTS]  # in the first round after the handoff
+    scheduler._choose = lambda *_: chosen.pop() if chosen else scheduler.shape
+    pair.submit("remote", prompt, sampled)
+    remote = pair.run()["remote", 0]
+    expected = proposed.copy()
+    pair.decode.cache.flush()
+    pair.submit("stream", range(20, 28), params(40, seed=1))
+    pair.step_until(lambda: scheduler.num_streams)
+    pair.submit("local", prompt, sampled, received=remote.ids[:1], is_local=True)
+    assert pair.run()["local", 0].ids[1:] == remote.ids[1:]
+    assert len(expected) > 2
+    for place, drafts in expected.items():
+        assert proposed[place][: len(drafts)] == drafts, "near its end the prompt alone drafts less"
 
 
 def record_drafts(pair: NodePair) -> list[list[list[int]]]:
@@ -176,7 +225,7 @@ def test_a_drafter_that_is_right_is_right_from_the_first_token_on(
         pair.submit(f"{prompt_len}", range(1, prompt_len + 1), params(12, seed=index), n=1 + index % 2, is_local=True)
     for (rid, _), result in pair.run().items():
         num_rounds, num_drafted, num_accepted = counts(result)
-        assert num_rounds == 3 and num_accepted == num_drafted == 9, (rid, result.ended)
+        assert num_rounds == 3 and num_accepted == num_drafted >= 8, (rid, result.ended)
 
 
 def test_one_choice_computes_the_prompt_and_the_others_share_its_pages(
@@ -237,7 +286,7 @@ def test_without_memory_for_a_chunk_the_longest_prompt_ends_and_the_others_go_on
     finish_prompt, num_calls = drafter.finish_prompt, itertools.count()
 
     def finish(*args: Any) -> Any:
-        if next(num_calls) == 0:
+        if next(num_calls) < 2:  # beside a round, and without one
             raise torch.OutOfMemoryError("no memory")
         return finish_prompt(*args)
 

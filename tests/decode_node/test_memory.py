@@ -16,6 +16,7 @@ from matrix import start_together
 from memory_limit import MemoryLimit
 from node_pair import NodePair, Result, node_pairs, params
 
+from baton.engine.joint_sizes import JointSizes
 from baton.engine.work import MAX_MISSED, Recompute, Round, RoundWork
 from baton.metadata.errors import OutOfMemory
 from baton.metadata.wire.request import SamplingParams
@@ -191,7 +192,11 @@ def test_what_is_cached_after_a_round_without_memory_has_no_hole_in_the_draft_kv
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_the_largest_local_prompt_ends_and_the_others_are_computed_again(overlaps: bool, make_pair: MakePair) -> None:
+    """The first rounds may share the forward of the chunk. If the device has no memory for both, it computes the chunk
+    alone."""
     pair = make_pair(overlaps=overlaps)
+    scheduler = pair.decode.scheduler
+    every_size, scheduler.joint = scheduler.joint, JointSizes(())
     lens = [9, 24, 5]
 
     def serve(memory: MemoryLimit) -> tuple[list[Result], list[list[int]]]:
@@ -218,11 +223,14 @@ def test_the_largest_local_prompt_ends_and_the_others_are_computed_again(overlap
     memory = MemoryLimit()
     expected, rows = serve(memory)
     assert rows == [[8, 23, 4]]
-    memory = MemoryLimit(memory.peak * 9 // 10)
-    results, rows = serve(memory)
-    assert rows == [[8, 23, 4], [8, 4]] and memory.num_failures == 1
-    assert results[1].failed is not None and "no memory left for 35 tokens of prompts" in results[1].failed.message
-    assert [results[number].ids for number in (0, 2)] == [expected[number].ids for number in (0, 2)]
+    for joint in (scheduler.joint, every_size):
+        scheduler.joint = joint
+        limited = MemoryLimit(memory.peak * 9 // 10)
+        results, rows = serve(limited)
+        is_joined = joint is every_size
+        assert rows == ([] if is_joined else [[8, 23, 4], [8, 4]]) and limited.num_failures == (2 if is_joined else 1)
+        assert results[1].failed is not None and "no memory left for 35 tokens of prompts" in results[1].failed.message
+        assert [results[number].ids for number in (0, 2)] == [expected[number].ids for number in (0, 2)]
     pair.check_books()
 
 

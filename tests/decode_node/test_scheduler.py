@@ -12,8 +12,9 @@ from baton.decode_node.chunk_budget import ChunkRoom, Queue
 from baton.decode_node.prompt_scores import PromptScores
 from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence
-from baton.engine.draft_shape import DraftShape
+from baton.engine.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.engine import Engine
+from baton.engine.joint_sizes import JointSize, JointSizes
 from baton.engine.work import MAX_MISSED, Accepted
 
 from .conftest import MakeSequence
@@ -179,6 +180,36 @@ def test_a_local_prompt_is_computed_in_chunks_beside_rounds(
         run_round(plan)
     assert lengths == [8, 8, 3], "the last token is left to a round"
     assert scheduler.plan().decoding == [decoding, local]
+
+
+def test_a_sequence_takes_part_in_the_round_whose_forward_computes_its_last_chunk(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    sizes = [JointSize(num_seqs, shape, 8) for num_seqs in (1, 2) for shape in (NO_DRAFTS, DraftShape(3))]
+    joint = JointSizes(sizes, DraftShape(3))
+    scheduler = make_scheduler(chunk_tokens=8, shape=DraftShape(3), joint=joint)
+    first, second = (make_sequence(name, 13, is_local=True) for name in "ab")
+    for local in (first, second):
+        assert scheduler.reserve(local)
+        scheduler.start_local(local.unit)
+    plan = scheduler.plan()
+    assert compute_chunks(plan) == [8] and not plan.decoding, "the chunk is not the last one"
+    plan = scheduler.plan()
+    assert [len(row.input_ids) for row in plan.rows] == [4, 4], "the rest of the first, and a part of the second"
+    assert plan.decoding == [first] and plan.limits == [0] and plan.shape == NO_DRAFTS
+    compute_chunks(plan)
+    run_round(plan)
+    assert first.num_generated == 1 and first.num_to_compute == 1
+    plan = scheduler.plan()
+    assert [len(row.input_ids) for row in plan.rows] == [8]
+    assert plan.decoding == [first, second] and plan.limits == [3, 0] and plan.shape == DraftShape(3)
+    second.num_missed = 1
+    assert scheduler.plan().decoding == [first], "the drafter must catch up after the chunk"
+    second.num_missed, second.prompt_scores = 0, PromptScores(12)
+    assert scheduler.plan().decoding == [first], "scores are collected before the round"
+    second.prompt_scores = None
+    scheduler.joint = JointSizes(sizes[:2], DraftShape(3))
+    assert scheduler.plan().decoding == [first], "no forward holds a round of two"
 
 
 def test_choices_of_a_local_prompt_wait_for_the_oldest_and_take_its_pages(
