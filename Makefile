@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.ready
 RUN := $(VENV)/bin
+WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up format lint types quick test clean
@@ -38,10 +39,11 @@ types: setup ## check types
 quick: lint types ## lint, types, and the tests that matter most (tests/quick.txt), in under a minute
 	OMP_NUM_THREADS=1 $(RUN)/pytest -q -n 2 $$(sed 's/#.*//' tests/quick.txt) $(ARGS)
 
-# Tests that start processes of their own run alone. A test that fails gets another chance (tests/again.py).
+# One worker more than cores, because tests also wait. Tests that start processes of their own run after the others,
+# two files at a time. A test that fails gets another chance (tests/again.py).
 test: lint types ## everything that must pass before a change goes in; ARGS="-k name" picks tests
-	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n logical --maxprocesses 8 -m "not integration" $(ARGS)
-	$(RUN)/python tests/again.py -m integration $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n $(WORKERS) --maxprocesses 8 -m "not integration" $(ARGS)
+	$(RUN)/python tests/again.py -n 2 --dist loadfile -m integration $(ARGS)
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
