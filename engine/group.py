@@ -29,8 +29,8 @@ TIMEOUT_S = 60.0  # an operation that waits longer for another rank raises Runti
 
 
 class Group(Protocol):
-    """Collective operations. Every method raises RuntimeError if another rank is gone or too late. On a GPU only `check`
-    raises it."""
+    """Collective operations. Every method raises RuntimeError if another rank is gone or too late; on a GPU only
+    `check` does."""
 
     @property
     def rank(self) -> int: ...

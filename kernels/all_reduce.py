@@ -83,8 +83,8 @@ def all_gather_ref(xs: Sequence[Tensor]) -> Tensor:
 
 
 def all_reduce_norm_ref_(hidden: Tensor, deltas: Sequence[Tensor], weight: Tensor, eps: float) -> Tensor:
-    """Add the sum of the `deltas` of all ranks to `hidden` [num_rows, size] in place, and return the norm of the result,
-    a new tensor. `weight` [size].
+    """Add the sum of the `deltas` of all ranks to `hidden` [num_rows, size] in place. Return the norm of the result, a
+    new tensor. `weight` [size].
 
     A delta is [num_rows, size] of hidden's dtype, or float32 parts [num_parts, num_rows, size]. The sum of the parts is
     rounded to hidden's dtype before it is added to that of another rank."""

@@ -15,7 +15,7 @@ lane of this rank waits. Results are wrong from there, so the host looks at `has
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
 # ruff: noqa: N803
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
@@ -40,12 +40,8 @@ _FAILED, _LIMIT = tl.constexpr(CONTROL.has_failed), tl.constexpr(CONTROL.limit)
 
 def serves_norm(hidden: Tensor, weight: Tensor) -> bool:
     """Return whether `all_reduce_norm_` takes these tensors: a row must fit into a slot."""
-    return (
-        hidden.dtype == weight.dtype
-        and hidden.dtype in _FLOATS
-        and hidden.stride(-1) == 1
-        and triton.next_power_of_2(hidden.shape[1]) * hidden.itemsize <= SLOT_BYTES
-    )
+    is_row = hidden.dtype == weight.dtype and hidden.dtype in _FLOATS and hidden.stride(-1) == 1
+    return is_row and hidden.shape[1] * hidden.itemsize <= SLOT_BYTES
 
 
 def all_reduce(x: Tensor, blocks: PeerBlocks) -> Tensor:
@@ -74,8 +70,8 @@ def all_reduce_norm_(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, 
     """Do `all_reduce_norm_ref_`: add the sum of all ranks' `delta` to `hidden` in place and return the norm of the
     result, a new contiguous tensor [num_rows, size].
 
-    `hidden` [num_rows, size] has a contiguous last dimension. `delta` is contiguous: [num_rows, size] of hidden's dtype,
-    or parts [num_parts, num_rows, size] float32, as many on each rank or not. `hidden` should be the same on each."""
+    `hidden` [num_rows, size] has a contiguous last dimension. `delta` is contiguous: [num_rows, size] of hidden's
+    dtype, or parts [num_parts, num_rows, size] float32. Ranks may have unlike numbers of parts."""
     num_rows, size = hidden.shape
     assert serves_norm(hidden, weight), (hidden.shape, hidden.stride(), hidden.dtype, weight.dtype)
     assert weight.shape == (size,) and weight.is_contiguous(), (hidden.shape, weight.shape)
@@ -174,6 +170,7 @@ def _exchange_kernel(
             hidden_at = hidden_ptr + row * hidden_stride + columns
             hidden = tl.load(hidden_at, mask=is_in, other=0.0).to(tl.float32)
         _meet(blocks_ptr, control_ptr, own, rank, lane, count, NUM_RANKS, CLOCKED)
+        total = x
         for other in tl.static_range(NUM_RANKS):
             theirs = _pointer(tl.load(blocks_ptr + other) + slot, dtype) + columns
             theirs = tl.load(theirs, mask=is_in & (other != rank), other=0, cache_modifier=".cg")
@@ -233,10 +230,10 @@ def _wait(flag_ptr, count, control_ptr, CLOCKED: tl.constexpr):
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         num_looks += 1
         if num_looks % _LOOKS == 0:
-            waited = num_looks
+            now = num_looks
             if CLOCKED:
-                waited = globaltimer() - begun
+                now = globaltimer()
             has_failed = tl.load(control_ptr + _FAILED, volatile=True)
-            if (has_failed != 0) | (waited > tl.load(control_ptr + _LIMIT, volatile=True)):
+            if (has_failed != 0) | (now - begun > tl.load(control_ptr + _LIMIT, volatile=True)):
                 tl.store(control_ptr + _FAILED, 1)
                 seen = count

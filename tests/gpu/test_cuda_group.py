@@ -14,7 +14,7 @@ from typing import Any
 import cuda_ranks
 import pytest
 import torch
-from peer_cases import EPS, Case, check, local_group, new_blocks, results
+from peer_cases import Case, Tensors, check, local_group, new_blocks, results
 
 from baton.kernels.all_reduce import CONTROL
 
@@ -138,21 +138,15 @@ def test_two_streams_of_one_process() -> None:
         Case("sum_norm_", (1, 4096), BF16),
         Case("sum", (700, 4096), BF16),
     ]
-    inputs = [[case.input(rank).cuda() for case in cases] for rank in range(2)]
-    hiddens = [[case.hidden().cuda() if "norm" in case.kind else None for case in cases] for _ in range(2)]
-    starts = [[None if hidden is None else hidden.clone() for hidden in each] for each in hiddens]
-    weights = [case.weight.cuda() for case in cases]
+    inputs = [[Tensors.of(case, rank, "cuda") for case in cases] for rank in range(2)]
+    starts = [case.hidden().cuda() for case in cases]
 
     def work(rank: int) -> list[list[torch.Tensor]]:
         found = []
-        for case, x, hidden, start, weight in zip(
-            cases, inputs[rank], hiddens[rank], starts[rank], weights, strict=True
-        ):
-            if hidden is None or start is None:
-                found.append(results(case, groups[rank], x, x))
-            else:
-                hidden.copy_(start)
-                found.append([groups[rank].sum_norm_(hidden, x, weight, EPS), hidden])
+        for case, tensors, start in zip(cases, inputs[rank], starts, strict=True):
+            if tensors.hidden is not None:
+                tensors.hidden.copy_(start)
+            found.append(results(case, groups[rank], tensors))
         return found
 
     for group, stream, rank in zip(groups, streams, range(2), strict=True):  # compile; nobody waits

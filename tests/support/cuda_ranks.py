@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_cases import Case, check, results, run
+from peer_cases import Case, Tensors, check, results, run
 
 from baton.engine.cuda_group import CudaGroup
 from baton.engine.group import CpuGroup
@@ -58,14 +58,11 @@ def run_graph(rank: int, size: int, meeting: str, device: str, answers: Any, num
         Case("gather", (6, 128), torch.float32),
         Case("sum_norm_", (1, 4096), torch.bfloat16, num_parts=4),
     ]
-    inputs = [case.input(rank).to(device) for case in cases]
-    hiddens = [case.hidden().to(device) if "norm" in case.kind else x for case, x in zip(cases, inputs, strict=True)]
+    inputs = [Tensors.of(case, rank, device) for case in cases]
 
     def all_results() -> list[list[torch.Tensor]]:
-        return [results(*each) for each in zip(cases, [group] * len(cases), inputs, hiddens, strict=True)]
+        return [results(case, group, tensors) for case, tensors in zip(cases, inputs, strict=True)]
 
-    for case in cases:
-        case.weight.to(device)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         all_results()
@@ -75,10 +72,8 @@ def run_graph(rank: int, size: int, meeting: str, device: str, answers: Any, num
         out = all_results()
     errors: list[str] = []
     for seed in range(num_replays):
-        for case, x, hidden in zip(cases, inputs, hiddens, strict=True):
-            x.copy_(case.input(rank, seed))
-            if hidden is not x:
-                hidden.copy_(case.hidden(seed))
+        for case, tensors in zip(cases, inputs, strict=True):
+            tensors.fill(case, rank, seed)
         graph.replay()
         if seed % 3 == 0:  # an operation outside the graph takes part in the same counts
             run(cases[1], group, device)
@@ -108,7 +103,7 @@ def lose_rank(rank: int, size: int, meeting: str, device: str, answers: Any, how
             group.sum(x)  # rank 0 does one operation less
         time.sleep(0.5)
         if how == "does not come":
-            time.sleep(20)
+            time.sleep(8)
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "dies in a wait":
         group.sum(x)

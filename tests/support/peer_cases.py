@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton_device  # noqa: F401  before triton
+import triton_device
 from torch import Tensor
 
 from baton.engine.cuda_group import CudaGroup
@@ -87,13 +87,34 @@ def new_blocks(size: int, device: str = "cpu") -> list[Tensor]:
 
 def run(case: Case, group: CudaGroup, device: str, seed: int = 0) -> list[Tensor]:
     """Return the results of a rank, on the CPU."""
-    x = case.input(group.rank, seed).to(device)
-    return [each.cpu() for each in results(case, group, x, case.hidden(seed).to(device) if "norm" in case.kind else x)]
+    return [each.cpu() for each in results(case, group, Tensors.of(case, group.rank, device, seed))]
 
 
-def results(case: Case, group: CudaGroup, x: Tensor, hidden: Tensor) -> list[Tensor]:
-    if case.kind == "sum_norm_":
-        return [group.sum_norm_(hidden, x, case.weight.to(x.device), EPS), hidden]
+class Tensors(NamedTuple):
+    """What a case works on, on the device."""
+
+    x: Tensor
+    hidden: Tensor | None
+    weight: Tensor | None
+
+    @classmethod
+    def of(cls, case: Case, rank: int, device: str, seed: int = 0) -> Tensors:
+        x = case.input(rank, seed).to(device)
+        if case.kind != "sum_norm_":
+            return cls(x, None, None)
+        return cls(x, case.hidden(seed).to(device), case.weight.to(device))
+
+    def fill(self, case: Case, rank: int, seed: int) -> None:
+        """Write the inputs of another seed in place."""
+        self.x.copy_(case.input(rank, seed))
+        if self.hidden is not None:
+            self.hidden.copy_(case.hidden(seed))
+
+
+def results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
+    x, hidden, weight = tensors
+    if hidden is not None and weight is not None:
+        return [group.sum_norm_(hidden, x, weight, EPS), hidden]
     if case.kind in ("sum", "max"):
         return [getattr(group, case.kind)(x)]
     lens = case.lens(group.size)
