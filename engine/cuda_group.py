@@ -20,7 +20,7 @@ from .group import Group
 
 
 class Blocks(Protocol):
-    """The memory of the ranks (peer_memory.py)."""
+    """The memory of the ranks (mapped_blocks.py)."""
 
     blocks: PeerBlocks
 

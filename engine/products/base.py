@@ -129,6 +129,11 @@ class Product(ABC):
         """The ranks whose `parts` must be summed. None: those of this rank are the whole product."""
         return None
 
+    @property
+    def alone(self) -> Product:
+        """The product of this rank's share, which waits for no other rank."""
+        return self
+
     def parts(self, x: Tensor) -> Tensor:
         """Return the product, or float32 summands of it, [num_parts, num_rows, out_size], if a kernel leaves the sum to
         the kernel that reads it (`add_rms_norm_`). The sum over ranks is left to the reader, too (`sums_over`)."""

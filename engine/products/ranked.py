@@ -41,6 +41,10 @@ class _Wrapped(Product):
         del source
         return None
 
+    @property
+    def alone(self) -> Product:
+        return self.product
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SummedProduct(_Wrapped):

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.engine.group import CpuGroup
-from baton.engine.peer_memory import PeerMemory
+from baton.engine.mapped_blocks import MappedBlocks
 from baton.kernels.all_reduce import BLOCK_BYTES, CONTROL, PeerBlocks
 from baton.kernels.triton_all_reduce import all_reduce, all_reduce_norm_
 from baton.kernels.triton_norm import add_rms_norm_
@@ -109,7 +109,7 @@ def bench_rank(rank: int, meeting: str, row_counts: Sequence[int], size: int, an
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     host = CpuGroup(rank, 2, Path(meeting))
-    memory = PeerMemory(host, device, LIMIT_NS / 1e9)
+    memory = MappedBlocks(host, device, LIMIT_NS / 1e9)
     nccl = dist.new_group(backend="nccl", device_id=device)
     stream, results = torch.cuda.Stream(), []
     for num_rows in row_counts:

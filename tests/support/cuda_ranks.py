@@ -15,7 +15,7 @@ from peer_cases import Case, Tensors, check, results, run
 
 from baton.engine.cuda_group import CudaGroup
 from baton.engine.group import CpuGroup
-from baton.engine.peer_memory import PeerMemory
+from baton.engine.mapped_blocks import MappedBlocks
 
 LIMIT_S = 60.0
 
@@ -24,7 +24,7 @@ def meet(rank: int, size: int, meeting: str, device: str, limit_s: float = LIMIT
     torch.set_num_threads(1)
     torch.cuda.set_device(device)
     host = CpuGroup(rank, size, Path(meeting))
-    return CudaGroup(host, PeerMemory(host, torch.device(device), limit_s))
+    return CudaGroup(host, MappedBlocks(host, torch.device(device), limit_s))
 
 
 def run_cases(rank: int, size: int, meeting: str, device: str, answers: Any, cases: Sequence[Case]) -> None:

@@ -19,7 +19,7 @@ from .cuda_memory import Mapping, map_shared, share, shareable_zeros
 from .group import Group
 
 
-class PeerMemory:
+class MappedBlocks:
     """Owns this rank's block and the mappings of the others. The owner calls `close`."""
 
     def __init__(self, host: Group, device: torch.device, limit_s: float) -> None:
@@ -35,7 +35,7 @@ class PeerMemory:
             _map_others(host, own, self._mappings)
             undo.pop_all()
         places = [self._mappings[rank].address if rank != host.rank else own.data_ptr() for rank in range(host.size)]
-        control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=True)
+        control = pinned_zeros(len(CONTROL))
         control[CONTROL.limit] = int(limit_s * 1e9)
         self._device = device
         self.blocks = PeerBlocks(host.rank, torch.tensor(places, device=device), own, control)
@@ -49,6 +49,11 @@ class PeerMemory:
     def _unmap(self) -> None:
         for mapping in self._mappings.values():
             mapping.close()
+
+
+def pinned_zeros(count: int) -> torch.Tensor:
+    """Return zeros [count] int64 in host memory that the GPU reads and writes."""
+    return torch.zeros(count, dtype=torch.int64, pin_memory=True)
 
 
 def _map_others(host: Group, own: torch.Tensor, mappings: dict[int, Mapping]) -> None:
