@@ -130,6 +130,7 @@ class RankPrompts:
         return self._own.keys
 
     def warm_up(self, progress: Progress | None = None) -> None:
+        assert not self._ranked.num_slots, "the ranks of a node that runs rounds capture the graphs of rounds"
         self._ranked.send(WarmUp(expects_prompts=True))
         with self._ranked.processes.guarded():
             self._own.warm_up(progress)
