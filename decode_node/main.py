@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ..engine.device_executor import DeviceExecutor
 from ..engine.engine import Engine
@@ -27,14 +28,19 @@ def run(config: DecodeConfig) -> int:
     keys = load_keys(config)
     if config.tp > 1:
         check_ranks(config, config.tp)
-        with RankedEngine(config, config.tp, num_slots=config.max_running, name=name) as ranked:
+        rehearsal = partial(_rehearse, config)
+        with RankedEngine(config, config.tp, num_slots=config.max_running, name=name, rehearse=rehearsal) as ranked:
             return _serve(config, name, keys, ranked.engine, lambda: RankExecutor(ranked), ranked.processes)
+    engine = load_engine(config, partial(_rehearse, config))
+    return _serve(config, name, keys, engine, lambda: _make_executor(config, engine))
 
-    def make_executor(engine: Engine) -> DeviceExecutor:
-        return DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
 
-    engine = load_engine(config, lambda engine: make_executor(engine).rehearse(expects_prompts=config.expect_prompts))
-    return _serve(config, name, keys, engine, lambda: make_executor(engine))
+def _make_executor(config: DecodeConfig, engine: Engine) -> DeviceExecutor:
+    return DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
+
+
+def _rehearse(config: DecodeConfig, engine: Engine) -> None:
+    _make_executor(config, engine).rehearse(expects_prompts=config.expect_prompts)
 
 
 def _serve(

@@ -75,7 +75,7 @@ class EngineConfig(NodeConfig):
     tp: int = setting(
         1,
         "divide the model among this many ranks, each a process with some heads and hidden units of every layer; on "
-        "cpu only",
+        "cuda each rank has a GPU of its own",
     )
     speculative: str = setting(
         "auto",

@@ -1,8 +1,9 @@
-"""Device memory that other processes of this host can map, and their mapping of it, which is read-only.
+"""Device memory that other processes of this host can map, and their mapping of it.
 
 CUDA's virtual memory management keeps an allocation apart from its mappings, and each mapping says what its device may
-do there. The owner's mapping is writable. A peer gets a file descriptor of the allocation and maps it for reading: a
-kernel or copy that writes through that mapping faults in the peer, and the owner's bytes stay as they are.
+do there. The owner's mapping is writable. A peer gets a file descriptor of the allocation and maps it, for reading if
+it asks for nothing else: a kernel or copy that writes through that mapping faults in the peer, and the owner's bytes
+stay as they are.
 
 Interface: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
@@ -111,8 +112,8 @@ def share(tensor: torch.Tensor) -> Shared:
             driver.call("cuMemRelease", handle)
 
 
-def map_shared(descriptor: int, size: int, device: torch.device) -> Mapping:
-    """Map another process's allocation of `size` bytes so that `device` can read it and cannot write it.
+def map_shared(descriptor: int, size: int, device: torch.device, *, is_writable: bool = False) -> Mapping:
+    """Map another process's allocation of `size` bytes so that `device` can read it, and write it only if asked for.
 
     The caller closes the mapping, and the descriptor, of which the mapping is independent. Raises TransferError.
     """
@@ -122,7 +123,7 @@ def map_shared(descriptor: int, size: int, device: torch.device) -> Mapping:
     with torch.cuda.device(device):
         driver.call("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _AS_DESCRIPTOR)
         try:
-            return Mapping(handle.value, size, device, _READ)
+            return Mapping(handle.value, size, device, _READ_WRITE if is_writable else _READ)
         finally:
             driver.call("cuMemRelease", handle)
 

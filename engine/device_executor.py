@@ -238,6 +238,7 @@ class DeviceExecutor:
             done.event.synchronize()
         for inputs in done.inputs:
             self.buckets.free(inputs)
+        self.engine.check()
         return _report(done)
 
     @property
@@ -252,6 +253,7 @@ class DeviceExecutor:
         assert done is not None, "the last Recompute had no scored tokens, or was collected"
         if done.event is not None:
             done.event.synchronize()
+        self.engine.check()
         return Scores(done.begun, time.monotonic(), done.scores.read())
 
     def run_round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:

@@ -170,8 +170,8 @@ class Engine:
         )
         self.device_pool: DevicePool | None = None
         self._shared: SharedPools | None = None
-        if self._ranks.num_head_shards == 1:
-            memories = self.memory = [PageMemory(layout, num_pages) for layout in whole]
+        if self._ranks.num_head_shards == 1 or self.device.type == "cuda":
+            memories = self.memory = [PageMemory(layout, num_pages) for layout in own]
         else:
             self._shared = SharedPools.make(self._ranks, whole, own, num_pages, has_checksums=config.checksums)
             memories, self.memory, self.device_pool = self._shared.own, self._shared.mirror, self._shared.pool
@@ -261,6 +261,15 @@ class Engine:
             for params in _WARM_UP:  # a reduced vocabulary has kernels of its own
                 state = SamplingState(params, ids, [0], vocab_size=self.model_config.vocab_size)
                 self.drafter.finish_prompt(tails, tokens, last, SamplingBatch.of([state], self.device))
+
+    def check(self) -> None:
+        """Raise RuntimeError if results that the device has computed are wrong, because another rank is gone."""
+        self._ranks.group.check()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in the pools of this process."""
+        return sum(memory.layout.page_bytes for memory in self.memory)
 
     @property
     def pool_bytes(self) -> int:

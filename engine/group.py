@@ -2,7 +2,7 @@
 
 A rank is a process with a device of its own. All ranks call the same operations in the same order, ranks without rows
 too: their tensors have zero rows and the usual width. `OneRank` is the group of a node with one process; every
-operation returns its input.
+operation returns its input. The group of ranks on GPUs is in cuda_group.py.
 
 Rows of unlike counts are passed with `lens`, the number of rows of every rank. Rank 0 knows these counts when it builds
 the work (work.py), so no rank reads them from another.
@@ -21,12 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.linear import sum_parts
+from ..kernels.norm import add_rms_norm_
+
 _LOOPBACK = "lo"
 TIMEOUT_S = 60.0  # an operation that waits longer for another rank raises RuntimeError
 
 
 class Group(Protocol):
-    """Collective operations. Every method raises RuntimeError if another rank is gone or too late."""
+    """Collective operations. Every method raises RuntimeError if another rank is gone or too late; on a GPU only
+    `check` does."""
 
     @property
     def rank(self) -> int: ...
@@ -36,6 +40,14 @@ class Group(Protocol):
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' `x`, of one shape, in the order of the ranks: bit for bit the same on each."""
+        ...
+
+    def sum_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add the sum of all ranks' `delta` to `hidden` [num_rows, size] in place. Return the RMS norm of the result, a
+        new tensor [num_rows, size], by `weight` [size].
+
+        `delta` is contiguous: [num_rows, size] of hidden's dtype, or float32 summands of it [num_parts, num_rows,
+        size]."""
         ...
 
     def max(self, x: Tensor) -> Tensor:
@@ -55,6 +67,15 @@ class Group(Protocol):
         receivers -> [sum of lens[i][rank] over i, ...], in the order of their senders."""
         ...
 
+    def check(self) -> None:
+        """Raise RuntimeError if an operation whose results are there has failed on this rank. A host that waits for
+        results on a GPU must call it before it uses them."""
+        ...
+
+    def abandon(self) -> None:
+        """Let no operation on this rank's GPU wait any more: another rank is gone. Any thread may call it."""
+        ...
+
     def close(self) -> None:
         """Leave the group. It must not be used afterwards."""
         ...
@@ -68,6 +89,9 @@ class OneRank:
 
     def sum(self, x: Tensor) -> Tensor:
         return x
+
+    def sum_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm_(hidden, delta, weight, eps)
 
     def max(self, x: Tensor) -> Tensor:
         return x
@@ -83,6 +107,12 @@ class OneRank:
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         _check_rows(x, lens[0][0])
         return x
+
+    def check(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -115,6 +145,10 @@ class CpuGroup:
             first += other
         return first
 
+    def sum_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        own = delta if delta.ndim == 2 else sum_parts(delta, hidden.dtype)
+        return add_rms_norm_(hidden, self.sum(own), weight, eps)
+
     def max(self, x: Tensor) -> Tensor:
         return torch.stack(self._all(x)).amax(0)
 
@@ -132,6 +166,12 @@ class CpuGroup:
         _check_rows(x, sum(lens[self.rank]))
         rows = self.gather(x, [sum(each) for each in lens]).split(list(itertools.chain.from_iterable(lens)))
         return torch.cat(rows[self.rank :: self.size])
+
+    def check(self) -> None:
+        """Do nothing: operations raise errors themselves."""
+
+    def abandon(self) -> None:
+        """Do nothing: gloo sees that a process has ended."""
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from ..metadata.errors import ConfigError, OutOfMemory
-from ..metadata.handoff.schema import page_bytes
 from .config import MEMORY_SHARE, SHARING, EngineConfig
 from .engine import Engine
 from .host_memory import available_memory
@@ -112,7 +111,7 @@ def fit_pools(engine: Engine, config: EngineConfig, rehearse: Callable[[Engine],
     free += engine.pool_bytes
     host = None if config.transport == "cuda" else available_memory()
     memory = Memory(total, free, torch.cuda.memory_reserved(), peak, host)
-    engine.resize(num_pages(memory, config.share, page_bytes(engine.schema)))
+    engine.resize(num_pages(memory, config.share, engine.page_bytes))
     torch.cuda.empty_cache()  # graphs of the rehearsal are gone now
     logger.info(
         "%.1f of %.1f GiB: %.1f for weights, graphs and working memory, %.1f for KV of %d tokens",

@@ -5,14 +5,14 @@
     single products        the output matrix, a drafter's input projection, a router of experts
 
 The products are found by walking the objects of the model and the drafter, so a new family or drafter needs no line
-here.
+here. Of a product that ranks share, a rank measures its own share alone: a chain waits for no other rank.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -85,11 +85,29 @@ def find_chains(model: DecoderModel, drafter: object = None) -> list[Chain]:
     known = {id(linear) for linear in in_layers}
     lone = [linear for linear in _parts([model, drafter], Linear) if id(linear) not in known]
     others = [body for body in bodies if not any(body is each for each in of_model)]
+    of_model, others = list(map(_body_alone, of_model)), list(map(_body_alone, others))
+    mlps, lone = list(map(_mlp_alone, mlps)), list(map(_alone, lone))
     found = [_chain(group, _body_uses(group[0]), _run_step) for group in _alike(of_model, _body_uses)]
     found += [_chain(group, _body_uses(group[0]), _run_products) for group in _alike(others, _body_uses)]
     found += [_chain(group, _mlp_uses(group[0]), _run_mlp) for group in _alike(mlps, _mlp_uses)]
     found += [_lone(group[0]) for group in _alike(lone, lambda linear: _measurable([Use(linear, "plain")]))]
     return [chain for chain in found if chain.uses]
+
+
+def _body_alone(body: DecoderBody) -> DecoderBody:
+    """Return the layer with the products of this rank's shares. It computes other numbers, as fast."""
+    attention = replace(body.attention, qkv=_alone(body.attention.qkv), out=_alone(body.attention.out))
+    mlp = _mlp_alone(body.mlp) if isinstance(body.mlp, Mlp) else body.mlp
+    return replace(body, attention=attention, mlp=mlp)
+
+
+def _mlp_alone(mlp: Mlp) -> Mlp:
+    return replace(mlp, gate_up=_alone(mlp.gate_up), down=_alone(mlp.down))
+
+
+def _alone(linear: Linear) -> Linear:
+    alone = linear.product.alone
+    return linear if alone is linear.product else Linear(alone)
 
 
 def _parts(roots: object, kind: type[T]) -> Iterator[T]:

@@ -111,7 +111,7 @@ class Prompts:
             scored = SubmittedScores.of(engine, rows, prompts, num_logprobs, computed.final)
             submitted, event = time.monotonic(), recorded_event(engine.device)
             tails = [self._submit_tails(each, chunk, computed) for each in chunk.tails]
-        return SubmittedChunk(chunk, begun, submitted, event, scored, tails)
+        return SubmittedChunk(engine, chunk, begun, submitted, event, scored, tails)
 
     def _keep_states(self, chunk: Chunk, extend: Tensor | None) -> None:
         """Keep the target's states of the last positions of each prompt: its last one, and those that the drafter reads
@@ -140,6 +140,7 @@ class Prompts:
 class SubmittedChunk:
     """A chunk that the device computes or has computed."""
 
+    engine: Engine
     chunk: Chunk
     begun: float  # monotonic seconds
     submitted: float
@@ -159,6 +160,7 @@ class SubmittedChunk:
         if self.event is not None:
             self.event.synchronize()
             computed = time.monotonic()
+        self.engine.check()
         return Scores(self.begun, computed, self.scored.read())
 
     def draft(self) -> None:
@@ -237,6 +239,7 @@ class SubmittedTails:
         """Wait for the first tokens and return them, prompt by prompt."""
         if self._first_tokens is None:
             ids, logprobs = self._sample.read(self._num_logprobs)
+            self._engine.check()
             self._first_tokens = [FirstTokens(ids[start:stop], logprobs[start:stop]) for start, stop in self._spans()]
         return self._first_tokens
 
@@ -247,6 +250,7 @@ class SubmittedTails:
         """
         if self._event is not None:
             self._event.synchronize()
+        self._engine.check()
         assert self._draft is not None or self._engine.drafter is None or not self._handed, "call `draft` first"
         no_memory = str(_out_of_memory("the drafts after the first tokens"))
         reasons = [no_memory if index in self._without_memory else "" for index in range(len(self._tails))]

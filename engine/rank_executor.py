@@ -12,13 +12,12 @@ of its own (own_work_executor.py).
 from __future__ import annotations
 
 from ..metadata.handoff.buffers import Sampled
-from .device_executor import DeviceExecutor
 from .draft_shape import DraftShape
 from .executor import HostProposer
 from .joint_sizes import JointSizes
 from .progress import Progress
 from .prompts import Prompts, SubmittedChunk
-from .ranked_engine import RankedEngine
+from .ranked_engine import RankedEngine, executor_of
 from .work import Chunk, Forget, LoadSlot, RoundTokens, RoundWork, Scores, WarmUp
 
 
@@ -28,7 +27,7 @@ class RankExecutor:
 
     def __init__(self, ranked: RankedEngine) -> None:
         self._ranked = ranked
-        self._own = DeviceExecutor(ranked.engine, ranked.num_slots)
+        self._own = executor_of(ranked.engine, ranked.num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -131,7 +130,10 @@ class RankPrompts:
         return self._own.keys
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Do nothing: chunks have no graphs on a CPU."""
+        assert not self._ranked.num_slots, "the ranks of a node that runs rounds capture the graphs of rounds"
+        self._ranked.send(WarmUp(expects_prompts=True))
+        with self._ranked.processes.guarded():
+            self._own.warm_up(progress)
 
     def submit(self, chunk: Chunk) -> SubmittedChunk:
         """Do a chunk on all ranks, its drafts too. Raises RankLost."""

@@ -41,6 +41,7 @@ class RankProcesses:
         self._pipes: list[Connection] = []
         self._said: dict[int, str] = {}  # the errors that ranks sent, or why the watch killed them
         self._why: str | None = None  # all ranks were ended
+        self._on_loss: Callable[[], None] | None = None
         beats: list[Connection] = []
         for rank in range(1, size):
             ours, theirs = cast(tuple[Connection, Connection], context.Pipe())
@@ -54,7 +55,7 @@ class RankProcesses:
             self._processes.append(process)
             self._pipes.append(ours)
             beats.append(hears)
-        self._watch = RankWatch(beats, self._kill_silent)
+        self._watch = RankWatch(beats, self._kill_silent, self._lose)
         atexit.register(self._kill)  # if nobody has called `stop`; an exit of multiprocessing would wait for the ranks
 
     def __enter__(self) -> RankProcesses:
@@ -76,6 +77,10 @@ class RankProcesses:
     def watch(self) -> None:
         """From now on, end a rank that is silent. Before service it may be: kernels that are compiled silence it."""
         self._watch.start()
+
+    def when_lost(self, do: Callable[[], None]) -> None:
+        """Call `do` in the thread of the watch as soon as a rank has ended."""
+        self._on_loss = do
 
     def send(self, rank: int, frame: bytes) -> None:
         """Send work to a rank. Raises RankLost if it is gone."""
@@ -101,6 +106,14 @@ class RankProcesses:
         except RankLost:
             raise
         except (RuntimeError, BatonError) as error:
+            raise self.end(f"rank 0 could not finish its work: {error}") from error
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Use what ranks have computed. An operation that a rank did not join raises RankLost."""
+        try:
+            yield
+        except RuntimeError as error:
             raise self.end(f"rank 0 could not finish its work: {error}") from error
 
     def stop(self) -> None:
@@ -166,6 +179,11 @@ class RankProcesses:
         if process.exitcode is None:
             self._said[rank] = f"it {what}"
             process.kill()
+
+    def _lose(self, rank: int) -> None:
+        del rank
+        if self._on_loss is not None:
+            self._on_loss()
 
     def _kill(self) -> None:
         for process in self._processes:

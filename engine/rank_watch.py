@@ -35,11 +35,16 @@ def _beat(pipe: Connection) -> None:
 class RankWatch:
     """Listens to the ranks from `start` to `close`."""
 
-    def __init__(self, pipes: Sequence[Connection], on_silence: Callable[[int, str], None]) -> None:
-        """`pipes`: of ranks 1 and above, in order. `on_silence(rank, what)` is called in the thread of the watch, once
-        per rank."""
+    def __init__(
+        self,
+        pipes: Sequence[Connection],
+        on_silence: Callable[[int, str], None],
+        on_end: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`pipes`: of ranks 1 and above, in order. `on_silence(rank, what)` is called in the thread of the watch, at
+        most once per rank, and `on_end(rank)` when the rank has ended, for this or another reason."""
         self._pipes = dict(enumerate(pipes, start=1))
-        self._on_silence = on_silence
+        self._on_silence, self._on_end = on_silence, on_end
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
 
@@ -63,10 +68,14 @@ class RankWatch:
                     if away_s > _MAX_GAP_S or _drain(pipe):
                         heard[rank] = looked
                     elif looked - heard[rank] > SILENCE_S:
-                        del self._pipes[rank]
                         self._on_silence(rank, f"was silent for {SILENCE_S:g} s")
-                except (OSError, EOFError):  # it has ended, which is seen elsewhere
-                    del self._pipes[rank]
+                        self._leave(rank)
+                except (OSError, EOFError):  # it has ended, which is seen elsewhere, too
+                    self._leave(rank)
+
+    def _leave(self, rank: int) -> None:
+        del self._pipes[rank]
+        self._on_end(rank)
 
 
 def _drain(pipe: Connection) -> bool:

@@ -9,20 +9,27 @@ the same order as rank 0 (rank_executor.py).
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ..metadata.errors import ConfigError
+import torch
+
+from ..metadata.errors import ConfigError, TransferError
 from ..metadata.logs import setup_logging
 from .config import EngineConfig
+from .cuda_group import CudaGroup
 from .device_executor import DeviceExecutor
 from .drafters.speculation import read_speculation
 from .engine import Engine, choose_device, choose_dtype, resolve_model, use_threads
-from .group import TIMEOUT_S, CpuGroup
+from .graphs import graph_sizes
+from .group import TIMEOUT_S, CpuGroup, Group
+from .mapped_blocks import MappedBlocks
 from .models.read_config import read_model_config
 from .products.ranked import RankRows
 from .prompts import Prompts
+from .rank_devices import check_devices, orders, see
 from .rank_processes import READY, RankProcesses
 from .rank_worker import RankWorker, serve_rank
 from .ranks import Ranks, check_shares
@@ -34,16 +41,18 @@ from .work_frames import Work, decode, encode
 def check_ranks(config: EngineConfig, size: int) -> None:
     """Raise ConfigError if `size` ranks cannot serve with this configuration, before any of them starts."""
     device = choose_device(config.device)
-    if device.type != "cpu":
-        raise ConfigError(
-            f"--tp {size} on device {device.type}: ranks compute on CPUs only; use --device cpu or --tp 1"
-        )
+    if device.type == "cuda":
+        check_devices(size, torch.cuda.device_count())
     model_dir = resolve_model(config.model)
     model = read_model_config(model_dir)
     check_shares(model, size, f"the model in {model_dir}")
     speculation = read_speculation(config, model_dir, model, choose_dtype(config.dtype, device, model.checkpoint_dtype))
     if speculation.draft is not None:
         check_shares(speculation.draft, size, f"the drafter in {speculation.draft_dir}")
+
+
+def _rehearse_nothing(engine: Engine) -> None:
+    del engine
 
 
 class RankedEngine:
@@ -58,13 +67,16 @@ class RankedEngine:
         name: str = "node",
         divides_sequences: bool = False,
         timeout_s: float = TIMEOUT_S,
+        rehearse: Callable[[Engine], None] = _rehearse_nothing,
+        devices: Sequence[int] | None = None,
     ) -> None:
         """Start the ranks, and wait until all have loaded their share of the model and run it once.
 
         `num_slots`: of rounds; 0 on a node that runs none. `name`: of the node, for the logs of its ranks.
         `divides_sequences`: every rank attends for sequences of its own. `timeout_s`: a collective operation or a
-        report that takes longer raises RankLost. Raises RankLost if a rank cannot start, and ConfigError and ModelError
-        as `load_engine`."""
+        report that takes longer raises RankLost. `rehearse`: as of `load_engine`; it can be pickled. `devices`: the GPU
+        of each rank among those that this process sees, that of rank 0 being 0; None: one GPU per rank, in their order.
+        Raises RankLost if a rank cannot start, and ConfigError and ModelError as `load_engine`."""
         self.size, self.num_slots = size, num_slots
         self._stack = ExitStack()
         with ExitStack() as starting:
@@ -81,14 +93,17 @@ class RankedEngine:
                     num_slots,
                     divides_sequences,
                     timeout_s,
+                    rehearse,
+                    _gpu_orders(config, devices or range(size)),
                     timeout_s=timeout_s,
                 )
             )
             try:
-                group = CpuGroup(0, size, Path(meeting), timeout_s=timeout_s)
+                group = _meet(config, 0, size, meeting, timeout_s)
                 starting.callback(group.close)
+                self.processes.when_lost(group.abandon)
                 self.ranks = Ranks(group, RankRows() if divides_sequences else None)
-                self.engine = _load(config, self.ranks)
+                self.engine = _load(config, self.ranks, rehearse)
             except RuntimeError as error:
                 raise self.processes.end(f"rank 0 could not start: {error}") from error
             self.processes.wait_ready()
@@ -111,10 +126,33 @@ class RankedEngine:
             self.processes.send(rank, frame)
 
 
-def _load(config: EngineConfig, ranks: Ranks) -> Engine:
+def executor_of(engine: Engine, num_slots: int) -> DeviceExecutor:
+    """Return the executor of one rank. All ranks have the same buckets, so they replay the same graphs."""
+    return DeviceExecutor(engine, num_slots, graph_sizes(engine.kv, num_slots))
+
+
+def _gpu_orders(config: EngineConfig, devices: Sequence[int]) -> list[str]:
+    """Return the order in which each rank sees the GPUs. Empty: the ranks compute on CPUs."""
+    if choose_device(config.device).type == "cpu":
+        return []
+    return orders(torch.cuda.device_count(), devices)
+
+
+def _meet(config: EngineConfig, rank: int, size: int, meeting: str, timeout_s: float) -> Group:
+    """Return the group of this process, on its current device. All ranks must call it."""
+    host = CpuGroup(rank, size, Path(meeting), timeout_s=timeout_s)
+    if choose_device(config.device).type == "cpu":
+        return host
+    try:
+        return CudaGroup(host, MappedBlocks(host, torch.device("cuda", torch.cuda.current_device()), timeout_s))
+    except TransferError as error:
+        raise ConfigError(f"the GPUs of rank {rank} and the others do not map each other's memory: {error}") from error
+
+
+def _load(config: EngineConfig, ranks: Ranks, rehearse: Callable[[Engine], None]) -> Engine:
     """Load this rank's engine. All ranks must call it. If ranks have rows of their own, no row is run yet."""
     if ranks.rows is None:
-        return load_engine(config, ranks=ranks)
+        return load_engine(config, rehearse, ranks)
     use_threads(config)
     return Engine(config, ranks=ranks)
 
@@ -129,17 +167,21 @@ def run_rank(
     num_slots: int,
     divides_sequences: bool,
     timeout_s: float,
+    rehearse: Callable[[Engine], None],
+    gpu_orders: Sequence[str],
 ) -> None:
     """Run rank 1 or above: load the share of the model, then do work until the pipe is closed (EOFError)."""
+    if gpu_orders:
+        see(gpu_orders[rank])
     setup_logging(config, f"{name}/rank-{rank}")
-    group = CpuGroup(rank, size, Path(meeting), timeout_s=timeout_s)
+    group = _meet(config, rank, size, meeting, timeout_s)
     rows = RankRows() if divides_sequences else None
-    engine = _load(config, Ranks(group, rows))
+    engine = _load(config, Ranks(group, rows), rehearse)
     if rows is not None:
         worker = RankWorker(engine, num_slots, rows)
         connection.send_bytes(READY)
         serve_rank(connection, worker)
-    executor, prompts = DeviceExecutor(engine, num_slots), Prompts(engine)
+    executor, prompts = executor_of(engine, num_slots), Prompts(engine)
     connection.send_bytes(READY)
     num_under_way = 0
     while True:
@@ -148,8 +190,10 @@ def run_rank(
                 prompts.submit(work).draft()
             case Forget():
                 prompts.forget(work.key)
-            case WarmUp():
+            case WarmUp() if num_slots:
                 executor.warm_up(expects_prompts=work.expects_prompts)
+            case WarmUp():
+                prompts.warm_up()
             case Round():
                 executor.submit(work)
                 num_under_way += 1

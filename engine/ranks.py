@@ -72,6 +72,14 @@ class Ranks:
         """Return the numbers of each rank. All ranks must call it, with equally many."""
         return self.group.gather(torch.tensor([numbers]), [1] * self.group.size).tolist()
 
+    def tell(self, data: bytes) -> bytes:
+        """Return what rank 0 says. All ranks must call it; what the others say is not heard."""
+        if self.group.size == 1:
+            return data
+        [[length], *_] = self.gather_numbers([len(data)])
+        own = torch.tensor(list(data) if self.group.rank == 0 else [], dtype=torch.uint8)
+        return bytes(self.group.gather(own, [length, *[0] * (self.group.size - 1)]).tolist())
+
     def least(self, number: int) -> int:
         """Return the least of the ranks' numbers. All ranks must call it."""
         return number if self.group.size == 1 else -int(self.group.max(torch.tensor([-number])))

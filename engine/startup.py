@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol
 
 from ..kernels.operations import captures
@@ -26,7 +27,7 @@ from .model_card import read_tokenizer
 from .progress import ProgressBar
 from .rank_processes import RankProcesses
 from .ranks import ONE_RANK, Ranks
-from .tuning import tune, use_file
+from .tuning import share_choices, tune, use_file
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ def load_engine(
         with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
             engine = Engine(config, progress, ranks, num_pages=rehearsal_pages(config, device) if fits else None)
         logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
-        tune_products(engine, measures=config.tune)
+        if ranks.group.rank == 0:
+            tune_products(engine, measures=config.tune)
+        share_choices(ranks)
         if fits:
             fit_pools(engine, config, rehearse)
         engine.warm_up(config.chunk(engine.device.type))
@@ -106,7 +109,8 @@ def serve(
         while not membership.is_over:
             if ranks is not None:
                 ranks.check()
-            is_busy = node.step()
+            with nullcontext() if ranks is None else ranks.surviving():
+                is_busy = node.step()
             membership.report()
             if not is_busy:
                 membership.wait()

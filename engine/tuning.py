@@ -35,7 +35,8 @@ from .attention import AttentionContext
 from .models.decoder import DecoderModel
 from .product_chains import Chain, Use, find_chains
 from .progress import Progress
-from .tuning_file import TuningFile
+from .ranks import Ranks
+from .tuning_file import TuningFile, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,15 @@ def _enough_memory() -> Iterator[None]:
 def use_file(device: torch.device) -> None:
     """Take the choices of the file, and measure nothing."""
     CHOSEN.update(TuningFile.of(device).read())
+
+
+def share_choices(ranks: Ranks) -> None:
+    """Take the choices of rank 0 on all ranks. A product that every rank has whole, as the output matrix, must have the
+    same bits on each, so the same kernel computes it. All ranks must call it."""
+    if ranks.group.size > 1:
+        chosen = decode(ranks.tell(encode(dict(CHOSEN))))
+        CHOSEN.clear()
+        CHOSEN.update(chosen)
 
 
 def _missing(chains: Sequence[Chain]) -> set[ProductShape]:

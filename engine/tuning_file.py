@@ -41,6 +41,16 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     products: list[tuple[ProductShape, Config | None]]  # null: torch's product
 
 
+def encode(choices: Choices) -> bytes:
+    """Return choices as bytes, for another rank."""
+    return msgspec.msgpack.encode(list(choices.items()))
+
+
+def decode(data: bytes) -> Choices:
+    """Return the choices of `encode`."""
+    return dict(msgspec.msgpack.decode(data, type=list[tuple[ProductShape, Config | None]]))
+
+
 class TuningFile:
     """Owns the file of one GPU and the lock by which the nodes of a GPU measure one after the other."""
 

@@ -31,11 +31,15 @@ def run(config: PrefillConfig) -> int:
         )
     keys = load_keys(config, any_port_of(config.bind_host))
     if config.tp == 1:
-        engine = load_engine(config, lambda engine: Prompts(engine).warm_up())
+        engine = load_engine(config, _rehearse)
         return _serve(config, name, keys, engine, Prompts(engine))
     check_ranks(config, config.tp)
-    with RankedEngine(config, config.tp, num_slots=0, name=name) as ranked:
+    with RankedEngine(config, config.tp, num_slots=0, name=name, rehearse=_rehearse) as ranked:
         return _serve(config, name, keys, ranked.engine, RankPrompts(ranked), ranked.processes)
+
+
+def _rehearse(engine: Engine) -> None:
+    Prompts(engine).warm_up()
 
 
 def _serve(

@@ -33,6 +33,7 @@ ENGINE_READS = {
         for name in (
             "buffers",
             "checksums",
+            "descriptors",
             "hidden_layout",
             "kv_layout",
             "memory",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...kernels.linear import sum_parts
 from ...kernels.norm import Norm, add_rms_norm_
+from ..group import Group
 from ..products.linear import Linear
 
 
@@ -17,11 +18,13 @@ class Residual:
 
     With one row on CUDA, the kernel of a product adds its result to the stream itself, and the kernel of gate and up
     also norms its input. (The product of q, k and v has too few rows of weights per program to gain by that.) Otherwise
-    the next norm that reads the stream also adds the output of the last sublayer."""
+    the next norm that reads the stream also adds the output of the last sublayer. If ranks share the product, it also
+    sums over them."""
 
     hidden: Tensor  # [num_tokens, hidden_size], added to in place
     eps: float
     _delta: Tensor | None = None  # still to be added: [num_tokens, hidden_size], or summands of it (`Linear.parts`)
+    _group: Group | None = None  # ranks over which `_delta` is still to be summed
 
     def gated_product(self, linear: Linear, norm: Tensor) -> Tensor:
         """Return `linear.gated` of the normed stream: [num_tokens, out_size / 2]. `norm` [hidden_size]."""
@@ -35,7 +38,7 @@ class Residual:
         if linear.fuses(x):
             linear(x, residual=hidden)
         else:
-            self._delta = linear.parts(x)
+            self._delta, self._group = linear.parts(x), linear.sums_over
 
     def add_output(self, y: Tensor) -> None:
         """Add the output `y` [num_tokens, hidden_size] of a sublayer that does not end in one product."""
@@ -44,12 +47,16 @@ class Residual:
 
     def normed(self, norm: Tensor) -> Tensor:
         """Return the normed stream, a new tensor [num_tokens, hidden_size]. `norm` [hidden_size]."""
-        delta, self._delta = self._delta, None
-        return add_rms_norm_(self.hidden, delta, norm, self.eps)
+        delta, group, self._delta, self._group = self._delta, self._group, None, None
+        if delta is None or group is None:
+            return add_rms_norm_(self.hidden, delta, norm, self.eps)
+        return group.sum_norm_(self.hidden, delta, norm, self.eps)
 
     def settled(self) -> Tensor:
         """Return `hidden` with all that was added."""
-        delta, self._delta = self._delta, None
+        delta, group, self._delta, self._group = self._delta, self._group, None, None
         if delta is not None and delta.ndim == 3:
             delta = sum_parts(delta, self.hidden.dtype)
+        if delta is not None and group is not None:
+            delta = group.sum(delta)
         return self.hidden if delta is None else self.hidden.add_(delta)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...kernels.norm import Norm
 from ...kernels.silu import silu_mul
 from ..checkpoint import FLOATS
+from ..group import Group
 
 
 class StoredTensor(NamedTuple):
@@ -123,9 +124,19 @@ class Product(ABC):
         If the product `fuses`, it norms x first by `norm` and adds the result to `residual` [num_rows, out_size] in
         place, which it returns. Otherwise both must be None."""
 
+    @property
+    def sums_over(self) -> Group | None:
+        """The ranks whose `parts` must be summed. None: those of this rank are the whole product."""
+        return None
+
+    @property
+    def alone(self) -> Product:
+        """The product of this rank's share, which waits for no other rank."""
+        return self
+
     def parts(self, x: Tensor) -> Tensor:
         """Return the product, or float32 summands of it, [num_parts, num_rows, out_size], if a kernel leaves the sum to
-        the kernel that reads it (`add_rms_norm_`)."""
+        the kernel that reads it (`add_rms_norm_`). The sum over ranks is left to the reader, too (`sums_over`)."""
         return self(x)
 
     def gated(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:

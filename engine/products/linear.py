@@ -14,11 +14,12 @@ class Linear:
     """Owns one product. `parts`, `gated` and `fuses` are the product's own methods, so that they cost no second call:
     small steps on a CPU notice it."""
 
-    __slots__ = ("fuses", "gated", "parts", "product")
+    __slots__ = ("fuses", "gated", "parts", "product", "sums_over")
 
     def __init__(self, product: Product) -> None:
         self.product = product
         self.parts, self.gated, self.fuses = product.parts, product.gated, product.fuses
+        self.sums_over = product.sums_over
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -4,8 +4,9 @@
     every rank holds rows of its own         rows of W are divided:     GatheredProduct, before the share
                                              columns of W are divided:  ScatteredProduct, after the share
 
-Rows of W that are divided while all ranks hold the same rows need no wrapper. Nothing is fused here: the sum over ranks
-stands between the product and the residual stream.
+Rows of W that are divided while all ranks hold the same rows need no wrapper. The residual stream sums what a
+`SummedProduct` leaves (`parts`) together with its own addition and the next norm: on a GPU one kernel does all three.
+Nothing else is fused here.
 """
 
 from __future__ import annotations
@@ -40,10 +41,22 @@ class _Wrapped(Product):
         del source
         return None
 
+    @property
+    def alone(self) -> Product:
+        return self.product
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SummedProduct(_Wrapped):
     """Multiplies this rank's columns and sums over the ranks. The bias is in rank 0's share."""
+
+    @property
+    def sums_over(self) -> Group:
+        return self.group
+
+    def parts(self, x: Tensor) -> Tensor:
+        """[num_rows, in_size / num_ranks] -> this rank's summand, [num_rows, out_size], or float32 parts of it."""
+        return self.product.parts(x)
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """[num_rows, in_size / num_ranks] -> [num_rows, out_size], bit for bit the same on each rank."""

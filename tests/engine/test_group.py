@@ -13,6 +13,7 @@ from group_ranks import LENS, PAIR_LENS, SIZE, WIDTH, leave_rank, rows_of, run_r
 from torch import Tensor
 
 from baton.engine.group import OneRank
+from baton.kernels.norm import add_rms_norm_
 
 
 def _start(target: Any, size: int, meeting: Path) -> tuple[list[Any], Any]:
@@ -47,6 +48,8 @@ def test_ranks_in_processes_of_their_own_compute_what_one_process_computes(tmp_p
             "gather": torch.cat([rows_of(each, LENS[each]) for each in range(SIZE)]),
             "gather of nothing": torch.zeros(0, WIDTH),
             "reduce_scatter": sum_of(sum(LENS)).split(LENS)[rank],
+            "sum_norm_": add_rms_norm_(torch.ones(4, WIDTH), sum_of(4), torch.ones(WIDTH), 1e-5),
+            "told": torch.tensor(list(b"rank 0")),
             "all_to_all": torch.cat([sends[sender][rank] for sender in range(SIZE)]),
         }
         for name, value in expected.items():

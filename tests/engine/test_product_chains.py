@@ -12,7 +12,11 @@ from drafters import settings, target_of
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.group import OneRank
+from baton.engine.models.read_config import read_model_config
+from baton.engine.models.registry import load_model
 from baton.engine.product_chains import Chain, find_chains
+from baton.engine.ranks import Ranks
 
 BODY = [("plain", (128, 64)), ("added", (64, 64)), ("gated", (256, 64)), ("added", (64, 128))]
 HEAD = [("plain", (512, 64))]
@@ -79,3 +83,25 @@ def test_a_chain_runs_all_its_products(family: str, has_attention: bool, checkpo
                 use.weight.copy_(kept)
                 assert isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
                 assert not torch.equal(before, after), use
+
+
+def test_a_rank_measures_its_own_share_alone(checkpoint: Callable[..., Path]) -> None:
+    """No collective operation is in a chain: other ranks wait elsewhere meanwhile."""
+
+    class Nobody(OneRank):
+        rank, size = 0, 2
+
+        def sum(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("no other rank takes part")
+
+        def sum_norm_(self, *_: object) -> torch.Tensor:
+            raise AssertionError("no other rank takes part")
+
+    model_dir = checkpoint("llama")
+    model = load_model(model_dir, read_model_config(model_dir), torch.float16, "cpu", ranks=Ranks(Nobody()))
+    chains = find_chains(model)
+    half = [("plain", (64, 64)), ("added", (64, 32)), ("gated", (128, 64)), ("added", (64, 64))]
+    assert [uses(chain) for chain in chains] == [half, HEAD]
+    for chain in chains:
+        x = torch.zeros(2, chain.in_size, dtype=torch.float16)
+        chain.run(x, torch.ones_like(x[0]), None)

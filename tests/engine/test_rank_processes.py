@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,20 @@ def ready(size: int, run: Callable[..., None], *args: Any) -> Iterator[RankProce
     with RankProcesses(size, run, *args, timeout_s=60.0) as processes:
         processes.wait_ready()
         yield processes
+
+
+def test_the_loss_of_a_rank_is_told_at_once_and_ends_the_node() -> None:
+    """Rank 0 may wait for it on its GPU, where nothing else ends the wait."""
+    told = threading.Event()
+    with ready(2, echo) as processes:
+        [pid] = processes.pids
+        processes.when_lost(told.set)
+        processes.watch()
+        assert not told.wait(0.5)
+        os.kill(pid, signal.SIGKILL)
+        assert told.wait(2.0)
+        with pytest.raises(RankLost, match=r"rank 1 .*exit code -9"), processes.surviving():
+            raise RuntimeError("rank 0 waited too long")
 
 
 def test_ranks_get_frames_in_order_and_leave_with_the_pipe() -> None:

@@ -63,3 +63,15 @@ def test_a_rank_counts_as_heard_after_this_process_was_away(
     assert not silent
     time.sleep(0.6)
     assert [rank for rank, _ in silent] == [1]
+
+
+def test_the_end_of_a_rank_is_told_once(silent: list[tuple[int, str]]) -> None:
+    ours, theirs = zip(*(Pipe(duplex=False) for _ in range(3)), strict=True)
+    ended: list[int] = []
+    watch = RankWatch(ours, lambda rank, what: silent.append((rank, what)), ended.append)
+    watch.start()
+    beat(theirs[0])
+    theirs[1].close()  # the third one is silent
+    time.sleep(1.0)
+    watch.close()
+    assert ended == [2, 3] and [rank for rank, _ in silent] == [3]

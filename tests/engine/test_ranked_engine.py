@@ -33,9 +33,10 @@ def test_a_node_refuses_a_number_of_ranks_before_they_start(checkpoint: Callable
         check_ranks(config, 2)
 
 
-def test_ranks_compute_on_cpus_alone(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_refused(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked_engine, "choose_device", lambda _: torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"--tp 2 on device cuda: .*use --device cpu or --tp 1"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"--tp 2 needs 2 GPUs, and this node sees 1 GPU"):
         check_ranks(DecodeConfig(model=str(checkpoint("llama"))), 2)
 
 

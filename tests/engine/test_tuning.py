@@ -19,10 +19,12 @@ pytest.importorskip("triton")
 from baton.engine import product_chains, tuning
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.group import OneRank
 from baton.engine.product_chains import Use, find_chains
+from baton.engine.ranks import ONE_RANK, Ranks
 from baton.engine.startup import tune_products
-from baton.engine.tuning import LEAST_GAIN, measure
-from baton.engine.tuning_file import TuningFile
+from baton.engine.tuning import LEAST_GAIN, measure, share_choices
+from baton.engine.tuning_file import TuningFile, decode, encode
 from baton.kernels.linear_configs import CHOSEN, Config, DoesNotFitError, ProductShape, choose, default
 from baton.kernels.operations import preferring
 
@@ -189,3 +191,24 @@ def test_too_little_memory_leaves_defaults(
     monkeypatch.setattr(tuning, "measure", measure)
     tuning.tune(engine.model, None, no_attention)
     assert not CHOSEN and "keep their defaults: CUDA out of memory" in caplog.records[0].message
+
+
+def test_all_ranks_take_the_choices_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they have measured themselves: the output matrix must have the same bits on all ranks."""
+    ours, theirs = ProductShape.of(4, 64, 32, is_gated=False), ProductShape.of(8, 64, 32, is_gated=False)
+    said = encode({theirs: CHEAP})
+
+    class Second(Ranks):
+        def tell(self, data: bytes) -> bytes:
+            assert decode(data) == {ours: DEAR}
+            return said
+
+    class Two(OneRank):
+        rank, size = 1, 2
+
+    monkeypatch.setitem(CHOSEN, ours, DEAR)
+    share_choices(Second(Two()))
+    assert dict(CHOSEN) == {theirs: CHEAP}
+    share_choices(ONE_RANK)
+    assert dict(CHOSEN) == {theirs: CHEAP}
+    CHOSEN.clear()

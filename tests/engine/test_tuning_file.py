@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine import tuning_file
-from baton.engine.tuning_file import TuningFile, cache_directory
+from baton.engine.tuning_file import TuningFile, cache_directory, decode, encode
 from baton.kernels.linear_configs import Config, ProductShape
 
 CHOICES = {
@@ -125,3 +125,9 @@ def test_the_directory_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_directory() == tmp_path / ".cache" / "baton"
+
+
+def test_choices_go_to_another_rank_as_bytes() -> None:
+    shapes = [ProductShape.of(rows, 64, 32, is_gated=False) for rows in (1, 8)]
+    choices = {shapes[0]: Config("vector", 16, 128), shapes[1]: None}
+    assert decode(encode(choices)) == choices

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.group import CpuGroup
+from baton.engine.ranks import Ranks
 
 SIZE = 3
 WIDTH = 5
@@ -33,6 +34,8 @@ def results_of(group: CpuGroup, rank: int) -> dict[str, Tensor]:
         "gather": group.gather(rows_of(rank, LENS[rank]), LENS),
         "gather of nothing": group.gather(rows_of(rank, 0), [0] * SIZE),
         "reduce_scatter": group.reduce_scatter(rows_of(rank, total), LENS),
+        "sum_norm_": group.sum_norm_(torch.ones(4, WIDTH), rows_of(rank, 4), torch.ones(WIDTH), 1e-5),
+        "told": torch.tensor(list(Ranks(group).tell(b"rank %d" % rank))),
         "all_to_all": group.all_to_all(rows_of(rank, sum(PAIR_LENS[rank])), PAIR_LENS),
     }
 

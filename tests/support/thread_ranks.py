@@ -28,6 +28,7 @@ from baton.engine.products.ranked import RankRows
 from baton.engine.rank_worker import RankWorker, serve_rank
 from baton.engine.ranked_engine import RankedEngine
 from baton.engine.ranks import Ranks
+from baton.kernels.norm import add_rms_norm_
 
 TIMEOUT_S = 20.0
 
@@ -91,6 +92,9 @@ class _ThreadRank:
             total += other
         return total
 
+    def sum_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm_(hidden, self.sum(delta), weight, eps)
+
     def max(self, x: Tensor) -> Tensor:
         return torch.stack(self._all("max", x, x.shape, ())).amax(0)
 
@@ -108,6 +112,12 @@ class _ThreadRank:
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         rows = self.gather(x, [sum(each) for each in lens]).split(list(itertools.chain.from_iterable(lens)))
         return torch.cat(rows[self.rank :: self.size])
+
+    def check(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

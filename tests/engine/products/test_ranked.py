@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from baton.engine.group import OneRank
+from baton.engine.layers.residual import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
+from baton.kernels.norm import rms_norm_ref
 
 
 class Doubling(OneRank):
@@ -18,6 +21,9 @@ class Doubling(OneRank):
 
     def sum(self, x: Tensor) -> Tensor:
         return 2 * x
+
+    def sum_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm_ref(hidden.add_(2 * delta), weight, eps)
 
     def gather(self, x: Tensor, lens: object) -> Tensor:
         return torch.cat([x, x])
@@ -32,10 +38,24 @@ DENSE = DenseProduct.of(WEIGHT, None)
 
 def test_columns_are_summed() -> None:
     linear = Linear(SummedProduct(DENSE, Doubling(), 4, 8))
-    for result in (linear(X), linear.parts(X)):
-        assert torch.equal(result, 2 * DENSE(X))
+    assert torch.equal(linear(X), 2 * DENSE(X))
     assert torch.equal(linear.gated(X), Linear.dense(2 * WEIGHT).gated(X))
     assert not linear.fuses(X) and (linear.in_size, linear.out_size) == (4, 8)
+
+
+@pytest.mark.parametrize("ends_in_norm", [True, False])
+def test_the_residual_stream_sums_over_the_ranks_once(ends_in_norm: bool) -> None:
+    """An output of ranks is added, another one after it, and one that no rank shares."""
+    stream, norm = Residual(torch.ones(3, 8), 1e-5), torch.rand(8)
+    shared, alone = Linear(SummedProduct(DENSE, Doubling(), 4, 8)), Linear.dense(WEIGHT)
+    expected = torch.ones(3, 8) + 4 * DENSE(X) + DENSE(X)
+    stream.add(shared, X)
+    stream.add(shared, X)
+    if ends_in_norm:
+        stream.normed(norm)
+    stream.add(alone, X)
+    torch.testing.assert_close(stream.normed(norm), rms_norm_ref(expected, norm, 1e-5))
+    torch.testing.assert_close(stream.settled(), expected)
 
 
 def test_rows_of_all_ranks_are_multiplied_and_each_rank_keeps_its_own() -> None:

@@ -1,0 +1,239 @@
+"""The operations of kernels/all_reduce.py on GPUs that map each other's memory.
+
+A meeting of one lane, in each rank:
+
+    x --> own slot;  flag of every other rank = count (release);  wait for all own flags >= count (acquire)
+    sum over ranks of their slots, in the order of the ranks --> out
+
+One meeting per row is enough. A lane writes slot `count % 2` again two meetings later. It has then met the others once
+more, and they raise that flag only after they have read the slot. A CUDA graph can hold a launch: each lane keeps its
+count in device memory.
+
+A rank that is gone raises no flag. A lane that has waited `limit` nanoseconds writes `has_failed`, and from then on no
+lane of this rank waits. Results are wrong from there, so the host looks at `has_failed` before it uses any.
+"""
+
+# Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+from . import gpu
+from .all_reduce import CONTROL, FLAGS_AT, MAX_RANKS, NUM_LANES, SLOT_BYTES, SLOTS_AT, PeerBlocks
+
+_MIN_TILE = 1024  # elements of a lane; a few lanes are faster than one
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_LOOKS = tl.constexpr(64)  # at a flag, between two looks at the clock and at the host's word
+_LANES, _RANKS, _SLOT = tl.constexpr(NUM_LANES), tl.constexpr(MAX_RANKS), tl.constexpr(SLOT_BYTES)
+_FLAGS_AT, _SLOTS_AT = tl.constexpr(FLAGS_AT), tl.constexpr(SLOTS_AT)
+_FAILED, _LIMIT = tl.constexpr(CONTROL.has_failed), tl.constexpr(CONTROL.limit)
+
+
+def serves_norm(hidden: Tensor, weight: Tensor) -> bool:
+    """Return whether `all_reduce_norm_` takes these tensors: a row must fit into a slot."""
+    is_row = hidden.dtype == weight.dtype and hidden.dtype in _FLOATS and hidden.stride(-1) == 1
+    return is_row and hidden.shape[1] * hidden.itemsize <= SLOT_BYTES
+
+
+def all_reduce(x: Tensor, blocks: PeerBlocks) -> Tensor:
+    """Return `all_reduce_ref` of all ranks' `x`, a new contiguous tensor. `x` has the same shape and dtype on each."""
+    assert x.dtype in _FLOATS, x.dtype
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch_flat(x, blocks, out, "sum")
+    return out
+
+
+def all_max(x: Tensor, blocks: PeerBlocks) -> Tensor:
+    """Return `all_max_ref` of all ranks' `x`, a new contiguous tensor. `x` has the same shape and dtype on each."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch_flat(x, blocks, out, "max")
+    return out
+
+
+def all_gather(x: Tensor, blocks: PeerBlocks) -> Tensor:
+    """Return `all_gather_ref` of all ranks' `x`: a new tensor [num_ranks, ...]. `x` has one shape and dtype on each."""
+    out = torch.empty((blocks.size, *x.shape), dtype=x.dtype, device=x.device)
+    _launch_flat(x, blocks, out, "gather")
+    return out
+
+
+def all_reduce_norm_(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, blocks: PeerBlocks) -> Tensor:
+    """Do `all_reduce_norm_ref_`: add the sum of all ranks' `delta` to `hidden` in place and return the norm of the
+    result, a new contiguous tensor [num_rows, size].
+
+    `hidden` [num_rows, size] has a contiguous last dimension. `delta` is contiguous: [num_rows, size] of hidden's
+    dtype, or parts [num_parts, num_rows, size] float32. Ranks may have unlike numbers of parts."""
+    num_rows, size = hidden.shape
+    assert serves_norm(hidden, weight), (hidden.shape, hidden.stride(), hidden.dtype, weight.dtype)
+    assert weight.shape == (size,) and weight.is_contiguous(), (hidden.shape, weight.shape)
+    assert delta.shape[-2:] == hidden.shape and delta.is_contiguous(), (hidden.shape, delta.shape, delta.stride())
+    assert delta.dtype == (hidden.dtype if delta.ndim == 2 else torch.float32), (delta.shape, delta.dtype)
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    if num_rows:
+        num_parts = 1 if delta.ndim == 2 else delta.shape[0]
+        _launch(delta, blocks, out, num_rows, size, num_rows * size, "sum", (hidden, weight, eps), num_parts)
+    return out
+
+
+def _launch_flat(x: Tensor, blocks: PeerBlocks, out: Tensor, kind: Literal["sum", "max", "gather"]) -> None:
+    """Work on `x` as a row of numbers, in tiles of equal size."""
+    num_elements = x.numel()
+    if not num_elements:
+        return
+    most = SLOT_BYTES // x.itemsize
+    tile = min(most, max(_MIN_TILE, triton.next_power_of_2(triton.cdiv(num_elements, NUM_LANES))))
+    _launch(x.contiguous(), blocks, out, triton.cdiv(num_elements, tile), tile, num_elements, kind)
+
+
+def _launch(
+    x: Tensor,
+    blocks: PeerBlocks,
+    out: Tensor,
+    num_rows: int,
+    size: int,
+    num_elements: int,
+    kind: Literal["sum", "max", "gather"],
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    num_parts: int = 1,
+) -> None:
+    """Launch `_exchange_kernel` for `num_rows` rows of `size` elements; the last one may be shorter. `norm`: the
+    residual, and the weight and eps of its norm."""
+    assert x.device == out.device == blocks.addresses.device, (x.device, out.device, blocks.addresses.device)
+    block, dependent = triton.next_power_of_2(size), gpu.dependent_launch(num_rows)
+    hidden, weight, eps = norm or (out, out, 0.0)
+    _exchange_kernel[(min(num_rows, NUM_LANES),)](
+        x, hidden, weight, out, blocks.addresses, blocks.control, blocks.rank, num_rows, num_elements,
+        hidden.stride(0) if norm else 0, eps, SIZE=size, BLOCK=block, NUM_RANKS=blocks.size, PARTS=num_parts, KIND=kind,
+        NORMS=norm is not None, IS_FLOAT=out.dtype.is_floating_point, CLOCKED=x.is_cuda, DEPENDENT=dependent,
+        num_warps=min(16, max(4, block // 512)), num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows"])
+def _exchange_kernel(
+    x_ptr,  # [num_elements], PARTS of them, of out's dtype or float32
+    hidden_ptr,  # [num_rows, SIZE] of out's dtype, rows hidden_stride apart; read and written if NORMS
+    weight_ptr,  # [SIZE] of out's dtype, read if NORMS
+    out_ptr,  # [num_elements]; KIND "gather": [NUM_RANKS, num_elements]; written
+    blocks_ptr,  # [NUM_RANKS] int64, addresses (all_reduce.py: PeerBlocks)
+    control_ptr,  # [2] int64 in host memory (all_reduce.py: Control)
+    rank,
+    num_rows,
+    num_elements,
+    hidden_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    CLOCKED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (min(num_rows, NUM_LANES),). A program takes every NUM_LANES-th row of SIZE elements."""
+    dtype = out_ptr.dtype.element_ty
+    lane = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    own = tl.load(blocks_ptr + rank)
+    if NORMS:
+        weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    count_ptr = (own + lane * 8).to(tl.pointer_type(tl.int64))
+    count = tl.load(count_ptr)
+    row = lane
+    while row < num_rows:
+        count += 1
+        at = row * SIZE + columns
+        is_in = columns < SIZE
+        if not NORMS:  # the last row may be shorter
+            is_in = is_in & (at < num_elements)
+        x = tl.load(x_ptr + at, mask=is_in, other=0)
+        for part in tl.static_range(1, PARTS):
+            x += tl.load(x_ptr + part * num_elements.to(tl.int64) + at, mask=is_in, other=0)
+        x = x.to(dtype)
+        slot = _SLOTS_AT + ((count % 2) * _LANES + lane) * _SLOT
+        tl.store(_pointer(own + slot, dtype) + columns, x, mask=is_in)
+        if NORMS:
+            hidden_at = hidden_ptr + row * hidden_stride + columns
+            hidden = tl.load(hidden_at, mask=is_in, other=0.0).to(tl.float32)
+        _meet(blocks_ptr, control_ptr, own, rank, lane, count, NUM_RANKS, CLOCKED)
+        total = x
+        for other in tl.static_range(NUM_RANKS):
+            theirs = _pointer(tl.load(blocks_ptr + other) + slot, dtype) + columns
+            theirs = tl.load(theirs, mask=is_in & (other != rank), other=0, cache_modifier=".cg")
+            each = tl.where(other == rank, x, theirs)
+            if KIND == "gather":
+                tl.store(out_ptr + other * num_elements.to(tl.int64) + at, each, mask=is_in)
+            elif KIND == "sum":
+                wide = each.to(tl.float32)
+                total = wide if other == 0 else total + wide
+            elif IS_FLOAT:
+                total = each if other == 0 else tl.maximum(total, each, propagate_nan=tl.PropagateNan.ALL)
+            else:
+                total = each if other == 0 else tl.maximum(total, each)
+        if NORMS:
+            hidden = (hidden + total.to(dtype).to(tl.float32)).to(dtype)
+            tl.store(hidden_at, hidden, mask=is_in)
+            hidden = hidden.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps)
+            normed = (hidden * scale).to(dtype).to(tl.float32)
+            tl.store(out_ptr + at, (normed * weight).to(dtype), mask=is_in)
+        elif KIND != "gather":
+            tl.store(out_ptr + at, total.to(dtype), mask=is_in)
+        row += _LANES
+    tl.store(count_ptr, count)
+
+
+@triton.jit
+def _pointer(address, dtype: tl.constexpr):
+    """Return a pointer to elements that start at a multiple of 16 bytes."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _meet(blocks_ptr, control_ptr, own, rank, lane, count, NUM_RANKS: tl.constexpr, CLOCKED: tl.constexpr):
+    """Show the others what this lane has written, and wait until they have written, too."""
+    tl.debug_barrier()  # all threads have written, and have read what they read in the last meeting
+    for other in tl.static_range(NUM_RANKS):
+        if other != rank:
+            flag = tl.load(blocks_ptr + other) + _FLAGS_AT + (lane * _RANKS + rank) * 8
+            tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), count, sem="release", scope="sys")
+    for other in tl.static_range(NUM_RANKS):
+        if other != rank:
+            flag = own + _FLAGS_AT + (lane * _RANKS + other) * 8
+            _wait(flag.to(tl.pointer_type(tl.int64)), count, control_ptr, CLOCKED)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _wait(flag_ptr, count, control_ptr, CLOCKED: tl.constexpr):
+    """Wait until the flag is `count` or more. Give up if the host says so, or after the limit."""
+    num_looks = count * 0
+    begun = num_looks
+    if CLOCKED:
+        begun = globaltimer()
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while seen < count:
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        num_looks += 1
+        if num_looks % _LOOKS == 0:
+            now = num_looks
+            if CLOCKED:
+                now = globaltimer()
+            has_failed = tl.load(control_ptr + _FAILED, volatile=True)
+            if (has_failed != 0) | (now - begun > tl.load(control_ptr + _LIMIT, volatile=True)):
+                tl.store(control_ptr + _FAILED, 1)
+                seen = count

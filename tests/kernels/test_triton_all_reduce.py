@@ -1,0 +1,129 @@
+"""The Triton sums over ranks against kernels/all_reduce.py, between processes that share memory.
+
+tests/gpu/test_cuda_group.py does the same between processes that share a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from peer_cases import Case, check, local_group, new_blocks, run_process
+from torch import Tensor
+from triton_device import IS_INTERPRETED
+
+pytest.importorskip("triton")
+
+from baton.kernels.all_reduce import CONTROL, NUM_LANES, SLOT_BYTES, PeerBlocks, all_reduce_norm_ref_
+from baton.kernels.triton_all_reduce import all_max, all_reduce, all_reduce_norm_, serves_norm
+
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="tests/gpu/test_cuda_group.py tests them on a GPU")
+
+HALF = torch.float16
+CASES = [
+    Case("sum", (1, 64)),
+    Case("sum", (3, 301)),
+    Case("sum", (2, 0)),
+    Case("sum", (NUM_LANES + 3, 1024)),  # a lane meets the others twice in a launch
+    Case("sum", (7, 50), HALF),
+    Case("sum", (4, 5), torch.int64),
+    Case("max", (3, 301)),
+    Case("max", (9, 2), torch.int64),
+    Case("max", (5, 3), HALF),
+    Case("gather", (5, 33)),
+    Case("gather", (6, 2), torch.int64),
+    Case("gather", (0, 8)),
+    Case("reduce_scatter", (12, 17)),
+    Case("all_to_all", (12, 17), HALF),
+    Case("sum_norm_", (1, 256)),
+    Case("sum_norm_", (5, 100), HALF),
+    Case("sum_norm_", (0, 64)),
+    Case("sum_norm_", (NUM_LANES + 2, 24)),
+    Case("sum_norm_", (3, 72), HALF, num_parts=4),
+    Case("sum_norm_", (1, 16384)),  # a row that no slot holds
+    Case("sum", (1, 64)),
+]
+LIMIT = 1 << 40  # looks
+
+
+def run_ranks(size: int, cases: list[Case], limit: int = LIMIT) -> dict[int, list[Any]]:
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    blocks = [block.share_memory_() for block in new_blocks(size)]
+    ranks = [
+        context.Process(target=run_process, args=(rank, blocks, cases, limit, answers), daemon=True)
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        return dict(answers.get(timeout=120) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_operation_has_the_bits_of_the_specification(size: int) -> None:
+    found = run_ranks(size, CASES)
+    for rank, values in found.items():
+        assert len(values) == len(CASES), values[-1]
+        for case, value in zip(CASES, values, strict=True):
+            check(case, rank, size, [torch.from_numpy(each) for each in value])
+
+
+def one_group(limit: int = 1000) -> Any:
+    """Return the group of rank 0 of two; nobody is rank 1."""
+    return local_group(0, new_blocks(2), limit)
+
+
+def test_a_row_that_does_not_fit_into_a_slot_is_not_fused() -> None:
+    weight = torch.ones(SLOT_BYTES // 4)
+    assert serves_norm(weight[None], weight)
+    assert not serves_norm(torch.ones(1, SLOT_BYTES // 4 + 1), weight)
+    assert not serves_norm(weight[None], weight.half())
+    assert serves_norm(torch.ones(1, SLOT_BYTES // 2, dtype=HALF), weight.half())
+
+
+def test_unlike_shapes_are_refused() -> None:
+    blocks = one_group()._blocks
+    hidden, weight = torch.ones(3, 64), torch.ones(64)
+    for delta in (torch.ones(3, 32), torch.ones(3, 64, dtype=HALF), torch.ones(2, 3, 64, dtype=HALF), hidden.T):
+        with pytest.raises(AssertionError):
+            all_reduce_norm_(hidden, delta, weight, 1e-5, blocks)
+    with pytest.raises(AssertionError):
+        all_reduce(torch.ones(3, dtype=torch.int64), blocks)
+
+
+def both(xs: tuple[Tensor, Tensor]) -> list[PeerBlocks]:
+    """Return the blocks of two ranks after a meeting in which nobody waited."""
+    memory = new_blocks(2)
+    groups = [local_group(rank, memory, 0) for rank in range(2)]
+    for group, x in zip(groups, xs, strict=True):
+        group.sum(x)
+    return [group._blocks for group in groups]
+
+
+def test_not_a_number_is_the_largest() -> None:
+    x, nan = torch.tensor([1.0, 2.0]), torch.tensor([torch.nan, 0.0])
+    blocks = both((x, x))
+    for each in blocks:
+        each.control[CONTROL.has_failed] = 0
+    all_max(nan, blocks[0])
+    found = all_max(x, blocks[1])
+    assert found.isnan().tolist() == [True, False] and found[1] == 2.0
+
+
+def test_a_strided_residual_is_added_to_in_place() -> None:
+    table, weight = torch.zeros(3, 80), torch.ones(64)
+    delta = torch.arange(192.0).view(3, 64)
+    expected = torch.zeros(3, 64)
+    normed = all_reduce_norm_ref_(expected, [torch.zeros(3, 64), delta], weight, 1e-5)
+    memory = new_blocks(2)
+    first, second = (local_group(rank, memory, 0) for rank in range(2))
+    first.sum_norm_(torch.zeros(3, 64), torch.zeros(3, 64), weight, 1e-5)
+    actual = second.sum_norm_(table[:, :64], delta, weight, 1e-5)
+    torch.testing.assert_close(actual, normed)
+    assert torch.equal(table[:, :64], expected) and not table[:, 64:].any()
