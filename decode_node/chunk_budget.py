@@ -129,6 +129,8 @@ class PromptRate(NamedTuple):
     fixed_s: float  # per prompt, besides its tokens
     round_s: float
     has_room: bool
+    num_paced: int = 0  # tokens that `token_s` holds for, if more than these wait; 0: for all
+    rest_token_s: float = 0.0  # seconds per token beyond them
 
 
 class ChunkBudget:
@@ -186,8 +188,9 @@ class ChunkBudget:
                 return ChunkPace(full.num_tokens, 1, False, full.is_joint)
         return pace
 
-    def rate(self, num_streams: int, num_steps: int, num_queued: int) -> PromptRate:
-        """Return how long prompts take beside `num_streams` streams."""
+    def rate(self, num_streams: int, num_steps: int) -> PromptRate:
+        """Return how long prompts take beside `num_streams` streams. A long queue advances by chunks of full length
+        until the rest takes QUEUE_S."""
         full_s = self._costs.seconds(self._chunk_tokens, 0, is_joint=False)
         if num_streams == 0:
             least = min(LEAST_TOKENS, self._chunk_tokens)
@@ -196,14 +199,19 @@ class ChunkBudget:
             fixed_s = max(0.0, self._costs.seconds(least, 0, is_joint=is_joint) - least * token_s)
             return PromptRate(token_s, fixed_s, self._rounds.expected(1, num_steps), True)
         round_s = self._rounds.expected(num_streams, num_steps)
-        pace = self.pace(num_streams, num_steps, Queue(num_queued))
+        pace = self.pace(num_streams, num_steps, Queue(0))
         chunk_s = self._costs.seconds(pace.num_tokens, 0, is_joint=pace.is_joint)
         token_s = (pace.every * round_s + chunk_s) / pace.num_tokens
+        num_paced, rest_token_s = 0, 0.0
+        if self._max_gap_s is None:
+            full = self._chunk(num_streams, num_steps, self._chunk_tokens, Queue(0))
+            num_paced, rest_token_s = int(QUEUE_S / token_s), (round_s + full.seconds) / full.num_tokens
         # a prompt comes in the middle of a round, and its last chunk is on average half as long as the others
         fixed_s = round_s / 2 + token_s * pace.num_tokens / 2
         if pace.is_joint:  # the last chunk shares the forward of the first round
             fixed_s = max(0.0, fixed_s - round_s)
-        return PromptRate(token_s, fixed_s, round_s, pace.is_within or self._max_gap_s is None)
+        has_room = pace.is_within or self._max_gap_s is None
+        return PromptRate(token_s, fixed_s, round_s, has_room, num_paced, rest_token_s)
 
     def begin_round(self, *, has_chunk: bool) -> None:
         """A round is submitted, with a chunk beside it or without one."""

@@ -199,7 +199,7 @@ class DecodeNode:
         # prompts that are not computed yet will be streams when the next ones come
         num_streams = scheduler.num_streams or min(1, len(scheduler))
         num_steps = self._under_way.submitted.shape.num_steps if self._under_way is not None else 0
-        rate = self._budget.rate(num_streams, num_steps, scheduler.num_queued_tokens)
+        rate = self._budget.rate(num_streams, num_steps)
         return Load(
             free_pages=self.cache.available,
             running=len(scheduler.running) + len(scheduler.reserved),
@@ -209,6 +209,8 @@ class DecodeNode:
             prompt_fixed_s=rate.fixed_s,
             round_s=rate.round_s,
             has_prompt_room=rate.has_room,
+            paced_prompt_tokens=rate.num_paced,
+            prompt_rest_token_s=rate.rest_token_s,
         )
 
     def stats(self) -> NodeStats:

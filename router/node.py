@@ -316,7 +316,8 @@ class Node:
     @property
     def prompt_times(self) -> PromptTimes:
         """The times of prompts on the node, as it reported them last."""
-        return PromptTimes(self._load.prompt_token_s, self._load.prompt_fixed_s)
+        load = self._load
+        return PromptTimes(load.prompt_token_s, load.prompt_fixed_s, load.paced_prompt_tokens, load.prompt_rest_token_s)
 
     def begin_prompt(self, rid: str, attempt: int, num_tokens: int, now: float) -> None:
         """Enter a prompt of which the node has to compute `num_tokens` tokens."""

@@ -30,7 +30,6 @@ Reason = Literal[
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
-STALL_WEIGHT = 2 / 3  # of a second for which a stream of a full decode node waits, against one until the second token
 
 
 class PromptPlace(NamedTuple):
@@ -89,6 +88,8 @@ class PromptTimes(NamedTuple):
 
     token_s: float = 0.0  # per token; 0: unknown
     fixed_s: float = 0.0  # per prompt, besides its tokens
+    num_paced: int = 0  # tokens that `token_s` holds for, if more than these wait; 0: for all
+    rest_token_s: float = 0.0  # per token beyond them
 
     @property
     def are_known(self) -> bool:
@@ -96,7 +97,8 @@ class PromptTimes(NamedTuple):
 
     def seconds(self, num_tokens: int) -> float:
         """Return the seconds until this many tokens are computed, those of earlier prompts included."""
-        return self.fixed_s + num_tokens * self.token_s
+        num_rest = max(0, num_tokens - self.num_paced) if self.num_paced else 0
+        return self.fixed_s + (num_tokens - num_rest) * self.token_s + num_rest * self.rest_token_s
 
 
 class RemoteFigures(NamedTuple):
@@ -154,10 +156,9 @@ class LocalFigures(NamedTuple):
 
     def stall_s(self, token_s: float) -> float:
         """Return the price, in the same seconds, of the waiting of its streams for the chunks of this prompt. It rises
-        with the load of the node, since rounds are slower then. A token of a chunk takes at most `token_s`, the rounds
-        beside it left out."""
-        waits_s = self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
-        return STALL_WEIGHT * self.share * waits_s
+        with the load of the node, since rounds are slower then: a second for which a stream of a full node waits costs
+        a second. A token of a chunk takes at most `token_s`, the rounds beside it left out."""
+        return self.share * self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
 
 
 class SoonerPlace(NamedTuple):

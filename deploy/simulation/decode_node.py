@@ -153,7 +153,7 @@ class SimulatedDecodeNode:
         return LocalFigures(
             self._num_queued_tokens + num_asked,
             request.prompt_len,
-            PromptTimes(rate.token_s, rate.fixed_s),
+            PromptTimes(rate.token_s, rate.fixed_s, rate.num_paced, rate.rest_token_s),
             rate.round_s,
             rate.has_room,
             figures.num_running,
@@ -187,7 +187,7 @@ class SimulatedDecodeNode:
     @property
     def _rate(self) -> PromptRate:
         """The times of prompts under the present load. Prompts that are not computed yet count as streams."""
-        return self._budget.rate(len(self._running) or min(1, self._num_units), 0, self._num_queued_tokens)
+        return self._budget.rate(len(self._running) or min(1, self._num_units), 0)
 
     @property
     def _num_queued_tokens(self) -> int:

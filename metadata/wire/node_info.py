@@ -126,6 +126,8 @@ class Load(Message, frozen=True):
     prompt_fixed_s: Annotated[Seconds, Since(6)] = 0.0  # per prompt, besides its tokens
     round_s: Annotated[Seconds, Since(6)] = 0.0  # of a round of a decode node
     has_prompt_room: Annotated[bool, Since(6)] = True  # the bound on gaps leaves room for a chunk beside the streams
+    paced_prompt_tokens: Annotated[Count, Since(6)] = 0  # that prompt_token_s holds for, if more wait; 0: for all
+    prompt_rest_token_s: Annotated[Seconds, Since(6)] = 0.0  # per prompt token beyond them
 
 
 class NodeStats(Message, frozen=True):

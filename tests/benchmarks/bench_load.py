@@ -118,7 +118,8 @@ class Client:
                     stream.done.result()
             return await self._measure(arrivals)
         finally:
-            for transport, _ in others:
+            for transport, stream in others:
+                stream.done.cancel()  # nobody waits for its end
                 transport.close()
 
     async def _measure(self, arrivals: Sequence[Arrival]) -> float:

@@ -209,7 +209,7 @@ def test_without_room_a_full_chunk_runs_beside_one_round_of_many() -> None:
             break
     assert computed[:4] == [0, FULL, 2 * FULL, 3 * FULL]
     assert world.late_share(0.008) <= 1 / RARE
-    assert not world.budget.rate(1, 0, 0).has_room and Simulation(device, 0.020).budget.rate(1, 0, 0).has_room
+    assert not world.budget.rate(1, 0).has_room and Simulation(device, 0.020).budget.rate(1, 0).has_room
 
 
 @pytest.mark.parametrize("forwards", FORWARDS)
@@ -219,7 +219,7 @@ def test_without_an_operators_bound_the_mean_gap_is_one_and_a_half_rounds(forwar
     mean_s, round_s = sum(world.gaps) / len(world.gaps), device.round_s(5)
     assert round_s < mean_s < 1.02 * DEFAULT_GAP * round_s, (mean_s, round_s)
     assert len(world.waits) > 15 and max(list(world.waits.values())[10:]) < 1.5, world.waits
-    assert world.budget.rate(4, 0, 0).has_room
+    assert world.budget.rate(4, 0).has_room
 
 
 def test_without_an_operators_bound_short_prompts_keep_each_gap_within_one_and_a_half_rounds() -> None:
@@ -271,13 +271,26 @@ def test_a_preempted_sequence_is_computed_again_within_the_bound() -> None:
 def test_the_rate_for_the_router_follows_the_load() -> None:
     device = Device(fixed_s=0.0003, noise=0.0, num_pauses=0.0)
     world = with_arrivals(device, 0.009, every_s=1.0)
-    idle, busy = world.budget.rate(0, 0, 0), world.budget.rate(8, 0, 0)
+    idle, busy = world.budget.rate(0, 0), world.budget.rate(8, 0)
     assert idle.token_s == pytest.approx(device.token_s, rel=0.3) and idle.has_room
     assert busy.token_s > 2 * idle.token_s and busy.round_s == pytest.approx(device.round_s(8), rel=0.1)
     taken = world.waits[list(world.waits)[-3]]
     num_streams = len(world.scheduler.running)
-    expected = world.budget.rate(num_streams, 0, 0)
+    expected = world.budget.rate(num_streams, 0)
     assert taken == pytest.approx(expected.fixed_s + 2000 * expected.token_s + expected.round_s, rel=0.35)
+
+
+@pytest.mark.parametrize("prompt_len", [300, 2000, 8 * FULL])
+def test_the_rate_without_an_operators_bound_holds_for_prompts_of_all_lengths(prompt_len: int) -> None:
+    """A long prompt gets chunks of full length until its rest takes QUEUE_S."""
+    device = Device(fixed_s=FORWARDS["one forward for both"], noise=0.0, num_pauses=0.0)
+    world = with_arrivals(device, None, every_s=1.5, prompt_len=prompt_len)
+    waits = sorted(list(world.waits.values())[6:])
+    rate = world.budget.rate(4, 0)
+    assert rate.rest_token_s < 0.4 * rate.token_s and rate.num_paced == pytest.approx(QUEUE_S / rate.token_s, abs=1)
+    num_rest = max(0, prompt_len - rate.num_paced)
+    expected = rate.fixed_s + (prompt_len - num_rest) * rate.token_s + num_rest * rate.rest_token_s + rate.round_s
+    assert waits[len(waits) // 2] == pytest.approx(expected, rel=0.35)
 
 
 def test_chunks_in_a_row_are_measured_together() -> None:
