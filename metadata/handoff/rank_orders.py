@@ -1,6 +1,8 @@
 """Plain values for the orders of rank 0 to the other ranks about handoffs, and for the reports of these ranks.
 
                   order          does                                                     report
+    decode node   BeginPulling   makes the rank's RankPuller                              -
+    prefill node  BeginServing   makes the rank's PageServer                              its address
     decode node   ExpectPages    marks pages that will be written, like GPU fences        -
                   OpenSource     opens links to the ranks of a prefill node               SourceLost, if one is over
                   FetchPages     copies a rank's heads of pages, and checks them          FetchedPages, FetchFailed
@@ -21,8 +23,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..wire.node_info import Peer
+from ..wire.node_info import HostMemory, Peer
 from ..wire.request import Unit
+
+# --- the begin of handoffs: the first order to a rank (engine/rank_handoffs.py) ---
+
+
+@dataclass(frozen=True, slots=True)
+class BeginPulling:
+    """The rank pulls its heads in this epoch of its decode node. `fingerprints` as in `Endpoint`."""
+
+    epoch: str
+    fingerprints: tuple[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BeginServing:
+    """The rank serves its heads in this epoch of its prefill node. Rank 0 binds at `bind_host`, and counts generations
+    in the memory `counted`."""
+
+    epoch: str
+    fingerprints: tuple[str, str | None]
+    bind_host: str
+    counted: HostMemory
+
 
 # --- a decode node: RankPuller does these ---
 
