@@ -9,6 +9,7 @@ Ranks(group, RankRows())            every rank attends for sequences of its own,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,6 +57,15 @@ class Ranks:
         """Return the configuration with the heads of this rank."""
         num_kv_heads = len(self.of_heads.heads(config.num_kv_heads))
         return replace(config, num_heads=config.num_heads // self.num_head_shards, num_kv_heads=num_kv_heads)
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here. One rank does not wait."""
+        if self.group.size > 1:
+            self.group.sum(torch.zeros(1))
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of each rank. All ranks must call it, with equally many."""
+        return self.group.gather(torch.tensor([numbers]), [1] * self.group.size).tolist()
 
     def least(self, number: int) -> int:
         """Return the least of the ranks' numbers. All ranks must call it."""

@@ -1,9 +1,9 @@
 """Access to the pages of this node's KV pools, in host memory or elsewhere. Imports no torch.
 
-In host memory a pool and its `PageMemory` are the same bytes. Otherwise the pool lies in the memory of a GPU, or in
-parts in the memories of several ranks, and the `PageMemory` is a host mirror with the same page numbers. A page lies in
-the mirror only while it travels through the host. `DevicePool` is the interface of such pools: engine/cuda_pool.py for
-CUDA, engine/rank_pool.py for ranks on CPUs. A page number names one page in every pool: target, then draft.
+In host memory a pool and its `PageMemory` are the same bytes. Otherwise the pool lies in the memory of a GPU, and the
+`PageMemory` is a host mirror with the same page numbers. A page lies in the mirror only while it travels through the
+host. `DevicePool` is the interface of such pools (engine/cuda_pool.py). A page number names one page in every pool:
+target, then draft.
 
     OfferedPages   used by the prefill node's HandoffServer: checksums and bytes of pages that it offers
     ReceivedPages  used by the decode node's HandoffClient: checks of pages that have been copied
@@ -59,11 +59,11 @@ class MappedPools(Protocol):
 
 
 class DevicePool(Protocol):
-    """The pools of this node on its GPU, or on several ranks. Only the node's main thread uses them."""
+    """The pools of this node, or of this rank of it, on its GPU. Only the main thread uses them."""
 
     @property
     def device(self) -> str:
-        """The UUID of the GPU, or "" if there is none."""
+        """The UUID of the GPU."""
         ...
 
     @property
@@ -94,9 +94,9 @@ class DevicePool(Protocol):
         Raises OutOfMemory."""
         ...
 
-    def begin_digest(self, pages: Sequence[int]) -> Gather | None:
-        """Begin to compute the checksums of pages of ours, when all work is done that was submitted so far. Return None
-        if the pool computes checksums only when they are asked for. Raises OutOfMemory."""
+    def begin_digest(self, pages: Sequence[int]) -> Gather:
+        """Begin to compute the checksums of pages of ours, when all work is done that was submitted so far. Raises
+        OutOfMemory."""
         ...
 
     def store(self, pages: Sequence[int]) -> None:
@@ -168,9 +168,7 @@ class OfferedPages:
         if self.device is None or not self._has_checksums or not new:
             return
         with suppress(OutOfMemory):
-            gather = self.device.begin_digest(new)
-            if gather is not None:
-                self._begun.append(_Begun({page: ages[page] for page in new}, gather))
+            self._begun.append(_Begun({page: ages[page] for page in new}, self.device.begin_digest(new)))
         if len(self._begun) > _MOST_BEGUN:
             self._take(self._begun[0])
 
@@ -257,5 +255,5 @@ def memory_of_rank_0(counted: HostMemory, ours: PageMemory) -> PeerMemory:
 
 
 def _check_digest(schema: HandoffSchema, device: DevicePool | None) -> None:
-    is_on_gpu = device is not None and bool(device.device)
-    assert schema.checksum == "none" or (schema.checksum == GPU_CHECKSUM) == is_on_gpu, schema.checksum
+    has_gpu = device is not None
+    assert schema.checksum == "none" or (schema.checksum == GPU_CHECKSUM) == has_gpu, schema.checksum
