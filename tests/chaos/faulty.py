@@ -34,10 +34,8 @@ from weakref import WeakKeyDictionary
 import msgspec
 import zmq
 from drawn_places import drawn_place
-from forked import FAULT_PLAN
 from msgspec import Struct
 
-from baton.engine import ranked_engine
 from baton.metadata.bus import sockets as bus
 from baton.metadata.wire.frames import unseal
 
@@ -272,6 +270,10 @@ def switch_on(path: str, *, is_rank: bool = False) -> None:
 
 def run_rank(*args: Any) -> None:
     """Run rank 1 or above of a node in its process, which is new, with the faults of the node."""
+    from forked import FAULT_PLAN
+
+    from baton.engine import ranked_engine
+
     run = ranked_engine.run_rank
     switch_on(os.environ[FAULT_PLAN], is_rank=True)
     run(*args)
@@ -279,6 +281,7 @@ def run_rank(*args: Any) -> None:
 
 def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes to replace as (owner, name, value)."""
+    from baton.engine import ranked_engine
     from baton.metadata.handoff.transports.registry import TRANSPORTS
     from baton.router.queue import Entry
 

@@ -29,7 +29,7 @@ EVENTS = {
     ("decode", "decoding"): ("out:tokens", 40),
 }
 # role: the same for a rank of a node while pages are pulled; a prefill rank notices pulls by ZeroMQ alone
-RANK_EVENTS = {"prefill": ("in:pull", 3), "decode": ("pull", 20)}
+RANK_EVENTS = {"prefill": ("in:pull", 1), "decode": ("pull", 6)}
 # phase: the message types whose frames are damaged, as a node receives and sends them
 COMING = {
     "queued": ("reserve", "compute"),
