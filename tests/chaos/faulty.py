@@ -26,6 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
@@ -81,7 +82,7 @@ class Faults:
 
     def __init__(self, path: Path, *, is_rank: bool = False) -> None:
         """`is_rank`: this process is rank 1 or above of a node."""
-        self._path, self._is_rank = path, is_rank
+        self.path, self._is_rank = path, is_rank
         self._record = os.open(path.with_suffix(".faults"), os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC)
         self._read_at = self._changed_at = 0.0
         self._plan = Plan()
@@ -97,10 +98,10 @@ class Faults:
         now = _real_monotonic()
         if now - self._read_at > _REREAD_S:
             self._read_at = now
-            changed_at = self._path.stat().st_mtime
+            changed_at = self.path.stat().st_mtime
             if changed_at != self._changed_at:
                 self._changed_at = changed_at
-                self._take(msgspec.json.decode(self._path.read_bytes(), type=Plan))
+                self._take(msgspec.json.decode(self.path.read_bytes(), type=Plan))
         return self._plan
 
     def monotonic(self) -> float:
@@ -268,14 +269,12 @@ def switch_on(path: str, *, is_rank: bool = False) -> None:
         setattr(owner, name, value)
 
 
-def run_rank(*args: Any) -> None:
-    """Run rank 1 or above of a node in its process, which is new, with the faults of the node."""
-    from forked import FAULT_PLAN
-
+def run_rank(path: str, *args: Any) -> None:
+    """Run rank 1 or above of a node in its process, which is new, with the faults of the plan file `path`."""
     from baton.engine import ranked_engine
 
     run = ranked_engine.run_rank
-    switch_on(os.environ[FAULT_PLAN], is_rank=True)
+    switch_on(path, is_rank=True)
     run(*args)
 
 
@@ -292,7 +291,7 @@ def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
         for name in ("step", "receive"):
             yield transport, name, _spoiling(getattr(transport, name), faults)
     yield Entry, "place", drawn_place(lambda: faults.plan.places)
-    yield ranked_engine, "run_rank", run_rank
+    yield ranked_engine, "run_rank", partial(run_rank, str(faults.path))
     yield time, "monotonic", faults.monotonic
     for function in _our_functions():
         defaults = function.__defaults__ or ()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from faulty import Plan, Strike
+from faulty import Plan, Strike, run_rank
 from faulty_process import FaultyProcess
-from forked import FAULT_PLAN
 from node_pair import NodePair, node_pairs, params
 from rank_nodes import heads_schema, rank_end
 
+from baton.engine import ranked_engine
 from baton.engine.rank_handoffs import make_client, make_server
 from baton.engine.rank_processes import RankProcesses
 from baton.metadata.errors import ConfigError, RankLost
@@ -32,7 +33,7 @@ class Ranks:
         self.own = FaultyProcess(monkeypatch, directory)
         self._path = directory / "rank.plan"
         self.plan(1, Plan())
-        monkeypatch.setenv(FAULT_PLAN, str(self._path))
+        monkeypatch.setattr(ranked_engine, "run_rank", partial(run_rank, str(self._path)))
 
     def plan(self, rank: int, plan: Plan) -> None:
         """Set the faults of a rank from now on."""
