@@ -145,10 +145,12 @@ class OfferedPages:
         self._begun: list[_Begun] = []
         self._on_host: dict[int, int] = {}  # by page: the generation that lies in the mirror
 
-    def await_work(self, pages: Sequence[int]) -> None:
-        """Let the next checksums of these pages wait for all work that has been submitted so far: it computes them."""
-        if self.device is not None:
-            self.device.expect(pages)
+    def await_work(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """Let the next checksums of these pages wait for all work that has been submitted so far: it computes them.
+        Checksums that are known or begun wait for nothing more."""
+        new = self._unbegun(dict(zip(pages, generations, strict=True)))
+        if self.device is not None and new:
+            self.device.expect(new)
 
     def checksums(self, pages: Sequence[int], generations: Sequence[int]) -> list[bytes]:
         """Return the checksums of each of these complete pages. A GPU computes all unknown ones in one launch."""
@@ -164,7 +166,7 @@ class OfferedPages:
         """Begin to compute the checksums of pages that will be complete when the device has done all work submitted so
         far, if it is a GPU. So they are there when the pages are offered. Without memory for them nothing happens."""
         ages = dict(zip(pages, generations, strict=True))
-        new = [page for page in self._unknown(ages) if all(each.ages.get(page) != ages[page] for each in self._begun)]
+        new = self._unbegun(ages)
         if self.device is None or not self._has_checksums or not new:
             return
         with suppress(OutOfMemory):
@@ -199,6 +201,9 @@ class OfferedPages:
 
     def _unknown(self, ages: Mapping[int, int]) -> list[int]:
         return [page for page, age in ages.items() if self._known.get(page, (None,))[0] != age]
+
+    def _unbegun(self, ages: Mapping[int, int]) -> list[int]:
+        return [page for page in self._unknown(ages) if all(each.ages.get(page) != ages[page] for each in self._begun)]
 
     def _take(self, begun: _Begun) -> None:
         """Wait for checksums that were begun."""

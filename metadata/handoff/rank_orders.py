@@ -8,7 +8,8 @@
                   FetchPages     copies a rank's heads of pages, and checks them          FetchedPages, FetchFailed
                   ForgetUnit     stops the copies of a unit                               -
                   CloseSource    closes the links to a prefill node                       -
-    prefill node  OfferPages     digests computed pages, and lets a unit's reader pull    OfferDigests, OfferFailed
+    prefill node  DigestAhead    begins to digest pages that work under way computes         -
+                  OfferPages     digests computed pages, and lets a unit's reader pull    OfferDigests, OfferFailed
                   ServeUnit      names the decode node that may pull a unit's pages       OfferFailed, without memory
                   EndUnit        ends the unit's ticket: nobody pulls its pages any more  -
                   CloseReader    closes the links of a decode node                        -
@@ -138,6 +139,15 @@ PullReport = FetchedPages | FetchFailed | SourceLost
 
 
 @dataclass(frozen=True, slots=True)
+class DigestAhead:
+    """Pages that the work sent so far completes, and that will be offered. A GPU digests them behind that work, but
+    before later work."""
+
+    pages: Sequence[int]
+    generations: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class OfferPages:
     """Computed pages of a unit's ticket, as columns. `number` names the offer in reports."""
 
@@ -186,7 +196,7 @@ class OfferFailed:
     reason: str
 
 
-ServeOrder = OfferPages | ServeUnit | EndUnit | CloseReader
+ServeOrder = DigestAhead | OfferPages | ServeUnit | EndUnit | CloseReader
 ServeReport = OfferDigests | OfferFailed
 
 
