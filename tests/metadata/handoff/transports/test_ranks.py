@@ -397,7 +397,9 @@ def test_ranks_digest_pages_ahead_of_their_offer(make_pair: MakePair) -> None:
     """The checksums that were begun wait for no later work, which the rank may have been given before the offer."""
     pair = make_pair(heads_schema(4), 2, 1, has_gpu=True)
     pair.server.digest_ahead([2, 3], [7, 7])
-    pair.offer([2, 3, 5])
+    pair.server.open(unit(), 3)
+    pair.server.offer(unit(), [0, 1, 2], [2, 3, 5], [7, 7, 7])
+    pair.server.finish(unit(), make_row(pair.schema))
     pair.claim([9, 4, 1])
     run(pair, Arrived)
     assert pair.has_arrived([9, 4, 1], [2, 3, 5])
