@@ -28,9 +28,10 @@ from .work_frames import HandoffStart, encode
 
 def make_server(end: Endpoint, bind_host: str, lease_s: float, ranks: RankProcesses | None) -> HandoffServer:
     """Return the server of a prefill node. `ranks`: its other ranks, which begin to serve their heads; None: it has
-    none. `lease_s`: how long a ticket's lease lasts, seconds. Raises ConfigError if an address cannot be used, or if
-    the machine has no memory that ranks share, and RankLost."""
-    if ranks is None:
+    none. If rank 0 has all heads of all pages, no other rank serves. `lease_s`: how long a ticket's lease lasts,
+    seconds. Raises ConfigError if an address cannot be used, or if the machine has no memory that ranks share, and
+    RankLost."""
+    if ranks is None or end.shard.size == 1:
         return HandoffServer(end, bind_host, lease_s=lease_s)
     if not end.memory[0].is_shared:
         raise ConfigError("this machine has no memory that processes share, which the ranks of a node need; use --tp 1")
@@ -40,8 +41,8 @@ def make_server(end: Endpoint, bind_host: str, lease_s: float, ranks: RankProces
 
 def make_client(end: Endpoint, ranks: RankProcesses | None) -> HandoffClient:
     """Return the client of a decode node. `ranks`: its other ranks, which begin to pull their heads; None: it has none.
-    Raises RankLost."""
-    if ranks is None:
+    If rank 0 has all heads of all pages, no other rank pulls. Raises RankLost."""
+    if ranks is None or end.shard.size == 1:
         return HandoffClient(end)
     _begin(ranks, BeginPulling(end.epoch, end.fingerprints))
     return HandoffClient(end, line=_line(ranks))
@@ -51,8 +52,7 @@ def begin(
     start: HandoffStart, config: EngineConfig, name: str, engine: Engine, work: Connection, reports: Connection
 ) -> RankHandoff:
     """Return the handoffs of rank 1 or above of node `name`, and tell rank 0 the address at which it serves. Raises
-    ConfigError and TransferError as `PageServer`. The
-    links end with the process."""
+    ConfigError and TransferError as `PageServer`. The links end with the process."""
     keys = KeyPair.configured(config)
     end = make_endpoint(config, name, engine, keys, start.epoch, start.fingerprints)
     if isinstance(start, BeginPulling):

@@ -131,12 +131,10 @@ def test_ranks_need_memory_that_processes_share() -> None:
         make_server(end, "127.0.0.1", 1.0, object.__new__(RankProcesses))
 
 
-def test_a_node_without_other_ranks_has_no_line() -> None:
-    end = rank_end(heads_schema(4), Shard(0, 1), "prefill")
-    server, client = (
-        make_server(end, "127.0.0.1", 1.0, None),
-        make_client(rank_end(heads_schema(4), Shard(0, 1), "decode"), None),
-    )
+@pytest.mark.parametrize("ranks", [None, object.__new__(RankProcesses)], ids=["one rank", "all heads on rank 0"])
+def test_if_rank_0_has_all_heads_no_other_rank_takes_part(ranks: RankProcesses | None) -> None:
+    source, target = (rank_end(heads_schema(4), Shard(0, 1), role) for role in ("prefill", "decode"))
+    server, client = make_server(source, "127.0.0.1", 1.0, ranks), make_client(target, ranks)
     assert server.sockets() == [server.socket] and client.sockets() == []
     server.close()
     client.close()
