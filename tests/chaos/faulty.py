@@ -339,13 +339,15 @@ def _spoiling(move_pages: Callable[..., Iterator[Any]], faults: Faults) -> Calla
 
 
 def _flipped(transport: Any, landed: Any, rng: random.Random) -> Any:
-    """Flip one bit of the page in this process's memory. A page on a GPU is changed through the host."""
+    """Flip one bit of what has landed of the page, in this process's memory. A page on a GPU is changed through the
+    host."""
     page, device = landed.move.target, getattr(transport, "device", None)
     if device is not None:
         device.store([page])
-    pages = rng.choice(transport.memory).pages
-    layer, byte = rng.randrange(pages.shape[0]), rng.randrange(pages.shape[2])
-    pages[layer, page, byte] ^= 1 << rng.randrange(8)
+    parts = [(pool.pages, part.spans) for pool, part in zip(transport.memory, transport.part.pools, strict=True)]
+    pages, spans = rng.choice([each for each in parts if each[1]])
+    _, start, num_bytes = rng.choice(spans)
+    pages[rng.randrange(pages.shape[0]), page, start + rng.randrange(num_bytes)] ^= 1 << rng.randrange(8)
     return landed if device is None else landed._replace(checksums=device.load([page])[0])
 
 
