@@ -10,13 +10,13 @@ from ..engine.engine import Engine
 from ..engine.executor import Executor
 from ..engine.graphs import graph_sizes
 from ..engine.rank_executor import RankExecutor
+from ..engine.rank_handoffs import make_client
 from ..engine.rank_processes import RankProcesses
 from ..engine.ranked_engine import RankedEngine, check_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
-from ..metadata.handoff.client import HandoffClient
 from .config import DecodeConfig
 from .node import DecodeNode
 
@@ -52,7 +52,7 @@ def _serve(
     ranks: RankProcesses | None = None,
 ) -> int:
     epoch = new_epoch()
-    handoff = HandoffClient(make_endpoint(config, name, engine, keys, epoch))
+    handoff = make_client(make_endpoint(config, name, engine, keys, epoch), ranks)
 
     def make_node(membership: Membership) -> DecodeNode:
         return DecodeNode(

@@ -20,10 +20,10 @@ from ..kernels.rows import gather_rows
 from ..kernels.trees import move_slots_
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.hidden_layout import HiddenDtype
-from ..metadata.handoff.kv_layout import KvLayout
+from ..metadata.handoff.kv_layout import Shard
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
-from ..metadata.handoff.schema import on_gpu, page_bytes, pools
+from ..metadata.handoff.schema import kv_layouts, on_gpu, page_bytes
 from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .attention import AttentionContext
@@ -47,7 +47,6 @@ from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
 from .progress import Progress
 from .prompt_graphs import PromptGraphs, bucket_sizes
-from .rank_pool import SharedPools
 from .ranks import ONE_RANK, Ranks
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
@@ -135,6 +134,11 @@ class Engine:
         return self._fingerprints.result()
 
     @property
+    def shard(self) -> Shard:
+        """The heads of every page that lie in the pools of this process. The schema describes the whole page."""
+        return self._ranks.of_heads
+
+    @property
     def num_ranks(self) -> int:
         """Ranks that share the model."""
         return self._ranks.group.size
@@ -148,11 +152,8 @@ class Engine:
         if self.drafter is not None:
             empty = torch.empty(0, device=self.device)
             self.drafter.use_pools(empty, empty)
-        if self._shared is not None:
-            self._shared.close()
-        else:
-            for memory in self.memory:
-                memory.close()
+        for memory in self.memory:
+            memory.close()
         self._make_pools(num_pages)
         if self.drafter is not None:
             self.drafter.use_pools(*self._target_and_draft_kv())
@@ -164,24 +165,15 @@ class Engine:
         _check_size(num_pages)
         self.context_len = min(_context_len(config, self.model_config), (num_pages - 1) * page_size)
         self.card = structs.replace(self.card, context_len=self.context_len)
-        whole, own = (
-            [KvLayout.of(pool, page_size) for pool in of_ranks]
-            for of_ranks in (pools(self.schema), map(self._ranks.own_pool, pools(self.schema)))
-        )
         self.device_pool: DevicePool | None = None
-        self._shared: SharedPools | None = None
-        if self._ranks.num_head_shards == 1 or self.device.type == "cuda":
-            memories = self.memory = [PageMemory(layout, num_pages) for layout in own]
-        else:
-            self._shared = SharedPools.make(self._ranks, whole, own, num_pages, has_checksums=config.checksums)
-            memories, self.memory, self.device_pool = self._shared.own, self._shared.mirror, self._shared.pool
-        self.pool = PagePool(num_pages, page_size, self.memory[0].generations if self.memory else None)
+        self.memory = [PageMemory(layout.part_of(self.shard), num_pages) for layout in kv_layouts(self.schema)]
+        self.pool = PagePool(num_pages, page_size, self.memory[0].generations)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
         self._kvs = [
             torch.from_numpy(memory.pages)
             .view(_DTYPES[memory.layout.planes[0].dtype])
             .view(memory.layout.stacked_shape(num_pages))
-            for memory in memories
+            for memory in self.memory
         ]
         if self.device.type == "cuda":  # `memory` is the host mirror then
             self._kvs = _on_gpu(self._kvs, num_pages, self.device, is_given=config.num_pages is not None)
@@ -349,8 +341,6 @@ class Engine:
     def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """The target's KV of slots `sources` into slots `targets`, as `move_slots_ref_`."""
         move_slots_(self.kv, block_table, sources, targets)
-        if self._shared is not None:  # nothing else may follow that waits for all ranks (rank_pool.py)
-            self._ranks.meet()
 
 
 def use_threads(config: EngineConfig) -> None:

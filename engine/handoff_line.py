@@ -27,10 +27,16 @@ from .work_frames import HandoffOrder, HandoffReport, decode, encode
 
 class HandoffLine:
     """Rank 0's end (metadata/handoff/rank_orders.py: RankLine). `send_order(rank, order)` sends an order behind all
-    work that the rank was sent before. `reports` are the pipes from ranks 1 and above, in order."""
+    work that the rank was sent before. `reports` are the pipes from ranks 1 and above, in order. `lost` makes the error
+    of a rank that is gone."""
 
-    def __init__(self, send_order: Callable[[int, HandoffOrder], None], reports: Sequence[Connection]) -> None:
-        self._send_order, self._reports = send_order, tuple(reports)
+    def __init__(
+        self,
+        send_order: Callable[[int, HandoffOrder], None],
+        reports: Sequence[Connection],
+        lost: Callable[[str], RankLost] = RankLost,
+    ) -> None:
+        self._send_order, self._reports, self._lost = send_order, tuple(reports), lost
         self.size = len(reports) + 1
 
     def send(self, rank: int, order: HandoffOrder) -> None:
@@ -45,7 +51,7 @@ class HandoffLine:
                 while pipe.poll():
                     received.append((rank, decode(pipe.recv_bytes())))
             except (EOFError, OSError):
-                raise RankLost(f"rank {rank} is gone: its pipe for handoffs is closed") from None
+                raise self._lost(f"rank {rank} is gone: its pipe for handoffs is closed") from None
         return received
 
     def descriptors(self) -> list[int]:

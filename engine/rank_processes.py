@@ -2,6 +2,7 @@
 
     rank 0 --frame--> rank i        work (work_frames.py), in the order of submission
     rank i --frame--> rank 0        READY once, reports that rank 0 asked for, or the error by which the rank ended
+    rank i --report-> rank 0        of handoffs, at any time (handoff_line.py)
     rank i --beat---> rank 0        while the process runs (rank_watch.py)
 
 A rank ends when its pipe is closed, and the kernel kills it when this process ends, so none outlives it. Signals of the
@@ -33,27 +34,32 @@ class RankProcesses:
     """Owns the processes and pipes of ranks 1 to size - 1. Context manager: leaving it ends all of them."""
 
     def __init__(self, size: int, run: Callable[..., None], *args: Any, timeout_s: float) -> None:
-        """Start `run(connection, rank, *args)` in a new process for each rank. `run` and `args` must be importable and
-        picklable by the spawn of multiprocessing. A report that takes longer than `timeout_s` raises."""
+        """Start `run(connection, reports, rank, *args)` in a new process for each rank; `reports` is its end of the
+        pipe for reports of handoffs. `run` and `args` must be importable and picklable by the spawn of multiprocessing.
+        A report that rank 0 waits for longer than `timeout_s` raises."""
         context = multiprocessing.get_context("spawn")
+        self.size = size
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self.handoff_reports: list[Connection] = []  # ends of the pipes from ranks 1 and above, in order
         self._said: dict[int, str] = {}  # the errors that ranks sent, or why the watch killed them
         self._why: str | None = None  # all ranks were ended
         self._on_loss: Callable[[], None] | None = None
         beats: list[Connection] = []
         for rank in range(1, size):
             ours, theirs = cast(tuple[Connection, Connection], context.Pipe())
+            reports, reporter = cast(tuple[Connection, Connection], context.Pipe(duplex=False))
             hears, says = cast(tuple[Connection, Connection], context.Pipe(duplex=False))
-            target_args = (run, theirs, says, os.getpid(), rank, *args)
+            target_args = (run, theirs, reporter, says, os.getpid(), rank, *args)
             process = context.Process(target=_run_rank, args=target_args, name=f"rank {rank}")
             process.daemon = True
             process.start()
-            theirs.close()  # so that its end is seen here
-            says.close()
+            for end in (theirs, reporter, says):  # so that its end is seen here
+                end.close()
             self._processes.append(process)
             self._pipes.append(ours)
+            self.handoff_reports.append(reports)
             beats.append(hears)
         self._watch = RankWatch(beats, self._kill_silent, self._lose)
         atexit.register(self._kill)  # if nobody has called `stop`; an exit of multiprocessing would wait for the ranks
@@ -120,8 +126,7 @@ class RankProcesses:
         """Tell all ranks to leave, and end those that do not."""
         atexit.unregister(self._kill)
         self._watch.close()
-        for pipe in self._pipes:
-            pipe.close()
+        self._close_pipes()
         for process in self._processes:
             process.join(_LEAVE_S)
         self._kill()
@@ -138,8 +143,7 @@ class RankProcesses:
                 process.join(_EXIT_S)
         fates = [fate for rank in range(1, len(self._processes) + 1) if (fate := self._fate(rank))]
         self._kill()
-        for pipe in self._pipes:
-            pipe.close()
+        self._close_pipes()
         self._why = f"{'; '.join(fates) or what}; all ranks were ended, start the node again"
         return RankLost(self._why)
 
@@ -185,6 +189,10 @@ class RankProcesses:
         if self._on_loss is not None:
             self._on_loss()
 
+    def _close_pipes(self) -> None:
+        for pipe in (*self._pipes, *self.handoff_reports):
+            pipe.close()
+
     def _kill(self) -> None:
         for process in self._processes:
             if process.exitcode is None:
@@ -193,7 +201,13 @@ class RankProcesses:
 
 
 def _run_rank(
-    run: Callable[..., None], connection: Connection, beats: Connection, parent: int, rank: int, *args: Any
+    run: Callable[..., None],
+    connection: Connection,
+    reports: Connection,
+    beats: Connection,
+    parent: int,
+    rank: int,
+    *args: Any,
 ) -> None:
     """Run a rank in its process, a child of process `parent`, and send the error that ends it."""
     die_with(parent)
@@ -201,7 +215,7 @@ def _run_rank(
         signal.signal(number, signal.SIG_IGN)
     beat(beats)
     try:
-        run(connection, rank, *args)
+        run(connection, reports, rank, *args)
     except EOFError:
         return  # rank 0 has closed the pipe, or is gone
     except Exception as error:

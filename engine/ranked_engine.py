@@ -3,7 +3,7 @@
     rank 0: RankedEngine --frame--> rank i: run_rank
 
 Every rank loads its share of the model and does the same start. Then ranks 1 and above do the work that they get, in
-the same order as rank 0 (rank_executor.py).
+the same order as rank 0 (rank_executor.py). Between two works they hand over pages (rank_handoffs.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..metadata.errors import ConfigError, TransferError
+from ..metadata.handoff.rank_orders import BeginPulling, BeginServing
 from ..metadata.logs import setup_logging
 from .config import EngineConfig
 from .cuda_group import CudaGroup
@@ -25,17 +26,19 @@ from .drafters.speculation import read_speculation
 from .engine import Engine, choose_device, choose_dtype, resolve_model, use_threads
 from .graphs import graph_sizes
 from .group import TIMEOUT_S, CpuGroup, Group
+from .handoff_line import RankHandoff
 from .mapped_blocks import MappedBlocks
 from .models.read_config import read_model_config
 from .products.ranked import RankRows
 from .prompts import Prompts
 from .rank_devices import check_devices, orders, see
+from .rank_handoffs import begin
 from .rank_processes import READY, RankProcesses
 from .rank_worker import RankWorker, serve_rank
 from .ranks import Ranks, check_shares
 from .startup import load_engine
 from .work import Chunk, Forget, Round, WarmUp
-from .work_frames import Work, decode, encode
+from .work_frames import HandoffOrder, Work, decode, encode
 
 
 def check_ranks(config: EngineConfig, size: int) -> None:
@@ -159,6 +162,7 @@ def _load(config: EngineConfig, ranks: Ranks, rehearse: Callable[[Engine], None]
 
 def run_rank(
     connection: Connection,
+    reports: Connection,
     rank: int,
     name: str,
     size: int,
@@ -183,9 +187,17 @@ def run_rank(
         serve_rank(connection, worker)
     executor, prompts = executor_of(engine, num_slots), Prompts(engine)
     connection.send_bytes(READY)
+    handoff: RankHandoff | None = None
     num_under_way = 0
     while True:
+        if handoff is not None:
+            handoff.wait()
         match work := decode(connection.recv_bytes()):
+            case BeginPulling() | BeginServing():
+                handoff = begin(work, config, name, engine, connection, reports)
+            case _ if isinstance(work, HandoffOrder):
+                assert handoff is not None, work
+                handoff.do(work)
             case Chunk():
                 prompts.submit(work).draft()
             case Forget():

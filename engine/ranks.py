@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import torch
 
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.kv_layout import Shard
-from ..metadata.wire.node_info import PoolLayout
 from .group import Group, OneRank
 from .model_config import ModelConfig
 from .products.base import Product, Split, WeightShard
@@ -42,7 +40,8 @@ class Ranks:
         return self if self.rows is None else ONE_RANK
 
     @property
-    def _shard(self) -> Shard:
+    def of_heads(self) -> Shard:
+        """Return the shard of every page that this rank has."""
         return Shard(self.group.rank, self.group.size) if self.rows is None else Shard(0, 1)
 
     def check(self, config: ModelConfig) -> None:
@@ -56,12 +55,8 @@ class Ranks:
 
     def own(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration with the heads of this rank."""
-        num_kv_heads = len(self._shard.heads(config.num_kv_heads))
+        num_kv_heads = len(self.of_heads.heads(config.num_kv_heads))
         return replace(config, num_heads=config.num_heads // self.num_head_shards, num_kv_heads=num_kv_heads)
-
-    def own_pool(self, layout: PoolLayout) -> PoolLayout:
-        """Return the layout of this rank's pool. The schema of a handoff describes the whole page."""
-        return msgspec.structs.replace(layout, num_kv_heads=len(self._shard.heads(layout.num_kv_heads)))
 
     def meet(self) -> None:
         """Wait until all ranks have come here. One rank does not wait."""

@@ -186,16 +186,25 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
     return keys
 
 
-def make_endpoint(config: EngineConfig, name: str, engine: Engine, keys: KeyPair | None, epoch: str) -> Endpoint:
-    """Return what the node brings to handoffs. Raises ConfigError if it can use no transport."""
+def make_endpoint(
+    config: EngineConfig,
+    name: str,
+    engine: Engine,
+    keys: KeyPair | None,
+    epoch: str,
+    fingerprints: tuple[str, str | None] | None = None,
+) -> Endpoint:
+    """Return what the node, or this rank of it, brings to handoffs. `fingerprints`: those of rank 0; None: this is rank
+    0, or the only one. Raises ConfigError if it can use no transport."""
     return Endpoint(
         node_id=name,
         epoch=epoch,
         schema=engine.schema,
-        fingerprints=engine.fingerprints,
+        fingerprints=fingerprints or engine.fingerprints,
         memory=engine.memory,
         transports=transports(config, engine),
         device=engine.device_pool,
+        shard=engine.shard,
         keys=keys,
     )
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 
 from ..metadata.errors import ProtocolError
-from ..metadata.handoff.rank_orders import PullOrder, PullReport, ServeOrder, ServeReport
+from ..metadata.handoff.rank_orders import BeginPulling, BeginServing, PullOrder, PullReport, ServeOrder, ServeReport
 from ..metadata.wire.request import SamplingParams
 from .sampling_state import Needs, SamplingState
 from .work import (
@@ -29,6 +29,7 @@ from .work import (
 
 Work = RoundWork | Chunk | Forget | WarmUp
 Report = RoundTokens | Scores | ChunkReport
+HandoffStart = BeginPulling | BeginServing
 HandoffOrder = PullOrder | ServeOrder
 HandoffReport = PullReport | ServeReport
 _TYPES: tuple[type, ...] = (
@@ -42,6 +43,7 @@ _TYPES: tuple[type, ...] = (
     RoundTokens,
     Scores,
     ChunkReport,
+    *get_args(HandoffStart),
     *get_args(HandoffOrder),
     *get_args(HandoffReport),
 )
@@ -81,7 +83,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_state)
 _DECODERS = tuple(msgspec.msgpack.Decoder(each, dec_hook=_decode_state) for each in _TYPES)
 
 
-def encode(value: Work | Report | HandoffOrder | HandoffReport) -> bytes:
+def encode(value: Work | Report | HandoffStart | HandoffOrder | HandoffReport) -> bytes:
     """Return the frame of a value."""
     return bytes([_TYPES.index(type(value))]) + _ENCODER.encode(value)
 

@@ -51,7 +51,9 @@ class NodeConfig(ProcessConfig):
     )
     node_id: str | None = setting(None, "give this node a name, unique in the cluster (default: role-host-pid)")
     bind_host: str = setting(
-        "127.0.0.1", "serve KV pages on this address (prefill nodes only); the hosts of the decode nodes must reach it"
+        "127.0.0.1",
+        "serve KV pages on this address (prefill nodes only); the hosts of the decode nodes must reach it. Of "
+        "tcp://HOST:PORT, rank 1 takes the next port, and so on",
     )
     transport: Literal["auto", "cuda", "local", "zmq"] = setting(
         "auto",

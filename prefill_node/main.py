@@ -6,6 +6,7 @@ from ..engine.engine import Engine
 from ..engine.prompt_executor import PromptExecutor
 from ..engine.prompts import Prompts
 from ..engine.rank_executor import RankPrompts
+from ..engine.rank_handoffs import make_server
 from ..engine.rank_processes import RankProcesses
 from ..engine.ranked_engine import RankedEngine, check_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
@@ -14,7 +15,6 @@ from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
-from ..metadata.handoff.server import HandoffServer
 from .config import PrefillConfig
 from .node import PrefillNode
 
@@ -51,7 +51,8 @@ def _serve(
     ranks: RankProcesses | None = None,
 ) -> int:
     epoch = new_epoch()
-    handoff = HandoffServer(make_endpoint(config, name, engine, keys, epoch), config.bind_host, lease_s=engine.lease_s)
+    end = make_endpoint(config, name, engine, keys, epoch)
+    handoff = make_server(end, config.bind_host, engine.lease_s, ranks)
 
     def make_node(membership: Membership) -> PrefillNode:
         sizes = config.max_running, config.chunk(engine.device.type)

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -86,6 +86,18 @@ def any_port_of(host: str) -> str:
     """Return the address with which a socket binds to any free port of a host. A full address is returned unchanged."""
     bracketed = f"[{host}]" if ":" in host else host
     return host if "://" in host else f"tcp://{bracketed}:*"
+
+
+def address_of_rank(host: str, rank: int) -> str:
+    """Return where a rank of a node binds, if rank 0 binds at `host`: a host name or an address. Ranks above 0 use the
+    ports, or paths, behind that of rank 0; any free port stays any free port. Raises ConfigError if the address is
+    malformed."""
+    if rank == 0 or "://" not in host:
+        return host
+    address = parse_address(host)
+    if address.scheme == "ipc":
+        return f"{host}-{rank}"
+    return host if address.port is None else str(replace(address, port=address.port + rank))
 
 
 def host_identity() -> str:

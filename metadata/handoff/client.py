@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import zmq
 
-from ..bus.sockets import DRAIN_LIMIT, DroppedFrames
+from ..bus.sockets import DroppedFrames
 from ..errors import ConfigError, OutOfMemory, ProtocolError, Refused, StaleMessage, TransferError
 from ..wire.data_link import LinkRefused, LinkWelcome
 from ..wire.messages import Ack, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
@@ -153,29 +154,13 @@ class HandoffClient:
     # --- the links' side -------------------------------------------------------------------------------------------
 
     def _serve(self, link: PullLink) -> None:
-        self._drain(link)
+        self._has_more |= not link.drain(partial(self._handle, link), self.dropped)
         now = self.end.clock()
         link.expect_answer(now, is_used=bool(self._transfers_of(link)))
         self._step(link)
         link.check(now)  # after the drain: a refusal may precede the end of the connection
         if now >= link.renewal_at:
             link.renew(now, [transfer.unit for transfer in self._transfers_of(link)])
-
-    def _drain(self, link: PullLink) -> None:
-        num_bytes = 0
-        for _ in range(DRAIN_LIMIT):
-            try:
-                received = link.receive() if link.lost is None else None
-                if received is None:
-                    return
-                message, data = received
-                num_bytes += 0 if data is None else data.nbytes
-                self._handle(link, message, data)
-            except ProtocolError as error:
-                self.dropped.add(link.peer.node_id.encode(), error)
-            if num_bytes > POLL_BYTES:
-                break
-        self._has_more = True
 
     def _step(self, link: PullLink) -> None:
         transport = link.transport

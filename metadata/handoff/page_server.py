@@ -19,7 +19,17 @@ from ..wire.node_info import HostMemory
 from ..wire.request import Unit
 from .endpoint import Endpoint
 from .pages import OfferedPages
-from .rank_orders import CloseReader, EndUnit, OfferDigests, OfferFailed, OfferPages, ServeOrder, ServeReport, ServeUnit
+from .rank_orders import (
+    CloseReader,
+    DigestAhead,
+    EndUnit,
+    OfferDigests,
+    OfferFailed,
+    OfferPages,
+    ServeOrder,
+    ServeReport,
+    ServeUnit,
+)
 from .served_links import MAX_UNSENT, ServedLinks
 from .tickets import Holder
 
@@ -62,9 +72,11 @@ class PageServer:
     def do(self, order: ServeOrder) -> None:
         """Do an order of rank 0. `poll` returns the report for it."""
         match order:
+            case DigestAhead(pages=pages, generations=generations):
+                self._pages.digest_ahead(pages, generations)
             case OfferPages(number=number, unit=unit, indices=indices, pages=pages, generations=generations):
                 self._grants.setdefault(unit, _Grant()).pages |= zip(indices, pages, strict=True)
-                self._pages.await_work(pages)
+                self._pages.await_work(pages, generations)
                 try:
                     checksums = self._pages.checksums(pages, generations)
                 except OutOfMemory as error:

@@ -1,9 +1,9 @@
 """Access to the pages of this node's KV pools, in host memory or elsewhere. Imports no torch.
 
-In host memory a pool and its `PageMemory` are the same bytes. Otherwise the pool lies in the memory of a GPU, or in
-parts in the memories of several ranks, and the `PageMemory` is a host mirror with the same page numbers. A page lies in
-the mirror only while it travels through the host. `DevicePool` is the interface of such pools: engine/cuda_pool.py for
-CUDA, engine/rank_pool.py for ranks on CPUs. A page number names one page in every pool: target, then draft.
+In host memory a pool and its `PageMemory` are the same bytes. Otherwise the pool lies in the memory of a GPU, and the
+`PageMemory` is a host mirror with the same page numbers. A page lies in the mirror only while it travels through the
+host. `DevicePool` is the interface of such pools (engine/cuda_pool.py). A page number names one page in every pool:
+target, then draft.
 
     OfferedPages   used by the prefill node's HandoffServer: checksums and bytes of pages that it offers
     ReceivedPages  used by the decode node's HandoffClient: checks of pages that have been copied
@@ -59,11 +59,11 @@ class MappedPools(Protocol):
 
 
 class DevicePool(Protocol):
-    """The pools of this node on its GPU, or on several ranks. Only the node's main thread uses them."""
+    """The pools of this node, or of this rank of it, on its GPU. Only the main thread uses them."""
 
     @property
     def device(self) -> str:
-        """The UUID of the GPU, or "" if there is none."""
+        """The UUID of the GPU."""
         ...
 
     @property
@@ -94,9 +94,9 @@ class DevicePool(Protocol):
         Raises OutOfMemory."""
         ...
 
-    def begin_digest(self, pages: Sequence[int]) -> Gather | None:
-        """Begin to compute the checksums of pages of ours, when all work is done that was submitted so far. Return None
-        if the pool computes checksums only when they are asked for. Raises OutOfMemory."""
+    def begin_digest(self, pages: Sequence[int]) -> Gather:
+        """Begin to compute the checksums of pages of ours, when all work is done that was submitted so far. Raises
+        OutOfMemory."""
         ...
 
     def store(self, pages: Sequence[int]) -> None:
@@ -145,10 +145,12 @@ class OfferedPages:
         self._begun: list[_Begun] = []
         self._on_host: dict[int, int] = {}  # by page: the generation that lies in the mirror
 
-    def await_work(self, pages: Sequence[int]) -> None:
-        """Let the next checksums of these pages wait for all work that has been submitted so far: it computes them."""
-        if self.device is not None:
-            self.device.expect(pages)
+    def await_work(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """Let the next checksums of these pages wait for all work that has been submitted so far: it computes them.
+        Checksums that are known or begun wait for nothing more."""
+        new = self._unbegun(dict(zip(pages, generations, strict=True)))
+        if self.device is not None and new:
+            self.device.expect(new)
 
     def checksums(self, pages: Sequence[int], generations: Sequence[int]) -> list[bytes]:
         """Return the checksums of each of these complete pages. A GPU computes all unknown ones in one launch."""
@@ -164,13 +166,11 @@ class OfferedPages:
         """Begin to compute the checksums of pages that will be complete when the device has done all work submitted so
         far, if it is a GPU. So they are there when the pages are offered. Without memory for them nothing happens."""
         ages = dict(zip(pages, generations, strict=True))
-        new = [page for page in self._unknown(ages) if all(each.ages.get(page) != ages[page] for each in self._begun)]
+        new = self._unbegun(ages)
         if self.device is None or not self._has_checksums or not new:
             return
         with suppress(OutOfMemory):
-            gather = self.device.begin_digest(new)
-            if gather is not None:
-                self._begun.append(_Begun({page: ages[page] for page in new}, gather))
+            self._begun.append(_Begun({page: ages[page] for page in new}, self.device.begin_digest(new)))
         if len(self._begun) > _MOST_BEGUN:
             self._take(self._begun[0])
 
@@ -201,6 +201,9 @@ class OfferedPages:
 
     def _unknown(self, ages: Mapping[int, int]) -> list[int]:
         return [page for page, age in ages.items() if self._known.get(page, (None,))[0] != age]
+
+    def _unbegun(self, ages: Mapping[int, int]) -> list[int]:
+        return [page for page in self._unknown(ages) if all(each.ages.get(page) != ages[page] for each in self._begun)]
 
     def _take(self, begun: _Begun) -> None:
         """Wait for checksums that were begun."""
@@ -257,5 +260,5 @@ def memory_of_rank_0(counted: HostMemory, ours: PageMemory) -> PeerMemory:
 
 
 def _check_digest(schema: HandoffSchema, device: DevicePool | None) -> None:
-    is_on_gpu = device is not None and bool(device.device)
-    assert schema.checksum == "none" or (schema.checksum == GPU_CHECKSUM) == is_on_gpu, schema.checksum
+    has_gpu = device is not None
+    assert schema.checksum == "none" or (schema.checksum == GPU_CHECKSUM) == has_gpu, schema.checksum

@@ -8,7 +8,7 @@ client opens a new link when it has something to claim.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..bus.sockets import open_monitor, receive_frames, send_frames
+from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, open_monitor, receive_frames, send_frames
 from ..errors import ConfigError, ProtocolError, StaleMessage, TransferError
 from ..wire.data_link import LinkHello, LinkWelcome
 from ..wire.frames import decode_frame, encode
@@ -28,7 +28,7 @@ from .data_socket import connect_data_socket
 from .descriptors import DescriptorInbox
 from .endpoint import Endpoint
 from .shards import PagePart
-from .transports.base import PullEnd, PullTeam, Transport
+from .transports.base import POLL_BYTES, PullEnd, PullTeam, Transport
 from .transports.ranks import RANKS
 from .transports.registry import transport_named
 
@@ -143,6 +143,25 @@ class PullLink:
         if isinstance(message, answer) or not self.is_waiting:  # only the awaited answer counts as one
             self.last_heard = self._clock()
         return message, frames[1].buffer if len(frames) == 2 else None
+
+    def drain(self, handle: Callable[[ToDecode, memoryview | None], None], dropped: DroppedFrames) -> bool:
+        """Receive messages, bounded, and let `handle` take each, with its data frame. Return True if no message is
+        left, or if the link is lost. Messages that are malformed, or for which `handle` raises ProtocolError, are
+        counted in `dropped`."""
+        num_bytes = 0
+        for _ in range(DRAIN_LIMIT):
+            try:
+                received = self.receive() if self.lost is None else None
+                if received is None:
+                    return True
+                message, data = received
+                num_bytes += 0 if data is None else data.nbytes
+                handle(message, data)
+            except ProtocolError as error:
+                dropped.add(self.peer.node_id.encode(), error)
+            if num_bytes > POLL_BYTES:
+                break
+        return False
 
     def welcome(self, message: LinkWelcome) -> None:
         """Open the transport that the welcome names. If the peer's memory cannot be mapped, say hello again without

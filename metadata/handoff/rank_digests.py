@@ -18,7 +18,7 @@ from ..wire.node_info import HandoffSchema
 from ..wire.request import Unit
 from .checksums import CHECKSUM_BYTES
 from .kv_layout import Shard
-from .rank_orders import CloseReader, EndUnit, OfferDigests, OfferPages, RankLine, ServeOrder, ServeUnit
+from .rank_orders import CloseReader, DigestAhead, EndUnit, OfferDigests, OfferPages, RankLine, ServeOrder, ServeUnit
 from .schema import blocks_per_page, kv_layouts
 from .shards import digest_columns
 from .tickets import Ticket
@@ -61,6 +61,11 @@ class RankDigests:
     def asked(self, ticket: Ticket) -> set[int]:
         """Return the indices of the ticket's pages that ranks are digesting."""
         return {index for waiting in self._waiting.values() if waiting.ticket is ticket for index in waiting.indices}
+
+    def begin(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """Let the GPUs of the other ranks digest pages behind the work that was sent so far, and that completes
+        them."""
+        self._send(DigestAhead(pages, generations))
 
     def ask(self, ticket: Ticket, indices: Sequence[int], own: Sequence[bytes]) -> None:
         """Let the other ranks digest these pages of the ticket. `own` are rank 0's checksums of them."""

@@ -1,12 +1,15 @@
 """Plain values for the orders of rank 0 to the other ranks about handoffs, and for the reports of these ranks.
 
                   order          does                                                     report
+    decode node   BeginPulling   makes the rank's RankPuller                              -
+    prefill node  BeginServing   makes the rank's PageServer                              its address
     decode node   ExpectPages    marks pages that will be written, like GPU fences        -
                   OpenSource     opens links to the ranks of a prefill node               SourceLost, if one is over
                   FetchPages     copies a rank's heads of pages, and checks them          FetchedPages, FetchFailed
                   ForgetUnit     stops the copies of a unit                               -
                   CloseSource    closes the links to a prefill node                       -
-    prefill node  OfferPages     digests computed pages, and lets a unit's reader pull    OfferDigests, OfferFailed
+    prefill node  DigestAhead    begins to digest pages that work under way computes         -
+                  OfferPages     digests computed pages, and lets a unit's reader pull    OfferDigests, OfferFailed
                   ServeUnit      names the decode node that may pull a unit's pages       OfferFailed, without memory
                   EndUnit        ends the unit's ticket: nobody pulls its pages any more  -
                   CloseReader    closes the links of a decode node                        -
@@ -21,8 +24,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..wire.node_info import Peer
+from ..wire.node_info import HostMemory, Peer
 from ..wire.request import Unit
+
+# --- the begin of handoffs: the first order to a rank (engine/rank_handoffs.py) ---
+
+
+@dataclass(frozen=True, slots=True)
+class BeginPulling:
+    """The rank pulls its heads in this epoch of its decode node. `fingerprints` as in `Endpoint`."""
+
+    epoch: str
+    fingerprints: tuple[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BeginServing:
+    """The rank serves its heads in this epoch of its prefill node. Rank 0 binds at `bind_host`, and counts generations
+    in the memory `counted`."""
+
+    epoch: str
+    fingerprints: tuple[str, str | None]
+    bind_host: str
+    counted: HostMemory
+
 
 # --- a decode node: RankPuller does these ---
 
@@ -114,6 +139,15 @@ PullReport = FetchedPages | FetchFailed | SourceLost
 
 
 @dataclass(frozen=True, slots=True)
+class DigestAhead:
+    """Pages that the work sent so far completes, and that will be offered. A GPU digests them behind that work, but
+    before later work."""
+
+    pages: Sequence[int]
+    generations: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class OfferPages:
     """Computed pages of a unit's ticket, as columns. `number` names the offer in reports."""
 
@@ -162,7 +196,7 @@ class OfferFailed:
     reason: str
 
 
-ServeOrder = OfferPages | ServeUnit | EndUnit | CloseReader
+ServeOrder = DigestAhead | OfferPages | ServeUnit | EndUnit | CloseReader
 ServeReport = OfferDigests | OfferFailed
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
 import zmq
 
-from ..bus.sockets import DRAIN_LIMIT, DroppedFrames
+from ..bus.sockets import DroppedFrames
 from ..errors import ConfigError, OutOfMemory, ProtocolError, TransferError
 from ..wire.data_link import LinkRefused, LinkWelcome
 from ..wire.messages import Pages, ToDecode
@@ -195,27 +196,11 @@ class RankPuller:
     # --- links -----------------------------------------------------------------------------------------------------
 
     def _serve(self, source: _Source, rank: int, link: PullLink) -> None:
-        self._drain(source, rank, link)
+        self._has_more |= not link.drain(partial(self._handle, source, rank, link), self.dropped)
         now = self.end.clock()
         link.expect_answer(now, is_used=bool(source.pages))
         self._step(source, rank, link)
         link.check(now)  # after the drain: a refusal may precede the end of the connection
-
-    def _drain(self, source: _Source, rank: int, link: PullLink) -> None:
-        num_bytes = 0
-        for _ in range(DRAIN_LIMIT):
-            try:
-                received = link.receive() if link.lost is None else None
-                if received is None:
-                    return
-                message, data = received
-                num_bytes += 0 if data is None else data.nbytes
-                self._handle(source, rank, link, message, data)
-            except ProtocolError as error:
-                self.dropped.add(link.peer.node_id.encode(), error)
-            if num_bytes > POLL_BYTES:
-                break
-        self._has_more = True
 
     def _handle(self, source: _Source, rank: int, link: PullLink, message: ToDecode, data: memoryview | None) -> None:
         match message:

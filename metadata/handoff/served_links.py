@@ -11,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from ..bus.addresses import address_of_rank
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
 from ..errors import ProtocolError
 from ..wire.data_link import LinkHello, LinkRefused
@@ -51,7 +52,7 @@ class ServedLinks:
     ) -> None:
         self._end, self._pages, self._on_closed = end, pages, on_closed
         self.dropped = DroppedFrames(logger, "data link")
-        self.socket = bind_data_socket(bind_host, end.keys, end.context)
+        self.socket = bind_data_socket(address_of_rank(bind_host, end.shard.rank), end.keys, end.context)
         self.address = bound_address(self.socket)
         self.peers = DecodePeers(end, pages, lease_s, (self.address, *rank_addresses))
 

@@ -139,6 +139,8 @@ class HandoffServer:
         """Begin to compute the checksums of pages that the work submitted to the device so far completes. Nobody writes
         them after that work."""
         self._pages.digest_ahead(pages, generations)
+        if self._ranks is not None and self.end.device is not None and pages:
+            self._ranks.begin(pages, generations)
 
     def finish(self, unit: Unit, row: bytes) -> None:
         """Send the final offer, with the metadata row. All pages were offered before."""

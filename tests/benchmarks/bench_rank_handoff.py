@@ -16,7 +16,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +28,9 @@ import zmq
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from bench_handoff import FINGERPRINTS, MODELS
 from bench_tables import heading
-from rank_nodes import ProcessLine
+from rank_nodes import ProcessLine, run_rank
 
 from baton.engine.handoff_line import RankHandoff
-from baton.engine.work_frames import decode
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.kv_layout import Shard
@@ -108,26 +107,13 @@ def run_page_server(work: Connection, reports: Connection, rank: int, case: Case
     """Run rank 1 or above of the prefill node."""
     member = PageServer(Rank(case, Shard(rank, case.num_prefill), "prefill").end, "127.0.0.1", work.recv())
     work.send(member.address)
-    _run_rank(work, RankHandoff(work, reports, member), lambda: None)
+    run_rank(work, RankHandoff(work, reports, member))
 
 
 def run_puller(work: Connection, reports: Connection, rank: int, case: Case) -> None:
     """Run rank 1 or above of the decode node. The empty frame asks whether its pages are right."""
     own = Rank(case, Shard(rank, case.num_decode), "decode")
-    _run_rank(work, RankHandoff(work, reports, RankPuller(own.end)), own.is_right)
-
-
-def _run_rank(work: Connection, handoff: RankHandoff, ask: Callable[[], Any]) -> None:
-    while True:
-        handoff.wait()
-        try:
-            frame = work.recv_bytes()
-        except EOFError:
-            return
-        if frame:
-            handoff.do(decode(frame))
-        else:
-            work.send(ask())
+    run_rank(work, RankHandoff(work, reports, RankPuller(own.end)), own.is_right)
 
 
 def serve(pipe: Connection, case: Case) -> None:

@@ -2,11 +2,12 @@
 
 tests/support/forked.py calls `switch_on` in a child process whose environment names a plan file. The injector reads the
 plan (`Plan`, as JSON) again whenever the file changes. It writes one line per fault to the file beside the plan, before
-the fault takes effect.
+the fault takes effect. The ranks of a node are faulty as the node is: all of them follow the same plan, apart from the
+strikes.
 
 `replacements` lists what the injector replaces: the wire of metadata/bus/sockets.py, through which every message of the
 product passes; `step` and `receive` of every transport; `time.monotonic`, also as a default argument of Baton's
-functions; and the router's decision who computes a prompt.
+functions; the router's decision who computes a prompt; and what the other ranks of a node run.
 
 Messages are damaged where a DEALER socket sends or receives them. One end of every connection is a DEALER (a node's
 link to the router, its heartbeat, a decode node's data links), so each message in either direction can be damaged once.
@@ -25,6 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
@@ -70,15 +72,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     pages: dict[Literal["flip", "stale", "slow"], float] = {}
     clock_s: float = 0.0  # how far the monotonic clock runs ahead; it never goes back
     connect: dict[str, str] = {}  # address: the address to connect to instead
-    strike: Strike | None = None
+    strike: Strike | None = None  # of a process that is no rank, or rank 0
+    rank_strike: Strike | None = None  # of ranks 1 and above
     places: int | None = None  # seed of the draws who computes a prompt (drawn_places.py); None: the router decides
 
 
 class Faults:
     """The current plan, and the record of injected faults."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, is_rank: bool = False) -> None:
+        """`is_rank`: this process is rank 1 or above of a node."""
+        self.path, self._is_rank = path, is_rank
         self._record = os.open(path.with_suffix(".faults"), os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC)
         self._read_at = self._changed_at = 0.0
         self._plan = Plan()
@@ -94,10 +98,10 @@ class Faults:
         now = _real_monotonic()
         if now - self._read_at > _REREAD_S:
             self._read_at = now
-            changed_at = self._path.stat().st_mtime
+            changed_at = self.path.stat().st_mtime
             if changed_at != self._changed_at:
                 self._changed_at = changed_at
-                self._take(msgspec.json.decode(self._path.read_bytes(), type=Plan))
+                self._take(msgspec.json.decode(self.path.read_bytes(), type=Plan))
         return self._plan
 
     def monotonic(self) -> float:
@@ -123,25 +127,30 @@ class Faults:
 
     def reach(self, event: str, attempt: int = 0) -> None:
         """Report that `event` happened. The process may get its strike here."""
-        strike = self.plan.strike
+        strike = self._strike_of(self.plan)
         if strike is None or strike.number == self._num_struck or strike.event != event:
             return
         if self._skip > 0:
             self._skip -= 1
             return
         self._num_struck = strike.number
-        self.note(signal.Signals(strike.signal).name, event, attempt)
+        who = "rank " if self._is_rank else ""
+        self.note(f"{who}{signal.Signals(strike.signal).name}", event, attempt)
         os.kill(os.getpid(), strike.signal)
 
     def _take(self, plan: Plan) -> None:
         self._clock_s = max(self._clock_s, self._plan.clock_s, plan.clock_s)
         if plan.clock_s > self._plan.clock_s:
             self.note("clock", f"{plan.clock_s:g} s ahead")
-        if plan.strike is not None and plan.strike != self._plan.strike:
-            self._skip = plan.strike.skip
+        strike = self._strike_of(plan)
+        if strike is not None and strike != self._strike_of(self._plan):
+            self._skip = strike.skip
         self._plan = plan
         self._num_spoilt.clear()
         self.random.seed(plan.seed)
+
+    def _strike_of(self, plan: Plan) -> Strike | None:
+        return plan.rank_strike if self._is_rank else plan.strike
 
 
 class _Held(NamedTuple):
@@ -254,14 +263,24 @@ class FaultyWire(bus.Wire):
                 return [_damaged(frames, kind, self._faults.random)]
 
 
-def switch_on(path: str) -> None:
-    """Inject the faults of the plan file `path` into this process from now on."""
-    for owner, name, value in replacements(Faults(Path(path))):
+def switch_on(path: str, *, is_rank: bool = False) -> None:
+    """Inject the faults of the plan file `path` into this process from now on. `is_rank` as in `Faults`."""
+    for owner, name, value in replacements(Faults(Path(path), is_rank=is_rank)):
         setattr(owner, name, value)
+
+
+def run_rank(path: str, *args: Any) -> None:
+    """Run rank 1 or above of a node in its process, which is new, with the faults of the plan file `path`."""
+    from baton.engine import ranked_engine
+
+    run = ranked_engine.run_rank
+    switch_on(path, is_rank=True)
+    run(*args)
 
 
 def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes to replace as (owner, name, value)."""
+    from baton.engine import ranked_engine
     from baton.metadata.handoff.transports.registry import TRANSPORTS
     from baton.router.queue import Entry
 
@@ -272,6 +291,7 @@ def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
         for name in ("step", "receive"):
             yield transport, name, _spoiling(getattr(transport, name), faults)
     yield Entry, "place", drawn_place(lambda: faults.plan.places)
+    yield ranked_engine, "run_rank", partial(run_rank, str(faults.path))
     yield time, "monotonic", faults.monotonic
     for function in _our_functions():
         defaults = function.__defaults__ or ()
@@ -319,13 +339,15 @@ def _spoiling(move_pages: Callable[..., Iterator[Any]], faults: Faults) -> Calla
 
 
 def _flipped(transport: Any, landed: Any, rng: random.Random) -> Any:
-    """Flip one bit of the page in this process's memory. A page on a GPU is changed through the host."""
+    """Flip one bit of what has landed of the page, in this process's memory. A page on a GPU is changed through the
+    host."""
     page, device = landed.move.target, getattr(transport, "device", None)
     if device is not None:
         device.store([page])
-    pages = rng.choice(transport.memory).pages
-    layer, byte = rng.randrange(pages.shape[0]), rng.randrange(pages.shape[2])
-    pages[layer, page, byte] ^= 1 << rng.randrange(8)
+    parts = [(pool.pages, part.spans) for pool, part in zip(transport.memory, transport.part.pools, strict=True)]
+    pages, spans = rng.choice([each for each in parts if each[1]])
+    _, start, num_bytes = rng.choice(spans)
+    pages[rng.randrange(pages.shape[0]), page, start + rng.randrange(num_bytes)] ^= 1 << rng.randrange(8)
     return landed if device is None else landed._replace(checksums=device.load([page])[0])
 
 

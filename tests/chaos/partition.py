@@ -78,15 +78,15 @@ class Lines:
     """The lines of a cluster, served by one thread."""
 
     def __init__(self, seed: int) -> None:
-        self._lines: dict[tuple[str, str], Line] = {}
+        self._lines: dict[tuple[str, ...], Line] = {}
         self._rng = random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._tasks: list[Any] = []
         self._thread = threading.Thread(target=self._loop.run_forever, name="lines", daemon=True)
         self._thread.start()
 
-    def open(self, ends: tuple[str, str], target: int) -> Line:
-        """Open a line from the first process to a port of the second."""
+    def open(self, ends: tuple[str, ...], target: int) -> Line:
+        """Open a line from the first process to a port of the second, of which a third word names a rank."""
         line = self._lines[ends] = Line(target, self._rng)
         self._tasks.append(asyncio.run_coroutine_threadsafe(self._quietly(line.serve()), self._loop))
         return line
@@ -94,7 +94,7 @@ class Lines:
     def __iter__(self) -> Any:
         return iter(self._lines)
 
-    def __getitem__(self, ends: tuple[str, str]) -> Line:
+    def __getitem__(self, ends: tuple[str, ...]) -> Line:
         return self._lines[ends]
 
     def clear(self) -> None:

@@ -15,13 +15,26 @@ from evidence import Evidence
 from faulty import Strike
 from outages import Outages
 from rig import REQUEST_S, Rig, role_of
-from scenarios import EVENTS, FRAMES, JUMPS_S, PAGES, PHASE_OF, RANKS, STOPS_S, STORM_WEIGHTS, TAGS, Scenario
+from scenarios import (
+    EVENTS,
+    FRAMES,
+    JUMPS_S,
+    PAGES,
+    PHASE_OF,
+    RANK_EVENTS,
+    RANKS,
+    STOPS_S,
+    STORM_WEIGHTS,
+    TAGS,
+    Scenario,
+)
 from streams import HANG_S, Known, Stream
 
 REACH_S = 15.0  # longest wait for a phase
 TIRING = (*FRAMES, *PAGES, "storm")  # these faults may hit every attempt of a request, until it is given up
 GIVEN_UP = "given up after"
 _STOPPED = {"SIGKILL": "kill", "SIGSTOP": "stop"}
+_RANK_STOPPED = {f"rank {name}": f"rank {kind}" for name, kind in _STOPPED.items()}
 
 
 @dataclass
@@ -92,17 +105,20 @@ class Play:
         kind, phase = scenario.kind, scenario.phase
         if kind in ("kill", "stop") and (event := EVENTS.get((role_of(scenario.target), phase))):
             self._set_strike(scenario.target, kind, *event)
+        elif self._rank_event is not None:
+            name = f"{role_of(scenario.target)}-1"
+            self._set_strike(name, kind.removeprefix("rank "), *self._rank_event, field="rank_strike")
         elif phase == "moving":
             victims = [name for name in self.rig.nodes_wanted if role_of(name) == "decode"]
             self._set_strike(rng.choice(victims), "kill", "out:tokens", 30)
         if phase not in ("moving", "draining"):
             self._spoil()
 
-    def _set_strike(self, name: str, kind: str, event: str, most: int) -> None:
+    def _set_strike(self, name: str, kind: str, event: str, most: int, field: str = "strike") -> None:
         self.rig.num_strikes += 1
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-        skip = self.rng.randint(0, most)
-        self.rig.new_plan(name, strike=Strike(self.rig.num_strikes, event, number, skip))
+        strike = Strike(self.rig.num_strikes, event, number, self.rng.randint(0, most))
+        self.rig.new_plan(name, **{field: strike})
 
     def _spoil(self) -> None:
         """Damage frames or pages of all nodes, if the scenario is of that kind."""
@@ -147,6 +163,8 @@ class Play:
             self._resume()
         elif kind in ("kill", "stop", "restart", "router kill", "router stop", "router restart"):
             self._signals("router" if kind.startswith("router") else target, kind.removeprefix("router "))
+        elif self._rank_event is not None:
+            self._until(lambda: bool(self._struck()))
         elif kind in RANKS:
             number = signal.SIGKILL if kind == "rank kill" else signal.SIGSTOP
             if self.rig.hit_rank(f"{role_of(target)}-1", number):
@@ -159,6 +177,15 @@ class Play:
         elif phase in ("moving", "draining", "idle"):
             self._spoil()
             time.sleep(1.0 if phase == "idle" else 0)
+
+    @property
+    def _rank_event(self) -> tuple[str, int] | None:
+        """Return the event at which a rank strikes itself, as in EVENTS; None: it gets a signal, if the scenario is of
+        that kind."""
+        role, has_pulls = role_of(self.scenario.target), "zmq" in self.rig.flags
+        if self.scenario.kind not in RANKS or self.scenario.phase != "pulling":
+            return None
+        return RANK_EVENTS[role] if role == "decode" or has_pulls else None
 
     def _signals(self, name: str, kind: str) -> None:
         numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}
@@ -228,6 +255,10 @@ class Play:
                     self.rig.stopped.add(fault["name"])
                 else:
                     self.rig.processes[fault["name"]].is_expected_to_run = False
+            elif kind in _RANK_STOPPED:
+                self.rig.struck.append(fault)
+                self.rig.processes[fault["name"]].is_expected_to_run = False  # it ends with its rank
+                self.result.faults[_RANK_STOPPED[kind], phase] += 1
             elif kind == "clock":
                 self.result.faults[self.scenario.kind, phase] += 1
             else:

@@ -72,9 +72,8 @@ class Rig(Cluster):
         self.struck: list[dict[str, Any]] = []  # strikes that happened
         for name in self.nodes_wanted:
             self.lines.open((name, "router"), self.node_port)
-            for prefill, port in self.data_ports.items():
-                if role_of(name) == "decode":
-                    self.lines.open((name, prefill), port)
+            for ends, port in self._data_lines(name).items():
+                self.lines.open(ends, port)
         for name in self.paths:
             self.new_plan(name)  # before any process connects
         self.auditor = Auditor(self)
@@ -89,7 +88,17 @@ class Rig(Cluster):
         self.auditor.start()
         return self
 
-    def idle_lines(self) -> list[tuple[str, str]]:
+    def _data_lines(self, name: str) -> dict[tuple[str, ...], int]:
+        """Return the ports to which a node opens data links, by the ends of the line that leads there."""
+        if role_of(name) != "decode":
+            return {}
+        lines = {(name, prefill): port for prefill, port in self.data_ports.items()}
+        for prefill in self.data_ports.keys() & RANKED:
+            for rank in range(1, self._num_ranks):
+                lines[name, prefill, f"rank {rank}"] = self.data_ports[prefill] + rank
+        return lines
+
+    def idle_lines(self) -> list[tuple[str, ...]]:
         """Return the lines that have never had a connection."""
         return [ends for ends in self.lines if not self.lines[ends].num_connections]
 
@@ -154,9 +163,8 @@ class Rig(Cluster):
         """Set a plan that redirects the connections through the lines and draws the places of prompts, with `changes`
         applied."""
         ends = {
-            f"tcp://127.0.0.1:{port}": f"tcp://127.0.0.1:{self.lines[name, prefill].port}"
-            for prefill, port in self.data_ports.items()
-            if role_of(name) == "decode"
+            f"tcp://127.0.0.1:{port}": f"tcp://127.0.0.1:{self.lines[ends].port}"
+            for ends, port in self._data_lines(name).items()
         }
         clock_s = self.plans[name].clock_s if name in self.plans else 0.0
         self.plan(name, Plan(**{"connect": ends, "clock_s": clock_s, "places": self._places, **changes}))

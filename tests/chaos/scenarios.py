@@ -28,6 +28,8 @@ EVENTS = {
     ("decode", "pulling"): ("pull", 20),
     ("decode", "decoding"): ("out:tokens", 40),
 }
+# role: the same for a rank of a node while pages are pulled; a prefill rank notices pulls by ZeroMQ alone
+RANK_EVENTS = {"prefill": ("in:pull", 1), "decode": ("pull", 6)}
 # phase: the message types whose frames are damaged, as a node receives and sends them
 COMING = {
     "queued": ("reserve", "compute"),

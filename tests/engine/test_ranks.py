@@ -16,7 +16,7 @@ from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredPro
 from baton.engine.ranks import ONE_RANK, Ranks
 from baton.engine.weights import CheckpointWeights
 from baton.metadata.errors import ConfigError
-from baton.metadata.wire.node_info import PoolLayout
+from baton.metadata.handoff.kv_layout import Shard
 
 
 class OneOf(OneRank):
@@ -81,11 +81,11 @@ def test_ranks_with_sequences_of_their_own_have_all_heads_and_gather_rows(checkp
         up.gated(torch.randn(2, 64))
 
 
-def test_a_pool_has_the_heads_of_its_rank() -> None:
-    layout = PoolLayout(num_layers=2, num_kv_heads=4, head_dim=16, dtype="float32")
-    assert Ranks(OneOf(0, 2)).own_pool(layout).num_kv_heads == 2
-    assert Ranks(OneOf(0, 8)).own_pool(layout).num_kv_heads == 1
-    assert Ranks(OneOf(0, 2), RankRows()).own_pool(layout) == ONE_RANK.own_pool(layout) == layout
+def test_pages_have_the_heads_of_their_rank() -> None:
+    """Heads are divided, and shared if they are fewer than ranks. Ranks with sequences of their own have all heads."""
+    assert Ranks(OneOf(1, 2)).of_heads == Shard(1, 2) and list(Shard(1, 2).heads(4)) == [2, 3]
+    assert Ranks(OneOf(5, 8)).of_heads == Shard(5, 8) and list(Shard(5, 8).heads(4)) == [2]
+    assert Ranks(OneOf(1, 2), RankRows()).of_heads == ONE_RANK.of_heads == Shard(0, 1)
 
 
 @pytest.mark.parametrize(

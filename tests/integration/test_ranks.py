@@ -7,11 +7,18 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from cluster import Cluster, Process, wait_until
+import zmq
+from cluster import Cluster, Process, free_port, wait_until
+
+from baton.deploy import cli
+from baton.metadata.wire.frames import encode
+from baton.metadata.wire.messages import Renew
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 
 pytestmark = pytest.mark.integration
 
@@ -36,8 +43,8 @@ def tokens(cluster: Cluster, body: dict[str, Any]) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-def start(cluster: Cluster, role: str, name: str, tp: int) -> Process:
-    return cluster.start_node(role, name, "--model-name", "tiny", "--tp", str(tp), *FLAGS)
+def start(cluster: Cluster, role: str, name: str, tp: int, *flags: str) -> Process:
+    return cluster.start_node(role, name, "--model-name", "tiny", "--tp", str(tp), *FLAGS, *flags)
 
 
 def stop(cluster: Cluster, name: str) -> None:
@@ -74,6 +81,47 @@ def test_any_numbers_of_ranks_hand_over_to_each_other(new_cluster: Callable[...,
     start(cluster, "decode", "decode-1", 1)
     cluster.wait_ready(num_nodes=2)
     assert answers(cluster, BODIES) == expected
+    stop(cluster, "decode-1")
+    start(cluster, "decode", "decode-2", 2)
+    cluster.wait_ready(num_nodes=2)
+    assert answers(cluster, BODIES) == expected
+
+
+@pytest.mark.timeout(300)
+def test_keys_protect_the_links_of_ranks(new_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    """Each node has a key of its own, which its ranks share. Who has none gets no answer of any rank."""
+    cluster, allow_list = new_cluster(), tmp_path / "allow-list"
+    names = ("router", "prefill-1", "decode-1", "prefill-2", "decode-2")
+    assert not any(cli.main(["keys", str(tmp_path / f"{each}.key"), "--allow-list", str(allow_list)]) for each in names)
+
+    def keys(name: str) -> list[str]:
+        return ["--keys", str(tmp_path / f"{name}.key"), "--allow-list", str(allow_list), "--transport", "zmq"]
+
+    cluster.start_router(*keys("router")[:-2])
+    for role in ("prefill", "decode"):
+        start(cluster, role, f"{role}-1", 1, *keys(f"{role}-1"))
+    cluster.wait_ready(num_nodes=2)
+    expected = answers(cluster, BODIES)
+    for role in ("prefill", "decode"):
+        stop(cluster, f"{role}-1")
+    port = free_port()
+    prefill = start(cluster, "prefill", "prefill-2", 2, *keys("prefill-2"), "--bind-host", f"tcp://127.0.0.1:{port}")
+    decode = start(cluster, "decode", "decode-2", 2, *keys("decode-2"))
+    cluster.wait_ready(num_nodes=2)
+    assert answers(cluster, BODIES) == expected
+    for rank in (0, 1):
+        assert f"decode-2{'/rank-1' * rank} linked to prefill node prefill-2, pages travel by zmq" in decode.log
+        assert not is_answered(port + rank)
+    assert "prefill-2/rank-1 decode node decode-2 linked, pages travel by zmq" in prefill.log
+
+
+def is_answered(port: int) -> bool:
+    """Return whether somebody without a key who says nothing of use gets an answer from a data link."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send(encode(Renew(units=()), PROTOCOL_MAX))
+        return bool(socket.poll(1000))
 
 
 @pytest.mark.timeout(300)

@@ -12,6 +12,7 @@ from baton.engine.device_executor import DeviceExecutor
 from baton.engine.graphs import graph_sizes
 from baton.engine.prompts import Prompts
 from baton.engine.rank_executor import RankExecutor, RankPrompts
+from baton.engine.rank_handoffs import make_client, make_server
 from baton.engine.ranked_engine import RankedEngine
 from baton.engine.startup import load_engine, make_endpoint, make_membership
 from baton.metadata.bus.membership import Membership
@@ -31,7 +32,8 @@ def start_prefill(
     then `ranks`, which a node with several ranks needs."""
     ranked = _ranked(name, config, 0, ranks)
     engine, epoch = load_engine(config) if ranked is None else ranked.engine, new_epoch()
-    handoff = HandoffServer(make_endpoint(config, name, engine, None, epoch), "127.0.0.1", lease_s=lease_s)
+    end = make_endpoint(config, name, engine, None, epoch)
+    handoff = make_server(end, "127.0.0.1", lease_s, None if ranked is None else ranked.processes)
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
     sizes = config.max_running, config.chunk(engine.device.type)
     prompts = Prompts(engine) if ranked is None else RankPrompts(ranked)
@@ -44,7 +46,8 @@ def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = N
     """Start a decode node in the same way as `start_prefill`."""
     ranked = _ranked(name, config, config.max_running, ranks)
     engine, epoch = load_engine(config) if ranked is None else ranked.engine, new_epoch()
-    handoff = HandoffClient(make_endpoint(config, name, engine, None, epoch))
+    end = make_endpoint(config, name, engine, None, epoch)
+    handoff = make_client(end, None if ranked is None else ranked.processes)
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
     if ranked is None:
         executor = DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))

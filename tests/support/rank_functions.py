@@ -9,24 +9,24 @@ from pathlib import Path
 from baton.engine.rank_processes import READY, REPORT
 
 
-def echo(connection: Connection, rank: int) -> None:
+def echo(connection: Connection, reports: Connection, rank: int) -> None:
     """Report every frame, with the rank's number."""
     connection.send_bytes(READY)
     while True:
         connection.send_bytes(REPORT + bytes([rank]) + connection.recv_bytes())
 
 
-def fail(connection: Connection, rank: int) -> None:
+def fail(connection: Connection, reports: Connection, rank: int) -> None:
     raise ValueError(f"rank {rank} has no model")
 
 
-def hang(connection: Connection, rank: int) -> None:
+def hang(connection: Connection, reports: Connection, rank: int) -> None:
     """Say nothing after being ready."""
     connection.send_bytes(READY)
     time.sleep(600)
 
 
-def hang_in_group(connection: Connection, rank: int, meeting: str) -> None:
+def hang_in_group(connection: Connection, reports: Connection, rank: int, meeting: str) -> None:
     """Meet rank 0, and join none of its operations."""
     from baton.engine.group import CpuGroup
 

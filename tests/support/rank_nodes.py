@@ -215,7 +215,7 @@ def run_page_server(work: Connection, reports: Connection, rank: int, schema: Ha
     end = rank_end(schema, Shard(rank, size), "prefill")
     member = PageServer(end, "127.0.0.1", work.recv())
     work.send(member.address)
-    _run_rank(work, RankHandoff(work, reports, member), lambda: spoil(end))
+    run_rank(work, RankHandoff(work, reports, member), lambda: spoil(end))
 
 
 def spoil(end: Endpoint, pool: int = -1) -> None:
@@ -229,10 +229,11 @@ def run_puller(
     """Run rank 1 or above of a decode node. The empty frame asks whether its pages have arrived, at `place`."""
     end = rank_end(schema, Shard(rank, size), "decode", transports=(transport,))
     handoff = RankHandoff(work, reports, RankPuller(end))
-    _run_rank(work, handoff, lambda: arrived(end, schema, *place))
+    run_rank(work, handoff, lambda: arrived(end, schema, *place))
 
 
-def _run_rank(work: Connection, handoff: RankHandoff, ask: Callable[[], Any] = lambda: None) -> None:
+def run_rank(work: Connection, handoff: RankHandoff, ask: Callable[[], Any] = lambda: None) -> None:
+    """Do orders until rank 0 is gone. The empty frame is answered by what `ask` returns."""
     while True:
         handoff.wait()
         try:

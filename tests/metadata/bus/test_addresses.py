@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from baton.metadata.bus import addresses
-from baton.metadata.bus.addresses import host_identity, parse_address, require_keys
+from baton.metadata.bus.addresses import address_of_rank, host_identity, parse_address, require_keys
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 
@@ -118,3 +118,17 @@ def test_without_a_kernel_identity_no_two_hosts_are_equal(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(addresses.Path, "readlink", fail)
     assert host_identity() != host_identity()
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("tcp://[::1]:5800", "tcp://[::1]:5802"),
+        ("tcp://host-1:*", "tcp://host-1:*"),
+        ("ipc:///run/baton/pages", "ipc:///run/baton/pages-2"),
+    ],
+)
+def test_ranks_bind_behind_rank_0(host: str, bound: str) -> None:
+    assert address_of_rank(host, 0) == host
+    assert address_of_rank(host, 2) == bound

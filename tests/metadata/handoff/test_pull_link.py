@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import zmq
 from handoff_nodes import FINGERPRINTS, SCHEMA, make_memory, make_welcome, unit
 
+from baton.metadata.bus.sockets import DroppedFrames
 from baton.metadata.errors import ProtocolError, StaleMessage, TransferError
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.pull_link import HELLO_S, PullLink
@@ -178,6 +180,25 @@ def test_malformed_frames_are_protocol_errors(line: Line) -> None:
     for frames in ([b"\xff"], [encode(make_welcome(LinkWelcome, MEMORY, "zmq"), PROTOCOL_MAX), b"data"]):
         with pytest.raises(ProtocolError):
             line.say(*frames)
+
+
+def test_a_drain_is_bounded_and_counts_what_is_refused(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.metadata.handoff.pull_link.DRAIN_LIMIT", 2)
+    line.heard()
+    refusal = LinkRefused(reason="no")
+    for frame in (encode(refusal, PROTOCOL_MIN), b"noise", encode(refusal, PROTOCOL_MIN)):
+        line.peer.send_multipart([line.identity, frame])
+    taken: list[Any] = []
+    dropped = DroppedFrames(logging.getLogger("test"), "link")
+    has_nothing_left: list[bool] = []
+    deadline = time.monotonic() + 5
+    while len(taken) < 2 and time.monotonic() < deadline:
+        assert line.link.socket.poll(5000)
+        time.sleep(0.05)  # all three have come
+        has_nothing_left.append(line.link.drain(lambda *each: taken.append(each), dropped))
+    assert taken == [(refusal, None)] * 2 and dropped.count == 1 and has_nothing_left == [False, True]
+    line.link.lose("it is over")
+    assert line.link.drain(lambda *each: taken.append(each), dropped) and len(taken) == 2
 
 
 def test_a_closed_connection_ends_the_link(line: Line) -> None:

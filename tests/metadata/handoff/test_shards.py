@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.group import OneRank
-from baton.engine.ranks import Ranks
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.kv_layout import KvLayout, Shard, pool_of
 from baton.metadata.handoff.shards import (
@@ -22,7 +20,7 @@ from baton.metadata.handoff.shards import (
     digest_columns,
     page_parts,
 )
-from baton.metadata.wire.node_info import KvPlane, PoolLayout
+from baton.metadata.wire.node_info import KvPlane
 
 sizes = st.integers(1, 4)
 planes = st.lists(st.integers(1, 8), min_size=1, max_size=3)
@@ -142,13 +140,3 @@ def test_neighbouring_blocks_are_one_span() -> None:
     assert parts[0].pools[0].spans == (ByteSpan(0, 0, 12), ByteSpan(12, 24, 20))
     assert parts[1].pools[0].spans == (ByteSpan(0, 12, 12), ByteSpan(12, 44, 20))
     assert page_parts([layout], 2, Shard(1, 2))[1].pools[0].spans == (ByteSpan(0, 0, 32),)
-
-
-@pytest.mark.parametrize(("num_heads", "size"), [(4, 1), (4, 2), (6, 3)])
-def test_the_pool_of_a_rank_of_the_engine_is_the_part_of_its_shard(num_heads: int, size: int) -> None:
-    pool = PoolLayout(num_layers=2, num_kv_heads=num_heads, head_dim=8, dtype="float32")
-    for rank in range(size):
-        group = OneRank()
-        group.rank, group.size = rank, size
-        own = Ranks(group).own_pool(pool)
-        assert KvLayout.of(own, 4) == KvLayout.of(pool, 4).part_of(Shard(rank, size))

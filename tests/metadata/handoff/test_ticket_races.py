@@ -109,7 +109,7 @@ def test_a_decode_node_that_was_away_never_uses_pages_of_another_life(race: Race
 def test_a_page_used_again_in_the_middle_of_its_copy_is_found(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The generation is read after the copy, so a half-old copy shows the new generation. If the new life has no
     number, because of a fault of ours, the checksum shows it."""
-    monkeypatch.setattr("baton.metadata.handoff.client.DRAIN_LIMIT", 1)
+    monkeypatch.setattr("baton.metadata.handoff.pull_link.DRAIN_LIMIT", 1)
     race = Race("local")
 
     class Torn:

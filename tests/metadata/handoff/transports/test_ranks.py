@@ -393,6 +393,27 @@ def test_a_rank_digests_pages_after_the_work_that_computes_them(make_pair: MakeP
     assert [name for name, pages in calls if 3 in pages] == ["expect", "digest"]
 
 
+def test_ranks_digest_pages_ahead_of_their_offer(make_pair: MakePair) -> None:
+    """The checksums that were begun wait for no later work, which the rank may have been given before the offer."""
+    pair = make_pair(heads_schema(4), 2, 1, has_gpu=True)
+    pair.server.digest_ahead([2, 3], [7, 7])
+    pair.server.open(unit(), 3)
+    pair.server.offer(unit(), [0, 1, 2], [2, 3, 5], [7, 7, 7])
+    pair.server.finish(unit(), make_row(pair.schema))
+    pair.claim([9, 4, 1])
+    run(pair, Arrived)
+    assert pair.has_arrived([9, 4, 1], [2, 3, 5])
+    for end in pair.sources:
+        assert end.device.called("begin_digest") == [2, 3] and end.device.called("digest") == [5]
+    assert pair.sources[1].device.called("expect") == [5]
+
+
+def test_ranks_in_host_memory_are_not_asked_to_digest_ahead(make_pair: MakePair) -> None:
+    pair = make_pair(heads_schema(4), 2, 1)
+    pair.server.digest_ahead([2, 3], [7, 7])
+    assert pair.serve_line is not None and not pair.serve_line.sent
+
+
 def test_a_prefill_rank_without_memory_fails_the_ticket(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(heads_schema(4), 2, 1, has_gpu=True)
 
