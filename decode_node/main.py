@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from ..engine.device_executor import DeviceExecutor
 from ..engine.engine import Engine
-from ..engine.executor import Executor
 from ..engine.graphs import graph_sizes
+from ..engine.own_work_executor import OwnWorkExecutor
 from ..engine.rank_executor import RankExecutor
 from ..engine.rank_processes import RankProcesses
-from ..engine.ranked_engine import RankedEngine, check_ranks
+from ..engine.ranked_engine import RankedEngine, start_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Membership
@@ -18,6 +18,7 @@ from ..metadata.bus.sockets import new_epoch
 from ..metadata.handoff.client import HandoffClient
 from .config import DecodeConfig
 from .node import DecodeNode
+from .parts import DecodeParts
 
 
 def run(config: DecodeConfig) -> int:
@@ -25,16 +26,24 @@ def run(config: DecodeConfig) -> int:
     RankLost."""
     name = node_id(config, "decode")
     keys = load_keys(config)
-    if config.tp > 1:
-        check_ranks(config, config.tp)
-        with RankedEngine(config, config.tp, num_slots=config.max_running, name=name) as ranked:
-            return _serve(config, name, keys, ranked.engine, lambda: RankExecutor(ranked), ranked.processes)
+    if config.num_ranks > 1:
+        with start_ranks(config, num_slots=config.max_running, name=name) as ranked:
+            return _serve(config, name, keys, ranked.engine, lambda: parts_on(ranked, config), ranked.processes)
 
     def make_executor(engine: Engine) -> DeviceExecutor:
         return DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
 
     engine = load_engine(config, lambda engine: make_executor(engine).rehearse(expects_prompts=config.expect_prompts))
-    return _serve(config, name, keys, engine, lambda: make_executor(engine))
+    chunk = config.chunk(engine.device.type)
+    return _serve(config, name, keys, engine, lambda: DecodeParts.on_one(make_executor(engine), engine.cache, chunk))
+
+
+def parts_on(ranked: RankedEngine, config: DecodeConfig) -> DecodeParts:
+    """Return the parts of a node with several ranks."""
+    engine, chunk = ranked.engine, config.chunk(ranked.engine.device.type)
+    if engine.num_pools == 1:
+        return DecodeParts.on_one(RankExecutor(ranked), engine.cache, chunk)
+    return DecodeParts.on_ranks(OwnWorkExecutor(ranked).queues, engine.caches, chunk)
 
 
 def _serve(
@@ -42,7 +51,7 @@ def _serve(
     name: str,
     keys: KeyPair | None,
     engine: Engine,
-    make_executor: Callable[[], Executor],
+    make_parts: Callable[[], DecodeParts],
     ranks: RankProcesses | None = None,
 ) -> int:
     epoch = new_epoch()
@@ -50,11 +59,9 @@ def _serve(
 
     def make_node(membership: Membership) -> DecodeNode:
         return DecodeNode(
-            make_executor(),
-            engine.cache,
+            make_parts(),
             membership,
             handoff,
-            config.max_running,
             config.chunk(engine.device.type),
             is_adaptive=config.draft_adaptive,
             expects_prompts=config.expect_prompts,

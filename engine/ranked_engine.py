@@ -17,8 +17,9 @@ from ..metadata.errors import ConfigError
 from ..metadata.logs import setup_logging
 from .config import EngineConfig
 from .device_executor import DeviceExecutor
+from .dp_attention import check_dp_attention
 from .drafters.speculation import read_speculation
-from .engine import Engine, choose_device, choose_dtype, resolve_model, use_threads
+from .engine import choose_device, choose_dtype, resolve_model
 from .group import TIMEOUT_S, CpuGroup
 from .models.read_config import read_model_config
 from .products.ranked import RankRows
@@ -44,6 +45,16 @@ def check_ranks(config: EngineConfig, size: int) -> None:
     speculation = read_speculation(config, model_dir, model, choose_dtype(config.dtype, device, model.checkpoint_dtype))
     if speculation.draft is not None:
         check_shares(speculation.draft, size, f"the drafter in {speculation.draft_dir}")
+
+
+def start_ranks(config: EngineConfig, *, num_slots: int, name: str) -> RankedEngine:
+    """Start the ranks that the configuration asks for. Raises as `check_ranks`, `check_dp_attention` and
+    `RankedEngine`."""
+    if config.dp_attention > 1:
+        check_dp_attention(config)
+        return RankedEngine(config, config.dp_attention, num_slots=num_slots, name=name, divides_sequences=True)
+    check_ranks(config, config.tp)
+    return RankedEngine(config, config.tp, num_slots=num_slots, name=name)
 
 
 class RankedEngine:
@@ -88,7 +99,7 @@ class RankedEngine:
                 group = CpuGroup(0, size, Path(meeting), timeout_s=timeout_s)
                 starting.callback(group.close)
                 self.ranks = Ranks(group, RankRows() if divides_sequences else None)
-                self.engine = _load(config, self.ranks)
+                self.engine = load_engine(config, ranks=self.ranks)
             except RuntimeError as error:
                 raise self.processes.end(f"rank 0 could not start: {error}") from error
             self.processes.wait_ready()
@@ -111,14 +122,6 @@ class RankedEngine:
             self.processes.send(rank, frame)
 
 
-def _load(config: EngineConfig, ranks: Ranks) -> Engine:
-    """Load this rank's engine. All ranks must call it. If ranks have rows of their own, no row is run yet."""
-    if ranks.rows is None:
-        return load_engine(config, ranks=ranks)
-    use_threads(config)
-    return Engine(config, ranks=ranks)
-
-
 def run_rank(
     connection: Connection,
     rank: int,
@@ -134,7 +137,7 @@ def run_rank(
     setup_logging(config, f"{name}/rank-{rank}")
     group = CpuGroup(rank, size, Path(meeting), timeout_s=timeout_s)
     rows = RankRows() if divides_sequences else None
-    engine = _load(config, Ranks(group, rows))
+    engine = load_engine(config, ranks=Ranks(group, rows))
     if rows is not None:
         worker = RankWorker(engine, num_slots, rows)
         connection.send_bytes(READY)
