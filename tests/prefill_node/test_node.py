@@ -75,7 +75,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
         found.append(("wait", [names[row.key] for row in self.chunk.rows]))
         return wait(self)
 
-    monkeypatch.setattr(node, "submit", submitted)
+    monkeypatch.setattr(chunks, "submit", submitted)
     monkeypatch.setattr(SubmittedChunk, "wait", waited)
     return found
 
@@ -147,7 +147,7 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         offered.extend(pages)
         offer(unit, indices, pages, *more)
 
-    monkeypatch.setattr(node, "submit", submitted)
+    monkeypatch.setattr(chunks, "submit", submitted)
     monkeypatch.setattr(SubmittedChunk, "wait", waited)
     monkeypatch.setattr(pair.prefill.handoff, "offer", checked)
     return offered
