@@ -429,7 +429,7 @@ def _on_gpu(kvs: Sequence[torch.Tensor], num_pages: int, device: torch.device, *
     raise ConfigError(f"the KV of this node needs {has}; if other processes use this GPU, {SHARING}")
 
 
-def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_pools: int) -> int:
+def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_pools: int = 1) -> int:
     """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's) for
     all pools.
 

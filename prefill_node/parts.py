@@ -23,7 +23,7 @@ from .request import Request
 from .scheduler import PrefillScheduler, StepPlan
 
 
-class NodeScheduler(Protocol):
+class PromptScheduler(Protocol):
     """Decides which prompts a step computes, and owns their pages (scheduler.py)."""
 
     @property
@@ -63,7 +63,7 @@ class PrefillParts:
 
     prompts: PromptStates
     cache: NodeCache
-    scheduler: NodeScheduler
+    scheduler: PromptScheduler
     submit: Callable[[StepPlan], ChunkUnderWay]  # raises OutOfMemory
 
     @classmethod

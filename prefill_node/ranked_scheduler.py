@@ -19,7 +19,7 @@ from .scheduler import PrefillScheduler, StepPlan
 
 class RankedPrefillScheduler:
     """Owns the schedulers of all ranks, each with a prefix cache of its own, and the requests that wait for them. A
-    `NodeScheduler` (parts.py)."""
+    `PromptScheduler` (parts.py)."""
 
     def __init__(self, ranks: Sequence[PrefillScheduler]) -> None:
         """`ranks`: one scheduler per rank, alike but for their caches."""

@@ -16,7 +16,9 @@ import drafters
 import pytest
 from heads import ALGORITHM
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
-from node_pair import node_pairs
+from node_pair import ROUTER_EPOCH, node_pairs, params
+
+from baton.metadata.wire.messages import Cancel
 
 CELLS = (Cell(False, True, False), Cell(True, True, True))
 IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
@@ -73,3 +75,37 @@ def test_output_is_that_of_one_rank(case: Case, plain: tuple[Path, Plain], tmp_p
         stats = pair.decode.rounds.stats
         assert case.drafter == "none" or stats.num_drafted > 0
         assert stats.num_accepted > (20 if case.drafter in ("eagle", "standalone") else -1), stats
+
+
+def test_scores_of_local_prompts_and_cancels_in_every_phase(plain: tuple[Path, Plain]) -> None:
+    """Both ranks of the decode node score a prompt of their own. Then requests are cancelled after so many steps."""
+    model, reference = plain
+    both = {"page_size": PAGE_SIZE, "num_pages": 40, "chunk_tokens": 5, "speculative": "ngram"}
+    asked = params(4, num_logprobs=2)
+    with node_pairs() as start:
+        pair = start(model, prefill=both, decode={**both, "dp_attention": 2})
+        for is_local in (False, True):
+            for index, case in enumerate(reference.cases[:3]):
+                pair.submit(f"{index} {is_local}", case.prompt, asked, is_local=is_local, prompt_logprobs=True)
+        ranks = set[int]()
+        while not pair.is_done:
+            pair.step()
+            ranks |= {each.rank for each in pair.decode.scheduler if each.is_local and each.prompt_scores is not None}
+        assert ranks == {0, 1}
+        for index, case in enumerate(reference.cases[:3]):
+            theirs, ours = (pair.done[f"{index} {is_local}"].prompt_logprobs for is_local in (False, True))
+            assert len(ours) == len(case.prompt) - 1
+            assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
+        pair._take = pair._merge = lambda *_: None  # late tokens of cancelled requests
+        for num_steps in range(0, 14, 2):
+            for index, case in enumerate(reference.cases):
+                pair.submit(f"{num_steps}.{index}", case.prompt, params(24), n=2, is_local=index % 3 == 0)
+            for _ in range(num_steps):
+                pair.step()
+            pair._waiting.clear()
+            for rid in {rid for rid, _ in pair.results if rid.startswith(f"{num_steps}.")}:
+                for node in ("prefill", "decode"):
+                    pair.send(node, Cancel(ROUTER_EPOCH, rid, 9, None, "test"))
+                pair.results.pop((rid, 0)), pair.results.pop((rid, 1))
+            pair.run(timeout_s=10)
+        assert not pair.decode.scheduler._rank_of

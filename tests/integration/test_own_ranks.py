@@ -57,7 +57,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]
 
 
 def answers(cluster: Cluster) -> list[Any]:
-    """Send all requests at once. Return the tokens of each choice, and the log-probabilities of prompts."""
+    """Send all requests at once. Return the tokens of each choice."""
     with ThreadPoolExecutor(len(BODIES)) as threads:
         return [each.result() for each in [threads.submit(answer, cluster, body) for body in BODIES]]
 
@@ -107,7 +107,8 @@ def test_output_is_that_of_one_rank(case: Case, start: Callable[..., Any], expec
     assert (len(prefill.ranks), len(decode.ranks)) == (case.prefill - 1, case.decode - 1)
     assert answers(cluster) == answers(cluster) == expected
     books = cluster.ledger()["nodes"]
-    assert books["decode-0"]["stats"]["preemptions"] > 0 and books["prefill-0"]["stats"]["cached_tokens"] > 0
+    assert case.decode == 1 or books["decode-0"]["stats"]["preemptions"] > 0
+    assert books["prefill-0"]["stats"]["cached_tokens"] > 0
     capacity = {each["node_id"]: each["capacity"] for each in cluster.nodes()}["decode-0"]
     assert (capacity["num_ranks"], capacity["num_pools"]) == (case.decode, case.decode)
     assert capacity["num_pages"] == (case.decode * 27 if case.decode > 1 else 55)
