@@ -185,6 +185,7 @@ def test_results_come_in_the_order_of_the_sequences(checkpoint: Callable[..., Pa
         rows = [BatchRow(each.token_ids[:-1], 0, each.pages, 0, len(each.token_ids) - 1) for each in sequences]
         rows[2] = BatchRow(rows[2].input_ids, 0, rows[2].pages, 0, 0)
         serving.rounds.recompute(sequences, rows)
+        assert not any(queue.works for queue in ranks.executor.queues), "its pages may be handed over now"
         scores = serving.rounds.collect_scores()
         assert [len(each) for each in scores.logprobs] == [row.num_scored for row in rows]
         serving.rounds.recompute(sequences[1:2], rows[1:2])

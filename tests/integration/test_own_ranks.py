@@ -34,6 +34,11 @@ class Case(NamedTuple):
     prefill: int
     decode: int
 
+    @property
+    def strike(self) -> signal.Signals:
+        """The signal to a rank of the decode node, or of the prefill node if the decode node has no ranks."""
+        return signal.SIGSTOP if (self.prefill, self.decode) == (1, 2) else signal.SIGKILL
+
     def __str__(self) -> str:
         return f"{self.drafter}-{self.prefill}-to-{self.decode}"
 
@@ -112,20 +117,22 @@ def test_output_is_that_of_one_rank(case: Case, start: Callable[..., Any], expec
     capacity = {each["node_id"]: each["capacity"] for each in cluster.nodes()}["decode-0"]
     assert (capacity["num_ranks"], capacity["num_pools"]) == (case.decode, case.decode)
     assert capacity["num_pages"] == (case.decode * 27 if case.decode > 1 else 55)
-    node("decode", "decode-1", 1)
+    struck, role = (decode, "decode") if case.decode > 1 else (prefill, "prefill")
+    node(role, f"{role}-1", 1)
     cluster.wait_ready(num_nodes=3)
-    lost = decode.ranks[0] if case.decode > 1 else decode
+    [rank] = struck.ranks
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(answers, cluster)
-        wait_until(lambda: cluster.ledger()["nodes"]["decode-0"]["requests"], cluster.tails)
-        lost.send_signal(signal.SIGKILL)
-        assert decode.wait(20) == (1 if case.decode > 1 else -signal.SIGKILL)
+        if role == "decode":
+            wait_until(lambda: cluster.ledger()["nodes"]["decode-0"]["requests"], cluster.tails)
+        rank.send_signal(case.strike)
+        assert struck.wait(20) == 1
         assert running.result() == expected
-    if case.decode > 1:
-        errors = [line for line in decode.log.splitlines() if "error" in line]
-        words = f"rank 1 (process {lost.pid}) ended with exit code -9; all ranks were ended, start the node again"
-        assert errors == [f"baton: error: {words}"], decode.log
-        assert not lost.is_running()
+    silent = ": it was silent for 3 s" if case.strike == signal.SIGSTOP else ""
+    words = f"rank 1 (process {rank.pid}) ended with exit code -9{silent}; all ranks were ended, start the node again"
+    errors = [line for line in struck.log.splitlines() if "error" in line]
+    assert errors == [f"baton: error: {words}"], struck.log
+    assert not rank.is_running()
 
 
 @pytest.mark.parametrize(
