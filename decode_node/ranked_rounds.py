@@ -9,47 +9,39 @@ A rank with nothing to do does the same without rows. A chunk is never computed 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ..engine.draft_shape import DraftShape
 from ..engine.executor import WaitingExecutor
 from ..engine.round_stats import RoundStats
 from ..engine.rounds import LocalChunk, Rounds, Running, Submitted
-from ..engine.sampling_state import Needs
+from ..engine.sampling_state import Needs, covering
 from ..engine.work import BatchRow, RoundTokens, Scores
 from ..metadata.wire.request import TokenLogprobs
 from .sequence import Sequence
 
-_Item = TypeVar("_Item")
-
-
-class _UnderWay(NamedTuple):
-    """A round of all ranks."""
-
-    order: list[int]  # the rank of each sequence
-    parts: dict[int, Submitted]  # of each rank that has sequences
-
 
 class _Computed(NamedTuple):
-    """A row of a chunk."""
+    """The rows of a chunk that one rank has computed."""
 
     rank: int
+    num_rows: int
     is_scored: bool
 
 
 class RankedRounds:
-    """Owns the rounds of each rank. A `NodeRounds` (parts.py). One thread."""
+    """Owns the rounds of each rank. A `NodeRounds` (parts.py). Sequences are given rank by rank. One thread."""
 
     def __init__(self, queues: Seq[WaitingExecutor]) -> None:
         """`queues`: of each rank."""
         self.queues = list(queues)
         self.stats = RoundStats([0] * self.queues[0].shape.num_steps)
         self.ranks = [Rounds(queue, self.stats) for queue in queues]
-        self._under_way: deque[_UnderWay] = deque()  # the oldest round first
-        self._chunk: list[_Computed] = []  # each row of the last `recompute`
+        self._under_way: deque[dict[int, Submitted]] = deque()  # by rank, the oldest round first
+        self._chunk: list[_Computed] = []  # of the last `recompute`
 
     def admit(self, sequence: Sequence, row: bytes | None) -> None:
         """Give a sequence a slot of its rank, as `Rounds.admit`."""
@@ -71,44 +63,46 @@ class RankedRounds:
         """Begin a round of all ranks, as `Rounds.submit`, after the chunk `beside` it."""
         if beside is not None:
             self.recompute([_ours(each) for each in beside.sequences], beside.rows)
-        parts: dict[int, Submitted] = {}
-        for rank, own in _by_rank(sequences).items():
-            part = [sequences[index] for index in own], shape, [limits[index] for index in own]
-            parts[rank] = self.ranks[rank].submit(*part)
-        order = [each.rank for each in sequences]
-        self._under_way.append(_UnderWay(order, parts))
+        parts = {rank: self.ranks[rank].submit(sequences[own], shape, limits[own]) for rank, own in _spans(sequences)}
+        self._under_way.append(parts)
+        num_slots = self.queues[0].num_slots
         return Submitted(
             list(sequences),
-            [number for each in sequences if (number := self.number(each)) is not None],
+            [rank * num_slots + slot for rank, part in parts.items() for slot in part.slots],
             shape,
-            _in_order(order, {rank: part.limits for rank, part in parts.items()}),
+            [limit for part in parts.values() for limit in part.limits],
             sum(part.num_caught_up for part in parts.values()),
-            self.kind(sequences),
+            covering(Needs.any_of(part.kind for part in parts.values())),
         )
 
     def collect(self, submitted: Submitted) -> RoundTokens:
         """Wait for the oldest round, which `submitted` describes, as `Rounds.collect`."""
-        order, parts = self._under_way.popleft()
-        assert len(order) == len(submitted.sequences), (order, submitted)
-        rows = {rank: self.ranks[rank].collect(part).rows for rank, part in parts.items()}
-        return RoundTokens(_in_order(order, rows))
+        parts = self._under_way.popleft()
+        rows = [row for rank, part in parts.items() for row in self.ranks[rank].collect(part).rows]
+        assert len(rows) == len(submitted.sequences), (len(rows), submitted)
+        return RoundTokens(rows)
 
     def recompute(self, sequences: Seq[Sequence], rows: Seq[BatchRow]) -> None:
         """Compute tokens, as `Rounds.recompute`. The KV is in the pages when this returns."""
-        self._chunk = [_Computed(each.rank, row.num_scored > 0) for each, row in zip(sequences, rows, strict=True)]
-        for rank, own in _by_rank(sequences).items():
-            self.ranks[rank].recompute([sequences[index] for index in own], [rows[index] for index in own])
+        self._chunk.clear()
+        for rank, own in _spans(sequences):
+            self.ranks[rank].recompute(sequences[own], rows[own])
+            is_scored = any(row.num_scored for row in rows[own])
+            self._chunk.append(_Computed(rank, len(rows[own]), is_scored))
         self.queues[0].flush()
 
     def collect_scores(self) -> Scores:
         """Return the report of the last `recompute`, some of whose rows had scored tokens."""
-        scored = sorted({rank for rank, is_scored in self._chunk if is_scored})
-        reports = {rank: self.ranks[rank].collect_scores() for rank in scored}
-        nothing: list[list[TokenLogprobs]] = [[] for _ in self._chunk]
-        logprobs = {rank: reports[rank].logprobs if rank in reports else nothing for rank in range(len(self.ranks))}
-        begun = min(report.begun for report in reports.values())
-        computed = max(report.computed for report in reports.values())
-        return Scores(begun, computed, _in_order([rank for rank, _ in self._chunk], logprobs))
+        begun, computed, logprobs = list[float](), list[float](), list[Seq[TokenLogprobs]]()
+        for rank, num_rows, is_scored in self._chunk:
+            if not is_scored:
+                logprobs += [[]] * num_rows
+                continue
+            report = self.ranks[rank].collect_scores()
+            begun.append(report.begun)
+            computed.append(report.computed)
+            logprobs += report.logprobs
+        return Scores(min(begun), max(computed), logprobs)
 
     def reads_tokens(self, shape: DraftShape) -> bool:
         return self.ranks[0].reads_tokens(shape)
@@ -124,18 +118,11 @@ class RankedRounds:
         return self.ranks[sequence.rank].replay(sequence, num_tries)
 
 
-def _by_rank(sequences: Seq[Sequence]) -> dict[int, list[int]]:
-    """Return the indices of the sequences of each rank that has some."""
-    found: dict[int, list[int]] = {}
-    for index, sequence in enumerate(sequences):
-        found.setdefault(sequence.rank, []).append(index)
-    return found
-
-
-def _in_order(order: Seq[int], parts: Mapping[int, Seq[_Item]]) -> list[_Item]:
-    """Return the items of all ranks, of which `order` names the rank of each."""
-    each = {rank: iter(items) for rank, items in parts.items()}
-    return [next(each[rank]) for rank in order]
+def _spans(sequences: Seq[Sequence]) -> list[tuple[int, slice]]:
+    """Return the ranks that have some of the sequences, and where these stand."""
+    order = [sequence.rank for sequence in sequences]
+    assert order == sorted(order), "sequences stand rank by rank"
+    return [(rank, slice(bisect_left(order, rank), bisect_right(order, rank))) for rank in dict.fromkeys(order)]
 
 
 def _ours(sequence: Running) -> Sequence:

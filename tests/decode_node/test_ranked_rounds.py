@@ -167,7 +167,8 @@ def test_a_step_without_sequences_asks_the_ranks_for_nothing(checkpoint: Callabl
 
 
 def test_results_come_in_the_order_of_the_sequences(checkpoint: Callable[..., Path]) -> None:
-    """Ranks alternate. Scores come from the ranks that have scored rows, and slots have numbers of the node."""
+    """Sequences stand rank by rank. Scores come from the rank that has scored rows, and slots have numbers of the
+    node."""
     config = DecodeConfig(
         model=str(checkpoint("llama")),
         device="cpu",
@@ -181,23 +182,26 @@ def test_results_come_in_the_order_of_the_sequences(checkpoint: Callable[..., Pa
         started = [serving.submit(number) for number in range(4)]
         sequences = [sequence for sequence in started if sequence is not None]
         assert [each.rank for each in sequences] == [0, 1, 0, 1]
-        assert [serving.rounds.number(each) for each in sequences] == [0, 8, 1, 9]
+        sequences.sort(key=lambda each: each.rank)
+        assert [serving.rounds.number(each) for each in sequences] == [0, 1, 8, 9]
         rows = [BatchRow(each.token_ids[:-1], 0, each.pages, 0, len(each.token_ids) - 1) for each in sequences]
-        rows[2] = BatchRow(rows[2].input_ids, 0, rows[2].pages, 0, 0)
+        rows[:2] = [BatchRow(row.input_ids, 0, row.pages, 0, 0) for row in rows[:2]]
         serving.rounds.recompute(sequences, rows)
         assert not any(queue.works for queue in ranks.executor.queues), "its pages may be handed over now"
         scores = serving.rounds.collect_scores()
         assert [len(each) for each in scores.logprobs] == [row.num_scored for row in rows]
-        serving.rounds.recompute(sequences[1:2], rows[1:2])
+        serving.rounds.recompute(sequences[2:3], rows[2:3])
         [again] = serving.rounds.collect_scores().logprobs
-        assert [each.logprob for each in again] == pytest.approx([each.logprob for each in scores.logprobs[1]])
+        assert [each.logprob for each in again] == pytest.approx([each.logprob for each in scores.logprobs[2]])
         for each in sequences:
             each.compute(each.num_to_compute - 1)
         alone = [serving.rounds.submit([each], DraftShape(0), [0]) for each in sequences]
         tokens = [serving.rounds.collect(each).rows[0] for each in alone]
         together = serving.rounds.submit(sequences, DraftShape(0), [0] * 4)
-        assert together.slots == [0, 8, 1, 9] and together.limits == [0] * 4
+        assert together.slots == [0, 1, 8, 9] and together.limits == [0] * 4
         serving.scheduler.finish(sequences[1])
         results = serving.rounds.collect(together).rows
         assert [each is None for each in results] == [False, True, False, False], "one has left its slot"
         assert all(each is not None for each in tokens)
+        with pytest.raises(AssertionError, match="rank by rank"):
+            serving.rounds.submit(sequences[::-1], DraftShape(0), [0] * 4)
