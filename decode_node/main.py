@@ -7,18 +7,19 @@ from functools import partial
 
 from ..engine.device_executor import DeviceExecutor
 from ..engine.engine import Engine
-from ..engine.executor import Executor
 from ..engine.graphs import graph_sizes
+from ..engine.own_work_executor import OwnWorkExecutor
 from ..engine.rank_executor import RankExecutor
 from ..engine.rank_handoffs import make_client
 from ..engine.rank_processes import RankProcesses
-from ..engine.ranked_engine import RankedEngine, check_ranks
+from ..engine.ranked_engine import RankedEngine, start_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
 from .config import DecodeConfig
 from .node import DecodeNode
+from .parts import DecodeParts
 
 
 def run(config: DecodeConfig) -> int:
@@ -26,13 +27,15 @@ def run(config: DecodeConfig) -> int:
     RankLost."""
     name = node_id(config, "decode")
     keys = load_keys(config)
-    if config.tp > 1:
-        check_ranks(config, config.tp)
+    if config.num_ranks > 1:
         rehearsal = partial(_rehearse, config)
-        with RankedEngine(config, config.tp, num_slots=config.max_running, name=name, rehearse=rehearsal) as ranked:
-            return _serve(config, name, keys, ranked.engine, lambda: RankExecutor(ranked), ranked.processes)
+        with start_ranks(config, num_slots=config.max_running, name=name, rehearse=rehearsal) as ranked:
+            return _serve(config, name, keys, ranked.engine, lambda: parts_on(ranked, config), ranked.processes)
     engine = load_engine(config, partial(_rehearse, config))
-    return _serve(config, name, keys, engine, lambda: _make_executor(config, engine))
+    chunk = config.chunk(engine.device.type)
+    return _serve(
+        config, name, keys, engine, lambda: DecodeParts.on_one(_make_executor(config, engine), engine.cache, chunk)
+    )
 
 
 def _make_executor(config: DecodeConfig, engine: Engine) -> DeviceExecutor:
@@ -43,12 +46,20 @@ def _rehearse(config: DecodeConfig, engine: Engine) -> None:
     _make_executor(config, engine).rehearse(expects_prompts=config.expect_prompts)
 
 
+def parts_on(ranked: RankedEngine, config: DecodeConfig) -> DecodeParts:
+    """Return the parts of a node with several ranks."""
+    engine, chunk = ranked.engine, config.chunk(ranked.engine.device.type)
+    if engine.num_pools == 1:
+        return DecodeParts.on_one(RankExecutor(ranked), engine.cache, chunk)
+    return DecodeParts.on_ranks(OwnWorkExecutor(ranked).queues, engine.caches, chunk)
+
+
 def _serve(
     config: DecodeConfig,
     name: str,
     keys: KeyPair | None,
     engine: Engine,
-    make_executor: Callable[[], Executor],
+    make_parts: Callable[[], DecodeParts],
     ranks: RankProcesses | None = None,
 ) -> int:
     epoch = new_epoch()
@@ -56,11 +67,9 @@ def _serve(
 
     def make_node(membership: Membership) -> DecodeNode:
         return DecodeNode(
-            make_executor(),
-            engine.cache,
+            make_parts(),
             membership,
             handoff,
-            config.max_running,
             config.chunk(engine.device.type),
             is_adaptive=config.draft_adaptive,
             expects_prompts=config.expect_prompts,

@@ -40,10 +40,9 @@ from ..engine.adaptive import DOUBT, StepChooser
 from ..engine.chunk_timing import measure_costs
 from ..engine.draft_shape import DraftShape
 from ..engine.executor import Executor
-from ..engine.prefix_cache import PrefixCache
 from ..engine.progress import ProgressBar
 from ..engine.round_timing import measure_round
-from ..engine.rounds import LocalChunk, Rounds, Submitted
+from ..engine.rounds import LocalChunk, Submitted
 from ..engine.step_times import StepTimes
 from ..engine.work import NO_NUMBERS, Accepted
 from ..metadata.bus.membership import Membership, RouterGone
@@ -56,10 +55,11 @@ from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
 from .chunk_budget import MAX_AHEAD, ChunkBudget, ChunksAlone, PromptTokens
 from .outbox import Outbox
+from .parts import DecodeParts, Policy
 from .reservations import Reservations
 from .round_clock import RoundClock, RoundTime
 from .round_seconds import RoundSeconds
-from .scheduler import DecodeScheduler, StepPlan
+from .scheduler import StepPlan
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -110,11 +110,9 @@ class DecodeNode:
 
     def __init__(
         self,
-        executor: Executor,
-        cache: PrefixCache,
+        parts: DecodeParts,
         membership: Membership,
         handoff: HandoffClient,
-        max_running: int,
         chunk: int,
         *,
         is_adaptive: bool = False,
@@ -122,35 +120,32 @@ class DecodeNode:
         expects_prompts: bool = True,
         max_gap_s: float | None = None,
     ):
-        """`cache` owns the pages of the pool that `executor` writes; `executor` has `max_running` slots.
+        """`chunk`: the most prompt tokens that the scheduler of `parts` plans in a step.
         `is_adaptive`: adapt the draft length to the measured benefit; otherwise draft all steps.
         `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU.
         `expects_prompts`: prepare for local prompts; otherwise they are computed as well, but delay other sequences
         more. `max_gap_s`: the operator's bound on the time between tokens beside chunks of prompts; None: the node's
         own."""
-        self.executor = executor
-        self.cache = cache
+        self.executor = executor = parts.executor
+        self.cache = parts.cache
         self.membership = membership
         self.handoff = handoff
         with ProgressBar("capturing round graphs") as progress:
             executor.warm_up(progress, expects_prompts=expects_prompts)
-        self.rounds = Rounds(executor)
-        self.chooser = _measured_chooser(executor, max_running) if is_adaptive and executor.shape.num_steps else None
-        costs = measure_costs(executor, min(chunk, executor.context_len - 1), cache.pool.page_size)
+        self.rounds = parts.rounds
+        self.chooser = (
+            _measured_chooser(executor, parts.num_slots) if is_adaptive and executor.shape.num_steps else None
+        )
+        costs = measure_costs(executor, min(chunk, executor.context_len - 1), self.cache.pool.page_size)
         round_s = RoundSeconds(measure_round(executor, 1, 0))
         self._budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.joint_sizes)
-        self.scheduler = DecodeScheduler(
-            cache,
-            max_running,
-            chunk,
-            shape=executor.shape,
-            context_len=executor.context_len,
-            num_prompt_states=executor.num_prompt_states,
-            choose=None if self.chooser is None else self._choose,
-            rests=None if self.chooser is None else self.chooser.rests,
-            budget=self._budget.room,
-            joint=executor.joint_sizes,
-            on_finish=self._release,
+        self.scheduler = parts.make_scheduler(
+            Policy(
+                choose=None if self.chooser is None else self._choose,
+                rests=None if self.chooser is None else self.chooser.rests,
+                budget=self._budget.room,
+                on_finish=self._release,
+            )
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
         self._under_way: SubmittedRound | None = None
@@ -266,7 +261,8 @@ class DecodeNode:
                 assert sequence.lease is not None
                 num_prompt_pages = -(-len(sequence.token_ids) // self.cache.pool.page_size)
                 num_cached_pages = len(sequence.lease.pages)
-                self.handoff.claim(sequence.unit, message.prefill, num_cached_pages, sequence.pages[:num_prompt_pages])
+                pages = self.cache.pool.on_links(sequence.rank, sequence.pages[:num_prompt_pages])
+                self.handoff.claim(sequence.unit, message.prefill, num_cached_pages, pages)
 
     def _start_local(self, sequence: Sequence) -> None:
         """Run a sequence whose prompt is computed here."""
@@ -290,9 +286,10 @@ class DecodeNode:
         except OutOfMemory as error:
             self._end_for_memory(sequence, error)
             return False
-        assert sequence.slot is not None
+        number = self.rounds.number(sequence)
+        assert number is not None
         if self.chooser is not None:
-            self.chooser.admit(sequence.slot)
+            self.chooser.admit(number)
         sequence.clock.start(sequence.num_generated)
         return True
 
@@ -434,7 +431,7 @@ class DecodeNode:
         """Submit the planned step, then settle the round before. If rounds do not overlap, settle the new one too."""
         self._counts.steps += 1
         step_since = self._clock.step_since
-        chunk = PromptTokens.of(plan.rows) if plan.rows else None
+        chunk = plan.chunk
         is_scored = plan.is_scored
         beside = None
         if chunk is not None and (is_scored or not plan.decoding):
@@ -588,10 +585,11 @@ class DecodeNode:
         assert self.chooser is not None
         if self.chooser.num_steps == 0 and self.executor.proposer is not None:
             for sequence in sequences:
-                if sequence.slot is not None:
-                    self.chooser.learn(sequence.slot, *self.rounds.replay(sequence, int(DOUBT)))
+                number = self.rounds.number(sequence)
+                if number is not None:
+                    self.chooser.learn(number, *self.rounds.replay(sequence, int(DOUBT)))
         num_missed = self.rounds.num_missed(sequences)
-        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        slots = [number for each in sequences if (number := self.rounds.number(each)) is not None]
         num_steps = self.chooser.choose(slots, usable, num_missed, self.rounds.kind(sequences))
         return self.executor.shape.with_steps(num_steps)
 
@@ -623,8 +621,8 @@ def _demand(sequence: Sequence) -> tuple[bool, bool, bool, int]:
     return needs.num_logprobs is not None, needs.processes, needs.ranks or needs.cuts, sequence.order
 
 
-def _measured_chooser(executor: Executor, max_running: int) -> StepChooser:
-    """Return a chooser of draft lengths that knows the times of rounds."""
+def _measured_chooser(executor: Executor, num_slots: int) -> StepChooser:
+    """Return a chooser of draft lengths that knows the times of rounds. `num_slots`: of the node."""
     measure = functools.partial(measure_round, executor)
-    times = StepTimes.measure(measure, min(max_running, _MAX_MEASURED), executor.shape.choices)
-    return StepChooser(executor.shape, times, max_running)
+    times = StepTimes.measure(measure, min(executor.num_slots, _MAX_MEASURED), executor.shape.choices)
+    return StepChooser(executor.shape, times, num_slots)

@@ -1,7 +1,7 @@
 """Schedules decoding on a node whose ranks have sequences of their own. It has one `DecodeScheduler` per rank.
 
     reserve --preferred_ranks--> DecodeScheduler of one rank --plan--.
-                                                                     +--> one StepPlan per rank, of one shape
+                                                                     +--> StepPlans of one shape --joined--> StepPlan
                                  DecodeScheduler of another  --plan--'
 
 Pool, prefix cache and slots belong to a rank, so a page is known by its rank and number, and a request must fit into
@@ -15,27 +15,21 @@ rank whose sequences can use no drafts takes part and accepts none.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import TypeVar
 
 from ..engine.draft_shape import NO_DRAFTS, DraftShape
 from ..metadata.wire.request import Unit
 from .rank_choice import RankRoom, preferred_ranks
-from .scheduler import Choose, DecodeScheduler, StepPlan, narrowed
+from .scheduler import Choose, DecodeScheduler, StepPlan, Streams, narrowed
 from .sequence import Sequence
 
-
-@dataclass(slots=True)
-class RankedPlan:
-    """One step of all ranks."""
-
-    ranks: list[StepPlan]  # of `shape` each
-    shape: DraftShape
+_Item = TypeVar("_Item")
 
 
 class RankedDecodeScheduler:
-    """Owns the schedulers of all ranks, each with a prefix cache of its own."""
+    """Owns the schedulers of all ranks, each with a prefix cache of its own. A `NodeScheduler` (parts.py)."""
 
     def __init__(
         self, ranks: Seq[DecodeScheduler], *, choose: Choose | None = None, rests: Callable[[], bool] | None = None
@@ -86,17 +80,59 @@ class RankedDecodeScheduler:
     def __iter__(self) -> Iterator[Sequence]:
         return itertools.chain.from_iterable(self.ranks)
 
-    def plan(self, shape: DraftShape | None = None) -> RankedPlan:
-        """Plan the next step of every rank, as `DecodeScheduler.plan`. `shape`: the draft shape that an earlier plan
-        chose for this round; None: choose it now."""
+    @property
+    def reserved(self) -> dict[Unit, Sequence]:
+        return {unit: sequence for rank in self.ranks for unit, sequence in rank.reserved.items()}
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [sequence for rank in self.ranks for sequence in rank.running]
+
+    @property
+    def preempted(self) -> list[Sequence]:
+        return [sequence for rank in self.ranks for sequence in rank.preempted]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a rank may grant a reservation."""
+        return any(rank.is_open for rank in self.ranks)
+
+    @property
+    def num_streams(self) -> int:
+        return sum(rank.num_streams for rank in self.ranks)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return sum(rank.num_queued_tokens for rank in self.ranks)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(rank.num_preemptions for rank in self.ranks)
+
+    @property
+    def num_releases(self) -> int:
+        return sum(rank.num_releases for rank in self.ranks)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take all pages from a running sequence, as `DecodeScheduler.preempt`."""
+        self.ranks[sequence.rank].preempt(sequence)
+
+    def plan(self, shape: DraftShape | None = None) -> StepPlan:
+        """Return the plans of all ranks as one. `shape`: the draft shape that an earlier plan chose for this round;
+        None: choose it now."""
+        return joined(self.plan_ranks(shape))
+
+    def plan_ranks(self, shape: DraftShape | None = None) -> list[StepPlan]:
+        """Plan the next step of every rank, as `DecodeScheduler.plan`. All plans have one draft shape. A chunk on one
+        rank delays the streams of all."""
         for rank in self.ranks:
             if rank.preempted:
                 rank.resume()
         chosen, usable = self._choose_shape(shape)
-        plans = [rank.plan(chosen, own) for rank, own in zip(self.ranks, usable, strict=True)]
+        plans = [rank.plan(chosen, own, self._count_streams) for rank, own in zip(self.ranks, usable, strict=True)]
         for sequence in itertools.chain.from_iterable(plan.failed for plan in plans):
             self._forget(sequence)
-        return RankedPlan(plans, chosen)
+        return plans
 
     def _choose_shape(self, chosen: DraftShape | None) -> tuple[DraftShape, list[list[int]]]:
         """Return how much all ranks draft now, and the number of drafts that each sequence of each rank can accept. If
@@ -120,6 +156,10 @@ class RankedDecodeScheduler:
             shape = self._choose(sequences, [num for _, nums in asked for num in nums])
         return narrowed(shape, itertools.chain.from_iterable(usable)), usable
 
+    def _count_streams(self) -> Streams:
+        ranks = [rank.streams for rank in self.ranks]
+        return Streams(sum(own.num_decoding for own in ranks), any(own.is_awaited for own in ranks))
+
     def _forget(self, sequence: Sequence) -> None:
         """Forget the rank of a request of which no choice is left."""
         rid, attempt = sequence.unit.rid, sequence.unit.attempt
@@ -133,6 +173,27 @@ class RankedDecodeScheduler:
         rank = self._known_rank(unit)
         assert rank is not None, unit
         return self.ranks[rank]
+
+
+def joined(plans: Seq[StepPlan]) -> StepPlan:
+    """Return the plans of all ranks, which have one draft shape, as one plan. Sequences say which rank they are on. The
+    ranks compute their chunks at the same time, so the longest one counts."""
+    chunks = [plan.chunk for plan in plans if plan.chunk is not None]
+    return StepPlan(
+        decoding=_all(plan.decoding for plan in plans),
+        limits=_all(plan.limits for plan in plans),
+        shape=plans[0].shape,
+        sequences=_all(plan.sequences for plan in plans),
+        rows=_all(plan.rows for plan in plans),
+        chunk=max(chunks, key=lambda chunk: chunk.num_tokens, default=None),
+        failed=_all(plan.failed for plan in plans),
+        is_premature=any(plan.is_premature for plan in plans),
+        is_overlapping=any(plan.is_overlapping for plan in plans),
+    )
+
+
+def _all(parts: Iterable[list[_Item]]) -> list[_Item]:
+    return list(itertools.chain.from_iterable(parts))
 
 
 def _room(rank: DecodeScheduler, sequence: Sequence) -> RankRoom:

@@ -11,7 +11,7 @@ from ..metadata.wire.messages import CapacityFreed, Compute, Reserve, Reserved, 
 from ..metadata.wire.node_info import Load
 from ..metadata.wire.request import Unit
 from .outbox import Outbox
-from .scheduler import DecodeScheduler
+from .parts import NodeScheduler
 from .sequence import Sequence, new_sequence
 
 
@@ -26,7 +26,7 @@ class Reservations:
 
     def __init__(
         self,
-        scheduler: DecodeScheduler,
+        scheduler: NodeScheduler,
         outbox: Outbox,
         load: Callable[[], Load],
         send: Callable[[ToRouter], object],
@@ -76,7 +76,7 @@ class Reservations:
     def announce_capacity(self) -> None:
         """Tell the router that pages have become free, if a reservation was refused since the last such message."""
         has_released = self._refused_at is not None and self._scheduler.num_releases > self._refused_at
-        if has_released and not self._scheduler.preempted:
+        if has_released and self._scheduler.is_open:
             self._refused_at = None
             self._send(CapacityFreed(load=self._load()))
 

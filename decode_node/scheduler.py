@@ -22,21 +22,21 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..engine.draft_shape import NO_DRAFTS, DraftShape
-from ..engine.joint_sizes import JointSizes
+from ..engine.joint_sizes import NO_SIZE, JointSizes
 from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
 from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import decode_len, pages_of
 from ..metadata.wire.request import Unit
-from .chunk_budget import ChunkRoom, Queue
+from .chunk_budget import ChunkRoom, PromptTokens, Queue
 from .sequence import Sequence
 
 Choose = Callable[[list[Sequence], list[int]], DraftShape]
 Budget = Callable[[int, int, Queue], ChunkRoom]
-_NO_SIZE = JointSizes(())
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class StepPlan:
     shape: DraftShape = NO_DRAFTS
     sequences: list[Sequence] = field(default_factory=list)  # one for each of `rows`
     rows: list[BatchRow] = field(default_factory=list)
+    chunk: PromptTokens | None = None  # the tokens of `rows` that take the device's time; None: there are no rows
     failed: list[Sequence] = field(default_factory=list)  # they can never go on: the pool is too small for them
     is_premature: bool = False  # settle the round under way first, then plan again
     is_overlapping: bool = False  # a round is under way, so the plan preempts no sequence
@@ -56,6 +57,17 @@ class StepPlan:
     def is_scored(self) -> bool:
         """Whether tokens of the chunks are scored."""
         return any(row.num_scored for row in self.rows)
+
+
+class Streams(NamedTuple):
+    """Sequences for which a chunk of prompts must not take long."""
+
+    num_decoding: int = 0
+    is_awaited: bool = False  # one decodes as soon as its pages have arrived
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.num_decoding) or self.is_awaited
 
 
 class DecodeScheduler:
@@ -73,7 +85,7 @@ class DecodeScheduler:
         choose: Choose | None = None,
         rests: Callable[[], bool] | None = None,
         budget: Budget | None = None,
-        joint: JointSizes = _NO_SIZE,
+        joint: JointSizes = NO_SIZE,
         on_finish: Callable[[Sequence], None] | None = None,
     ) -> None:
         """`shape`: the largest draft of a round. `num_prompt_states`: positions at the end of a local prompt that are
@@ -139,6 +151,16 @@ class DecodeScheduler:
         self._cache_pages(sequence)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a reservation may be granted: no preempted sequence comes first."""
+        return not self.preempted
+
+    @property
+    def streams(self) -> Streams:
+        """The sequences that a chunk beside the next round would delay."""
+        return Streams(self.num_streams, any(not sequence.is_local for sequence in self.reserved.values()))
+
+    @property
     def num_streams(self) -> int:
         """Running sequences that decode, and wait for nothing but rounds."""
         return sum(sequence.num_to_compute == 1 for sequence in self.running)
@@ -152,14 +174,20 @@ class DecodeScheduler:
 
     # --- one step ---
 
-    def plan(self, shape: DraftShape | None = None, usable: list[int] | None = None) -> StepPlan:
+    def plan(
+        self,
+        shape: DraftShape | None = None,
+        usable: list[int] | None = None,
+        streams: Callable[[], Streams] | None = None,
+    ) -> StepPlan:
         """Return the plan of the next step.
 
         First preempted sequences that fit are resumed. Then every running sequence gets the pages that it needs. If
         pages are short, the youngest sequence is preempted.
 
         `shape`: the draft shape that was chosen for this round; None: choose it now. `usable`: what `usable_drafts`
-        returns now, if the caller has asked; None: ask."""
+        returns now, if the caller has asked; None: ask. `streams` returns what a chunk delays; None:
+        sequences of this scheduler alone."""
         is_under_way = self.resume()
         plan = StepPlan(is_premature=bool(self.preempted) and is_under_way, is_overlapping=is_under_way)
         running, left = list(self.running), self._left
@@ -169,7 +197,7 @@ class DecodeScheduler:
         else:
             plan.shape = shape
         decoding, limits, num_steps = plan.decoding, plan.limits, plan.shape.num_steps
-        room = self._chunk_room(running, plan.shape)
+        room = self._chunk_room(running, plan.shape, streams)
         budget = room.num_tokens
         for sequence, num_usable in zip(running, usable, strict=True):
             if left and sequence in left:  # it was preempted for an older one
@@ -192,6 +220,7 @@ class DecodeScheduler:
             still = [(each, limit) for each, limit in zip(plan.decoding, plan.limits, strict=True) if each not in left]
             plan.decoding, plan.limits = [each for each, _ in still], [limit for _, limit in still]
         if plan.rows:
+            plan.chunk = PromptTokens.of(plan.rows)
             self._join_computed(plan)
         return plan
 
@@ -303,20 +332,17 @@ class DecodeScheduler:
         end = min(sequence.prompt_len + params.max_tokens - 1, self.context_len) - most - 1
         return min(end, len(sequence.pages) * self.page_size - self.shape.num_slots)
 
-    def _chunk_room(self, running: list[Sequence], shape: DraftShape) -> ChunkRoom:
+    def _chunk_room(self, running: list[Sequence], shape: DraftShape, count: Callable[[], Streams] | None) -> ChunkRoom:
         """Return how much of the tokens without KV the step may compute."""
         first = next((each for each in running if len(each.token_ids) - each.num_computed > 1), None)
-        num_streams = self.num_streams
-        if first is None or self._budget is None or not (num_streams or self._awaits_stream):
+        if first is None or self._budget is None:
+            return ChunkRoom(self.chunk_tokens)
+        streams = self.streams if count is None else count()
+        if not streams.has_any:
             return ChunkRoom(self.chunk_tokens)
         queue = Queue(self.num_queued_tokens, first.num_computed, _is_scored(first))
-        room = self._budget(num_streams, shape.num_steps, queue)
+        room = self._budget(streams.num_decoding, shape.num_steps, queue)
         return room._replace(num_tokens=min(self.chunk_tokens, room.num_tokens))
-
-    @property
-    def _awaits_stream(self) -> bool:
-        """Whether a sequence decodes as soon as its pages have arrived."""
-        return any(not sequence.is_local for sequence in self.reserved.values())
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Plan at most `budget` tokens that need KV, and return how many. The last token is left to a round."""
@@ -331,12 +357,13 @@ class DecodeScheduler:
 
     def _join_computed(self, plan: StepPlan) -> None:
         """Let sequences that the planned chunk makes ready take part in the planned round, if both share a forward.
-        They accept no draft there, since the drafter has no state of them before. A sequence with missed rows waits:
-        the drafter catches up before the forward."""
+        They accept no draft there, since the drafter has no state of them before. A sequence that lost its KV waits,
+        if the drafter has its state: its next round is one with the drafter."""
         ready = [
             sequence
             for sequence, row in zip(plan.sequences, plan.rows, strict=True)
             if row.position + len(row.input_ids) == len(sequence.token_ids) - 1
+            and sequence.lacks_draft
             and sequence.num_missed == 0
             and len(sequence.token_ids) <= len(sequence.pages) * self.page_size
         ]

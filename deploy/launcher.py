@@ -66,8 +66,8 @@ class Launcher:
     def run(self) -> int:
         try:
             plan = self._plan
-            prefill = _nodes(plan.up.prefill, "prefill", plan.prefill.tp)
-            decode = _nodes(plan.up.decode, "decode", plan.decode.tp)
+            prefill = _nodes(plan.up.prefill, "prefill", plan.prefill.num_ranks)
+            decode = _nodes(plan.up.decode, "decode", plan.decode.num_ranks)
             say(f"starting a router, {prefill} and {decode}; logs in {self._run_dir}")
             for child in self._children:
                 child.start()

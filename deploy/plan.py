@@ -28,6 +28,7 @@ from .child import Command
 from .flags import resolve, to_argv, to_environ
 
 _Process = TypeVar("_Process", bound=ProcessConfig)
+_Node = TypeVar("_Node", bound=EngineConfig)
 DEMO = Path(__file__).parent / "demo"
 LOOPBACK = "127.0.0.1"
 
@@ -44,6 +45,12 @@ class UpConfig:
     decode: int = setting(1, "start this many decode nodes")
     prefill_tp: int | None = setting(None, "divide each prefill node among this many ranks (default: --tp)")
     decode_tp: int | None = setting(None, "divide each decode node among this many ranks (default: --tp)")
+    prefill_dp_attention: int | None = setting(
+        None, "serve each prefill node with this many ranks that have prompts of their own (default: --dp-attention)"
+    )
+    decode_dp_attention: int | None = setting(
+        None, "serve each decode node with this many ranks that have sequences of their own (default: --dp-attention)"
+    )
     run_dir: str | None = setting(
         None, "write the logs to this directory (default: a new one under ~/.cache/baton/runs)", metavar="DIR"
     )
@@ -51,8 +58,8 @@ class UpConfig:
     stop_timeout_s: float = setting(5.0, "after Ctrl-C, give running requests this many seconds to finish")
 
     def __post_init__(self) -> None:
-        at_least(self, "prefill_tp", 1)
-        at_least(self, "decode_tp", 1)
+        for name in ("prefill_tp", "decode_tp", "prefill_dp_attention", "decode_dp_attention"):
+            at_least(self, name, 1)
         at_least(self, "ready_timeout_s", 0)
         at_least(self, "stop_timeout_s", 0)
         if not 0 <= self.prefill <= 64:
@@ -144,9 +151,14 @@ def make_plan(args: argparse.Namespace, tables: Mapping[str, Any], environ: Mapp
     return Plan(
         up=up,
         router=resolve(RouterConfig, args, table("router"), environ),
-        prefill=replace(prefill, tp=up.prefill_tp or prefill.tp),
-        decode=replace(decode, tp=up.decode_tp or decode.tp),
+        prefill=_ranked(prefill, up.prefill_tp, up.prefill_dp_attention),
+        decode=_ranked(decode, up.decode_tp, up.decode_dp_attention),
     )
+
+
+def _ranked(config: _Node, tp: int | None, dp_attention: int | None) -> _Node:
+    """Return a node's configuration with these numbers of ranks. None: as it is. Raises ConfigError for both."""
+    return replace(config, tp=tp or config.tp, dp_attention=dp_attention or config.dp_attention)
 
 
 def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
@@ -161,7 +173,7 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     if plan.up.prefill == 0:
         router = replace(router, local_prefill="always")
     made = [Command("router", "router", _argv("router", router), to_environ(router))]
-    num_processes = plan.up.prefill * plan.prefill.tp, plan.up.decode * plan.decode.tp
+    num_processes = plan.up.prefill * plan.prefill.num_ranks, plan.up.decode * plan.decode.num_ranks
     threads = split_threads(len(os.sched_getaffinity(0)), *num_processes)
     gpus = _gpus()
     shares = [plan.prefill.memory_share] * plan.up.prefill + [plan.decode.memory_share] * plan.up.decode

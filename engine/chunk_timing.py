@@ -11,13 +11,19 @@ from .round_timing import measure_round, padding_round
 from .work import BatchRow, Recompute
 
 _NUM_SEQS = 16  # of a round with a chunk beside it: a larger one takes longer to measure
+_LEAST_S = 1e-6  # of a chunk
 _NUM_ROUNDS = 4  # the least time counts: a disturbance of it would be taken off every chunk
 
 
 def measure_costs(executor: Executor, max_tokens: int, page_size: int) -> ChunkCosts:
     """Return the measured times of chunks of up to `max_tokens` tokens."""
     round_s = _least_round_s(executor, 1)
-    costs = ChunkCosts.measure(lambda num_tokens: measure_chunk(executor, num_tokens, page_size) - round_s, max_tokens)
+
+    def chunk_s(num_tokens: int) -> float:
+        """A disturbance of all rounds alone may have made them longer than a round with a chunk before it."""
+        return max(_LEAST_S, measure_chunk(executor, num_tokens, page_size) - round_s)
+
+    costs = ChunkCosts.measure(chunk_s, max_tokens)
     num_seqs = min(executor.num_slots, _NUM_SEQS)
     lengths = [each for each in executor.joint_sizes.lengths(num_seqs, 0) if each <= max_tokens]
     if lengths:

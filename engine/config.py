@@ -70,12 +70,17 @@ class EngineConfig(NodeConfig):
         "in ~/.cache/baton; without it, use what is kept there, or defaults",
     )
     threads: int | None = setting(
-        None, "compute with this many CPU threads, in each rank (default: half of the cores, divided by --tp)"
+        None, "compute with this many CPU threads, in each rank (default: half of the cores, divided by the ranks)"
     )
     tp: int = setting(
         1,
         "divide the model among this many ranks, each a process with some heads and hidden units of every layer; on "
         "cuda each rank has a GPU of its own",
+    )
+    dp_attention: int = setting(
+        1,
+        "serve with this many ranks, each a process with sequences, KV pages and drafter of its own, and some hidden "
+        "units of every feed-forward layer; --num-pages and --max-running are per rank; on cpu only, not with --tp",
     )
     speculative: str = setting(
         "auto",
@@ -107,10 +112,20 @@ class EngineConfig(NodeConfig):
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)  # super() does not work in slotted dataclasses
-        for name in ("num_pages", "threads", "tp", "max_running", "chunk_tokens"):
+        for name in ("num_pages", "threads", "tp", "dp_attention", "max_running", "chunk_tokens"):
             at_least(self, name, 1)
+        if self.tp > 1 and self.dp_attention > 1:
+            raise ConfigError(
+                f"tp is {self.tp} and dp_attention is {self.dp_attention}: ranks have either some heads of all "
+                "sequences or all heads of some sequences; leave one of the two at 1"
+            )
         if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share is {self.memory_share}; it must be above 0, and at most 1")
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that share the node's model."""
+        return self.tp * self.dp_attention
 
     @property
     def share(self) -> float:

@@ -43,6 +43,7 @@ from .model_config import ModelConfig
 from .models.decoder import DecoderModel
 from .models.read_config import read_model_config
 from .models.registry import load_model
+from .own_pools import share_pools
 from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
 from .progress import Progress
@@ -99,7 +100,11 @@ class Engine:
             ranks.of_drafts.check(self.speculation.draft)
         self._config, self._ranks = config, ranks
         dtype = _DTYPES[self.dtype_name]
-        num_pages = num_pages or config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
+        num_pages = (
+            num_pages
+            or config.num_pages
+            or _default_num_pages(self.context_len, self.schema, self.device, ranks.num_pools)
+        )
         _check_size(num_pages)
         fingerprints: Future[tuple[str, str | None]] | None = None
         if ranks.group.rank == 0:  # the others say no hello
@@ -143,6 +148,11 @@ class Engine:
         """Ranks that share the model."""
         return self._ranks.group.size
 
+    @property
+    def num_pools(self) -> int:
+        """Ranks that have pages of their own, for sequences of their own. All pools have equally many pages."""
+        return self._ranks.num_pools
+
     def resize(self, num_pages: int) -> None:
         """Make the pools again, with `num_pages` pages. No page may be in use. What was made of the pools before,
         graphs and endpoints, is void. Raises ConfigError if the device or the host lacks the memory."""
@@ -166,18 +176,30 @@ class Engine:
         self.context_len = min(_context_len(config, self.model_config), (num_pages - 1) * page_size)
         self.card = structs.replace(self.card, context_len=self.context_len)
         self.device_pool: DevicePool | None = None
-        self.memory = [PageMemory(layout.part_of(self.shard), num_pages) for layout in kv_layouts(self.schema)]
-        self.pool = PagePool(num_pages, page_size, self.memory[0].generations)
-        self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
+        layouts = kv_layouts(self.schema)
+        if self.num_pools > 1 and self.device.type == "cpu":
+            memories, self.memory = share_pools(self._ranks, layouts, num_pages)
+        else:
+            memories = self.memory = [PageMemory(layout.part_of(self.shard), num_pages) for layout in layouts]
+        self.caches = [self._make_cache(rank, num_pages) for rank in range(self.num_pools)]
+        self.cache, self.pool = self.caches[0], self.caches[0].pool
         self._kvs = [
             torch.from_numpy(memory.pages)
             .view(_DTYPES[memory.layout.planes[0].dtype])
             .view(memory.layout.stacked_shape(num_pages))
-            for memory in self.memory
+            for memory in memories
         ]
         if self.device.type == "cuda":  # `memory` is the host mirror then
             self._kvs = _on_gpu(self._kvs, num_pages, self.device, is_given=config.num_pages is not None)
             self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=config.checksums)
+
+    def _make_cache(self, rank: int, num_pages: int) -> PrefixCache:
+        """Return the books of the pool of one rank, which are all on rank 0."""
+        generations = None
+        if self.memory and self.memory[0].num_pages == self.num_pools * num_pages:
+            generations = self.memory[0].generations[rank * num_pages : (rank + 1) * num_pages]
+        pool = PagePool(num_pages, self._config.page_size, generations)
+        return PrefixCache(pool, self.schema.key_lookahead, enabled=self._config.prefix_cache)
 
     def _target_and_draft_kv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._kvs[0], self._kvs[1] if len(self._kvs) > 1 else None
@@ -192,6 +214,7 @@ class Engine:
         sizes = [size for size in _WARM_UP_SIZES if size < num_tokens] if self.device.type == "cuda" else [1]
         for num_new in (*sizes, num_tokens, num_tokens):
             started = time.monotonic()
+            self._ranks.announce(num_new)
             computed = self.compute([BatchRow([0] * num_new, 0, pages)])
             for params in _WARM_UP:
                 state = SamplingState(params, [0], vocab_size=self.model_config.vocab_size)
@@ -345,7 +368,7 @@ class Engine:
 
 def use_threads(config: EngineConfig) -> None:
     """Set how many threads of this process compute, as configured or half of the cores, which ranks share."""
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // (2 * config.tp)))
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // (2 * config.num_ranks)))
 
 
 def resolve_model(model: str | None) -> Path:
@@ -407,15 +430,16 @@ def _on_gpu(kvs: Sequence[torch.Tensor], num_pages: int, device: torch.device, *
     raise ConfigError(f"the KV of this node needs {has}; if other processes use this GPU, {SHARING}")
 
 
-def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device) -> int:
-    """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's).
+def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_pools: int = 1) -> int:
+    """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's) for
+    all pools.
 
     A node on a GPU with our compiled kernels takes what its share allows instead (memory_share.py)."""
     wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1
     free = available_memory()
     if device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info(device)[0])
-    num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // page_bytes(schema)))
+    num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // (num_pools * page_bytes(schema))))
     if num_pages * schema.page_size < context_len:
         logger.warning("memory for %d tokens only: longer requests will be refused", num_pages * schema.page_size)
     return num_pages

@@ -119,3 +119,11 @@ class Executor(Protocol):
     def read_row(self, row: bytes) -> Sampled:
         """Return the first token of a metadata row. Raises ProtocolError if a peer's row cannot be used."""
         ...
+
+
+class WaitingExecutor(Executor, Protocol):
+    """An executor of one rank, whose works wait for those of the other ranks (own_work_executor.py)."""
+
+    def flush(self) -> None:
+        """Do the works of all ranks that wait."""
+        ...

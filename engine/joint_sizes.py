@@ -58,12 +58,12 @@ class JointSizes:
     def holds(self, num_seqs: int, num_steps: int, num_tokens: int, num_prompts: int = 1) -> bool:
         """Return whether a chunk of `num_tokens` of some prompts shares the forward of a round of `num_seqs` sequences
         with `num_steps` draft steps."""
-        if self.sizes is None:
-            return True
+        if not self.sizes:
+            return self.sizes is None
         return fitting(self.sizes, num_seqs, self.shape.with_steps(num_steps), num_tokens, num_prompts) is not None
 
 
-EVERY_SIZE = JointSizes()
+EVERY_SIZE, NO_SIZE = JointSizes(), JointSizes(())
 
 
 def joint_sizes(batches: Sequence[int], shape: DraftShape) -> list[JointSize]:

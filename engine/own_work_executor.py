@@ -15,12 +15,15 @@ from collections.abc import Sequence
 
 from ..metadata.handoff.buffers import Sampled
 from .agreement import OwnWork, agree, next_works
+from .chunk_timing import padding_chunk
 from .draft_shape import DraftShape
 from .executor import HostProposer
+from .joint_sizes import NO_SIZE, JointSizes
 from .progress import Progress
-from .rank_worker import RankWorker, message, reports
+from .rank_worker import RankWorker, is_awaited, message
 from .ranked_engine import RankedEngine
-from .work import RoundTokens, RoundWork, Scores
+from .round_timing import padding_catch_up, padding_round
+from .work import RoundTokens, RoundWork, Scores, catch_up_sizes
 from .work_frames import Report, decode
 
 
@@ -49,9 +52,22 @@ class OwnWorkExecutor:
             with self._ranked.processes.guarded():
                 found[0] = self.own.do(agreed.lens, own)
         for rank, work in enumerate(agreed.works):
-            if rank and reports(work):
-                found[rank] = decode(self._ranked.processes.report(rank))
+            if rank and is_awaited(work):
+                frame = self._ranked.processes.report(rank)
+                found[rank] = decode(frame) if frame else None
         return found
+
+    def warm_up(self) -> None:
+        """Run each kind of work of a decode node on padding, on all ranks at once, so that no request waits for kernels
+        to compile."""
+        num_slots, shape = self._ranked.num_slots, self.own.executor.shape
+        page_size = self._ranked.engine.pool.page_size
+        works: list[OwnWork] = [padding_chunk(page_size, page_size)]
+        if self.own.executor.keeps_missed_rows:
+            works += [padding_catch_up(num_slots, num_rows) for num_rows in catch_up_sizes(shape)]
+        works += [padding_round(num_slots, 1, shape.with_steps(steps)) for steps in {0, shape.num_steps}]
+        for work in works:
+            self.run([work] * self._ranked.size)
 
     def flush(self) -> None:
         """Do all works that wait in the queues."""
@@ -103,11 +119,14 @@ class RankQueue:
         return False
 
     @property
-    def joint_tokens(self) -> Sequence[int]:
-        return ()
+    def joint_sizes(self) -> JointSizes:
+        """None: a chunk is never computed beside a round."""
+        return NO_SIZE
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
-        """Do nothing: what ranks compile, all of them compile with the first works."""
+        """Warm up all ranks. Call it for one of them."""
+        del progress, expects_prompts  # ranks on CPUs have no graphs
+        self._executor.warm_up()
 
     def submit(self, work: RoundWork) -> None:
         """Add a work. A work that a rank has no memory for raises RankLost when it is done."""
@@ -117,14 +136,22 @@ class RankQueue:
     def is_done(self) -> bool:
         return True
 
+    @property
+    def num_chunks_ahead(self) -> int:
+        return 0
+
+    def flush(self) -> None:
+        """Do the works of all ranks that wait."""
+        self._executor.flush()
+
     def collect(self) -> RoundTokens:
         """Do the works of all ranks, and return the report of the oldest round that was not collected."""
-        self._executor.flush()
+        self.flush()
         return self._tokens.popleft()
 
     def collect_scores(self) -> Scores:
         """Likewise, of the last Recompute."""
-        self._executor.flush()
+        self.flush()
         scores, self._scores = self._scores, None
         assert scores is not None, "the last Recompute had no scored tokens, or was collected"
         return scores

@@ -2,22 +2,57 @@
 
     PrefillNode --Chunk, Forget--> PromptExecutor --Scores, FirstTokens, HandoffRows--> PrefillNode
 
-prompts.py has the executor for this process's device, rank_executor.py that for several ranks.
+prompts.py has the executor for this process's device, rank_executor.py that for several ranks. Ranks that have
+sequences of their own take a chunk each (own_work_prompts.py).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from .progress import Progress
-from .work import Chunk
-
-if TYPE_CHECKING:
-    from .prompts import SubmittedChunk
+from .work import Chunk, ChunkReport, FirstTokens, HandoffRows, Scores
 
 
-class PromptExecutor(Protocol):
-    """Computes chunks of prompts in the order of submission. One thread."""
+class BegunTails(Protocol):
+    """The sampling and the drafting after prompts that end in one chunk, under way or done (prompts.py)."""
+
+    def draft(self) -> None:
+        """Submit the drafter's work after the first tokens. A second call does nothing."""
+        ...
+
+    def first_tokens(self) -> list[FirstTokens]:
+        """Wait for the first tokens and return them, prompt by prompt."""
+        ...
+
+    def wait_rows(self) -> list[HandoffRows]:
+        """Wait for the drafts, which were submitted, and return the metadata rows, prompt by prompt."""
+        ...
+
+
+class BegunChunk(Protocol):
+    """A chunk that a device computes or has computed (prompts.py)."""
+
+    @property
+    def tails(self) -> Sequence[BegunTails]: ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a device reports that it has computed everything. Always False on a CPU."""
+        ...
+
+    def wait(self) -> Scores:
+        """Wait until the chunk's KV is computed, and report it."""
+        ...
+
+    def draft(self) -> None:
+        """Submit the drafter's work after the first tokens, too."""
+        ...
+
+
+class PromptStates(Protocol):
+    """What a node asks of whoever computes its prompts, besides the chunks."""
 
     @property
     def context_len(self) -> int: ...
@@ -44,12 +79,25 @@ class PromptExecutor(Protocol):
         """Capture graphs before service. `progress` counts them."""
         ...
 
-    def submit(self, chunk: Chunk) -> SubmittedChunk:
+    def forget(self, key: int) -> None:
+        """Free what is kept of a prompt, if there is anything."""
+        ...
+
+
+class PromptExecutor(PromptStates, Protocol):
+    """Computes chunks of prompts in the order of submission. One thread."""
+
+    def submit(self, chunk: Chunk) -> BegunChunk:
         """Submit a chunk and the sampling of the prompts that end in it. Raises OutOfMemory if the device has no memory
         for it. Then nothing of the chunk can be read, and its pages hold no defined KV beyond the tokens of earlier
         chunks. Its prompts may be submitted again from there."""
         ...
 
-    def forget(self, key: int) -> None:
-        """Free what is kept of a prompt, if there is anything."""
+
+class OwnPromptExecutor(PromptStates, Protocol):
+    """Computes chunks on ranks that have prompts of their own. One thread."""
+
+    def run(self, chunks: Sequence[Chunk | None]) -> list[ChunkReport]:
+        """Compute chunks[i] on rank i, drafts after the first tokens included. None: the rank is idle. Return the
+        report of each rank."""
         ...

@@ -4,7 +4,9 @@
        ^                                                |
        '------------------- report ---------------------'
 
-A rank reports the tokens of a round and the results of a chunk. It reports nothing of other work.
+A rank reports the tokens of a round and the results of a chunk. After computed tokens that are not scored it says that
+it is done, with an empty report. So no rank writes pages when rank 0 goes on: rank 0 may hand these pages over, or fill
+them anew. A rank says nothing of other work: catching up comes right before a round, and the rest writes no pages.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ class RankWorker:
         return self.executor.collect_scores() if isinstance(work, Recompute) and work.is_scored else None
 
 
-def reports(work: OwnWork | None) -> bool:
-    """Return whether a rank reports this work."""
-    return isinstance(work, Round | Chunk) or (isinstance(work, Recompute) and work.is_scored)
+def is_awaited(work: OwnWork | None) -> bool:
+    """Return whether rank 0 waits until a rank has done this work."""
+    return isinstance(work, Round | Chunk | Recompute)
 
 
 def message(lens: tuple[int, ...], work: OwnWork) -> bytes:
@@ -77,6 +79,7 @@ def serve_rank(pipe: Pipe, worker: RankWorker) -> NoReturn:
     """Do works and send reports, until the pipe is closed (EOFError)."""
     while True:
         lens, frame = _MESSAGES.decode(pipe.recv_bytes())
-        report = worker.do(lens, decode(frame))
-        if report is not None:
-            pipe.send_bytes(REPORT + encode(report))
+        work: OwnWork = decode(frame)
+        report = worker.do(lens, work)
+        if is_awaited(work):
+            pipe.send_bytes(REPORT + (b"" if report is None else encode(report)))

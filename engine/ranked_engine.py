@@ -22,8 +22,9 @@ from ..metadata.logs import setup_logging
 from .config import EngineConfig
 from .cuda_group import CudaGroup
 from .device_executor import DeviceExecutor
+from .dp_attention import check_dp_attention
 from .drafters.speculation import read_speculation
-from .engine import Engine, choose_device, choose_dtype, resolve_model, use_threads
+from .engine import Engine, choose_device, choose_dtype, resolve_model
 from .graphs import graph_sizes
 from .group import TIMEOUT_S, CpuGroup, Group
 from .handoff_line import RankHandoff
@@ -56,6 +57,18 @@ def check_ranks(config: EngineConfig, size: int) -> None:
 
 def _rehearse_nothing(engine: Engine) -> None:
     del engine
+
+
+def start_ranks(
+    config: EngineConfig, *, num_slots: int, name: str, rehearse: Callable[[Engine], None] = _rehearse_nothing
+) -> RankedEngine:
+    """Start the ranks that the configuration asks for. Raises as `check_ranks`, `check_dp_attention` and
+    `RankedEngine`."""
+    if config.dp_attention > 1:
+        check_dp_attention(config)
+        return RankedEngine(config, config.dp_attention, num_slots=num_slots, name=name, divides_sequences=True)
+    check_ranks(config, config.tp)
+    return RankedEngine(config, config.tp, num_slots=num_slots, name=name, rehearse=rehearse)
 
 
 class RankedEngine:
@@ -106,7 +119,7 @@ class RankedEngine:
                 starting.callback(group.close)
                 self.processes.when_lost(group.abandon)
                 self.ranks = Ranks(group, RankRows() if divides_sequences else None)
-                self.engine = _load(config, self.ranks, rehearse)
+                self.engine = load_engine(config, rehearse, self.ranks)
             except RuntimeError as error:
                 raise self.processes.end(f"rank 0 could not start: {error}") from error
             self.processes.wait_ready()
@@ -152,14 +165,6 @@ def _meet(config: EngineConfig, rank: int, size: int, meeting: str, timeout_s: f
         raise ConfigError(f"the GPUs of rank {rank} and the others do not map each other's memory: {error}") from error
 
 
-def _load(config: EngineConfig, ranks: Ranks, rehearse: Callable[[Engine], None]) -> Engine:
-    """Load this rank's engine. All ranks must call it. If ranks have rows of their own, no row is run yet."""
-    if ranks.rows is None:
-        return load_engine(config, rehearse, ranks)
-    use_threads(config)
-    return Engine(config, ranks=ranks)
-
-
 def run_rank(
     connection: Connection,
     reports: Connection,
@@ -180,7 +185,7 @@ def run_rank(
     setup_logging(config, f"{name}/rank-{rank}")
     group = _meet(config, rank, size, meeting, timeout_s)
     rows = RankRows() if divides_sequences else None
-    engine = _load(config, Ranks(group, rows), rehearse)
+    engine = load_engine(config, rehearse, Ranks(group, rows))
     if rows is not None:
         worker = RankWorker(engine, num_slots, rows)
         connection.send_bytes(READY)

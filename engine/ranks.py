@@ -35,6 +35,11 @@ class Ranks:
         return self.group.size if self.rows is None else 1
 
     @property
+    def num_pools(self) -> int:
+        """Return the number of ranks that have pages of their own, for sequences of their own."""
+        return 1 if self.rows is None else self.group.size
+
+    @property
     def of_drafts(self) -> Ranks:
         """Return the ranks that share a drafter. If ranks have sequences of their own, each has a whole drafter."""
         return self if self.rows is None else ONE_RANK
@@ -47,11 +52,6 @@ class Ranks:
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError if the model cannot be divided among so many ranks."""
         check_shares(config, self.group.size, config.architecture, has_all_heads=self.rows is not None)
-        if config.experts is not None and self.rows is not None:
-            raise ConfigError(
-                f"{config.architecture} has mixtures of experts: a rank would skip experts that another rank needs; "
-                "divide the attention, too"
-            )
 
     def own(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration with the heads of this rank."""
@@ -62,6 +62,11 @@ class Ranks:
         """Wait until all ranks have come here. One rank does not wait."""
         if self.group.size > 1:
             self.group.sum(torch.zeros(1))
+
+    def announce(self, num_rows: int) -> None:
+        """Say that every rank runs a forward of `num_rows` rows next. Executors announce those of works themselves."""
+        if self.rows is not None:
+            self.rows.lens = (num_rows,) * self.group.size
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of each rank. All ranks must call it, with equally many."""
@@ -104,7 +109,13 @@ def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: b
         counts["hidden units of an expert"] = config.experts.inner_size
     for what, count in counts.items():
         if count % size:
-            raise ConfigError(f"{model} has {count} {what}, which {size} ranks cannot divide; let --tp be a divisor")
+            flag = "--dp-attention" if has_all_heads else "--tp"
+            raise ConfigError(f"{model} has {count} {what}, which {size} ranks cannot divide; let {flag} be a divisor")
+    if config.experts is not None and has_all_heads:
+        raise ConfigError(
+            f"{model} has mixtures of experts: a rank would skip experts that another rank needs; divide the "
+            "attention, too, with --tp"
+        )
     num_kv_heads = config.num_kv_heads
     if not has_all_heads and num_kv_heads % size and size % num_kv_heads:
         raise ConfigError(

@@ -58,7 +58,7 @@ class Submitted(NamedTuple):
     """A round that the executor does or has done."""
 
     sequences: list[Running]
-    slots: list[int]
+    slots: list[int]  # by the numbers of `Rounds.number`
     shape: DraftShape
     limits: list[int]
     num_caught_up: int  # rows that the drafter had not seen before
@@ -75,10 +75,11 @@ class _SentTable(NamedTuple):
 class Rounds:
     """Owns the numbers of the slots, and knows what the executor knows of each. One thread."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, stats: RoundStats | None = None) -> None:
+        """`stats`: counts the rounds of several; None: a new one counts these alone."""
         self.executor = executor
         self.shape = executor.shape
-        self.stats = RoundStats([0] * self.shape.num_steps)
+        self.stats = stats or RoundStats([0] * self.shape.num_steps)
         self._free = list(range(executor.num_slots - 1, -1, -1))
         self._sent: dict[int, _SentTable] = {}  # by slot
 
@@ -108,6 +109,10 @@ class Rounds:
         self._free.append(sequence.slot)
         self._sent.pop(sequence.slot, None)
         sequence.slot = None
+
+    def number(self, sequence: Running) -> int | None:
+        """Return the number of the sequence's slot on this node; None: it has none."""
+        return sequence.slot
 
     def run(self, sequences: Sequence[Running], shape: DraftShape, limits: Sequence[int]) -> RoundTokens:
         """Submit a round and collect it. Without sequences nothing runs."""

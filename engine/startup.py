@@ -151,10 +151,11 @@ def make_membership(
         draft_fingerprint=engine.fingerprints[1],
         model=engine.card,
         capacity=Capacity(
-            num_pages=engine.pool.num_usable,
+            num_pages=engine.num_pools * engine.pool.num_usable,
             page_size=engine.pool.page_size,
-            max_running=config.max_running,
+            max_running=engine.num_pools * config.max_running,
             num_ranks=engine.num_ranks,
+            num_pools=engine.num_pools,
         ),
         data_address=data_address,
     )

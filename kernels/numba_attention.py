@@ -30,11 +30,12 @@ def attend(
     assert num_tokens == len(rows.positions) and num_heads % num_kv_heads == 0, (qkv.shape, kv.shape)
     q_norm, k_norm = (_NO_NORM, _NO_NORM) if norms is None else (norms[0].numpy(), norms[1].numpy())
     out = np.empty((num_tokens, num_heads, head_dim), dtype=np.float32)
+    pages = kv[layer : layer + 1]  # contiguous, which the pool need not be
 
     def attend_part(part: slice) -> None:
         starts = rows.starts[part.start : part.stop + 1]
         numba_kernels.attend(
-            heads, kv, layer, rows.cos, rows.sin, q_norm, k_norm, eps, rows.block_table[part], starts,
+            heads, pages, 0, rows.cos, rows.sin, q_norm, k_norm, eps, rows.block_table[part], starts,
             rows.seq_lens[part], rows.positions, rows.tree_starts[part], rows.visible, window or 0, out,
         )  # fmt: skip
 
@@ -54,7 +55,8 @@ def attend_stored(
     out = np.empty(tuple(q.shape), dtype=np.float32)
     if len(out) == 0:  # the kernel looks for the longest sequence
         return torch.from_numpy(out)
-    numba_kernels.attend_stored(q.contiguous().numpy(), kv.numpy(), layer, block_table.numpy(), seq_lens.numpy(), out)
+    pages = kv[layer : layer + 1].numpy()  # contiguous, which the pool need not be
+    numba_kernels.attend_stored(q.contiguous().numpy(), pages, 0, block_table.numpy(), seq_lens.numpy(), out)
     return torch.from_numpy(out)
 
 

@@ -6,15 +6,12 @@ can submit the next chunk before it reads the results of this one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..engine.prompt_executor import BegunChunk, PromptExecutor
 from ..engine.work import Chunk, ChunkRow
 from .prompt_ends import PromptEnd, batches, tails
 from .scheduler import PlannedChunk, StepPlan
-
-if TYPE_CHECKING:
-    from ..engine.prompt_executor import PromptExecutor
-    from ..engine.prompts import SubmittedChunk
 
 
 class ChunkUnderWay(NamedTuple):
@@ -22,7 +19,7 @@ class ChunkUnderWay(NamedTuple):
 
     plan: StepPlan
     ends: list[list[PromptEnd]]  # the prompts of each `Tails` of the work
-    submitted: SubmittedChunk
+    submitted: BegunChunk
 
 
 def submit(prompts: PromptExecutor, plan: StepPlan) -> ChunkUnderWay:
@@ -30,12 +27,22 @@ def submit(prompts: PromptExecutor, plan: StepPlan) -> ChunkUnderWay:
 
     Raises OutOfMemory if the device has no memory for the chunk. The requests are then unchanged.
     """
-    ends = batches([PromptEnd.of(row, planned.request) for row, planned in enumerate(plan) if planned.is_last])
-    chunk = Chunk([_row(planned) for planned in plan], [tails(batch) for batch in ends])
+    chunk, ends = work_of(plan)
     submitted = prompts.submit(chunk)
+    note_submitted(plan)
+    return ChunkUnderWay(plan, ends, submitted)
+
+
+def work_of(plan: StepPlan) -> tuple[Chunk, list[list[PromptEnd]]]:
+    """Return the work of a plan, and the prompts of each of its `Tails`."""
+    ends = batches([PromptEnd.of(row, planned.request) for row, planned in enumerate(plan) if planned.is_last])
+    return Chunk([_row(planned) for planned in plan], [tails(batch) for batch in ends]), ends
+
+
+def note_submitted(plan: StepPlan) -> None:
+    """Record in the requests that their planned tokens are submitted."""
     for request, row in plan:
         request.submit_chunk(len(row.input_ids))
-    return ChunkUnderWay(plan, ends, submitted)
 
 
 def _row(planned: PlannedChunk) -> ChunkRow:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ..engine.engine import Engine
-from ..engine.prompt_executor import PromptExecutor
+from ..engine.own_work_executor import OwnWorkExecutor
+from ..engine.own_work_prompts import OwnWorkPrompts
 from ..engine.prompts import Prompts
 from ..engine.rank_executor import RankPrompts
 from ..engine.rank_handoffs import make_server
 from ..engine.rank_processes import RankProcesses
-from ..engine.ranked_engine import RankedEngine, check_ranks
+from ..engine.ranked_engine import RankedEngine, start_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.addresses import any_port_of
 from ..metadata.bus.curve import KeyPair
@@ -17,6 +18,7 @@ from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from .config import PrefillConfig
 from .node import PrefillNode
+from .parts import PrefillParts
 
 _WILDCARDS = ("0.0.0.0", "::", "*")
 
@@ -30,12 +32,20 @@ def run(config: PrefillConfig) -> int:
             f"bind_host {config.bind_host} is a wildcard: give the address at which decode nodes reach this node"
         )
     keys = load_keys(config, any_port_of(config.bind_host))
-    if config.tp == 1:
+    if config.num_ranks == 1:
         engine = load_engine(config, _rehearse)
-        return _serve(config, name, keys, engine, Prompts(engine))
-    check_ranks(config, config.tp)
-    with RankedEngine(config, config.tp, num_slots=0, name=name, rehearse=_rehearse) as ranked:
-        return _serve(config, name, keys, ranked.engine, RankPrompts(ranked), ranked.processes)
+        sizes = config.max_running, config.chunk(engine.device.type)
+        return _serve(config, name, keys, engine, PrefillParts.on_one(Prompts(engine), engine.cache, *sizes))
+    with start_ranks(config, num_slots=0, name=name, rehearse=_rehearse) as ranked:
+        return _serve(config, name, keys, ranked.engine, parts_on(ranked, config), ranked.processes)
+
+
+def parts_on(ranked: RankedEngine, config: PrefillConfig) -> PrefillParts:
+    """Return the parts of a node with several ranks."""
+    engine, sizes = ranked.engine, (config.max_running, config.chunk(ranked.engine.device.type))
+    if engine.num_pools == 1:
+        return PrefillParts.on_one(RankPrompts(ranked), engine.cache, *sizes)
+    return PrefillParts.on_ranks(OwnWorkPrompts(OwnWorkExecutor(ranked)), engine.caches, *sizes)
 
 
 def _rehearse(engine: Engine) -> None:
@@ -47,7 +57,7 @@ def _serve(
     name: str,
     keys: KeyPair | None,
     engine: Engine,
-    prompts: PromptExecutor,
+    parts: PrefillParts,
     ranks: RankProcesses | None = None,
 ) -> int:
     epoch = new_epoch()
@@ -55,7 +65,6 @@ def _serve(
     handoff = make_server(end, config.bind_host, engine.lease_s, ranks)
 
     def make_node(membership: Membership) -> PrefillNode:
-        sizes = config.max_running, config.chunk(engine.device.type)
-        return PrefillNode(prompts, engine.cache, membership, handoff, *sizes)
+        return PrefillNode(parts, membership, handoff)
 
     return serve(config, name, "prefill", engine, keys, epoch, handoff.address, make_node, ranks)

@@ -28,10 +28,9 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ..engine.prefix_cache import PrefixCache
 from ..engine.progress import ProgressBar
+from ..engine.prompt_executor import BegunTails
 from ..engine.stopping import ended
 from ..engine.work import NO_NUMBERS, FirstTokens, HandoffRows
 from ..metadata.bus.membership import Membership, RouterGone
@@ -42,16 +41,13 @@ from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, Prefill
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
 from .chunk_rate import ChunkRate
-from .chunks import ChunkUnderWay, submit
+from .chunks import ChunkUnderWay
 from .outbox import FirstToken, Outbox
+from .parts import PrefillParts
 from .prompt_ends import PromptEnd
 from .request import Request, new_request
-from .scheduler import PlannedChunk, PrefillScheduler, StepPlan
+from .scheduler import PlannedChunk, StepPlan
 from .tickets import FailedUnit, Tickets
-
-if TYPE_CHECKING:
-    from ..engine.prompt_executor import PromptExecutor
-    from ..engine.prompts import SubmittedTails
 
 logger = logging.getLogger(__name__)
 
@@ -74,26 +70,23 @@ class PrefillNode:
 
     def __init__(
         self,
-        prompts: PromptExecutor,
-        cache: PrefixCache,
+        parts: PrefillParts,
         membership: Membership,
         handoff: HandoffServer,
-        max_running: int,
-        chunk: int,
         *,
         overlaps: bool | None = None,
     ):
-        """`cache` owns the pages of the pool that `prompts` writes. `overlaps`: submit a chunk before the results of
-        the last one are read; None: if the device is a GPU."""
-        self.prompts = prompts
-        self.cache = cache
+        """`overlaps`: submit a chunk before the results of the last one are read; None: if the device is a GPU."""
+        self.prompts = prompts = parts.prompts
+        self.cache = parts.cache
         self.membership = membership
         self.handoff = handoff
-        self.scheduler = PrefillScheduler(cache, max_running, chunk)
+        self.scheduler = parts.scheduler
+        self._submit_work = parts.submit
         self.outbox = Outbox()
         with ProgressBar("capturing prompt graphs") as progress:
             prompts.warm_up(progress)
-        self._tickets = Tickets(cache.pool, handoff)
+        self._tickets = Tickets(self.cache.pool, handoff)
         self._counts = _Counts()
         self._rate = ChunkRate()
         if prompts.longest_chunk is not None:  # a canary alone would tell the seconds per token of a short chunk
@@ -263,7 +256,7 @@ class PrefillNode:
     def _submit_chunk(self, plan: StepPlan) -> ChunkUnderWay | None:
         """Submit a chunk. If the device has no memory for it, end the request that asks for most, and return None."""
         try:
-            chunk = submit(self.prompts, plan)
+            chunk = self._submit_work(plan)
         except OutOfMemory as error:
             self._end_for_memory(max(plan, key=_demand).request, error)
             return None
@@ -294,7 +287,7 @@ class PrefillNode:
             if not request.is_computed:
                 self._tickets.offer_computed(request)
 
-    def _settle_ends(self, ends: list[PromptEnd], submitted: SubmittedTails, computed: float) -> None:
+    def _settle_ends(self, ends: list[PromptEnd], submitted: BegunTails, computed: float) -> None:
         """Send first tokens as soon as they are known, then hand the last pages over when the drafts are done."""
         samples = zip(ends, submitted.first_tokens(), strict=True)
         first_tokens = [self._send_first(end, sample, computed) for end, sample in samples]

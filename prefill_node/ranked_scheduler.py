@@ -1,6 +1,6 @@
 """The prefill scheduler of a node whose ranks have sequences of their own: one `PrefillScheduler` per rank.
 
-    submit --> waiting --start--> PrefillScheduler of one rank --plan--> one StepPlan per rank
+    submit --> waiting --start--> PrefillScheduler of one rank --plan--> one StepPlan, rank by rank
 
 Requests start in the order in which they came, each on the rank that will have computed it first: all ranks compute as
 many tokens per step, so the one with the fewest tokens to compute, those of the request included. A prompt must fit
@@ -18,7 +18,8 @@ from .scheduler import PrefillScheduler, StepPlan
 
 
 class RankedPrefillScheduler:
-    """Owns the schedulers of all ranks, each with a prefix cache of its own, and the requests that wait for them."""
+    """Owns the schedulers of all ranks, each with a prefix cache of its own, and the requests that wait for them. A
+    `PromptScheduler` (parts.py)."""
 
     def __init__(self, ranks: Sequence[PrefillScheduler]) -> None:
         """`ranks`: one scheduler per rank, alike but for their caches."""
@@ -37,9 +38,9 @@ class RankedPrefillScheduler:
             started.append(self.waiting.popleft())
         return started
 
-    def plan(self) -> list[StepPlan]:
-        """Return what each rank computes in this step. The plan of an idle rank is empty."""
-        return [rank.plan() for rank in self.ranks]
+    def plan(self) -> StepPlan:
+        """Return what the ranks compute in this step, in the order of the ranks. An idle rank has no chunk in it."""
+        return [planned for rank in self.ranks for planned in rank.plan()]
 
     def hand_over(self, request: Request) -> None:
         self.ranks[request.rank].hand_over(request)
@@ -59,6 +60,18 @@ class RankedPrefillScheduler:
 
     def find(self, rid: str, attempt: int) -> list[Request]:
         return [request for request in self if request.rid == rid and request.attempt <= attempt]
+
+    def num_pages(self, request: Request) -> int:
+        """Return the number of pages for the prompt, which are all on one rank."""
+        return self.ranks[0].num_pages(request)
+
+    @property
+    def computing(self) -> list[Request]:
+        return [request for rank in self.ranks for request in rank.computing]
+
+    @property
+    def handing_over(self) -> list[Request]:
+        return [request for rank in self.ranks for request in rank.handing_over]
 
     @property
     def num_queued_tokens(self) -> int:

@@ -104,6 +104,6 @@ def canary_prompt(group: NodeGroup) -> list[int]:
 
 def canary_prompt_len(group: NodeGroup) -> int:
     """Return the length of the test prompt: NUM_PAGES pages and a token, or less if a node has no room for that."""
-    pages = min((node.hello.capacity.num_pages for node in group.nodes.values()), default=NUM_PAGES)
+    pages = min((node.hello.capacity.request_pages for node in group.nodes.values()), default=NUM_PAGES)
     room = min(group.context_len, pages * group.page_size) - 2 * NUM_TOKENS
     return max(1, min(NUM_PAGES * group.page_size + 1, room))

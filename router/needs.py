@@ -33,15 +33,15 @@ class Need(NamedTuple):
 
     def fits_prefill(self, node: Node) -> bool:
         """Whether this prefill node could compute it when idle."""
-        return self.prefill_pages <= node.hello.capacity.num_pages and self._fits(node)
+        return self.prefill_pages <= node.hello.capacity.request_pages and self._fits(node)
 
     def fits_decode(self, node: Node) -> bool:
         """Whether this decode node could generate it when idle."""
-        return (self.decode_pages or 0) <= node.hello.capacity.num_pages and self._fits(node)
+        return (self.decode_pages or 0) <= node.hello.capacity.request_pages and self._fits(node)
 
     def fits_local(self, node: Node) -> bool:
         """Whether this decode node could compute the prompt and generate when idle."""
-        return self.local_pages <= node.hello.capacity.num_pages and self._fits(node)
+        return self.local_pages <= node.hello.capacity.request_pages and self._fits(node)
 
     def fits_any(self, pairs: Iterable[tuple[Node, Node]]) -> bool:
         """Whether one of these pairs could serve it when idle."""
@@ -52,7 +52,7 @@ class Need(NamedTuple):
         prompt itself), there is no limit."""
         if prefill is None or self.decode_pages is None or not self.pages_per_choice:
             return 1 << 30
-        return 1 + (prefill.hello.capacity.num_pages - self.prefill_pages) // self.pages_per_choice
+        return 1 + (prefill.hello.capacity.request_pages - self.prefill_pages) // self.pages_per_choice
 
     def _fits(self, node: Node) -> bool:
         return node.hello.capacity.max_running > 0 and self.context_len <= node.hello.model.context_len

@@ -433,4 +433,4 @@ class NodeGroup:
 
     def most_pages(self, role: Role) -> int:
         """Pages of the largest pool of a role."""
-        return max((node.hello.capacity.num_pages for node in self.live(role)), default=0)
+        return max((node.hello.capacity.request_pages for node in self.live(role)), default=0)

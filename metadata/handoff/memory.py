@@ -18,7 +18,7 @@ import logging
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -51,11 +51,21 @@ class PageMemory:
     Raises ConfigError if the machine does not have that much memory. The owner calls `close`.
     """
 
-    def __init__(self, layout: KvLayout, num_pages: int, *, shared: bool = True) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_pages: int,
+        *,
+        shared: bool = True,
+        before_seal: Callable[[int], None] | None = None,
+    ) -> None:
+        """`before_seal` is called with the descriptor of shared memory. Other processes may map it for writing until
+        this function returns."""
         self.layout, self.num_pages = layout, num_pages
         self.page_bytes = layout.page_bytes
         self.size = memory_size(layout, num_pages)
         self.fd: int | None = None
+        self._before_seal = before_seal
         self._map = self._map_memory(shared)
         with contextlib.suppress(OSError):  # advice: a kernel without huge pages may refuse it
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -96,6 +106,8 @@ class PageMemory:
             fd = os.memfd_create("baton-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, self.size)
             mapped = mmap.mmap(fd, self.size)
+            if self._before_seal is not None:
+                self._before_seal(fd)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _OWNER_SEALS)
         except (OSError, AttributeError) as error:
             if fd >= 0:

@@ -111,6 +111,12 @@ class Capacity(Message, frozen=True):
     page_size: Index
     max_running: Count
     num_ranks: Annotated[Index, Since(6)] = 1  # processes that share the node's model
+    num_pools: Annotated[Index, Since(6)] = 1  # ranks that divide these pages and sequences equally; a request uses one
+
+    @property
+    def request_pages(self) -> int:
+        """The most pages that one request can use."""
+        return self.num_pages // max(1, self.num_pools)
 
 
 class Load(Message, frozen=True):

@@ -16,8 +16,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton.decode_node.ranked_scheduler import RankedDecodeScheduler, RankedPlan
-from baton.decode_node.scheduler import DecodeScheduler, StepPlan
+from baton.decode_node.ranked_rounds import RankedRounds
+from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
+from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import new_sequence
 from baton.engine.agreement import agree
 from baton.engine.draft_shape import DraftShape
@@ -53,6 +54,9 @@ class IdleDevice:
         assert isinstance(work, Round | LoadSlot)
         self.work = work if isinstance(work, Round) else None
 
+    def flush(self) -> None:
+        pass
+
     def collect(self) -> RoundTokens:
         assert self.work is not None
         return RoundTokens([Accepted([5] * NUM_NEW, [None] * NUM_NEW, NUM_NEW - 1, 3) for _ in self.work.slots])
@@ -75,7 +79,7 @@ def measure(num_ranks: int, num_sequences: int, num_rounds: int, *, is_ranked: b
         for _ in range(num_ranks)
     ]
     devices = [IdleDevice(num_sequences) for _ in range(num_ranks)]
-    rounds = [Rounds(device) for device in devices]  # type: ignore[arg-type]
+    rounds = RankedRounds(devices) if is_ranked else Rounds(devices[0])  # type: ignore[arg-type]
     ranked = RankedDecodeScheduler(schedulers)
     orders = itertools.count()
     for number in range(num_ranks * num_sequences):
@@ -89,29 +93,23 @@ def measure(num_ranks: int, num_sequences: int, num_rounds: int, *, is_ranked: b
         assert ranked.reserve(sequence)
         ranked.start_pulled(sequence.unit)
         sequence.append_first(5, None, 0)
-        rounds[sequence.rank].admit(sequence, None)
+        rounds.admit(sequence, None)
     assert {len(scheduler.running) for scheduler in schedulers} == {num_sequences}
     found: list[Times] = []
     for _ in range(num_rounds):
         times = [time.perf_counter()]
-        plan = ranked.plan() if is_ranked else RankedPlan([schedulers[0].plan()], SHAPE)
+        plan = ranked.plan() if is_ranked else schedulers[0].plan()
         times.append(time.perf_counter())
-        submitted = _submit(plan.ranks, rounds)
+        submitted = rounds.submit(plan.decoding, plan.shape, plan.limits)
         if is_ranked:
             agree([device.work for device in devices])
         times.append(time.perf_counter())
-        for own, each, rank in zip(plan.ranks, submitted, rounds, strict=True):
-            for sequence, accepted in zip(own.decoding, rank.collect(each).rows, strict=True):
-                assert accepted is not None
-                sequence.accept(accepted, 1 << 30)
+        for sequence, accepted in zip(plan.decoding, rounds.collect(submitted).rows, strict=True):
+            assert accepted is not None
+            sequence.accept(accepted, 1 << 30)
         times.append(time.perf_counter())
         found.append(Times(*(1e3 * (end - start) for start, end in itertools.pairwise(times))))
     return Times(*(statistics.median(column) for column in zip(*found, strict=True)))
-
-
-def _submit(plans: Sequence[StepPlan], rounds: Sequence[Rounds]) -> list:
-    assert all(plan.decoding for plan in plans)
-    return [rank.submit(plan.decoding, plan.shape, plan.limits) for plan, rank in zip(plans, rounds, strict=True)]
 
 
 def main() -> None:

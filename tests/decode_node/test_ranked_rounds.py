@@ -19,8 +19,11 @@ from baton.decode_node.ranked_rounds import RankedRounds
 from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import Sequence, new_sequence
+from baton.engine.draft_shape import DraftShape
 from baton.engine.pages import PagePool
 from baton.engine.prefix_cache import PrefixCache
+from baton.engine.rounds import LocalChunk, Submitted
+from baton.engine.work import Accepted, BatchRow
 from baton.metadata.wire.messages import Compute
 from baton.metadata.wire.request import GenerationRequest, pack_ids
 
@@ -78,16 +81,28 @@ class Serving:
 
     def step(self) -> None:
         plan = self.scheduler.plan()
-        assert not any(own.failed for own in plan.ranks)
-        self.num_running.add(tuple(len(own.decoding) for own in plan.ranks))
-        for sequence, accepted in self.rounds.run(plan):
+        assert not plan.failed
+        self.num_running.add(tuple(sum(each.rank == rank for each in plan.decoding) for rank in range(2)))
+        if plan.rows and not plan.decoding:
+            self.rounds.recompute(plan.sequences, plan.rows)
+        submitted = None
+        if plan.decoding:
+            beside = LocalChunk(plan.sequences, plan.rows) if plan.rows else None
+            submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits, beside)
+            assert submitted.slots == [self.rounds.number(each) for each in plan.decoding]
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            sequence.compute(len(row.input_ids))
+            self.scheduler.share_computed(sequence)
+        for sequence, accepted in self._results(submitted):
             sequence.accept(accepted, self.context_len)
             if sequence.ended is not None:
                 self.scheduler.finish(sequence)
-        for own in plan.ranks:
-            for sequence in own.sequences:
-                if sequence.lease is not None:
-                    self.scheduler.share_computed(sequence)
+
+    def _results(self, submitted: Submitted | None) -> list[tuple[Any, Accepted]]:
+        if submitted is None:
+            return []
+        rows = zip(submitted.sequences, self.rounds.collect(submitted).rows, strict=True)
+        return [(sequence, accepted) for sequence, accepted in rows if accepted is not None]
 
 
 @pytest.mark.parametrize(
@@ -146,5 +161,47 @@ def test_a_step_without_sequences_asks_the_ranks_for_nothing(checkpoint: Callabl
         speculative="ngram",
     )
     with ThreadRanks(2, config) as ranks:
+        num_before = len(ranks.group.traces[0])
         Serving(ranks).step()
-        assert not any(each.name == "gather" for each in ranks.group.traces[0])
+        assert len(ranks.group.traces[0]) == num_before
+
+
+def test_results_come_in_the_order_of_the_sequences(checkpoint: Callable[..., Path]) -> None:
+    """Sequences stand rank by rank. Scores come from the rank that has scored rows, and slots have numbers of the
+    node."""
+    config = DecodeConfig(
+        model=str(checkpoint("llama")),
+        device="cpu",
+        threads=1,
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        speculative="none",
+    )
+    with ThreadRanks(2, config) as ranks:
+        serving = Serving(ranks)
+        started = [serving.submit(number) for number in range(4)]
+        sequences = [sequence for sequence in started if sequence is not None]
+        assert [each.rank for each in sequences] == [0, 1, 0, 1]
+        sequences.sort(key=lambda each: each.rank)
+        assert [serving.rounds.number(each) for each in sequences] == [0, 1, 8, 9]
+        rows = [BatchRow(each.token_ids[:-1], 0, each.pages, 0, len(each.token_ids) - 1) for each in sequences]
+        rows[:2] = [BatchRow(row.input_ids, 0, row.pages, 0, 0) for row in rows[:2]]
+        serving.rounds.recompute(sequences, rows)
+        assert not any(queue.works for queue in ranks.executor.queues), "its pages may be handed over now"
+        scores = serving.rounds.collect_scores()
+        assert [len(each) for each in scores.logprobs] == [row.num_scored for row in rows]
+        serving.rounds.recompute(sequences[2:3], rows[2:3])
+        [again] = serving.rounds.collect_scores().logprobs
+        assert [each.logprob for each in again] == pytest.approx([each.logprob for each in scores.logprobs[2]])
+        for each in sequences:
+            each.compute(each.num_to_compute - 1)
+        alone = [serving.rounds.submit([each], DraftShape(0), [0]) for each in sequences]
+        tokens = [serving.rounds.collect(each).rows[0] for each in alone]
+        together = serving.rounds.submit(sequences, DraftShape(0), [0] * 4)
+        assert together.slots == [0, 1, 8, 9] and together.limits == [0] * 4
+        serving.scheduler.finish(sequences[1])
+        results = serving.rounds.collect(together).rows
+        assert [each is None for each in results] == [False, True, False, False], "one has left its slot"
+        assert all(each is not None for each in tokens)
+        with pytest.raises(AssertionError, match="rank by rank"):
+            serving.rounds.submit(sequences[::-1], DraftShape(0), [0] * 4)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from baton.decode_node.chunk_budget import ChunkRoom, PromptTokens, Queue
 from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
-from baton.decode_node.scheduler import DecodeScheduler, StepPlan
+from baton.decode_node.scheduler import Budget, DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence, new_sequence
 from baton.engine.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.pages import PagePool
@@ -26,10 +27,17 @@ _ORDERS = itertools.count()
 
 
 def ranked(
-    num_ranks: int = 2, *, shape: DraftShape = NO_DRAFTS, max_running: int = 4, **more: Any
+    num_ranks: int = 2,
+    *,
+    shape: DraftShape = NO_DRAFTS,
+    max_running: int = 4,
+    budget: Budget | None = None,
+    **more: Any,
 ) -> RankedDecodeScheduler:
     ranks = [
-        DecodeScheduler(PrefixCache(PagePool(USABLE + 1, PAGE_SIZE)), max_running, 8, shape=shape, context_len=64)
+        DecodeScheduler(
+            PrefixCache(PagePool(USABLE + 1, PAGE_SIZE)), max_running, 8, shape=shape, context_len=64, budget=budget
+        )
         for _ in range(num_ranks)
     ]
     return RankedDecodeScheduler(ranks, **more)
@@ -143,12 +151,12 @@ def test_all_ranks_draft_what_was_chosen_for_all_sequences() -> None:
 
     scheduler = ranked(3, shape=CHAIN, choose=choose)
     start(scheduler, "a", [1] * 5), start(scheduler, "b", [2] * 5, draft_steps=1)
-    plan = scheduler.plan()
+    plans = scheduler.plan_ranks()
     assert asked == [(["a", "b"], [3, 1])]
-    assert plan.shape == DraftShape(2) and [own.shape for own in plan.ranks] == [plan.shape] * 3
-    assert [own.limits for own in plan.ranks] == [[2], [1], []]
-    again = scheduler.plan(plan.shape)
-    assert len(asked) == 1 and again.shape == plan.shape, "an earlier choice stands"
+    assert [own.shape for own in plans] == [DraftShape(2)] * 3
+    assert [own.limits for own in plans] == [[2], [1], []]
+    again = scheduler.plan(DraftShape(2))
+    assert len(asked) == 1 and again.shape == DraftShape(2), "an earlier choice stands"
     check_books(scheduler)
 
 
@@ -156,9 +164,9 @@ def test_a_rank_that_can_use_no_drafts_takes_part() -> None:
     for shape in (CHAIN, TREE):
         scheduler = ranked(2, shape=shape)
         start(scheduler, "a", [1] * 5), start(scheduler, "b", [2] * 5, max_tokens=2)
-        plan = scheduler.plan()
-        assert plan.shape == shape and [own.shape for own in plan.ranks] == [shape] * 2
-        assert [own.limits for own in plan.ranks] == [[3], [0]]
+        plans = scheduler.plan_ranks()
+        assert [own.shape for own in plans] == [shape] * 2
+        assert [own.limits for own in plans] == [[3], [0]]
         check_books(scheduler)
 
 
@@ -166,7 +174,7 @@ def test_a_narrower_round_has_the_steps_of_the_sequence_that_can_use_most() -> N
     scheduler = ranked(2, shape=CHAIN)
     start(scheduler, "a", [1] * 5, max_tokens=3), start(scheduler, "b", [2] * 5, max_tokens=4)
     plan = scheduler.plan()
-    assert plan.shape == DraftShape(2) and [own.limits for own in plan.ranks] == [[1], [2]]
+    assert plan.shape == DraftShape(2) and plan.limits == [1, 2]
     check_books(scheduler)
 
 
@@ -177,8 +185,8 @@ def test_no_rank_drafts_if_one_of_them_has_no_position_to_draft_from() -> None:
     assert scheduler.reserve(alone) and alone.rank == 1
     scheduler.start_local(alone.unit)
     plan = scheduler.plan()
-    assert plan.shape == NO_DRAFTS and [own.limits for own in plan.ranks] == [[0], [0]]
-    run_round(plan.ranks)
+    assert plan.shape == NO_DRAFTS and plan.limits == [0, 0]
+    run_round([plan])
     assert scheduler.plan().shape == CHAIN
     check_books(scheduler)
 
@@ -199,14 +207,15 @@ def test_a_rank_without_pages_preempts_its_own_sequences_and_resumes_them() -> N
     young = a_sequence("a", [1] * 29, choice=1, max_tokens=30)
     assert scheduler.reserve(young) and (old.rank, young.rank, other.rank) == (0, 0, 1)
     scheduler.start_pulled(young.unit)
+    young.append_first(5, None, num_cached=0)
     while not scheduler.ranks[0].preempted:
-        run_round(scheduler.plan().ranks)
+        run_round([scheduler.plan()])
     assert scheduler.ranks[0].preempted == [young] and scheduler.ranks[1].cache.available > 4
     assert start(scheduler, "c", [3]).rank == 1, "no reservation is granted where a sequence is preempted"
     scheduler.finish(old)
-    plan = scheduler.plan()
-    assert scheduler.ranks[0].running == [young] == [*plan.ranks[0].sequences, *plan.ranks[0].decoding]
-    assert {sequence.unit.rid for sequence in plan.ranks[1].decoding} == {"b", "c"}
+    own, others = scheduler.plan_ranks()
+    assert scheduler.ranks[0].running == [young] == [*own.sequences, *own.decoding]
+    assert {sequence.unit.rid for sequence in others.decoding} == {"b", "c"}
     check_books(scheduler)
 
 
@@ -217,9 +226,59 @@ def test_a_sequence_that_can_never_go_on_is_forgotten() -> None:
     failed: list[Sequence] = []
     while not failed:
         plan = scheduler.plan()
-        failed = plan.ranks[0].failed
-        run_round(plan.ranks)
+        failed = plan.failed
+        run_round([plan])
     assert failed == [sequence] and scheduler.get(sequence.unit) is None
+    check_books(scheduler)
+
+
+def test_plans_of_all_ranks_are_one_plan_of_the_node() -> None:
+    """Sequences stand rank by rank. The longest chunk of a rank counts as the node's."""
+    scheduler = ranked(2)
+    running = [start(scheduler, rid, [number] * 5) for number, rid in enumerate("ab", start=1)]
+    local = [a_sequence(rid, [number] * length, is_local=True) for number, rid, length in ((3, "c", 4), (4, "d", 7))]
+    for sequence in local:
+        assert scheduler.reserve(sequence)
+        scheduler.start_local(sequence.unit)
+    assert [each.rank for each in (*running, *local)] == [0, 1, 0, 1]
+    plan = scheduler.plan()
+    assert plan.decoding == running and plan.limits == [0, 0] and plan.sequences == local
+    assert [len(row.input_ids) for row in plan.rows] == [3, 6]
+    assert plan.chunk == PromptTokens(6, 0), "the ranks compute at the same time"
+    assert scheduler.running == [running[0], local[0], running[1], local[1]]
+    assert (scheduler.num_streams, scheduler.num_queued_tokens) == (2, 9)
+    for sequence in local:
+        sequence.compute(sequence.num_to_compute - 1)
+    assert scheduler.plan().chunk is None
+    check_books(scheduler)
+
+
+def test_a_chunk_on_one_rank_is_as_short_as_the_streams_of_others_need() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def budget(num_streams: int, num_steps: int, queue: Queue) -> ChunkRoom:
+        asked.append((num_streams, queue.num_tokens))
+        return ChunkRoom(2)
+
+    scheduler = ranked(2, budget=budget)
+    start(scheduler, "a", [1] * 5)
+    local = a_sequence("b", [2] * 8, is_local=True)
+    assert scheduler.reserve(local) and local.rank == 1
+    scheduler.start_local(local.unit)
+    own, other = scheduler.plan_ranks()
+    assert not own.rows and [len(row.input_ids) for row in other.rows] == [2]
+    assert asked == [(1, 7)], "the rank of the prompt has no stream itself"
+    check_books(scheduler)
+
+
+def test_reservations_are_granted_while_one_rank_has_nobody_to_resume() -> None:
+    scheduler = ranked(2)
+    first, other = start(scheduler, "a", [1] * 5), start(scheduler, "b", [2] * 5)
+    scheduler.preempt(first)
+    assert scheduler.is_open and scheduler.preempted == [first] and scheduler.num_preemptions == 1
+    scheduler.preempt(other)
+    assert not scheduler.is_open and scheduler.num_releases == 2
+    assert scheduler.plan().sequences == [first, other]
     check_books(scheduler)
 
 
@@ -295,7 +354,7 @@ def test_one_rank_plans_as_a_scheduler_without_ranks(shape: DraftShape) -> None:
             start(scheduler, f"r{number}", [number] * 13, max_tokens=25)
         seen: list[Any] = []
         for _ in range(60):
-            plan = scheduler.plan().ranks[0] if is_ranked else scheduler.ranks[0].plan()
+            plan = scheduler.plan() if is_ranked else scheduler.ranks[0].plan()
             for sequence, row in zip(plan.sequences, plan.rows, strict=True):
                 sequence.compute(len(row.input_ids))
             seen.append(([each.unit.rid for each in plan.decoding], plan.limits, plan.shape, len(plan.rows)))

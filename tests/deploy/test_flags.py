@@ -130,10 +130,12 @@ def test_a_secret_is_neither_printed_nor_on_a_command_line() -> None:
 
 
 @pytest.mark.parametrize("config", ALL)
-def test_every_real_setting_has_a_help_text_and_survives_both_ways(config: type) -> None:
+@pytest.mark.parametrize("left_out", ["tp", "dp_attention"])
+def test_every_real_setting_has_a_help_text_and_survives_both_ways(config: type, left_out: str) -> None:
+    """`left_out`: ranks are of one kind, so one of these settings stays as it is."""
     for item in settings_of(config):
         assert item.text, f"{config.__name__}.{item.name} has no help text"
-    changed = {item.name: _other(item) for item in settings_of(config)}
+    changed = {item.name: _other(item) for item in settings_of(config) if item.name != left_out}
     value = replace(config(), **changed)
     known = by_name(config)
     printed = tomllib.loads(print_tables({"x": value}))["x"]

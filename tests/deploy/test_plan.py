@@ -54,6 +54,22 @@ def test_roles_may_have_unlike_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch)
     assert {"--tp=3", "--threads=2"} <= set(decode.argv)
 
 
+def test_ranks_with_sequences_of_their_own_share_the_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    plan = Plan(UpConfig(), RouterConfig(), PrefillConfig(tp=2), DecodeConfig(dp_attention=3))
+    _, prefill, decode = commands(plan, node_port=5701, http_port=8001)
+    assert {"--tp=2", "--threads=3"} <= set(prefill.argv)
+    assert {"--dp-attention=3", "--threads=3"} <= set(decode.argv)
+
+
+def test_ranks_of_each_role_are_of_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--prefill-tp", "2", "--decode-dp-attention", "3", "--print-config"]) == 0
+    tables = tomllib.loads(capsys.readouterr().out)
+    assert (tables["prefill"]["tp"], tables["decode"]["dp_attention"]) == (2, 3)
+    assert main(["up", "--tp", "2", "--decode-dp-attention", "2", "--print-config"]) != 0
+    assert "tp is 2 and dp_attention is 2: ranks have either some heads" in capsys.readouterr().err
+
+
 def test_a_flag_for_one_role_wins_over_that_for_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--tp", "4", "--prefill-tp", "2", "--print-config"]) == 0
     tables = tomllib.loads(capsys.readouterr().out)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from drafters import settings, target_of
 from node_pair import params
 from solo import Solo
 
-from baton.engine.chunk_timing import measure_chunk, measure_joint
+from baton.decode_node.chunk_budget import ChunkBudget
+from baton.decode_node.round_seconds import RoundSeconds
+from baton.engine import chunk_timing
+from baton.engine.chunk_timing import measure_chunk, measure_costs, measure_joint
+from baton.engine.joint_sizes import EVERY_SIZE
 
 
 @pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3", "mtp3-deepseek"])
@@ -28,3 +34,15 @@ def test_a_measured_chunk_changes_no_sequence(name: str, checkpoint: Callable[..
         assert 0 < measure_joint(solo.executor, 2, num_tokens, page_size) < 60
     assert torch.equal(solo.target_kv(sequence), kv)
     assert solo.run(sequence, 12, 2) == expected
+
+
+def test_no_chunk_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounds were disturbed, and those with a chunk were not. A router takes no times below zero."""
+    monkeypatch.setattr(chunk_timing, "measure_round", lambda *_: 2.0)
+    monkeypatch.setattr(chunk_timing, "measure_chunk", lambda *_: 1.0)
+    executor: Any = SimpleNamespace(num_slots=4, joint_sizes=EVERY_SIZE)
+    costs = measure_costs(executor, 64, 4)
+    assert 0 < costs.seconds(64, 0, is_joint=False) < 1e-3
+    budget = ChunkBudget(costs, RoundSeconds(0.01), 64, None)
+    for num_streams in (0, 1):
+        assert budget.rate(num_streams, 0).token_s > 0

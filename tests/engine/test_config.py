@@ -21,7 +21,7 @@ def test_every_field_has_a_help_text() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["num_pages", "threads", "max_running", "chunk_tokens"])
+@pytest.mark.parametrize("name", ["num_pages", "threads", "tp", "dp_attention", "max_running", "chunk_tokens"])
 @pytest.mark.parametrize("value", [0, -3])
 def test_a_number_below_one_is_named(kind: type, name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}; it must be 1 or more"):
@@ -51,3 +51,10 @@ def test_a_chunk_that_is_set_holds_for_every_device(kind: type[EngineConfig]) ->
 
 def test_dtypes_are_those_that_the_engine_computes_in() -> None:
     assert set(get_args(DtypeChoice)) == {"auto", *_DTYPES}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_are_of_one_kind(kind: type[EngineConfig]) -> None:
+    assert (kind().num_ranks, kind(tp=3).num_ranks, kind(dp_attention=2).num_ranks) == (1, 3, 2)
+    with pytest.raises(ConfigError, match=r"tp is 3 and dp_attention is 2: .*leave one of the two at 1"):
+        kind(tp=3, dp_attention=2)

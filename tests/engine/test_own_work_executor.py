@@ -125,3 +125,25 @@ def test_a_rank_that_fails_ends_the_work_of_all(model: Path) -> None:
         ranks.workers[1].do = lambda lens, work: None  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="rank 0 waited in gather for a rank that did not come"):
             ranks.executor.run([Recompute([BatchRow(ids, 0, [1, 2])], [[*ids, 1]]), None])
+
+
+def test_a_warm_up_runs_every_kind_of_work_on_all_ranks(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """No rank is idle in it: kernels compile on each."""
+    model = target_of("eagle", checkpoint)
+    with ThreadRanks(2, _config(model, **settings("eagle", model, tmp_path, steps=3))) as ranks:
+        done: list[tuple[str, int]] = []
+        run = ranks.executor.run
+
+        def noted(works: Any) -> Any:
+            assert None not in works
+            done.append((type(works[0]).__name__, getattr(works[0], "num_rows", 0)))
+            return run(works)
+
+        ranks.executor.run = noted  # type: ignore[method-assign]
+        [queue, _] = ranks.executor.queues
+        queue.warm_up()
+        assert done == [("Recompute", 0), ("CatchUp", 1), ("CatchUp", 4), ("Round", 0), ("Round", 0)]
+        assert ranks.group.traces[1] == ranks.group.traces[0]
+        assert not queue.works and queue.num_chunks_ahead == 0
+        assert not queue.joint_sizes.holds(1, 3, 16), "a chunk has a forward of its own"
+        assert not queue.joint_sizes.lengths(1, 3)

@@ -1,4 +1,4 @@
-"""The interface of executors of prompts imports no torch, and both executors have all of it."""
+"""The interface of executors of prompts imports no torch, and the executors have all of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from baton.engine.prompt_executor import PromptExecutor
+from baton.engine.own_work_prompts import OwnWorkPrompts
+from baton.engine.prompt_executor import OwnPromptExecutor, PromptExecutor, PromptStates
 from baton.engine.prompts import Prompts
 from baton.engine.rank_executor import RankPrompts
 
@@ -17,8 +18,21 @@ def test_the_module_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("executor", [Prompts, RankPrompts])
-def test_an_executor_has_every_member(executor: type) -> None:
-    wanted = {name for name in vars(PromptExecutor) if not name.startswith("_")}
+@pytest.mark.parametrize(
+    ("executor", "interfaces"),
+    [
+        (Prompts, (PromptStates, PromptExecutor)),
+        (RankPrompts, (PromptStates, PromptExecutor)),
+        (OwnWorkPrompts, (PromptStates, OwnPromptExecutor)),
+    ],
+)
+def test_an_executor_has_every_member(executor: type, interfaces: tuple[type, ...]) -> None:
+    wanted = {name for interface in interfaces for name in vars(interface) if not name.startswith("_")}
     assert len(wanted) > 5
     assert wanted <= set(dir(executor))
+
+
+@pytest.mark.parametrize("role", ["decode_node", "prefill_node"])
+def test_the_parts_of_nodes_import_no_torch(role: str) -> None:
+    program = f"import sys, baton.{role}.node; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -13,7 +13,7 @@ from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.products.ranked import RankRows
 from baton.engine.rank_processes import REPORT
-from baton.engine.rank_worker import RankWorker, message, reports, serve_rank
+from baton.engine.rank_worker import RankWorker, is_awaited, message, serve_rank
 from baton.engine.sampling_state import Needs, SamplingState
 from baton.engine.work import (
     BatchRow,
@@ -80,6 +80,7 @@ def test_a_rank_serves_its_pipe(worker: RankWorker) -> None:
         serve_rank(pipe, worker)
     assert ROWS.lens == (len(IDS), 3), "the products read the rows of every rank"
     assert all(each[:1] == REPORT for each in pipe.sent)
+    assert pipe.sent.pop(2) == REPORT, "rank 0 may use the pages when these tokens are computed"
     prompt, scores, tokens, idle = (decode(each[1:]) for each in pipe.sent)
     assert isinstance(prompt, ChunkReport) and isinstance(scores, Scores) and isinstance(tokens, RoundTokens)
     [[first]], [[rows]] = prompt.first_tokens, prompt.rows
@@ -88,5 +89,5 @@ def test_a_rank_serves_its_pipe(worker: RankWorker) -> None:
         [each.logprob for each in scores.logprobs[0]]
     )
     assert len(tokens.rows) == 1 and idle == RoundTokens([])
-    assert [reports(work) for work in works] == [True, False, False, True, False, True, True]
-    assert not reports(None) and not reports(CatchUp([], [], [], [], [], 1, Needs()))
+    assert [is_awaited(work) for work in works] == [True, False, False, True, True, True, True]
+    assert not is_awaited(None) and not is_awaited(CatchUp([], [], [], [], [], 1, Needs()))

@@ -88,11 +88,26 @@ def test_pages_have_the_heads_of_their_rank() -> None:
     assert Ranks(OneOf(1, 2), RankRows()).of_heads == ONE_RANK.of_heads == Shard(0, 1)
 
 
+def test_ranks_with_sequences_of_their_own_have_a_pool_each_and_announce_rows() -> None:
+    rows = RankRows()
+    ranks = Ranks(OneOf(0, 3), rows)
+    assert (ranks.num_pools, Ranks(OneOf(0, 3)).num_pools, ONE_RANK.num_pools) == (3, 1, 1)
+    ranks.announce(7)
+    assert rows.lens == (7, 7, 7)
+    ONE_RANK.announce(7)  # nobody needs to know
+
+
 @pytest.mark.parametrize(
     ("family", "config", "size", "rows", "error"),
     [
         ("llama", {}, 8, None, "LlamaForCausalLM has 4 query heads, which 8 ranks cannot divide"),
-        ("llama", {}, 3, RankRows(), "LlamaForCausalLM has 128 hidden units, which 3 ranks cannot divide"),
+        (
+            "llama",
+            {},
+            3,
+            RankRows(),
+            "LlamaForCausalLM has 128 hidden units, which 3 ranks cannot divide; let --dp-attention be",
+        ),
         (
             "llama",
             {"hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 96},

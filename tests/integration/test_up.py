@@ -181,7 +181,7 @@ def test_a_node_that_dies_is_restarted_and_serves_again(tmp_path: Path, model_di
 
 def test_a_node_of_several_ranks_is_restarted_whole_when_one_dies(tmp_path: Path, model_dir: Path) -> None:
     body = {"prompt": "def main(", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    with up(tmp_path, model_dir, "--prefill-tp", "2", "--decode-tp", "2") as running:
+    with up(tmp_path, model_dir, "--prefill-tp", "2", "--decode-dp-attention", "2") as running:
         assert "1 prefill of 2 ranks and 1 decode of 2 ranks" in running.said
         body["model"] = running.request("GET", "/v1/models")[1]["data"][0]["id"]
         before = running.request("POST", "/v1/completions", body)[1]["choices"][0]["text"]

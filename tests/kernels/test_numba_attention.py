@@ -22,7 +22,7 @@ from large_pool import (
     small_pool,
 )
 
-from baton.kernels import operations
+from baton.kernels import numba_kernels, operations
 from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.numba_attention import attend, attend_stored
@@ -118,6 +118,21 @@ class Case:
             q, pages, self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree
         )
         return out.flatten(1), pages
+
+
+def test_a_pool_that_is_a_part_of_a_memory_is_read_by_the_same_machine_code() -> None:
+    """The pool of a rank: its layers are contiguous, and other ranks' pages lie between them."""
+    case = Case(*SHAPES["mixture"])
+    whole = case.run(None)
+    q = torch.randn(len(case.seq_lens), case.num_heads, case.head_dim)
+    stored = attend_stored(q, case.kv, LAYER, case.table, torch.tensor(case.seq_lens))
+    counts = [len(each.signatures) for each in (numba_kernels.attend, numba_kernels.attend_stored)]
+    memory = torch.zeros(NUM_LAYERS, 2 * case.kv.shape[1], *case.kv.shape[2:])
+    part = memory[:, case.kv.shape[1] :].copy_(case.kv)
+    case.kv = part
+    assert torch.equal(case.run(None), whole)
+    assert torch.equal(attend_stored(q, part, LAYER, case.table, torch.tensor(case.seq_lens)), stored)
+    assert [len(each.signatures) for each in (numba_kernels.attend, numba_kernels.attend_stored)] == counts
 
 
 @pytest.mark.parametrize("shape", SHAPES)

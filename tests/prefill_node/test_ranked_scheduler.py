@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
-from solo import Solo
-from thread_ranks import ThreadRanks
 
-from baton.decode_node.config import DecodeConfig
-from baton.engine.agreement import OwnWork
 from baton.engine.pages import PagePool
 from baton.engine.prefix_cache import PrefixCache
-from baton.engine.work import Chunk, ChunkReport, ChunkRow
-from baton.prefill_node.prompt_ends import PromptEnd, batches, tails
 from baton.prefill_node.ranked_scheduler import RankedPrefillScheduler
 from baton.prefill_node.request import Request
-from baton.prefill_node.scheduler import PrefillScheduler, StepPlan
+from baton.prefill_node.scheduler import PrefillScheduler
 
 from .conftest import MakeRequest
 
@@ -38,12 +29,16 @@ def start(scheduler: RankedPrefillScheduler, *requests: Request) -> list[Request
 
 def submit_chunks(scheduler: RankedPrefillScheduler) -> list[dict[str, int]]:
     """Plan a step and record it as submitted. Return the number of tokens of each rank by rid."""
-    plans = scheduler.plan()
-    for request, row in (planned for plan in plans for planned in plan):
+    plan = scheduler.plan()
+    assert [planned.request.rank for planned in plan] == sorted(planned.request.rank for planned in plan)
+    for request, row in plan:
         request.submit_chunk(len(row.input_ids))
         if request.is_submitted:
             scheduler.hand_over(request)
-    return [{request.rid: len(row.input_ids) for request, row in plan} for plan in plans]
+    return [
+        {request.rid: len(row.input_ids) for request, row in plan if request.rank == rank}
+        for rank in range(len(scheduler.ranks))
+    ]
 
 
 def check_books(scheduler: RankedPrefillScheduler) -> None:
@@ -105,40 +100,10 @@ def test_a_waiting_request_is_stopped_and_removed(scheduler: RankedPrefillSchedu
     check_books(scheduler)
 
 
-def test_ranks_compute_the_prompts_of_one_scheduler(make_request: MakeRequest, checkpoint: Callable[..., Path]) -> None:
-    """First tokens are those of one process. One rank is idle in some steps."""
-    model = checkpoint("llama")
-    config = DecodeConfig(model=str(model), device="cpu", threads=1, page_size=PAGE_SIZE, num_pages=USABLE + 1)
-    one = Solo(model, speculative="ngram")
-    requests = [make_request("r" * number, size) for number, size in enumerate((20, 6, 9, 1), start=1)]
-    found: dict[str, int | None] = {}
-    with ThreadRanks(2, config) as ranks:
-        caches = [PrefixCache(PagePool(USABLE + 1, PAGE_SIZE)) for _ in ranks.engines]
-        scheduler = RankedPrefillScheduler([PrefillScheduler(cache, 3, CHUNK) for cache in caches])
-        assert start(scheduler, *requests) == requests
-        num_idle = 0
-        while scheduler.num_queued_tokens:
-            plans = scheduler.plan()
-            num_idle += not all(plans)
-            for plan, report in zip(plans, ranks.executor.run([work_of(plan) for plan in plans]), strict=True):
-                assert isinstance(report, ChunkReport)
-                ends = [planned.request.rid for planned in plan if planned.is_last]
-                firsts = [first.token_ids[0] for batch in report.first_tokens for first in batch]
-                found |= dict(zip(ends, firsts, strict=True))
-            for request, row in (planned for plan in plans for planned in plan):
-                request.submit_chunk(len(row.input_ids))
-                if request.is_submitted:
-                    scheduler.hand_over(request)
-    assert {request.rank for request in requests} == {0, 1} and num_idle > 0
-    for request in requests:
-        params = request.generation.params
-        assert found[request.rid] == one.start(request.token_ids, params).generated[0]
-
-
-def work_of(plan: StepPlan) -> OwnWork | None:
-    """Return the work of one rank's plan; None: it is idle."""
-    if not plan:
-        return None
-    ends = batches([PromptEnd.of(row, planned.request) for row, planned in enumerate(plan) if planned.is_last])
-    rows = [ChunkRow(request.key, request.token_ids, row) for request, row in plan]
-    return Chunk(rows, [tails(batch) for batch in ends])
+def test_counts_of_all_ranks(scheduler: RankedPrefillScheduler, make_request: MakeRequest) -> None:
+    requests = [make_request("a" * number, size) for number, size in enumerate((5, 6, 40), start=1)]
+    assert start(scheduler, *requests) == requests
+    submit_chunks(scheduler)
+    assert set(scheduler.handing_over) == set(requests[:2]) and scheduler.computing == [requests[2]]
+    assert scheduler.num_pages(requests[2]) == 10
+    check_books(scheduler)

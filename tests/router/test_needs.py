@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,11 +18,12 @@ from baton.router.config import RouterConfig
 from baton.router.dispatcher import Dispatcher
 from baton.router.effects import Effect, Error, Send
 from baton.router.metrics import Metrics
+from baton.router.needs import Need
 from baton.router.node import Node
 from baton.router.queue import Entry
 from baton.router.request import Request
 
-from .sites import make_hello, text_tokenizer
+from .sites import make_group, make_hello, text_tokenizer
 
 STATS = NodeStats()
 METRICS = Metrics()
@@ -179,3 +181,30 @@ def test_a_moved_request_gets_nodes_again_or_blocks_no_other(
     assert site.offer(site.request("small", 1, 1))
     assert site.dispatched[-1] == ("small", 0)
     assert site.dispatcher.queues.num_waiting == 1 and not site.errors
+
+
+def test_a_request_must_fit_the_pool_of_one_rank() -> None:
+    """Pages of several ranks are one number in the node's Hello, and a request can use those of one rank."""
+    group = make_group()
+    nobody: Any = None
+    request = Request("r", group, [5] * 500, SamplingParams(max_tokens=8), nobody, num_choices=1, now=0.0)
+    need = Need.of(request, 0, needs_decode=True)
+    assert need.decode_pages == 32 == need.prefill_pages
+    for num_pools, fits in ((1, True), (2, True), (3, False)):
+        prefill, decode = (
+            Node(make_hello(role, role, num_pages=66, num_pools=num_pools), group, 0.0)
+            for role in ("prefill", "decode")
+        )
+        assert need.fits_prefill(prefill) == need.fits_decode(decode) == need.fits_local(decode) == fits
+        assert need.fits_any([(prefill, decode)]) == fits
+    lookahead = need._replace(pages_per_choice=2)
+    assert lookahead.most_choices(Node(make_hello("prefill", "p", num_pages=80, num_pools=2), group, 0.0)) == 5
+
+
+def test_an_error_names_the_pages_of_one_rank() -> None:
+    site = Site(16, 0, [Pool(60, 2000, 8, 0)], [Pool(60, 2000, 8, 0)])
+    for role in ("prefill", "decode"):
+        for node in site.group.live(role):
+            node.hello = make_hello(role, node.node_id, num_pages=60, context_len=2000, num_pools=2)
+    with pytest.raises(RequestError, match=r"needs 32 pages of 16 tokens; the largest prefill pool has 30"):
+        site.dispatcher.submit(site.request("r", 500, 8), 0.0)

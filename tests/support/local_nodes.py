@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
+
+from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
+from baton.decode_node.main import parts_on as decode_parts_on
 from baton.decode_node.node import DecodeNode
+from baton.decode_node.parts import DecodeParts
 from baton.engine.device_executor import DeviceExecutor
 from baton.engine.graphs import graph_sizes
 from baton.engine.prompts import Prompts
-from baton.engine.rank_executor import RankExecutor, RankPrompts
 from baton.engine.rank_handoffs import make_client, make_server
-from baton.engine.ranked_engine import RankedEngine
+from baton.engine.ranked_engine import RankedEngine, start_ranks
 from baton.engine.startup import load_engine, make_endpoint, make_membership
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import new_epoch
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.server import HandoffServer
 from baton.prefill_node.config import PrefillConfig
+from baton.prefill_node.main import parts_on as prefill_parts_on
 from baton.prefill_node.node import PrefillNode
+from baton.prefill_node.parts import PrefillParts
 
 _NO_BOUND_S = 1e6  # unless a test gives a bound: the length of chunks must not depend on this machine's times
 
@@ -30,16 +35,17 @@ def start_prefill(
 ) -> PrefillNode:
     """Start a prefill node that says hello. `more`: its settings. The caller closes its membership and handoff, and
     then `ranks`, which a node with several ranks needs."""
-    ranked = _ranked(name, config, 0, ranks)
+    ranked = _ranked_prefill(name, config, ranks)
     engine, epoch = load_engine(config) if ranked is None else ranked.engine, new_epoch()
     end = make_endpoint(config, name, engine, None, epoch)
     handoff = make_server(end, "127.0.0.1", lease_s, None if ranked is None else ranked.processes)
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
-    sizes = config.max_running, config.chunk(engine.device.type)
-    prompts = Prompts(engine) if ranked is None else RankPrompts(ranked)
-    return _started(
-        membership, handoff, lambda: PrefillNode(prompts, engine.cache, membership, handoff, *sizes, **more)
-    )
+    if ranked is None:
+        sizes = config.max_running, config.chunk(engine.device.type)
+        parts = PrefillParts.on_one(Prompts(engine), engine.cache, *sizes)
+    else:
+        parts = prefill_parts_on(ranked, config)
+    return _started(membership, handoff, lambda: PrefillNode(parts, membership, handoff, **more))
 
 
 def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = None, **more: Any) -> DecodeNode:
@@ -49,23 +55,35 @@ def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = N
     end = make_endpoint(config, name, engine, None, epoch)
     handoff = make_client(end, None if ranked is None else ranked.processes)
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
+    chunk = config.chunk(engine.device.type)
     if ranked is None:
         executor = DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
+        parts = DecodeParts.on_one(executor, engine.cache, chunk)
     else:
-        executor = RankExecutor(ranked)
-    parts = executor, engine.cache, membership, handoff, config.max_running, config.chunk(engine.device.type)
+        parts = decode_parts_on(ranked, config)
     max_gap_s = config.max_gap_s or _NO_BOUND_S
-    return _started(membership, handoff, lambda: DecodeNode(*parts, max_gap_s=max_gap_s, **more))
+    return _started(
+        membership, handoff, lambda: DecodeNode(parts, membership, handoff, chunk, max_gap_s=max_gap_s, **more)
+    )
+
+
+def _ranked_prefill(name: str, config: PrefillConfig, ranks: ExitStack | None) -> RankedEngine | None:
+    """Return the ranks of a prefill node that has several. If they have sequences of their own, they are threads, so
+    that the decode node beside this one can have processes."""
+    if config.dp_attention == 1:
+        return _ranked(name, config, 0, ranks)
+    assert ranks is not None, "nobody would end the ranks"
+    return cast(RankedEngine, ranks.enter_context(ThreadRanks(config.dp_attention, config, num_slots=0)))
 
 
 def _ranked(
     name: str, config: PrefillConfig | DecodeConfig, num_slots: int, ranks: ExitStack | None
 ) -> RankedEngine | None:
     """Return the ranks of a node that has several. A process can be rank 0 of one such node at a time."""
-    if config.tp == 1:
+    if config.num_ranks == 1:
         return None
     assert ranks is not None, "nobody would end the ranks"
-    return ranks.enter_context(RankedEngine(config, config.tp, num_slots=num_slots, name=name))
+    return ranks.enter_context(start_ranks(config, num_slots=num_slots, name=name))
 
 
 def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:

@@ -21,6 +21,8 @@ from baton.decode_node.scheduler import StepPlan
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import RoundRows
 from baton.engine.pages import Owner
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.ranked_cache import RankedCache
 from baton.engine.round_inputs import InputBlock
 from baton.engine.rounds import Submitted
 from baton.engine.sampling import sample, tie_gap
@@ -280,13 +282,16 @@ class Watch:
 
 @contextmanager
 def scarce_pages(pair: NodePair, num_left: int) -> Iterator[None]:
-    """Leave the decode node only `num_left` pages to give, cached ones included."""
+    """Leave the decode node only `num_left` pages to give, cached ones included, or so many on each rank that has pages
+    of its own."""
     cache = pair.decode.cache
-    held = cache.allocate(cache.available - num_left, Owner.REQUEST)
+    caches: list[PrefixCache] = cache.ranks if isinstance(cache, RankedCache) else [cache]
+    held = [each.allocate(each.available - num_left, Owner.REQUEST) for each in caches]
     try:
         yield
     finally:
-        cache.pool.release(held)
+        for each, pages in zip(caches, held, strict=True):
+            each.pool.release(pages)
 
 
 def force_steps(pair: NodePair, choose: Callable[[int], int]) -> None:

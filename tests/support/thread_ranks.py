@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from baton.decode_node.config import DecodeConfig
+from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine, use_threads
 from baton.engine.own_work_executor import OwnWorkExecutor
 from baton.engine.products.ranked import RankRows
@@ -192,7 +192,7 @@ class ThreadRanks:
     def __init__(
         self,
         size: int,
-        config: DecodeConfig,
+        config: EngineConfig,
         *,
         num_slots: int = 8,
         buckets: Sequence[int] = (),
@@ -229,7 +229,7 @@ class ThreadRanks:
         for pipe in self._pipes:
             pipe.frames.join()
 
-    def _load(self, config: DecodeConfig) -> list[Engine]:
+    def _load(self, config: EngineConfig) -> list[Engine]:
         """Load the engines of all ranks, which agree on the size of their pools."""
         engines: list[Engine | None] = [None] * self.size
 

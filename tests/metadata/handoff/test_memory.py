@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import subprocess
 import sys
@@ -74,6 +75,18 @@ def memfd(size: int, seals: int | None) -> int:
     if seals is not None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
+
+
+def test_others_may_map_it_for_writing_until_it_is_sealed():
+    """Ranks of the owner's node do, and keep their mappings."""
+    mapped: list[mmap.mmap] = []
+    memory = PageMemory(LAYOUT, 5, before_seal=lambda fd: mapped.append(mmap.mmap(fd, memory_size(LAYOUT, 5))))
+    [other] = mapped
+    other[0] = 9
+    assert memory.pages[0, 0, 0] == 9
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.fd, memory.size)
+    memory.close()
 
 
 def test_only_a_sealed_pool_is_mapped(tmp_path):

@@ -1,0 +1,90 @@
+"""The parts of a prefill node of which there are two kinds: for one pool of pages, and for a pool on each rank.
+
+    PrefillParts.on_one     PrefillScheduler          chunks.submit          PrefixCache
+    PrefillParts.on_ranks   RankedPrefillScheduler    ranked_chunks.submit   RankedCache
+
+The node's loop knows the interfaces alone. A request says which rank it is on; with one pool that is rank 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..engine.prefix_cache import PrefixCache
+from ..engine.prompt_executor import OwnPromptExecutor, PromptExecutor, PromptStates
+from ..engine.ranked_cache import NodeCache, RankedCache
+from . import chunks, ranked_chunks
+from .chunks import ChunkUnderWay
+from .ranked_scheduler import RankedPrefillScheduler
+from .request import Request
+from .scheduler import PrefillScheduler, StepPlan
+
+
+class PromptScheduler(Protocol):
+    """Decides which prompts a step computes, and owns their pages (scheduler.py)."""
+
+    @property
+    def waiting(self) -> Collection[Request]: ...
+
+    @property
+    def computing(self) -> Collection[Request]: ...
+
+    @property
+    def handing_over(self) -> Collection[Request]: ...
+
+    @property
+    def num_queued_tokens(self) -> int: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def start(self) -> list[Request]: ...
+
+    def plan(self) -> StepPlan: ...
+
+    def hand_over(self, request: Request) -> None: ...
+
+    def stop(self, request: Request) -> None: ...
+
+    def remove(self, request: Request) -> None: ...
+
+    def find(self, rid: str, attempt: int) -> list[Request]: ...
+
+    def num_pages(self, request: Request) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillParts:
+    """Collaborators of one prefill node."""
+
+    prompts: PromptStates
+    cache: NodeCache
+    scheduler: PromptScheduler
+    submit: Callable[[StepPlan], ChunkUnderWay]  # raises OutOfMemory
+
+    @classmethod
+    def on_one(cls, prompts: PromptExecutor, cache: PrefixCache, max_running: int, chunk: int) -> PrefillParts:
+        """Return the parts of a node with one pool. `cache` owns its pages, which `prompts` writes."""
+        return cls(
+            prompts=prompts,
+            cache=cache,
+            scheduler=PrefillScheduler(cache, max_running, chunk),
+            submit=functools.partial(chunks.submit, prompts),
+        )
+
+    @classmethod
+    def on_ranks(
+        cls, prompts: OwnPromptExecutor, caches: Sequence[PrefixCache], max_running: int, chunk: int
+    ) -> PrefillParts:
+        """Return the parts of a node whose ranks have prompts of their own. caches[i] owns the pages of rank i. Each
+        rank computes at most `max_running` prompts at once and `chunk` tokens per step."""
+        return cls(
+            prompts=prompts,
+            cache=RankedCache(caches),
+            scheduler=RankedPrefillScheduler([PrefillScheduler(cache, max_running, chunk) for cache in caches]),
+            submit=functools.partial(ranked_chunks.submit, prompts, len(caches)),
+        )

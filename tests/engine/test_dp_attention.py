@@ -1,0 +1,36 @@
+"""What ranks with sequences of their own cannot serve is refused before they start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.engine import dp_attention, ranked_engine
+from baton.engine.config import EngineConfig
+from baton.engine.dp_attention import check_dp_attention
+from baton.metadata.errors import ConfigError
+
+
+def test_models_that_cannot_be_divided_are_refused(checkpoint: Callable[..., Path]) -> None:
+    llama, mixture = str(checkpoint("llama")), str(checkpoint("qwen3_moe"))
+    check_dp_attention(EngineConfig(model=llama, device="cpu", dp_attention=8))  # more ranks than heads
+    with pytest.raises(ConfigError, match=rf"the model in {llama} has 128 hidden units, which 3 ranks cannot divide"):
+        check_dp_attention(EngineConfig(model=llama, device="cpu", dp_attention=3))
+    with pytest.raises(ConfigError, match=rf"{mixture} has mixtures of experts: .*, with --tp"):
+        check_dp_attention(EngineConfig(model=mixture, device="cpu", dp_attention=2))
+
+
+def test_ranks_with_sequences_of_their_own_compute_on_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dp_attention, "choose_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"--dp-attention 2 on device cuda: .*use --device cpu or --dp-attention 1"):
+        check_dp_attention(EngineConfig(dp_attention=2))
+
+
+def test_a_start_checks_first(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked_engine, "RankedEngine", None)
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", dp_attention=3)
+    with pytest.raises(ConfigError, match="3 ranks cannot divide; let --dp-attention be a divisor"):
+        ranked_engine.start_ranks(config, num_slots=1, name="node")
