@@ -44,6 +44,17 @@ def serves_norm(hidden: Tensor, weight: Tensor) -> bool:
     return is_row and hidden.shape[1] * hidden.itemsize <= SLOT_BYTES
 
 
+def tile_size(num_elements: int, itemsize: int) -> int:
+    """Return how many elements of a row of numbers a lane takes in one meeting."""
+    shared = max(_MIN_TILE, int(triton.next_power_of_2(-(-num_elements // NUM_LANES))))
+    return min(SLOT_BYTES // itemsize, shared)
+
+
+def num_warps(block: int) -> int:
+    """Return the warps of a lane that takes rows of `block` elements, a power of two."""
+    return min(16, max(4, block // 512))
+
+
 def all_reduce(x: Tensor, blocks: PeerBlocks) -> Tensor:
     """Return `all_reduce_ref` of all ranks' `x`, a new contiguous tensor. `x` has the same shape and dtype on each."""
     assert x.dtype in _FLOATS, x.dtype
@@ -89,8 +100,7 @@ def _launch_flat(x: Tensor, blocks: PeerBlocks, out: Tensor, kind: Literal["sum"
     num_elements = x.numel()
     if not num_elements:
         return
-    most = SLOT_BYTES // x.itemsize
-    tile = min(most, max(_MIN_TILE, triton.next_power_of_2(triton.cdiv(num_elements, NUM_LANES))))
+    tile = tile_size(num_elements, x.itemsize)
     _launch(x.contiguous(), blocks, out, triton.cdiv(num_elements, tile), tile, num_elements, kind)
 
 
@@ -114,7 +124,7 @@ def _launch(
         x, hidden, weight, out, blocks.addresses, blocks.control, blocks.rank, num_rows, num_elements,
         hidden.stride(0) if norm else 0, eps, SIZE=size, BLOCK=block, NUM_RANKS=blocks.size, PARTS=num_parts, KIND=kind,
         NORMS=norm is not None, IS_FLOAT=out.dtype.is_floating_point, CLOCKED=x.is_cuda, DEPENDENT=dependent,
-        num_warps=min(16, max(4, block // 512)), num_stages=1, launch_pdl=dependent,
+        num_warps=num_warps(block), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
 
 
@@ -141,9 +151,40 @@ def _exchange_kernel(
     CLOCKED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (min(num_rows, NUM_LANES),). A program takes every NUM_LANES-th row of SIZE elements."""
+    """Grid: (min(num_rows, NUM_LANES),)."""
+    exchange(
+        x_ptr, hidden_ptr, weight_ptr, out_ptr, blocks_ptr, control_ptr, tl.program_id(0), rank, num_rows, num_elements,
+        hidden_stride, eps, SIZE, BLOCK, NUM_RANKS, PARTS, KIND, NORMS, IS_FLOAT, CLOCKED, DEPENDENT,
+    )  # fmt: skip
+
+
+@triton.jit
+def exchange(
+    x_ptr,
+    hidden_ptr,
+    weight_ptr,
+    out_ptr,
+    blocks_ptr,
+    control_ptr,
+    lane,
+    rank,
+    num_rows,
+    num_elements,
+    hidden_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    CLOCKED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Do the work of one lane of `_exchange_kernel`: every NUM_LANES-th row of SIZE elements."""
     dtype = out_ptr.dtype.element_ty
-    lane = tl.program_id(0).to(tl.int64)
+    lane = lane.to(tl.int64)
     columns = tl.arange(0, BLOCK)
     own = tl.load(blocks_ptr + rank)
     if NORMS:
