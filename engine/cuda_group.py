@@ -85,6 +85,10 @@ class CudaGroup:
         if self._blocks.control[CONTROL.has_failed]:
             raise RuntimeError(f"rank {self.rank} waited too long for another rank in a sum on its GPU")
 
+    def limit(self, timeout_s: float) -> None:
+        self._blocks.control[CONTROL.limit] = int(timeout_s * 1e9)
+        self._host.limit(timeout_s)
+
     def abandon(self) -> None:
         self._blocks.control[CONTROL.has_failed] = 1
         self._host.abandon()

@@ -20,12 +20,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ..kernels.linear import sum_parts
 from ..kernels.norm import add_rms_norm_
 
 _LOOPBACK = "lo"
 TIMEOUT_S = 60.0  # an operation that waits longer for another rank raises RuntimeError
+START_TIMEOUT_S = 300.0  # likewise before service: a rank loads, compiles, or waits for another node that measures
 
 
 class Group(Protocol):
@@ -72,6 +74,10 @@ class Group(Protocol):
         results on a GPU must call it before it uses them."""
         ...
 
+    def limit(self, timeout_s: float) -> None:
+        """From now on, let an operation of this rank wait at most `timeout_s` for another rank."""
+        ...
+
     def abandon(self) -> None:
         """Let no operation on this rank's GPU wait any more: another rank is gone. Any thread may call it."""
         ...
@@ -109,6 +115,9 @@ class OneRank:
         return x
 
     def check(self) -> None:
+        pass
+
+    def limit(self, timeout_s: float) -> None:
         pass
 
     def abandon(self) -> None:
@@ -169,6 +178,9 @@ class CpuGroup:
 
     def check(self) -> None:
         """Do nothing: operations raise errors themselves."""
+
+    def limit(self, timeout_s: float) -> None:
+        _set_pg_timeout(datetime.timedelta(seconds=timeout_s))
 
     def abandon(self) -> None:
         """Do nothing: gloo sees that a process has ended."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from group_ranks import LENS, PAIR_LENS, SIZE, WIDTH, leave_rank, rows_of, run_rank
+from group_ranks import LENS, PAIR_LENS, SIZE, WIDTH, be_late, leave_rank, rows_of, run_rank
 from torch import Tensor
 
 from baton.engine.group import OneRank
@@ -61,6 +61,15 @@ def test_a_rank_whose_peer_died_gets_an_error(tmp_path: Path) -> None:
     assert results.get(timeout=60) != "no error"
     for rank in ranks:
         rank.join(10)
+
+
+def test_the_time_that_an_operation_may_wait_can_change(tmp_path: Path) -> None:
+    """Before service it is longer."""
+    ranks, results = _start(be_late, 2, tmp_path / "meeting")
+    assert 0.2 < results.get(timeout=60) < 3.0
+    for rank in ranks:
+        rank.kill()
+        rank.join()
 
 
 def test_one_rank_returns_what_it_is_given() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,21 @@ def run_rank(rank: int, meeting: str, results: Any) -> None:
     values = {name: (value.tolist(), value.shape, str(value.dtype)) for name, value in results_of(group, rank).items()}
     results.put((rank, os.getpid(), values))
     group.close()
+
+
+def be_late(rank: int, meeting: str, results: Any) -> None:
+    """Come to the first operation after a second, which rank 0 waits, and never to the second one."""
+    group = CpuGroup(rank, 2, Path(meeting))
+    time.sleep(rank)
+    group.sum(torch.ones(3))
+    if rank == 1:
+        time.sleep(60)
+    group.limit(0.3)
+    began = time.monotonic()
+    try:
+        group.sum(torch.ones(3))
+    except RuntimeError:
+        results.put(time.monotonic() - began)
 
 
 def leave_rank(rank: int, meeting: str, results: Any) -> None:

@@ -56,10 +56,10 @@ class Case(NamedTuple):
 
 
 class NoMemory:
-    """Blocks that need no unmapping (engine/cuda_group.py: Blocks)."""
+    """Blocks that need no unmapping (engine/cuda_group.py: Blocks). Keeps the memory of all ranks."""
 
-    def __init__(self, blocks: PeerBlocks) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: PeerBlocks, memory: Sequence[Tensor]) -> None:
+        self.blocks, self._memory = blocks, memory
 
     def close(self) -> None:
         self.blocks.control[CONTROL.has_failed] = 1
@@ -78,7 +78,7 @@ def local_group(rank: int, blocks: Sequence[Tensor], limit: int) -> CudaGroup:
     control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=device.type == "cuda")
     control[CONTROL.limit] = limit
     addresses = torch.tensor([block.data_ptr() for block in blocks], device=device)
-    return CudaGroup(_Host(rank, len(blocks)), NoMemory(PeerBlocks(rank, addresses, blocks[rank], control)))
+    return CudaGroup(_Host(rank, len(blocks)), NoMemory(PeerBlocks(rank, addresses, blocks[rank], control), blocks))
 
 
 def new_blocks(size: int, device: str = "cpu") -> list[Tensor]:

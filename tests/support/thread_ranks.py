@@ -116,6 +116,9 @@ class _ThreadRank:
     def check(self) -> None:
         pass
 
+    def limit(self, timeout_s: float) -> None:
+        pass
+
     def abandon(self) -> None:
         pass
 
