@@ -73,6 +73,13 @@ class CudaGroup:
         padded[: len(x)] = x
         return torch.cat([rows[:num_rows] for rows, num_rows in zip(self._all(padded), lens, strict=True)])
 
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        if not self._is_here(x):
+            return self._host.gather_columns(x, num_columns)
+        from ..kernels.triton_all_reduce import all_gather_columns
+
+        return all_gather_columns(x, num_columns, self._blocks)
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         assert len(x) == sum(lens), (x.shape, lens)
         return self.sum(x).split(list(lens))[self.rank].clone()

@@ -60,6 +60,11 @@ class Group(Protocol):
         """Return the rows of all ranks, end to end in the order of the ranks: [lens[rank], ...] -> [sum(lens), ...]."""
         ...
 
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        """Return the columns of all ranks side by side, in the order of the ranks, up to `num_columns` of them:
+        [num_rows, width] on each rank -> [num_rows, num_columns]."""
+        ...
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         """Return this rank's rows of the sum of all ranks' `x`: [sum(lens), ...] -> [lens[rank], ...]."""
         ...
@@ -105,6 +110,9 @@ class OneRank:
     def gather(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         _check_rows(x, lens[0])
         return x
+
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        return x if x.shape[1] == num_columns else x[:, :num_columns].contiguous()
 
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         _check_rows(x, lens[0])
@@ -166,6 +174,9 @@ class CpuGroup:
         padded = x.new_zeros(max(lens), *x.shape[1:])  # gloo gathers equal shapes only
         padded[: len(x)] = x
         return torch.cat([rows[:num_rows] for rows, num_rows in zip(self._all(padded), lens, strict=True)])
+
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        return torch.cat(self._all(x), 1)[:, :num_columns].contiguous()
 
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         _check_rows(x, sum(lens))

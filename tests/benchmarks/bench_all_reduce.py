@@ -109,7 +109,7 @@ def _both_kernel(
     exchange(
         x_ptr + rank * PARTS * num_elements, hidden_ptr + rank * num_elements, weight_ptr,
         out_ptr + rank * num_elements, blocks_ptr, control_ptr, lane, rank, num_rows, num_elements, SIZE, eps,
-        SIZE, BLOCK, 2, PARTS, "sum", NORMS, True, True, DEPENDENT,
+        SIZE, BLOCK, 2, PARTS, "sum", NORMS, True, 1, 1, True, DEPENDENT,
     )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ def test_ranks_in_processes_of_their_own_compute_what_one_process_computes(tmp_p
             "max": torch.tensor([[2, 0], [5, 1 << 40]]),
             "gather": torch.cat([rows_of(each, LENS[each]) for each in range(SIZE)]),
             "gather of nothing": torch.zeros(0, WIDTH),
+            "gather_columns": torch.cat([rows_of(each, 4) for each in range(SIZE)], 1)[:, :-1],
             "reduce_scatter": sum_of(sum(LENS)).split(LENS)[rank],
             "sum_norm_": add_rms_norm_(torch.ones(4, WIDTH), sum_of(4), torch.ones(WIDTH), 1e-5),
             "told": torch.tensor(list(b"rank 0")),
@@ -78,6 +79,7 @@ def test_one_rank_returns_what_it_is_given() -> None:
         group.sum(rows),
         group.max(rows),
         group.gather(rows, [3]),
+        group.gather_columns(rows, WIDTH),
         group.reduce_scatter(rows, [3]),
         group.all_to_all(rows, [[3]]),
     ):

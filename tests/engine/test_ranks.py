@@ -10,13 +10,18 @@ import torch
 
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.group import Group, OneRank
+from baton.engine.layers.embedding import Embedding, LmHead
 from baton.engine.models.read_config import read_model_config
+from baton.engine.models.tensors import HeadTensors
 from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, heads_out
+from baton.engine.products.linear import Linear
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
 from baton.engine.ranks import ONE_RANK, Ranks
 from baton.engine.weights import CheckpointWeights
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire.node_info import PoolLayout
+
+VOCAB_SIZE = 512
 
 
 class OneOf(OneRank):
@@ -79,6 +84,33 @@ def test_ranks_with_sequences_of_their_own_have_all_heads_and_gather_rows(checkp
     rows.lens = (3,)
     with pytest.raises(AssertionError):
         up.gated(torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_each_rank_has_the_logits_of_some_tokens(checkpoint: Callable[..., Path], size: int, is_ordered: bool) -> None:
+    """The shares are equal, zeros behind the last one included. An order of the rows is that of the whole."""
+    model = checkpoint("llama")
+    order = torch.randperm(VOCAB_SIZE) if is_ordered else None
+
+    def head(group: Group) -> Linear:
+        device = torch.device("cpu")
+        return HeadTensors(model, torch.float32, device, Ranks(group)).ordered("lm_head", VOCAB_SIZE, 64, order)
+
+    x = torch.randn(3, 64)
+    whole, shares = head(OneRank())(x), [head(OneOf(rank, size))(x) for rank in range(size)]
+    assert len({share.shape for share in shares}) == 1 and shares[0].shape[1] < VOCAB_SIZE / size + 16
+    both = torch.cat(shares, 1)
+    assert torch.allclose(both[:, :VOCAB_SIZE], whole, atol=1e-5) and not both[:, VOCAB_SIZE:].any()
+
+
+def test_tied_heads_take_their_share_of_the_embedding() -> None:
+    embedding, x = Embedding(torch.randn(40, 8)), torch.randn(3, 8)
+    heads = [LmHead.tied(embedding, Ranks(OneOf(rank, 2))) for rank in range(2)]
+    both = torch.cat([head.linear(x) for head in heads], 1)
+    assert both.shape == (3, 64) and torch.allclose(both[:, :40], LmHead.tied(embedding)(x), atol=1e-5)
+    assert all(head.shares is not None and head.shares.vocab_size == 40 for head in heads)
+    assert LmHead.tied(embedding, Ranks(OneOf(0, 2), RankRows())).linear.out_size == 40
 
 
 def test_a_pool_has_the_heads_of_its_rank() -> None:
