@@ -17,6 +17,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..kernels.best_tokens import best_of_all, best_of_share
+from ..kernels.sample import Choice
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.kv_layout import Shard
 from ..metadata.wire.node_info import PoolLayout
@@ -37,6 +39,14 @@ class VocabShares:
         """Return all logits, given those of this rank: [num_rows, share] -> [num_rows, vocab_size]. All ranks must call
         it."""
         return self.group.gather_columns(logits, self.vocab_size)
+
+    def best(self, logits: Tensor) -> Choice:
+        """Return the token of the largest of all logits of each row, the lowest id of equals. The ranks exchange a few
+        numbers instead of the logits."""
+        width = logits.shape[1]
+        first_id = self.group.rank * width
+        packed = best_of_share(logits, first_id, min(width, max(0, self.vocab_size - first_id)))
+        return best_of_all(self.group.gather_columns(packed, self.group.size * packed.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from thread_ranks import ThreadGroup
 
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.group import Group, OneRank
 from baton.engine.layers.embedding import Embedding, LmHead
+from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.read_config import read_model_config
+from baton.engine.models.registry import load_model
 from baton.engine.models.tensors import HeadTensors
 from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, heads_out
 from baton.engine.products.linear import Linear
@@ -102,6 +106,30 @@ def test_each_rank_has_the_logits_of_some_tokens(checkpoint: Callable[..., Path]
     assert len({share.shape for share in shares}) == 1 and shares[0].shape[1] < VOCAB_SIZE / size + 16
     both = torch.cat(shares, 1)
     assert torch.allclose(both[:, :VOCAB_SIZE], whole, atol=1e-5) and not both[:, VOCAB_SIZE:].any()
+
+
+def test_ranks_find_the_best_token_without_each_others_logits(checkpoint: Callable[..., Path]) -> None:
+    """Both return the token of one process."""
+    model_dir = checkpoint("llama")
+
+    def model(group: Group, rows: RankRows | None = None) -> DecoderModel:
+        config, ranks = read_model_config(model_dir), Ranks(group, rows)
+        return load_model(model_dir, config, torch.float32, "cpu", ranks=ranks)
+
+    x = torch.randn(5, 64)
+    alone = model(OneRank())
+    threads = ThreadGroup(2, timeout_s=20)
+
+    def best(rank: int) -> tuple[list[int], list[bool]]:
+        with threads.turn:
+            token_ids, is_valid = model(threads.of(rank)).best(x)
+        return token_ids.tolist(), is_valid.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(best, range(2)))
+    assert found == [(alone.logits(x).argmax(1).tolist(), [True] * 5)] * 2
+    assert [(each.name, each.width) for each in threads.traces[0]] == [("gather_columns", (5, 1))]
+    assert torch.equal(model(OneOf(0, 2), RankRows()).best(x).token_ids, alone.best(x).token_ids)
 
 
 def test_tied_heads_take_their_share_of_the_embedding() -> None:
