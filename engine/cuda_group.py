@@ -73,6 +73,13 @@ class CudaGroup:
         padded[: len(x)] = x
         return torch.cat([rows[:num_rows] for rows, num_rows in zip(self._all(padded), lens, strict=True)])
 
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        if not self._is_here(x):
+            return self._host.gather_columns(x, num_columns)
+        from ..kernels.triton_all_reduce import all_gather_columns
+
+        return all_gather_columns(x, num_columns, self._blocks)
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         assert len(x) == sum(lens), (x.shape, lens)
         return self.sum(x).split(list(lens))[self.rank].clone()
@@ -84,6 +91,10 @@ class CudaGroup:
     def check(self) -> None:
         if self._blocks.control[CONTROL.has_failed]:
             raise RuntimeError(f"rank {self.rank} waited too long for another rank in a sum on its GPU")
+
+    def limit(self, timeout_s: float) -> None:
+        self._blocks.control[CONTROL.limit] = int(timeout_s * 1e9)
+        self._host.limit(timeout_s)
 
     def abandon(self) -> None:
         self._blocks.control[CONTROL.has_failed] = 1

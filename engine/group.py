@@ -20,12 +20,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ..kernels.linear import sum_parts
 from ..kernels.norm import add_rms_norm_
 
 _LOOPBACK = "lo"
 TIMEOUT_S = 60.0  # an operation that waits longer for another rank raises RuntimeError
+START_TIMEOUT_S = 300.0  # likewise before service: a rank loads, compiles, or waits for another node that measures
 
 
 class Group(Protocol):
@@ -58,6 +60,11 @@ class Group(Protocol):
         """Return the rows of all ranks, end to end in the order of the ranks: [lens[rank], ...] -> [sum(lens), ...]."""
         ...
 
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        """Return the columns of all ranks side by side, in the order of the ranks, up to `num_columns` of them:
+        [num_rows, width] on each rank -> [num_rows, num_columns]."""
+        ...
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         """Return this rank's rows of the sum of all ranks' `x`: [sum(lens), ...] -> [lens[rank], ...]."""
         ...
@@ -70,6 +77,10 @@ class Group(Protocol):
     def check(self) -> None:
         """Raise RuntimeError if an operation whose results are there has failed on this rank. A host that waits for
         results on a GPU must call it before it uses them."""
+        ...
+
+    def limit(self, timeout_s: float) -> None:
+        """From now on, let an operation of this rank wait at most `timeout_s` for another rank."""
         ...
 
     def abandon(self) -> None:
@@ -100,6 +111,9 @@ class OneRank:
         _check_rows(x, lens[0])
         return x
 
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        return x if x.shape[1] == num_columns else x[:, :num_columns].contiguous()
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         _check_rows(x, lens[0])
         return x
@@ -109,6 +123,9 @@ class OneRank:
         return x
 
     def check(self) -> None:
+        pass
+
+    def limit(self, timeout_s: float) -> None:
         pass
 
     def abandon(self) -> None:
@@ -158,6 +175,9 @@ class CpuGroup:
         padded[: len(x)] = x
         return torch.cat([rows[:num_rows] for rows, num_rows in zip(self._all(padded), lens, strict=True)])
 
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        return torch.cat(self._all(x), 1)[:, :num_columns].contiguous()
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         _check_rows(x, sum(lens))
         return self.sum(x).split(list(lens))[self.rank].clone()
@@ -169,6 +189,9 @@ class CpuGroup:
 
     def check(self) -> None:
         """Do nothing: operations raise errors themselves."""
+
+    def limit(self, timeout_s: float) -> None:
+        _set_pg_timeout(datetime.timedelta(seconds=timeout_s))
 
     def abandon(self) -> None:
         """Do nothing: gloo sees that a process has ended."""

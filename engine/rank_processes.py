@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from ..metadata.errors import BatonError, RankLost
 from ..metadata.parent import die_with
+from .group import START_TIMEOUT_S
 from .rank_watch import RankWatch, beat
 
 READY, REPORT, ERROR = b"+", b"=", b"-"
@@ -33,19 +34,28 @@ _EXIT_S = 1.0  # between the end of a rank's pipe and the end of its process
 class RankProcesses:
     """Owns the processes and pipes of ranks 1 to size - 1. Context manager: leaving it ends all of them."""
 
-    def __init__(self, size: int, run: Callable[..., None], *args: Any, timeout_s: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        run: Callable[..., None],
+        *args: Any,
+        timeout_s: float,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
         """Start `run(connection, reports, rank, *args)` in a new process for each rank; `reports` is its end of the
         pipe for reports of handoffs. `run` and `args` must be importable and picklable by the spawn of multiprocessing.
-        A report that rank 0 waits for longer than `timeout_s` raises."""
+        A report that rank 0 waits for longer than `timeout_s` raises, or before `watch` longer than
+        `start_timeout_s`."""
         context = multiprocessing.get_context("spawn")
         self.size = size
-        self._timeout_s = timeout_s
+        self._timeout_s, self._service_timeout_s = start_timeout_s, timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self.handoff_reports: list[Connection] = []  # ends of the pipes from ranks 1 and above, in order
         self._said: dict[int, str] = {}  # the errors that ranks sent, or why the watch killed them
         self._why: str | None = None  # all ranks were ended
         self._on_loss: Callable[[], None] | None = None
+        self._on_watch: Callable[[], None] | None = None
         beats: list[Connection] = []
         for rank in range(1, size):
             ours, theirs = cast(tuple[Connection, Connection], context.Pipe())
@@ -81,8 +91,16 @@ class RankProcesses:
             self._receive(rank, READY)
 
     def watch(self) -> None:
-        """From now on, end a rank that is silent. Before service it may be: kernels that are compiled silence it."""
+        """From now on, end a rank that is silent, or that takes longer than a rank may in service. Before service it
+        may do both: it loads, or compiles kernels."""
+        self._timeout_s = self._service_timeout_s
+        if self._on_watch is not None:
+            self._on_watch()
         self._watch.start()
+
+    def when_watched(self, do: Callable[[], None]) -> None:
+        """Call `do` when `watch` is called."""
+        self._on_watch = do
 
     def when_lost(self, do: Callable[[], None]) -> None:
         """Call `do` in the thread of the watch as soon as a rank has ended."""

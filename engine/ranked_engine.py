@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from .dp_attention import check_dp_attention
 from .drafters.speculation import read_speculation
 from .engine import Engine, choose_device, choose_dtype, resolve_model
 from .graphs import graph_sizes
-from .group import TIMEOUT_S, CpuGroup, Group
+from .group import START_TIMEOUT_S, TIMEOUT_S, CpuGroup, Group
 from .handoff_line import RankHandoff
 from .mapped_blocks import MappedBlocks
 from .models.read_config import read_model_config
@@ -90,8 +91,10 @@ class RankedEngine:
 
         `num_slots`: of rounds; 0 on a node that runs none. `name`: of the node, for the logs of its ranks.
         `divides_sequences`: every rank attends for sequences of its own. `timeout_s`: a collective operation or a
-        report that takes longer raises RankLost. `rehearse`: as of `load_engine`; it can be pickled. `devices`: the GPU
-        of each rank among those that this process sees, that of rank 0 being 0; None: one GPU per rank, in their order.
+        report that takes longer in service raises RankLost. `rehearse`: as of `load_engine`; it can be pickled.
+        `devices`: the GPU of each rank among those that this process sees, that of rank 0 being 0; None: one GPU per
+        rank, in their order.
+
         Raises RankLost if a rank cannot start, and ConfigError and ModelError as `load_engine`."""
         self.size, self.num_slots = size, num_slots
         self._stack = ExitStack()
@@ -108,16 +111,16 @@ class RankedEngine:
                     config,
                     num_slots,
                     divides_sequences,
-                    timeout_s,
                     rehearse,
                     _gpu_orders(config, devices or range(size)),
                     timeout_s=timeout_s,
                 )
             )
             try:
-                group = _meet(config, 0, size, meeting, timeout_s)
+                group = _meet(config, 0, size, meeting)
                 starting.callback(group.close)
                 self.processes.when_lost(group.abandon)
+                self.processes.when_watched(partial(group.limit, timeout_s))
                 self.ranks = Ranks(group, RankRows() if divides_sequences else None)
                 self.engine = load_engine(config, rehearse, self.ranks)
             except RuntimeError as error:
@@ -154,13 +157,16 @@ def _gpu_orders(config: EngineConfig, devices: Sequence[int]) -> list[str]:
     return orders(torch.cuda.device_count(), devices)
 
 
-def _meet(config: EngineConfig, rank: int, size: int, meeting: str, timeout_s: float) -> Group:
-    """Return the group of this process, on its current device. All ranks must call it."""
-    host = CpuGroup(rank, size, Path(meeting), timeout_s=timeout_s)
+def _meet(config: EngineConfig, rank: int, size: int, meeting: str) -> Group:
+    """Return the group of this process, on its current device. All ranks must call it.
+
+    Its operations may wait as long as those of a start. In service rank 0 waits less, and ends the other ranks."""
+    host = CpuGroup(rank, size, Path(meeting), timeout_s=START_TIMEOUT_S)
     if choose_device(config.device).type == "cpu":
         return host
     try:
-        return CudaGroup(host, MappedBlocks(host, torch.device("cuda", torch.cuda.current_device()), timeout_s))
+        device = torch.device("cuda", torch.cuda.current_device())
+        return CudaGroup(host, MappedBlocks(host, device, START_TIMEOUT_S))
     except TransferError as error:
         raise ConfigError(f"the GPUs of rank {rank} and the others do not map each other's memory: {error}") from error
 
@@ -175,7 +181,6 @@ def run_rank(
     config: EngineConfig,
     num_slots: int,
     divides_sequences: bool,
-    timeout_s: float,
     rehearse: Callable[[Engine], None],
     gpu_orders: Sequence[str],
 ) -> None:
@@ -183,7 +188,7 @@ def run_rank(
     if gpu_orders:
         see(gpu_orders[rank])
     setup_logging(config, f"{name}/rank-{rank}")
-    group = _meet(config, rank, size, meeting, timeout_s)
+    group = _meet(config, rank, size, meeting)
     rows = RankRows() if divides_sequences else None
     engine = load_engine(config, rehearse, Ranks(group, rows))
     if rows is not None:

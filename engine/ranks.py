@@ -1,10 +1,11 @@
-"""The ways in which the ranks of a node share a model. In all of them each rank has embedding, norms and head whole.
+"""The ways in which the ranks of a node share a model. In all of them each rank has embedding and norms whole.
 If there are fewer KV heads than ranks, several ranks have the same KV head, each with queries of its own.
 
 ONE_RANK                            one process holds the whole model
-Ranks(group)                        every rank has some KV heads and some hidden units of each layer
+Ranks(group)                        every rank has some KV heads and some hidden units of each layer, and the logits of
+                                    some tokens
 Ranks(group, RankRows())            every rank attends for sequences of its own, in a pool of its own;
-                                    the hidden units of the feed-forward layers are divided
+                                    the hidden units of the feed-forward layers are divided, and nothing else
 """
 
 from __future__ import annotations
@@ -13,13 +14,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
+from ..kernels.best_tokens import best_of_all, best_of_share
+from ..kernels.sample import Choice
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.kv_layout import Shard
 from .group import Group, OneRank
 from .model_config import ModelConfig
-from .products.base import Product, Split, WeightShard
+from .products.base import VOCAB, Product, Split, WeightShard
 from .products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabShares:
+    """The ranks that have the logits of some tokens each: equal shares of consecutive ids, the last ones padded."""
+
+    group: Group
+    vocab_size: int
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Return all logits, given those of this rank: [num_rows, share] -> [num_rows, vocab_size]. All ranks must call
+        it."""
+        return self.group.gather_columns(logits, self.vocab_size)
+
+    def best(self, logits: Tensor) -> Choice:
+        """Return the token of the largest of all logits of each row, the lowest id of equals. The ranks exchange a few
+        numbers instead of the logits."""
+        width = logits.shape[1]
+        first_id = self.group.rank * width
+        packed = best_of_share(logits, first_id, min(width, max(0, self.vocab_size - first_id)))
+        return best_of_all(self.group.gather_columns(packed, self.group.size * packed.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,10 +111,14 @@ class Ranks:
 
     def shard(self, split: Split | None) -> WeightShard | None:
         """Return this rank's share of a weight. None: the weight is whole here."""
-        is_whole = split is None or (split.divides == "heads" and self.num_head_shards == 1)
+        is_whole = split is None or (split.divides != "inner" and self.rows is not None)
         if self.group.size == 1 or split is None or is_whole:
             return None
-        return WeightShard(self.group.rank, self.group.size, split.dim, split.num_parts)
+        return WeightShard(self.group.rank, self.group.size, split.dim, split.num_parts, pads=split.divides == "vocab")
+
+    def vocab(self, size: int) -> VocabShares | None:
+        """Return the ranks that divide a vocabulary of `size` tokens as `VOCAB`. None: this rank has all logits."""
+        return None if self.shard(VOCAB) is None else VocabShares(self.group, size)
 
     def join(self, product: Product, shard: WeightShard) -> Product:
         """Return the product of the whole weight, given that of this rank's share."""

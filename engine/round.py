@@ -136,12 +136,16 @@ def settle(
 ) -> RoundResult:
     """Sample, accept and observe, and advance the slots."""
     rows, drafts, tree = proposed
-    logits, hidden = engine.model.logits(verified.final), verified.extend
-    sampled = sample(logits, _node_sampling(rows, drafts, tree), with_logprobs=False)
-    targets = sampled.token_ids.view(len(rows.lengths), proposed.num_nodes)
-    is_valid = sampled.is_valid.view(targets.shape)
+    hidden, scored = verified.extend, None
+    if needs.is_plain_greedy and needs.num_logprobs is None:
+        token_ids, is_valid = engine.model.best(verified.final)
+    else:
+        logits = engine.model.logits(verified.final)
+        token_ids, is_valid, _ = sample(logits, _node_sampling(rows, drafts, tree), with_logprobs=False)
+        scored = logits if needs.num_logprobs is not None else None
+    targets = token_ids.view(len(rows.lengths), proposed.num_nodes)
+    is_valid = is_valid.view(targets.shape)
     hidden = None if hidden is None else hidden.view(*targets.shape, hidden.shape[-1])
-    scored = logits if needs.num_logprobs is not None else None
     if tree is None:
         path = accept_chain(drafts.tokens, targets, inputs.limits)
     else:

@@ -100,8 +100,8 @@ def use_file(device: torch.device) -> None:
 
 
 def share_choices(ranks: Ranks) -> None:
-    """Take the choices of rank 0 on all ranks. A product that every rank has whole, as the output matrix, must have the
-    same bits on each, so the same kernel computes it. All ranks must call it."""
+    """Take the choices of rank 0 on all ranks. A product that every rank has whole, as a drafter's input projection,
+    must have the same bits on each, so the same kernel computes it. All ranks must call it."""
     if ranks.group.size > 1:
         chosen = decode(ranks.tell(encode(dict(CHOSEN))))
         CHOSEN.clear()

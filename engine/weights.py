@@ -28,6 +28,7 @@ class Weights(ABC):
 
     dtype: torch.dtype
     device: torch.device
+    ranks: Ranks = ONE_RANK  # that divide the weights
 
     @abstractmethod
     def has(self, name: str) -> bool:
@@ -107,7 +108,7 @@ class CheckpointWeights(Weights):
         self.dtype, self.device = dtype, device
         self.checkpoint = checkpoint
         self.asked: set[str] = set()  # names of the checkpoint
-        self._prefixes, self._ranks = prefixes, ranks
+        self._prefixes, self.ranks = prefixes, ranks
         self._progress, self._bytes_total, self._bytes_done = progress, bytes_total, 0
 
     def has(self, name: str) -> bool:
@@ -127,14 +128,14 @@ class CheckpointWeights(Weights):
     def fused(
         self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
     ) -> Linear:
-        shard = self._ranks.shard(split)
+        shard = self.ranks.shard(split)
         source = _StoredWeight(self, out_sizes, in_size, has_bias=_has_bias(self, out_sizes, bias), shard=shard)
         product = choose(source)  # at once: plain and packed forms of more than one layer never exist together
         self._count(source.bytes_read)
-        return Linear(product if shard is None else self._ranks.join(product, shard))
+        return Linear(product if shard is None else self.ranks.join(product, shard))
 
     def own(self, config: ModelConfig) -> ModelConfig:
-        return self._ranks.own(config)
+        return self.ranks.own(config)
 
     def stored(self, specs: Collection[TensorSpec]) -> list[Tensor]:
         """Return tensors as they are in the file, mapped: copy them."""
@@ -164,7 +165,7 @@ class _StoredWeight(WeightSource):
         """`projections` and `in_size` have the sizes in the checkpoint."""
         self.out_sizes, self.in_size = tuple(projections.values()), in_size
         if shard is not None and shard.dim == 0:
-            self.out_sizes = tuple(size // shard.count(index) for index, size in enumerate(self.out_sizes))
+            self.out_sizes = tuple(shard.part_len(size, index) for index, size in enumerate(self.out_sizes))
         elif shard is not None:
             self.in_size //= shard.size
             has_bias = has_bias and shard.rank == 0  # the sum over the ranks has it once

@@ -82,6 +82,12 @@ def all_gather_ref(xs: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(xs))
 
 
+def all_gather_columns_ref(xs: Sequence[Tensor], num_columns: int) -> Tensor:
+    """Return the first `num_columns` columns of the `xs` of all ranks side by side, [num_rows, width] each: a new
+    tensor [num_rows, num_columns]."""
+    return torch.cat(list(xs), 1)[:, :num_columns].contiguous()
+
+
 def all_reduce_norm_ref_(hidden: Tensor, deltas: Sequence[Tensor], weight: Tensor, eps: float) -> Tensor:
     """Add the sum of the `deltas` of all ranks to `hidden` [num_rows, size] in place. Return the norm of the result, a
     new tensor. `weight` [size].

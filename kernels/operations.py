@@ -77,10 +77,12 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "linear_parts": (_triton("triton_linear"),),
         "sum_parts": (_triton("triton_linear"),),
         "fuses": (_triton("triton_linear"),),
-        # processors.py, sample.py, noise.py, logprobs.py
+        # processors.py, sample.py, best_tokens.py, noise.py, logprobs.py
         "process_logits": (_triton("triton_processors", _FLOATS),),
         "perturbed_argmax": (_triton("triton_sample", _FLOATS),),
         "perturbed_topk": (_triton("triton_sample", _FLOATS, "serves_topk"),),
+        "best_of_share": (_triton("triton_best_tokens", _FLOATS),),
+        "best_of_all": (_triton("triton_best_tokens"),),
         "top_logprobs": (_triton("triton_logprobs", _FLOATS),),
         "gumbel_noise": (_numba("numba_noise", frozenset({torch.int64})),),
         "add_gumbel_noise_": (_triton("triton_noise", _FLOAT32), _numba("numba_noise")),

@@ -32,6 +32,7 @@ from .all_reduce import CONTROL, FLAGS_AT, MAX_RANKS, NUM_LANES, SLOT_BYTES, SLO
 
 _MIN_TILE = 1024  # elements of a lane; a few lanes are faster than one
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Kind = Literal["sum", "max", "gather", "columns"]
 _LOOKS = tl.constexpr(64)  # at a flag, between two looks at the clock and at the host's word
 _LANES, _RANKS, _SLOT = tl.constexpr(NUM_LANES), tl.constexpr(MAX_RANKS), tl.constexpr(SLOT_BYTES)
 _FLAGS_AT, _SLOTS_AT = tl.constexpr(FLAGS_AT), tl.constexpr(SLOTS_AT)
@@ -42,6 +43,17 @@ def serves_norm(hidden: Tensor, weight: Tensor) -> bool:
     """Return whether `all_reduce_norm_` takes these tensors: a row must fit into a slot."""
     is_row = hidden.dtype == weight.dtype and hidden.dtype in _FLOATS and hidden.stride(-1) == 1
     return is_row and hidden.shape[1] * hidden.itemsize <= SLOT_BYTES
+
+
+def tile_size(num_elements: int, itemsize: int) -> int:
+    """Return how many elements of a row of numbers a lane takes in one meeting."""
+    shared = max(_MIN_TILE, int(triton.next_power_of_2(-(-num_elements // NUM_LANES))))
+    return min(SLOT_BYTES // itemsize, shared)
+
+
+def num_warps(block: int) -> int:
+    """Return the warps of a lane that takes rows of `block` elements, a power of two."""
+    return min(16, max(4, block // 512))
 
 
 def all_reduce(x: Tensor, blocks: PeerBlocks) -> Tensor:
@@ -66,6 +78,15 @@ def all_gather(x: Tensor, blocks: PeerBlocks) -> Tensor:
     return out
 
 
+def all_gather_columns(x: Tensor, num_columns: int, blocks: PeerBlocks) -> Tensor:
+    """Return `all_gather_columns_ref` of all ranks' `x` [num_rows, width], which has one shape and dtype on each."""
+    num_rows, width = x.shape
+    assert 0 < num_columns <= width * blocks.size, (x.shape, num_columns, blocks.size)
+    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
+    _launch_flat(x, blocks, out, "columns", width)
+    return out
+
+
 def all_reduce_norm_(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, blocks: PeerBlocks) -> Tensor:
     """Do `all_reduce_norm_ref_`: add the sum of all ranks' `delta` to `hidden` in place and return the norm of the
     result, a new contiguous tensor [num_rows, size].
@@ -84,14 +105,13 @@ def all_reduce_norm_(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, 
     return out
 
 
-def _launch_flat(x: Tensor, blocks: PeerBlocks, out: Tensor, kind: Literal["sum", "max", "gather"]) -> None:
-    """Work on `x` as a row of numbers, in tiles of equal size."""
+def _launch_flat(x: Tensor, blocks: PeerBlocks, out: Tensor, kind: Kind, width: int = 1) -> None:
+    """Work on `x` as a row of numbers, in tiles of equal size. `width`: of its rows, if the kind is "columns"."""
     num_elements = x.numel()
     if not num_elements:
         return
-    most = SLOT_BYTES // x.itemsize
-    tile = min(most, max(_MIN_TILE, triton.next_power_of_2(triton.cdiv(num_elements, NUM_LANES))))
-    _launch(x.contiguous(), blocks, out, triton.cdiv(num_elements, tile), tile, num_elements, kind)
+    tile = tile_size(num_elements, x.itemsize)
+    _launch(x.contiguous(), blocks, out, triton.cdiv(num_elements, tile), tile, num_elements, kind, width=width)
 
 
 def _launch(
@@ -101,20 +121,22 @@ def _launch(
     num_rows: int,
     size: int,
     num_elements: int,
-    kind: Literal["sum", "max", "gather"],
+    kind: Kind,
     norm: tuple[Tensor, Tensor, float] | None = None,
     num_parts: int = 1,
+    width: int = 1,
 ) -> None:
     """Launch `_exchange_kernel` for `num_rows` rows of `size` elements; the last one may be shorter. `norm`: the
     residual, and the weight and eps of its norm."""
+    num_columns = out.shape[1] if kind == "columns" else 1
     assert x.device == out.device == blocks.addresses.device, (x.device, out.device, blocks.addresses.device)
     block, dependent = triton.next_power_of_2(size), gpu.dependent_launch(num_rows)
     hidden, weight, eps = norm or (out, out, 0.0)
     _exchange_kernel[(min(num_rows, NUM_LANES),)](
         x, hidden, weight, out, blocks.addresses, blocks.control, blocks.rank, num_rows, num_elements,
         hidden.stride(0) if norm else 0, eps, SIZE=size, BLOCK=block, NUM_RANKS=blocks.size, PARTS=num_parts, KIND=kind,
-        NORMS=norm is not None, IS_FLOAT=out.dtype.is_floating_point, CLOCKED=x.is_cuda, DEPENDENT=dependent,
-        num_warps=min(16, max(4, block // 512)), num_stages=1, launch_pdl=dependent,
+        NORMS=norm is not None, IS_FLOAT=out.dtype.is_floating_point, WIDTH=width, COLUMNS=num_columns,
+        CLOCKED=x.is_cuda, DEPENDENT=dependent, num_warps=num_warps(block), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
 
 
@@ -123,7 +145,7 @@ def _exchange_kernel(
     x_ptr,  # [num_elements], PARTS of them, of out's dtype or float32
     hidden_ptr,  # [num_rows, SIZE] of out's dtype, rows hidden_stride apart; read and written if NORMS
     weight_ptr,  # [SIZE] of out's dtype, read if NORMS
-    out_ptr,  # [num_elements]; KIND "gather": [NUM_RANKS, num_elements]; written
+    out_ptr,  # [num_elements]; "gather": [NUM_RANKS, num_elements]; "columns": [num_elements / WIDTH, COLUMNS]; written
     blocks_ptr,  # [NUM_RANKS] int64, addresses (all_reduce.py: PeerBlocks)
     control_ptr,  # [2] int64 in host memory (all_reduce.py: Control)
     rank,
@@ -138,12 +160,47 @@ def _exchange_kernel(
     KIND: tl.constexpr,
     NORMS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a row of x, for "columns"
+    COLUMNS: tl.constexpr,  # of a row of `out`, likewise
     CLOCKED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (min(num_rows, NUM_LANES),). A program takes every NUM_LANES-th row of SIZE elements."""
+    """Grid: (min(num_rows, NUM_LANES),)."""
+    exchange(
+        x_ptr, hidden_ptr, weight_ptr, out_ptr, blocks_ptr, control_ptr, tl.program_id(0), rank, num_rows, num_elements,
+        hidden_stride, eps, SIZE, BLOCK, NUM_RANKS, PARTS, KIND, NORMS, IS_FLOAT, WIDTH, COLUMNS, CLOCKED, DEPENDENT,
+    )  # fmt: skip
+
+
+@triton.jit
+def exchange(
+    x_ptr,
+    hidden_ptr,
+    weight_ptr,
+    out_ptr,
+    blocks_ptr,
+    control_ptr,
+    lane,
+    rank,
+    num_rows,
+    num_elements,
+    hidden_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a row of x, for "columns"
+    COLUMNS: tl.constexpr,  # of a row of `out`, likewise
+    CLOCKED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Do the work of one lane of `_exchange_kernel`: every NUM_LANES-th row of SIZE elements."""
     dtype = out_ptr.dtype.element_ty
-    lane = tl.program_id(0).to(tl.int64)
+    lane = lane.to(tl.int64)
     columns = tl.arange(0, BLOCK)
     own = tl.load(blocks_ptr + rank)
     if NORMS:
@@ -177,6 +234,9 @@ def _exchange_kernel(
             each = tl.where(other == rank, x, theirs)
             if KIND == "gather":
                 tl.store(out_ptr + other * num_elements.to(tl.int64) + at, each, mask=is_in)
+            elif KIND == "columns":
+                column = other * WIDTH + at % WIDTH
+                tl.store(out_ptr + at // WIDTH * COLUMNS + column, each, mask=is_in & (column < COLUMNS))
             elif KIND == "sum":
                 wide = each.to(tl.float32)
                 total = wide if other == 0 else total + wide
@@ -191,7 +251,7 @@ def _exchange_kernel(
             scale = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps)
             normed = (hidden * scale).to(dtype).to(tl.float32)
             tl.store(out_ptr + at, (normed * weight).to(dtype), mask=is_in)
-        elif KIND != "gather":
+        elif KIND != "gather" and KIND != "columns":
             tl.store(out_ptr + at, total.to(dtype), mask=is_in)
         row += _LANES
     tl.store(count_ptr, count)

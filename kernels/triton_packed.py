@@ -21,20 +21,23 @@ LOWEST = tl.constexpr(-(2**63))  # below every packed score
 _NAN_KEY = tl.constexpr(2**31 - 1)
 
 
-def part_maxima(logits: Tensor, part_size: int = _BLOCK) -> Tensor:
-    """Return the largest logit of each part of a row, packed with its index: [num_rows, num_parts] int64.
+def part_maxima(logits: Tensor, part_size: int = _BLOCK, *, first_id: int = 0, num_ids: int | None = None) -> Tensor:
+    """Return the largest logit of each part of a row, packed with its id: [num_rows, num_parts] int64.
 
     Args:
         logits: [num_rows, num_logits] float32, bfloat16 or float16, rows contiguous.
         part_size: logits of a part, a power of two.
+        first_id: the id of a row's first logit; the others follow.
+        num_ids: logits of a row that count; None: all.
     """
     num_rows, num_logits = logits.shape
     num_parts, block = triton.cdiv(num_logits, part_size), max(_BLOCK, part_size)
     largest = torch.empty((num_rows, num_parts), dtype=torch.int64, device=logits.device)
     if num_rows:
         _part_maxima_kernel[num_rows, triton.cdiv(num_logits, block)](
-            logits, largest, logits.stride(0), num_logits, num_parts, NUM_PARTS=block // part_size, PART=part_size
-        )
+            logits, largest, logits.stride(0), num_logits if num_ids is None else num_ids, num_parts, first_id,
+            NUM_PARTS=block // part_size, PART=part_size,
+        )  # fmt: skip
     return largest
 
 
@@ -43,8 +46,9 @@ def _part_maxima_kernel(
     logits_ptr,  # [num_rows, num_logits], rows `stride` apart
     largest_ptr,  # [num_rows, num_parts] int64, written
     stride,
-    num_logits,
+    num_logits,  # that count
     num_parts,
+    first_id,
     NUM_PARTS: tl.constexpr,  # of a program
     PART: tl.constexpr,
 ):
@@ -52,7 +56,7 @@ def _part_maxima_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1) * NUM_PARTS + tl.arange(0, NUM_PARTS)
     index = part[:, None] * PART + tl.arange(0, PART)[None, :]
     logits = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=0.0).to(tl.float32)
-    packed = tl.where(index < num_logits, pack(logits, index), LOWEST)
+    packed = tl.where(index < num_logits, pack(logits, first_id + index), LOWEST)
     tl.store(largest_ptr + row * num_parts + part, tl.max(packed, axis=1), mask=part < num_parts)
 
 

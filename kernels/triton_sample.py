@@ -49,24 +49,32 @@ def perturbed_argmax(logits: Tensor, draws: Draws | None = None, logit_ids: Tens
         choice = search_rows(logits, draws.temperatures, filters, draw).choice
         assert choice is not None
         return choice
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    is_valid = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
-    if num_rows == 0:
-        return Choice(token_ids, is_valid)
     largest = part_maxima(logits, _PART_SIZE)
     num_parts = largest.shape[1]
     best = largest if draws is None else torch.empty_like(largest)
-    width, is_mapped = triton.next_power_of_2(num_parts), logit_ids is not None
-    ids = token_ids if logit_ids is None else logit_ids
-    if draws is not None:
+    if draws is not None and num_rows:
+        ids = best if logit_ids is None else logit_ids
         _perturbed_max_kernel[num_rows, num_parts](
             logits, largest, best, *draws[:3], draws.temperatures if filters is None else filters.log_min_p,
             ids, logits.stride(0), num_logits, num_parts,
-            FILTERED=filters is not None, MAPPED=is_mapped, PART=_PART_SIZE, PARTS=width, enable_fp_fusion=False,
+            FILTERED=filters is not None, MAPPED=logit_ids is not None, PART=_PART_SIZE,
+            PARTS=triton.next_power_of_2(num_parts), enable_fp_fusion=False,
         )  # fmt: skip
-    _choose_kernel[(num_rows,)](
-        largest, best, token_ids, is_valid, ids, num_logits, num_parts, MAPPED=is_mapped, PARTS=width
-    )
+    return choose(largest, best, logit_ids)
+
+
+def choose(largest: Tensor, best: Tensor, logit_ids: Tensor | None = None) -> Choice:
+    """Return the token of each row, given the packed logits `largest` and scores `best` of its parts, each [num_rows,
+    num_parts] int64. `logit_ids` as for `perturbed_argmax`: the ids of packed indices."""
+    num_rows, num_parts = largest.shape
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=largest.device)
+    is_valid = torch.empty(num_rows, dtype=torch.bool, device=largest.device)
+    ids = token_ids if logit_ids is None else logit_ids
+    if num_rows:
+        _choose_kernel[(num_rows,)](
+            largest, best, token_ids, is_valid, ids, len(ids), num_parts,
+            MAPPED=logit_ids is not None, PARTS=triton.next_power_of_2(num_parts),
+        )  # fmt: skip
     return Choice(token_ids, is_valid)
 
 

@@ -61,7 +61,10 @@ class StandaloneDrafter:
             position = end
             hidden = self._model.forward(batch, self.kv)
             if step < shape.num_steps:
-                proposed = sample_ahead(self._model.logits(hidden), rows.sampling, tokens[:, 1:])
+                if rows.sampling.needs.is_plain_greedy:
+                    proposed = self._model.best(hidden).token_ids
+                else:
+                    proposed = sample_ahead(self._model.logits(hidden), rows.sampling, tokens[:, 1:])
                 tokens = torch.cat([tokens, proposed.unsqueeze(1)], dim=1)
         return Drafts(tokens[:, 1:])
 

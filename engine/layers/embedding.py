@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...kernels.rows import gather_rows
+from ..products.base import VOCAB
 from ..products.linear import Linear
+from ..ranks import ONE_RANK, Ranks, VocabShares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,15 +27,20 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LmHead:
-    """Owns the product of the output layer. With tied embeddings it multiplies by the embedding's table."""
+    """Owns the product of the output layer, or this rank's share of it. With tied embeddings it multiplies by the
+    embedding's table."""
 
-    linear: Linear  # hidden_size -> vocab_size
+    linear: Linear  # hidden_size -> vocab_size, or the share
+    shares: VocabShares | None = None  # None: the product is whole
 
     @classmethod
-    def tied(cls, embedding: Embedding) -> LmHead:
-        """Return the head that shares the weight of `embedding`."""
-        return cls(Linear.of(embedding.weight))
+    def tied(cls, embedding: Embedding, ranks: Ranks = ONE_RANK) -> LmHead:
+        """Return the head that shares the weight of `embedding`, or some of its rows."""
+        shard, weight = ranks.shard(VOCAB), embedding.weight
+        own = weight if shard is None else shard.take(weight, 0)
+        return cls(Linear.of(own), ranks.vocab(len(weight)))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits of the model's dtype: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        return self.linear(hidden)
+        logits = self.linear(hidden)
+        return logits if self.shares is None else self.shares.whole(logits)

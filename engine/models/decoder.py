@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.sample import Choice, perturbed_argmax
 from ..attention import AttentionContext, begin_attention
 from ..batch import ForwardBatch, JointBatch
 from ..layers.decoder import DecoderLayer
@@ -106,3 +107,12 @@ class DecoderModel:
         """Return logits of rows of `forward`'s result, [num_rows, hidden_size] -> [num_rows, vocab_size] of the model's
         dtype."""
         return self._lm_head(hidden)
+
+    @torch.inference_mode()
+    def best(self, hidden: Tensor) -> Choice:
+        """Return the token of the largest logit of each row of `hidden` [num_rows, hidden_size], as `perturbed_argmax`
+        does. No rank needs all logits for it."""
+        shares = self._lm_head.shares
+        if shares is None:
+            return perturbed_argmax(self.logits(hidden))
+        return shares.best(self._lm_head.linear(hidden))

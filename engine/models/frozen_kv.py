@@ -29,7 +29,7 @@ from ..batch import ForwardBatch
 from ..layers.embedding import LmHead
 from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
-from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT
+from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, VOCAB
 from ..products.linear import Linear
 from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
@@ -77,7 +77,8 @@ class FrozenKvHead:
         self._post_projection = tensors.linear("post_projection", width, size)
         self._norm = tensors.tensor("norm.weight", size)
         output = "lm_head" if tensors.has("lm_head.weight") else "embed_tokens"
-        self._lm_head = LmHead(tensors.linear(output, config.vocab_size, size, bias=False))
+        linear = tensors.linear(output, config.vocab_size, size, bias=False, split=VOCAB)
+        self._lm_head = LmHead(linear, tensors.ranks.vocab(config.vocab_size))
         self._layers = [
             _Layer(
                 tensors.tensor(f"layers.{i}.input_layernorm.weight", size),

@@ -207,7 +207,7 @@ def _output(
         order = None if torch.equal(ids, target_ids) else order
         ids = ids.to(torch.int32) if draft_vocab < vocab_size else None
     if source.has("lm_head.weight"):
-        return LmHead(source.ordered("lm_head", draft_vocab, size, order)), ids
+        return LmHead(source.ordered("lm_head", draft_vocab, size, order), source.ranks.vocab(draft_vocab)), ids
     if (draft_vocab, size) != (vocab_size, target.config.hidden_size):
         raise ModelError(
             f"{file.directory} has no lm_head.weight, and the target's does not fit: {vocab_size} ids of"

@@ -16,7 +16,7 @@ from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward
 from ..layers.embedding import Embedding, LmHead
 from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
-from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, heads_out
+from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, VOCAB, heads_out
 from ..weights import Weights
 from .decoder import DecoderModel, DecoderStack
 from .family import ModelFamily
@@ -39,8 +39,9 @@ def read_ends(config: ModelConfig, weights: Weights) -> tuple[Embedding, LmHead]
     """Read the embedding and the head, which share their weight if the embeddings are tied."""
     embedding = Embedding(weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
     if config.tie_word_embeddings:
-        return embedding, LmHead.tied(embedding)
-    return embedding, LmHead(weights.linear("lm_head", config.vocab_size, config.hidden_size, bias=False))
+        return embedding, LmHead.tied(embedding, weights.ranks)
+    linear = weights.linear("lm_head", config.vocab_size, config.hidden_size, bias=False, split=VOCAB)
+    return embedding, LmHead(linear, weights.ranks.vocab(config.vocab_size))
 
 
 def read_norm(config: ModelConfig, weights: Weights) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from ...metadata.errors import ModelError
 from ..checkpoint import Checkpoint
 from ..model_config import ModelConfig
+from ..products.base import VOCAB
 from ..products.linear import Linear
 from ..ranks import ONE_RANK, Ranks
 from ..weights import CheckpointWeights
@@ -29,13 +30,19 @@ class HeadTensors(CheckpointWeights):
         return self.checkpoint.read(full_name).to(self.device, torch.int64)
 
     def ordered(self, name: str, out_size: int, in_size: int, order: torch.Tensor | None) -> Linear:
-        """Return the layer of one projection, with row `order[i]` of the file as its row i, [out_size] int64; None: all
-        rows as in the file. Raises ModelError if rows of a format other than plain numbers are to be ordered."""
+        """Return the output layer, or this rank's share of it, with row `order[i]` of the file as row i of the whole,
+        [out_size] int64; None: all rows as in the file. Raises ModelError if rows of a format other than plain numbers
+        are to be ordered."""
         if order is None:
-            return self.linear(name, out_size, in_size)
-        weight = self.tensor(f"{name}.weight", out_size, in_size).index_select(0, order)
-        bias = f"{name}.bias"
-        return Linear.of(weight, self.tensor(bias, out_size).index_select(0, order) if self.has(bias) else None)
+            return self.linear(name, out_size, in_size, split=VOCAB)
+        shard = self.ranks.shard(VOCAB)
+
+        def own(last: str, *shape: int) -> torch.Tensor:
+            whole = self.tensor(f"{name}.{last}", *shape).index_select(0, order)
+            return whole if shard is None else shard.take(whole, 0).clone()  # the whole need not stay
+
+        bias = own("bias", out_size) if self.has(f"{name}.bias") else None
+        return Linear.of(own("weight", out_size, in_size), bias)
 
     def with_biases(self, config: ModelConfig, prefix: str) -> ModelConfig:
         """Return `config` with the biases that the file has for a decoder layer, whatever config.json says of them."""

@@ -29,7 +29,7 @@ class StoredTensor(NamedTuple):
 class Split(NamedTuple):
     """A way to divide a weight [out_size, in_size] among ranks."""
 
-    divides: Literal["heads", "inner"]  # whole KV heads with their queries, or hidden units of a feed-forward layer
+    divides: Literal["heads", "inner", "vocab"]  # KV heads with their queries, hidden units, tokens of the vocabulary
     dim: Literal[0, 1]  # 0: rows of the weight; 1: columns, whose products are summed
     num_parts: tuple[int, ...] = ()  # of each projection, at most; more ranks than parts share them. (): no bound
 
@@ -41,6 +41,8 @@ def heads_out(num_heads: int, num_kv_heads: int) -> Split:
 
 HEADS_OUT, HEADS_IN = Split("heads", 0), Split("heads", 1)
 INNER_OUT, INNER_IN = Split("inner", 0), Split("inner", 1)
+VOCAB = Split("vocab", 0)
+_VOCAB_UNIT = 16  # a share is a multiple of it, as kernels like the rows of a matrix
 
 
 class WeightShard(NamedTuple):
@@ -50,17 +52,31 @@ class WeightShard(NamedTuple):
     size: int  # number of ranks
     dim: Literal[0, 1]  # rows or columns
     num_parts: tuple[int, ...] = ()  # as of `Split`
+    pads: bool = False  # the parts have equal lengths after zeros are appended; otherwise they must be equal
 
     def count(self, index: int) -> int:
         """Return how many parts projection `index` is divided into."""
         return min(self.size, self.num_parts[index]) if self.num_parts else self.size
 
-    def take(self, stored: Tensor, index: int) -> Tensor:
-        """Return a view of this rank's part of dimension `dim` of projection `index`."""
+    def part_len(self, whole: int, index: int) -> int:
+        """Return the length of a part of projection `index`, whose dimension `dim` has length `whole`."""
         count = self.count(index)
-        length, rest = divmod(stored.shape[self.dim], count)
-        assert rest == 0 and self.size % count == 0, (stored.shape, index, self)
-        return stored.narrow(self.dim, self.rank * count // self.size * length, length)
+        if self.pads:
+            return -(-whole // (count * _VOCAB_UNIT)) * _VOCAB_UNIT
+        assert whole % count == 0 and self.size % count == 0, (whole, index, self)
+        return whole // count
+
+    def take(self, stored: Tensor, index: int) -> Tensor:
+        """Return this rank's part of dimension `dim` of projection `index`: a view, or a copy with zeros appended."""
+        count, whole = self.count(index), stored.shape[self.dim]
+        length = self.part_len(whole, index)
+        start = self.rank * count // self.size * length
+        if start + length <= whole:
+            return stored.narrow(self.dim, start, length)
+        part = stored.new_zeros([*stored.shape[: self.dim], length, *stored.shape[self.dim + 1 :]])
+        own = max(0, whole - start)
+        part.narrow(self.dim, 0, own).copy_(stored.narrow(self.dim, whole - own, own))
+        return part
 
 
 class WeightSource(ABC):

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/bench_all_reduce.py [--rows 1 4 16 64] [--size 4096] [--json FILE]
 
-    streams    two ranks emulated by two streams of one process on one GPU. Both ranks are under way at once on half of
-               the GPU each. Their blocks lie in the same memory, so no time of a link is in it: the figures are what
-               the kernel costs by itself, flags included
-    processes  two ranks in processes of their own with a GPU each (only with two GPUs), beside NCCL
+    one launch   two ranks on one GPU: every launch has the lanes of both, so they surely run at once. Their blocks lie
+                 in the same memory, so no time of a link is in it: the figures are what the kernel costs by itself,
+                 flags included
+    processes    two ranks in processes of their own with a GPU each (only with two GPUs), beside NCCL
 
     norm          `add_rms_norm_` of one GPU without a sum: what a node of one rank does at this place
     sum           `all_reduce`
@@ -15,6 +15,10 @@
 A call's time is that of a graph of 200 calls over their number, the median of 9 replays.
 """
 
+# Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import argparse
@@ -23,19 +27,22 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from baton.engine.group import CpuGroup
 from baton.engine.mapped_blocks import MappedBlocks
-from baton.kernels.all_reduce import BLOCK_BYTES, CONTROL, PeerBlocks
-from baton.kernels.triton_all_reduce import all_reduce, all_reduce_norm_
+from baton.kernels import gpu
+from baton.kernels.all_reduce import BLOCK_BYTES, CONTROL, NUM_LANES, PeerBlocks
+from baton.kernels.triton_all_reduce import all_reduce, all_reduce_norm_, exchange, num_warps, tile_size
 from baton.kernels.triton_norm import add_rms_norm_
 
 DTYPE = torch.bfloat16
@@ -66,41 +73,85 @@ def captured(call: Call, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def bench_streams(row_counts: Sequence[int], size: int) -> list[dict[str, Any]]:
+def replay_us(graph: torch.cuda.CUDAGraph, before: Call = lambda: None) -> float:
+    """Return the time of a call in the graph. `before` is called before each replay."""
+    times = []
+    for _ in range(NUM_REPLAYS + 1):
+        before()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / NUM_CALLS * 1e3)
+    return statistics.median(times[1:])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _both_kernel(
+    x_ptr,  # [2, PARTS, num_elements]
+    hidden_ptr,  # [2, num_rows, SIZE]
+    weight_ptr,  # [SIZE]
+    out_ptr,  # [2, num_elements], written
+    blocks_ptr,  # [2] int64
+    control_ptr,
+    num_rows,
+    num_elements,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORMS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (2 * min(num_rows, NUM_LANES),). Neighbouring programs are one lane of both ranks."""
+    rank, lane = tl.program_id(0) % 2, tl.program_id(0) // 2
+    exchange(
+        x_ptr + rank * PARTS * num_elements, hidden_ptr + rank * num_elements, weight_ptr,
+        out_ptr + rank * num_elements, blocks_ptr, control_ptr, lane, rank, num_rows, num_elements, SIZE, eps,
+        SIZE, BLOCK, 2, PARTS, "sum", NORMS, True, 1, 1, True, DEPENDENT,
+    )  # fmt: skip
+
+
+def launch_both(x: Tensor, hidden: Tensor, weight: Tensor, blocks: PeerBlocks, *, norms: bool) -> None:
+    """Launch a sum of both ranks as triton_all_reduce.py launches that of one: `x` [2, num_parts, num_rows, size],
+    `hidden` [2, num_rows, size]."""
+    num_rows, size = hidden.shape[1:]
+    num_elements, out = num_rows * size, torch.empty_like(hidden)
+    if not norms:
+        size = tile_size(num_elements, x.itemsize)
+        num_rows = triton.cdiv(num_elements, size)
+    block, dependent = triton.next_power_of_2(size), gpu.dependent_launch(num_rows)
+    _both_kernel[(2 * min(num_rows, NUM_LANES),)](
+        x, hidden, weight, out, blocks.addresses, blocks.control, num_rows, num_elements, 1e-5,
+        SIZE=size, BLOCK=block, PARTS=x.shape[1], NORMS=norms, DEPENDENT=dependent,
+        num_warps=num_warps(block), num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+def bench_one_gpu(row_counts: Sequence[int], size: int) -> list[dict[str, Any]]:
     device = torch.device("cuda:0")
     owns = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    addresses = torch.tensor([own.data_ptr() for own in owns], device=device)
-    controls = [torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=True) for _ in owns]
-    blocks = [PeerBlocks(rank, addresses, own, controls[rank]) for rank, own in enumerate(owns)]
-    streams = [torch.cuda.Stream() for _ in owns]
-    results = []
+    control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=True)
+    control[CONTROL.limit] = LIMIT_NS
+    blocks = PeerBlocks(0, torch.tensor([own.data_ptr() for own in owns], device=device), owns[0], control)
+    weight, stream, results = torch.ones(size, dtype=DTYPE, device=device), torch.cuda.Stream(), []
     for num_rows in row_counts:
-        both = [calls(num_rows, size, each) for each in blocks]
-        for name in both[0]:
-            for control in controls:  # nobody waits while kernels are compiled
-                control[CONTROL.has_failed] = 1
-            graphs = []
-            for ours, stream in zip(both, streams, strict=True):
-                with torch.cuda.stream(stream):
-                    ours[name]()
-                torch.cuda.synchronize()
-                graphs.append(captured(ours[name], stream))
-                with torch.cuda.stream(stream):
-                    graphs[-1].replay()
-                torch.cuda.synchronize()
-            for control in controls:
-                control[CONTROL.has_failed], control[CONTROL.limit] = 0, LIMIT_NS
-            times = []
-            for _ in range(NUM_REPLAYS):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                for graph, stream in zip(graphs, streams, strict=True):
-                    with torch.cuda.stream(stream):
-                        graph.replay()
-                torch.cuda.synchronize()
-                times.append((time.perf_counter() - started) / NUM_CALLS * 1e6)
-            assert not any(control[CONTROL.has_failed] for control in controls), f"{name}: the streams did not overlap"
-            results.append({"ranks": "two streams", "name": name, "rows": num_rows, "us": statistics.median(times)})
+        x, hidden = (torch.randn(2, num_rows, size, dtype=DTYPE, device=device) for _ in range(2))
+        parts = torch.randn(2, NUM_PARTS, num_rows, size, device=device)
+        ours: dict[str, Call] = {
+            "norm": partial(add_rms_norm_, hidden[0], x[0], weight, 1e-5),
+            "sum": partial(launch_both, x.unsqueeze(1), hidden, weight, blocks, norms=False),
+            "sum and norm": partial(launch_both, x.unsqueeze(1), hidden, weight, blocks, norms=True),
+            "with parts": partial(launch_both, parts, hidden, weight, blocks, norms=True),
+        }
+        for name, call in ours.items():
+            with torch.cuda.stream(stream):
+                call()
+            torch.cuda.synchronize()
+            us = replay_us(captured(call, stream))
+            assert not control[CONTROL.has_failed], f"{name}: a rank waited too long"
+            results.append({"ranks": "one launch", "name": name, "rows": num_rows, "us": us})
     return results
 
 
@@ -128,16 +179,7 @@ def bench_rank(rank: int, meeting: str, row_counts: Sequence[int], size: int, an
             with torch.cuda.stream(stream):
                 call()
             torch.cuda.synchronize()
-            graph, times = captured(call, stream), []
-            for _ in range(NUM_REPLAYS + 1):
-                host.sum(torch.zeros(1))
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                times.append(begin.elapsed_time(end) / NUM_CALLS * 1e3)
-            us = statistics.median(times[1:])
+            us = replay_us(captured(call, stream), lambda: host.sum(torch.zeros(1)))
             results.append({"ranks": "two processes", "name": name, "rows": num_rows, "us": us})
     assert not memory.blocks.control[CONTROL.has_failed], "a rank waited too long"
     answers.put((rank, results))
@@ -169,7 +211,7 @@ def main() -> None:
     options = parser.parse_args()
     num_gpus = torch.cuda.device_count()
     print(f"{num_gpus} x {torch.cuda.get_device_name()}, bfloat16, rows of {options.size}")
-    results = bench_streams(options.rows, options.size)
+    results = bench_one_gpu(options.rows, options.size)
     if num_gpus > 1:
         results += bench_processes(options.rows, options.size)
     for each in results:

@@ -69,6 +69,9 @@ class Host(OneRank):
         self.calls.append("gather")
         return x
 
+    def limit(self, timeout_s: float) -> None:
+        self.calls.append(f"limit {timeout_s}")
+
     def abandon(self) -> None:
         self.calls.append("abandon")
 
@@ -85,6 +88,12 @@ def test_numbers_of_the_host_go_another_way() -> None:
         assert torch.equal(call(x), x)
     assert torch.equal(group.reduce_scatter(x, [2]), x)
     assert host.calls == ["sum", "max", "gather", "gather", "sum"]
+
+
+def test_kernels_and_the_host_wait_as_long() -> None:
+    host, memory = Host(), one_group()._memory
+    CudaGroup(host, memory).limit(2.5)
+    assert host.calls == ["limit 2.5"] and memory.blocks.control[CONTROL.limit] == 2_500_000_000
 
 
 def test_the_end_of_the_group_is_that_of_its_memory_and_its_host() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from group_ranks import LENS, PAIR_LENS, SIZE, WIDTH, leave_rank, rows_of, run_rank
+from group_ranks import LENS, PAIR_LENS, SIZE, WIDTH, be_late, leave_rank, rows_of, run_rank
 from torch import Tensor
 
 from baton.engine.group import OneRank
@@ -47,6 +47,7 @@ def test_ranks_in_processes_of_their_own_compute_what_one_process_computes(tmp_p
             "max": torch.tensor([[2, 0], [5, 1 << 40]]),
             "gather": torch.cat([rows_of(each, LENS[each]) for each in range(SIZE)]),
             "gather of nothing": torch.zeros(0, WIDTH),
+            "gather_columns": torch.cat([rows_of(each, 4) for each in range(SIZE)], 1)[:, :-1],
             "reduce_scatter": sum_of(sum(LENS)).split(LENS)[rank],
             "sum_norm_": add_rms_norm_(torch.ones(4, WIDTH), sum_of(4), torch.ones(WIDTH), 1e-5),
             "told": torch.tensor(list(b"rank 0")),
@@ -63,12 +64,22 @@ def test_a_rank_whose_peer_died_gets_an_error(tmp_path: Path) -> None:
         rank.join(10)
 
 
+def test_the_time_that_an_operation_may_wait_can_change(tmp_path: Path) -> None:
+    """Before service it is longer."""
+    ranks, results = _start(be_late, 2, tmp_path / "meeting")
+    assert 0.2 < results.get(timeout=60) < 3.0
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+
+
 def test_one_rank_returns_what_it_is_given() -> None:
     group, rows = OneRank(), rows_of(0, 3)
     for value in (
         group.sum(rows),
         group.max(rows),
         group.gather(rows, [3]),
+        group.gather_columns(rows, WIDTH),
         group.reduce_scatter(rows, [3]),
         group.all_to_all(rows, [[3]]),
     ):

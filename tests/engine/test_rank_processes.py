@@ -93,11 +93,22 @@ def test_a_rank_that_cannot_start_says_why() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_ended() -> None:
-    with ready(2, hang) as processes:
-        pids, processes._timeout_s = processes.pids, 0.2
+    """Its start may take longer."""
+    with RankProcesses(2, hang, timeout_s=0.2) as processes:
+        processes.wait_ready()
+        processes.watch()
+        pids = processes.pids
         with pytest.raises(RankLost, match=r"rank 1 did not answer within 0\.2 s; all ranks were ended"):
             processes.report(1)
         assert _are_gone(pids)
+
+
+def test_a_rank_that_does_not_become_ready_is_ended() -> None:
+    with (
+        RankProcesses(2, hang, timeout_s=60.0, start_timeout_s=0.01) as processes,
+        pytest.raises(RankLost, match=r"rank 1 did not answer within 0\.01 s"),
+    ):
+        processes.wait_ready()
 
 
 def test_a_stopped_rank_is_ended_while_rank_0_waits_for_it_in_an_operation(tmp_path: Path) -> None:

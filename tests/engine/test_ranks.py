@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from thread_ranks import ThreadGroup
 
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.group import Group, OneRank
+from baton.engine.layers.embedding import Embedding, LmHead
+from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.read_config import read_model_config
+from baton.engine.models.registry import load_model
+from baton.engine.models.tensors import HeadTensors
 from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, heads_out
+from baton.engine.products.linear import Linear
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
 from baton.engine.ranks import ONE_RANK, Ranks
 from baton.engine.weights import CheckpointWeights
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.kv_layout import Shard
+
+VOCAB_SIZE = 512
 
 
 class OneOf(OneRank):
@@ -95,6 +104,57 @@ def test_ranks_with_sequences_of_their_own_have_a_pool_each_and_announce_rows() 
     ranks.announce(7)
     assert rows.lens == (7, 7, 7)
     ONE_RANK.announce(7)  # nobody needs to know
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_each_rank_has_the_logits_of_some_tokens(checkpoint: Callable[..., Path], size: int, is_ordered: bool) -> None:
+    """The shares are equal, zeros behind the last one included. An order of the rows is that of the whole."""
+    model = checkpoint("llama")
+    order = torch.randperm(VOCAB_SIZE) if is_ordered else None
+
+    def head(group: Group) -> Linear:
+        device = torch.device("cpu")
+        return HeadTensors(model, torch.float32, device, Ranks(group)).ordered("lm_head", VOCAB_SIZE, 64, order)
+
+    x = torch.randn(3, 64)
+    whole, shares = head(OneRank())(x), [head(OneOf(rank, size))(x) for rank in range(size)]
+    assert len({share.shape for share in shares}) == 1 and shares[0].shape[1] < VOCAB_SIZE / size + 16
+    both = torch.cat(shares, 1)
+    assert torch.allclose(both[:, :VOCAB_SIZE], whole, atol=1e-5) and not both[:, VOCAB_SIZE:].any()
+
+
+def test_ranks_find_the_best_token_without_each_others_logits(checkpoint: Callable[..., Path]) -> None:
+    """Both return the token of one process."""
+    model_dir = checkpoint("llama")
+
+    def model(group: Group, rows: RankRows | None = None) -> DecoderModel:
+        config, ranks = read_model_config(model_dir), Ranks(group, rows)
+        return load_model(model_dir, config, torch.float32, "cpu", ranks=ranks)
+
+    x = torch.randn(5, 64)
+    alone = model(OneRank())
+    threads = ThreadGroup(2, timeout_s=20)
+
+    def best(rank: int) -> tuple[list[int], list[bool]]:
+        with threads.turn:
+            token_ids, is_valid = model(threads.of(rank)).best(x)
+        return token_ids.tolist(), is_valid.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(best, range(2)))
+    assert found == [(alone.logits(x).argmax(1).tolist(), [True] * 5)] * 2
+    assert [(each.name, each.width) for each in threads.traces[0]] == [("gather_columns", (5, 1))]
+    assert torch.equal(model(OneOf(0, 2), RankRows()).best(x).token_ids, alone.best(x).token_ids)
+
+
+def test_tied_heads_take_their_share_of_the_embedding() -> None:
+    embedding, x = Embedding(torch.randn(40, 8)), torch.randn(3, 8)
+    heads = [LmHead.tied(embedding, Ranks(OneOf(rank, 2))) for rank in range(2)]
+    both = torch.cat([head.linear(x) for head in heads], 1)
+    assert both.shape == (3, 64) and torch.allclose(both[:, :40], LmHead.tied(embedding)(x), atol=1e-5)
+    assert all(head.shares is not None and head.shares.vocab_size == 40 for head in heads)
+    assert LmHead.tied(embedding, Ranks(OneOf(0, 2), RankRows())).linear.out_size == 40
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from baton.engine.pages import Owner
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.trees import Path as AcceptedPath
 from baton.engine.work import BatchRow
+from baton.kernels.sample import Choice, perturbed_argmax
 from baton.metadata.wire.request import SamplingParams
 
 NUM_STEPS, NUM_TOKENS = 3, 10
@@ -140,6 +141,9 @@ class Permuted:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         own = self.model.logits(hidden)
         return own.new_full(own.shape, float("-inf")).index_copy_(1, self.ids, own)
+
+    def best(self, hidden: torch.Tensor) -> Choice:
+        return perturbed_argmax(self.logits(hidden))
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_pools_of_all_ranks_have_the_same_size(model: Path, devices: list[int]) 
         assert two.engine.pool.num_usable > 100
         executor = RankExecutor(two)  # a rank with fewer pages could not write the last one
         last = two.engine.pool.num_usable
-        executor.submit(Recompute([BatchRow([1, 2, 3], 0, [last], 0, 3)], [[1, 2, 3, 4]]))
+        executor.submit(Recompute([BatchRow([1, 2, 3], 0, [last], 0, 3)], [[1, 2, 3, 4]], num_logprobs=[0]))
         assert len(executor.collect_scores().logprobs[0]) == 3
 
 
@@ -136,7 +136,7 @@ def test_a_rank_that_dies_ends_the_node_with_one_error(watched: RankedEngine, is
     """Rank 0's kernels stop waiting as soon as its host knows, long before the limit of 60 s."""
     executor = RankExecutor(watched)
     [pid] = watched.processes.pids
-    work = Recompute([BatchRow([1, 2, 3], 0, [1], 0, 3)], [[1, 2, 3, 4]])
+    work = Recompute([BatchRow([1, 2, 3], 0, [1], 0, 3)], [[1, 2, 3, 4]], num_logprobs=[0])
     executor.submit(work)
     executor.collect_scores()
     if is_waiting:

@@ -34,6 +34,7 @@ DECLARED = {
     "linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
     "processors": ["process_logits"],
     "sample": ["perturbed_argmax", "perturbed_topk"],
+    "best_tokens": ["best_of_share", "best_of_all"],
     "logprobs": ["top_logprobs"],
     "noise": ["gumbel_noise", "add_gumbel_noise_"],
     "advance": ["advance_"],

@@ -22,6 +22,7 @@ from baton.engine import trees
 from baton.engine.drafters import standalone
 from baton.engine.engine import Engine
 from baton.engine.slots import Slots
+from baton.kernels.sample import Choice
 from baton.metadata.handoff.buffers import MetadataBuffers
 from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
 from baton.metadata.handoff.schema import make_schema, page_bytes, row_bytes
@@ -135,6 +136,11 @@ class Poisoned:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         result = self._inner.logits(hidden)
+        hidden.fill_(float("nan"))
+        return result
+
+    def best(self, hidden: torch.Tensor) -> Choice:
+        result = self._inner.best(hidden)
         hidden.fill_(float("nan"))
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def results_of(group: CpuGroup, rank: int) -> dict[str, Tensor]:
         "max": group.max(torch.tensor([[rank, -rank], [5 - rank, 1 << 40]])),
         "gather": group.gather(rows_of(rank, LENS[rank]), LENS),
         "gather of nothing": group.gather(rows_of(rank, 0), [0] * SIZE),
+        "gather_columns": group.gather_columns(rows_of(rank, 4), SIZE * WIDTH - 1),
         "reduce_scatter": group.reduce_scatter(rows_of(rank, total), LENS),
         "sum_norm_": group.sum_norm_(torch.ones(4, WIDTH), rows_of(rank, 4), torch.ones(WIDTH), 1e-5),
         "told": torch.tensor(list(Ranks(group).tell(b"rank %d" % rank))),
@@ -46,6 +48,21 @@ def run_rank(rank: int, meeting: str, results: Any) -> None:
     values = {name: (value.tolist(), value.shape, str(value.dtype)) for name, value in results_of(group, rank).items()}
     results.put((rank, os.getpid(), values))
     group.close()
+
+
+def be_late(rank: int, meeting: str, results: Any) -> None:
+    """Come to the first operation after a second, which rank 0 waits, and never to the second one."""
+    group = CpuGroup(rank, 2, Path(meeting))
+    time.sleep(rank)
+    group.sum(torch.ones(3))
+    if rank == 1:
+        time.sleep(60)
+    group.limit(0.3)
+    began = time.monotonic()
+    try:
+        group.sum(torch.ones(3))
+    except RuntimeError:
+        results.put(time.monotonic() - began)
 
 
 def leave_rank(rank: int, meeting: str, results: Any) -> None:

@@ -18,6 +18,7 @@ from baton.kernels.all_reduce import (
     BLOCK_BYTES,
     CONTROL,
     PeerBlocks,
+    all_gather_columns_ref,
     all_max_ref,
     all_reduce_norm_ref_,
     all_reduce_ref,
@@ -33,6 +34,10 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     num_parts: int = 0  # summands of a delta; 0: it is whole
+
+    def num_columns(self, size: int) -> int:
+        """Return the columns that are wanted of all: the last rank has some that are not."""
+        return size * self.shape[1] - 3
 
     def input(self, rank: int, seed: int = 0) -> Tensor:
         """Return the input of a rank on the CPU: values whose sum depends on the order of its terms."""
@@ -56,10 +61,10 @@ class Case(NamedTuple):
 
 
 class NoMemory:
-    """Blocks that need no unmapping (engine/cuda_group.py: Blocks)."""
+    """Blocks that need no unmapping (engine/cuda_group.py: Blocks). Keeps the memory of all ranks."""
 
-    def __init__(self, blocks: PeerBlocks) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: PeerBlocks, memory: Sequence[Tensor]) -> None:
+        self.blocks, self._memory = blocks, memory
 
     def close(self) -> None:
         self.blocks.control[CONTROL.has_failed] = 1
@@ -78,7 +83,7 @@ def local_group(rank: int, blocks: Sequence[Tensor], limit: int) -> CudaGroup:
     control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=device.type == "cuda")
     control[CONTROL.limit] = limit
     addresses = torch.tensor([block.data_ptr() for block in blocks], device=device)
-    return CudaGroup(_Host(rank, len(blocks)), NoMemory(PeerBlocks(rank, addresses, blocks[rank], control)))
+    return CudaGroup(_Host(rank, len(blocks)), NoMemory(PeerBlocks(rank, addresses, blocks[rank], control), blocks))
 
 
 def new_blocks(size: int, device: str = "cpu") -> list[Tensor]:
@@ -120,6 +125,8 @@ def results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
     lens = case.lens(group.size)
     if case.kind == "gather":
         return [group.gather(x[: lens[group.rank]], lens)]
+    if case.kind == "gather_columns":
+        return [group.gather_columns(x, case.num_columns(group.size))]
     if case.kind == "reduce_scatter":
         return [group.reduce_scatter(x[: sum(lens)], lens)]
     assert case.kind == "all_to_all"
@@ -139,6 +146,8 @@ def expected(case: Case, rank: int, size: int, seed: int = 0) -> list[Tensor]:
         return [all_max_ref(xs)]
     if case.kind == "gather":
         return [torch.cat([x[:num_rows] for x, num_rows in zip(xs, lens, strict=True)])]
+    if case.kind == "gather_columns":
+        return [all_gather_columns_ref(xs, case.num_columns(size))]
     if case.kind == "reduce_scatter":
         return [all_reduce_ref([x[: sum(lens)] for x in xs]).split(lens)[rank]]
     return [torch.cat([x[: sum(lens)].split(lens)[rank] for x in xs])]

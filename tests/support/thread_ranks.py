@@ -102,6 +102,9 @@ class _ThreadRank:
         assert len(x) == lens[self.rank], (x.shape, lens, self.rank)
         return torch.cat(self._all("gather", x, x.shape[1:], lens))
 
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        return torch.cat(self._all("gather_columns", x, x.shape, ()), 1)[:, :num_columns].contiguous()
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         assert len(x) == sum(lens), (x.shape, lens)
         total, *others = (each.clone() for each in self._all("reduce_scatter", x, x.shape[1:], lens))
@@ -114,6 +117,9 @@ class _ThreadRank:
         return torch.cat(rows[self.rank :: self.size])
 
     def check(self) -> None:
+        pass
+
+    def limit(self, timeout_s: float) -> None:
         pass
 
     def abandon(self) -> None:

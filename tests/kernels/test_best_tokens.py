@@ -1,0 +1,53 @@
+"""Shares of a row's logits give the token of the whole row, by each backend that runs here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from triton_device import DEVICE, random
+
+from baton.kernels.best_tokens import best_of_all, best_of_share
+from baton.kernels.operations import preferring
+from baton.kernels.sample import Choice, perturbed_argmax_ref
+
+pytest.importorskip("triton")
+
+INF, NAN = float("inf"), float("nan")
+
+
+def chosen(logits: Tensor, width: int) -> Choice:
+    """Return the tokens that ranks choose whose shares have `width` logits each, with large numbers behind the last
+    one's tokens."""
+    vocab_size, found = logits.shape[1], []
+    for first_id in range(0, vocab_size + width, width):  # one more rank than tokens need
+        num_ids = min(width, max(0, vocab_size - first_id))
+        share = torch.full((len(logits), width), 1e4, dtype=logits.dtype, device=logits.device)
+        share[:, :num_ids] = logits[:, first_id : first_id + num_ids]
+        found.append(best_of_share(share, first_id, num_ids))
+    assert len({each.shape for each in found}) == 1
+    return best_of_all(torch.cat(found, 1))
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab_size", "width"), [(40, 16), (2100, 1040), (7, 16)])
+def test_shares_choose_the_token_of_the_whole_row(kind: str, dtype: torch.dtype, vocab_size: int, width: int) -> None:
+    logits = random(7, vocab_size, scale=3.0).to(dtype)
+    logits[1] = -logits[1].abs() - 1  # all below the zeros of padding
+    logits[2] = 1.0  # all equal
+    logits[3], logits[3, 4], logits[3, -1] = -1.0, -0.0, 0.0  # equal, too
+    logits[4, 5], logits[4, -2] = INF, INF
+    logits[5, 3], logits[5, -1] = NAN, INF
+    logits[6] = -INF
+    with preferring(kind):  # type: ignore[arg-type]
+        ours, theirs = chosen(logits, width), perturbed_argmax_ref(logits)
+    assert ours.is_valid.tolist() == theirs.is_valid.tolist() == [True] * 5 + [False, True]
+    assert ours.token_ids.tolist() == theirs.token_ids.tolist() and ours.token_ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+def test_no_rows(kind: str) -> None:
+    with preferring(kind):  # type: ignore[arg-type]
+        found = chosen(torch.zeros(0, 40, device=DEVICE), 16)
+    assert found.token_ids.shape == found.is_valid.shape == (0,)
