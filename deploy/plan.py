@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -177,6 +178,7 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     threads = split_threads(len(os.sched_getaffinity(0)), *num_processes)
     gpus = _gpus()
     shares = [plan.prefill.memory_share] * plan.up.prefill + [plan.decode.memory_share] * plan.up.decode
+    places = gpu_places(gpus, [plan.prefill.num_ranks] * plan.up.prefill + [plan.decode.num_ranks] * plan.up.decode)
     roles: tuple[tuple[Role, PrefillConfig | DecodeConfig], ...] = (("prefill", plan.prefill), ("decode", plan.decode))
     for role, config in roles:
         for name in plan.node_names(role):
@@ -194,11 +196,11 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
                 node = replace(node, expect_prompts=False)
             environ = {"OMP_NUM_THREADS": str(num_threads)}
             if gpus and config.device != "cpu":
-                place = len(made) - 1
-                sharing = shares[place % len(gpus) :: len(gpus)]
+                own = places[len(made) - 1]
+                sharing = [share for share, there in zip(shares, places, strict=True) if not own.isdisjoint(there)]
                 node = replace(node, memory_share=memory_share(config.memory_share, sharing))
                 if len(gpus) > 1:
-                    environ["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
+                    environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for gpu in gpus if gpu in own)
             made.append(Command(name, role, _argv(role, node), environ))
     return made
 
@@ -206,6 +208,13 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
 def _argv(role: str, config: Any) -> list[str]:
     # -P: a folder named torch/ in the current directory must not be imported
     return [sys.executable, "-P", "-m", "baton.deploy.cli", role, *to_argv(config)]
+
+
+def gpu_places(gpus: Sequence[str], sizes: Sequence[int]) -> list[set[str]]:
+    """Return the GPUs of each node, given its number of ranks: nodes take GPUs in turn, one per rank. A node with more
+    ranks than there are GPUs gets all of them, and refuses in words."""
+    turn = itertools.cycle(gpus)
+    return [set(itertools.islice(turn, min(size, len(gpus)))) for size in sizes]
 
 
 def split_threads(num_cores: int, num_prefill: int, num_decode: int) -> dict[str, int]:

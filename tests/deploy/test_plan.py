@@ -179,6 +179,28 @@ def test_shares_beyond_a_gpu_are_refused(
     assert set(shares_of(*sizes, *given)) <= {"0.9", *map(str, given)}
 
 
+@pytest.mark.parametrize(
+    ("ranks", "visible", "shares"),
+    [
+        ((1, 2), ["0", "1,2"], ["0.9", "0.9"]),
+        ((2, 2), ["0,1", "2,3"], ["0.9", "0.9"]),
+        ((3, 2), ["0,1,2", "0,3"], ["0.45", "0.45"]),
+        ((1, 5), ["0", "0,1,2,3"], ["0.45", "0.45"]),
+    ],
+)
+def test_a_node_gets_a_gpu_for_each_of_its_ranks(
+    ranks: tuple[int, int], visible: list[str], shares: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If there are too few, nodes share some. A node with more ranks than GPUs sees all, and refuses."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    plan = Plan(UpConfig(), RouterConfig(), PrefillConfig(tp=ranks[0]), DecodeConfig(tp=ranks[1]))
+    nodes = commands(plan, node_port=5701, http_port=8001)[1:]
+    assert [node.environ["CUDA_VISIBLE_DEVICES"] for node in nodes] == visible
+    assert [word for node in nodes for word in node.argv if "memory-share" in word] == [
+        f"--memory-share={share}" for share in shares
+    ]
+
+
 def test_processes_get_fresh_keys_of_their_own(tmp_path: Path) -> None:
     """Only a process that can read the user's private files can join. Each run has new keys."""
     seen: set[bytes] = set()
