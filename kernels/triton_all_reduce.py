@@ -33,7 +33,10 @@ from .all_reduce import CONTROL, FLAGS_AT, MAX_RANKS, NUM_LANES, SLOT_BYTES, SLO
 _MIN_TILE = 1024  # elements of a lane; a few lanes are faster than one
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Kind = Literal["sum", "max", "gather", "columns"]
-_LOOKS = tl.constexpr(64)  # at a flag, between two looks at the clock and at the host's word
+_LOOKS = tl.constexpr(64)  # at a flag, between two looks at the rank's own word that says whether a lane gave up
+# at a flag, between two looks at the clock and at the host's words: many lanes that read these often wait for the bus,
+# others wait for them, and nobody catches up again
+_HOST_LOOKS = tl.constexpr(8192)  # some milliseconds; in Triton's interpreter _LOOKS
 _LANES, _RANKS, _SLOT = tl.constexpr(NUM_LANES), tl.constexpr(MAX_RANKS), tl.constexpr(SLOT_BYTES)
 _FLAGS_AT, _SLOTS_AT = tl.constexpr(FLAGS_AT), tl.constexpr(SLOTS_AT)
 _FAILED, _LIMIT = tl.constexpr(CONTROL.has_failed), tl.constexpr(CONTROL.limit)
@@ -274,13 +277,15 @@ def _meet(blocks_ptr, control_ptr, own, rank, lane, count, NUM_RANKS: tl.constex
     for other in tl.static_range(NUM_RANKS):
         if other != rank:
             flag = own + _FLAGS_AT + (lane * _RANKS + other) * 8
-            _wait(flag.to(tl.pointer_type(tl.int64)), count, control_ptr, CLOCKED)
+            gave_up = own + _FLAGS_AT + rank * 8  # the flag of this rank for itself, which no rank raises
+            pointer = tl.pointer_type(tl.int64)
+            _wait(flag.to(pointer), count, gave_up.to(pointer), control_ptr, CLOCKED)
     tl.debug_barrier()
 
 
 @triton.jit
-def _wait(flag_ptr, count, control_ptr, CLOCKED: tl.constexpr):
-    """Wait until the flag is `count` or more. Give up if the host says so, or after the limit."""
+def _wait(flag_ptr, count, gave_up_ptr, control_ptr, CLOCKED: tl.constexpr):
+    """Wait until the flag is `count` or more. Give up if the host says so, after the limit, or if another lane did."""
     num_looks = count * 0
     begun = num_looks
     if CLOCKED:
@@ -290,10 +295,14 @@ def _wait(flag_ptr, count, control_ptr, CLOCKED: tl.constexpr):
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         num_looks += 1
         if num_looks % _LOOKS == 0:
-            now = num_looks
-            if CLOCKED:
-                now = globaltimer()
-            has_failed = tl.load(control_ptr + _FAILED, volatile=True)
-            if (has_failed != 0) | (now - begun > tl.load(control_ptr + _LIMIT, volatile=True)):
+            gave_up = tl.load(gave_up_ptr, volatile=True)
+            if not CLOCKED or num_looks % _HOST_LOOKS == 0:
+                now = num_looks
+                if CLOCKED:
+                    now = globaltimer()
+                is_late = now - begun > tl.load(control_ptr + _LIMIT, volatile=True)
+                gave_up += is_late | (tl.load(control_ptr + _FAILED, volatile=True) != 0)
+            if gave_up != 0:
+                tl.store(gave_up_ptr, 1)
                 tl.store(control_ptr + _FAILED, 1)
                 seen = count
