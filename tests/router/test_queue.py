@@ -275,7 +275,7 @@ def test_a_forgotten_group_starts_with_an_empty_pace() -> None:
 
 
 def node(num_pages: int = 100) -> Any:
-    capacity = SimpleNamespace(num_pages=num_pages, max_running=8)
+    capacity = Capacity(num_pages=num_pages, page_size=16, max_running=8)
     model = SimpleNamespace(context_len=1000)
     hello = SimpleNamespace(capacity=capacity, model=model)
     return SimpleNamespace(hello=hello, routing_id=b"d0", welcomed_at=0.0)
