@@ -14,6 +14,7 @@ from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -281,6 +282,11 @@ def node(num_pages: int = 100) -> Any:
     return SimpleNamespace(hello=hello, routing_id=b"d0", welcomed_at=0.0)
 
 
+def give_pages(of: Any, num_pages: int) -> None:
+    """Let the node have a pool of this size."""
+    of.hello.capacity = msgspec.structs.replace(of.hello.capacity, num_pages=num_pages)
+
+
 class Group:
     """Nodes of both roles. Every prefill node forms a pair with every decode node."""
 
@@ -381,10 +387,10 @@ def test_a_request_waits_for_room_only_in_pools_that_are_large_enough(role: str,
     """The prompt takes 10 pages of a prefill node and, with room to generate, 11 of a decode node."""
     group = Group(decode=2, prefill=2)
     for each in group.by_role[role]:
-        each.hello.capacity.num_pages = num_pages
+        give_pages(each, num_pages)
     assert Waiting(group).after(30.0) == []
     for each in group.by_role[role]:
-        each.hello.capacity.num_pages = num_pages - 1
+        give_pages(each, num_pages - 1)
     assert "none has room for the 11 pages" in str(Waiting(group).after(30.0)[0])
 
 
@@ -393,7 +399,8 @@ def test_large_pools_that_form_no_pair_do_not_count() -> None:
     group: Any = Group(decode=2, prefill=2)
     large_prefill, small_prefill = group.by_role["prefill"]
     large_decode, small_decode = group.by_role["decode"]
-    small_prefill.hello.capacity.num_pages = small_decode.hello.capacity.num_pages = 5
+    for each in (small_prefill, small_decode):
+        give_pages(each, 5)
     group.pairs = lambda: [(large_prefill, small_decode), (small_prefill, large_decode)]
     assert Waiting(group).after(30.0)
 
