@@ -110,7 +110,7 @@ class NodeRounds(Protocol):
 
 
 class Policy(NamedTuple):
-    """What the node decides for its scheduler, as `DecodeScheduler` takes it."""
+    """Decisions that a node makes for its scheduler. `DecodeScheduler` documents each of them."""
 
     choose: Choose | None
     rests: Callable[[], bool] | None

@@ -1,4 +1,5 @@
-"""Schedules decoding on a node whose ranks have sequences of their own. It has one `DecodeScheduler` per rank.
+"""The decode scheduler of a node with data-parallel attention: every rank decodes sequences of its own. It has one
+`DecodeScheduler` per rank.
 
     reserve --preferred_ranks--> DecodeScheduler of one rank --plan--.
                                                                      +--> StepPlans of one shape --joined--> StepPlan

@@ -1,4 +1,4 @@
-"""CUDA graphs of a round and a chunk of prompts that share one forward. So the weights are read once for both.
+"""CUDA graphs that run a round and a chunk of prompts in one forward, which reads the weights once for both.
 
 A round is three graphs here, one for each of its steps (round.py):
 

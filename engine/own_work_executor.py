@@ -1,11 +1,11 @@
-"""Executes works on ranks that have sequences of their own. Each rank has a scheduler, and gets one work per step.
+"""The executor of a node with data-parallel attention. Each rank has a scheduler, and gets one work per step.
 
     scheduler of rank i --work--> RankQueue i --.
                                                 +--> OwnWorkExecutor --> agree --> RankWorker of each rank
     scheduler of rank j --work--> RankQueue j --'
 
 All schedulers are in the process of rank 0. Each sees an `Executor` of its own, whose works wait until all ranks' works
-of the step are there. What a rank does not ask for, it does without rows (agreement.py).
+of the step are there. A rank whose scheduler asks for no work runs the same work without rows (agreement.py).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class BegunChunk(Protocol):
 
 
 class PromptStates(Protocol):
-    """What a node asks of whoever computes its prompts, besides the chunks."""
+    """Limits of an executor of prompts, and the release of prompts that it keeps."""
 
     @property
     def context_len(self) -> int: ...

@@ -22,8 +22,10 @@ def check_devices(size: int, num_gpus: int) -> None:
 
 
 def orders(num_gpus: int, devices: Sequence[int]) -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES must be for each rank, whose GPU is `devices[rank]` of those that this process
-    sees. Rank 0 is this process, so its GPU is the first one."""
+    """Return the value of CUDA_VISIBLE_DEVICES for each rank. It names all GPUs, the rank's own one first.
+
+    `num_gpus`: GPUs that this process sees. `devices[rank]`: the index of the rank's GPU among them. Rank 0 is this
+    process, so its index is 0."""
     given = os.environ.get(_VISIBLE)
     visible = [str(index) for index in range(num_gpus)] if given is None else given.split(",")[:num_gpus]
     assert len(visible) == num_gpus and devices[0] == 0, (given, num_gpus, devices)

@@ -98,7 +98,7 @@ class Ranks:
         return self.group.gather(torch.tensor([numbers]), [1] * self.group.size).tolist()
 
     def tell(self, data: bytes) -> bytes:
-        """Return what rank 0 says. All ranks must call it; what the others say is not heard."""
+        """Return the `data` of rank 0 on every rank. All ranks must call it; `data` of other ranks is ignored."""
         if self.group.size == 1:
             return data
         [[length], *_] = self.gather_numbers([len(data)])
