@@ -12,6 +12,8 @@ lane i of the other ranks.
     counts  [NUM_LANES] int64                     meetings of a lane so far, written by its own rank
     flags   [NUM_LANES, MAX_RANKS] int64          flags[lane, q]: the count of rank q, written by rank q
     slots   [2, NUM_LANES, SLOT_BYTES] uint8      rows of this rank, read by the others; slots[count % 2] in a meeting
+
+A slot holds several rows, each at a multiple of its bytes, rounded up to a power of two of at least 16.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from torch import Tensor
 
 from .norm import add_rms_norm_ref_
 
-NUM_LANES = 64  # two ranks that share one GPU have all lanes under way at once
+NUM_LANES = 128  # two ranks that share one GPU have all lanes under way at once
 MAX_RANKS = 16  # the flags of a lane fill one line of the cache
-SLOT_BYTES = 32768
+MAX_ROW_BYTES = 32768  # a row is held in registers
+SLOT_BYTES = 4 * MAX_ROW_BYTES  # the more rows a slot holds, the fewer meetings a long chunk of a prompt takes
 FLAGS_AT = NUM_LANES * 8
 SLOTS_AT = FLAGS_AT + NUM_LANES * MAX_RANKS * 8
 BLOCK_BYTES = SLOTS_AT + 2 * NUM_LANES * SLOT_BYTES

@@ -5,9 +5,9 @@ A meeting of one lane, in each rank:
     x --> own slot;  flag of every other rank = count (release);  wait for all own flags >= count (acquire)
     sum over ranks of their slots, in the order of the ranks --> out
 
-One meeting per row is enough. A lane writes slot `count % 2` again two meetings later. It has then met the others once
-more, and they raise that flag only after they have read the slot. A CUDA graph can hold a launch: each lane keeps its
-count in device memory.
+A slot holds as many rows of a lane as fit, and one meeting is enough for them. A lane writes slot `count % 2` again two
+meetings later. It has then met the others once more, and they raise that flag only after they have read the slot. A
+CUDA graph can hold a launch: each lane keeps its count in device memory.
 
 A rank that is gone raises no flag. A lane that has waited `limit` nanoseconds writes `has_failed`, and from then on no
 lane of this rank waits. Results are wrong from there, so the host looks at `has_failed` before it uses any.
@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from . import gpu
-from .all_reduce import CONTROL, FLAGS_AT, MAX_RANKS, NUM_LANES, SLOT_BYTES, SLOTS_AT, PeerBlocks
+from .all_reduce import CONTROL, FLAGS_AT, MAX_RANKS, MAX_ROW_BYTES, NUM_LANES, SLOT_BYTES, SLOTS_AT, PeerBlocks
 
 _MIN_TILE = 1024  # elements of a lane; a few lanes are faster than one
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,15 +43,15 @@ _FAILED, _LIMIT = tl.constexpr(CONTROL.has_failed), tl.constexpr(CONTROL.limit)
 
 
 def serves_norm(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether `all_reduce_norm_` takes these tensors: a row must fit into a slot."""
+    """Return whether `all_reduce_norm_` takes these tensors: a row must fit into registers."""
     is_row = hidden.dtype == weight.dtype and hidden.dtype in _FLOATS and hidden.stride(-1) == 1
-    return is_row and hidden.shape[1] * hidden.itemsize <= SLOT_BYTES
+    return is_row and hidden.shape[1] * hidden.itemsize <= MAX_ROW_BYTES
 
 
 def tile_size(num_elements: int, itemsize: int) -> int:
-    """Return how many elements of a row of numbers a lane takes in one meeting."""
+    """Return how many elements of a row of numbers a lane takes at once."""
     shared = max(_MIN_TILE, int(triton.next_power_of_2(-(-num_elements // NUM_LANES))))
-    return min(SLOT_BYTES // itemsize, shared)
+    return min(MAX_ROW_BYTES // itemsize, shared)
 
 
 def num_warps(block: int) -> int:
@@ -128,18 +128,21 @@ def _launch(
     norm: tuple[Tensor, Tensor, float] | None = None,
     num_parts: int = 1,
     width: int = 1,
+    num_ranks: int = 1,
 ) -> None:
     """Launch `_exchange_kernel` for `num_rows` rows of `size` elements; the last one may be shorter. `norm`: the
-    residual, and the weight and eps of its norm."""
-    num_columns = out.shape[1] if kind == "columns" else 1
+    residual, and the weight and eps of its norm. `num_ranks`: of this launch; more than one have their tensors end to
+    end, on one GPU."""
+    num_columns = out.shape[-1] if kind == "columns" else 1
     assert x.device == out.device == blocks.addresses.device, (x.device, out.device, blocks.addresses.device)
     block, dependent = triton.next_power_of_2(size), gpu.dependent_launch(num_rows)
     hidden, weight, eps = norm or (out, out, 0.0)
-    _exchange_kernel[(min(num_rows, NUM_LANES),)](
+    _exchange_kernel[(min(num_rows, NUM_LANES), num_ranks)](
         x, hidden, weight, out, blocks.addresses, blocks.control, blocks.rank, num_rows, num_elements,
-        hidden.stride(0) if norm else 0, eps, SIZE=size, BLOCK=block, NUM_RANKS=blocks.size, PARTS=num_parts, KIND=kind,
-        NORMS=norm is not None, IS_FLOAT=out.dtype.is_floating_point, WIDTH=width, COLUMNS=num_columns,
-        CLOCKED=x.is_cuda, DEPENDENT=dependent, num_warps=num_warps(block), num_stages=1, launch_pdl=dependent,
+        hidden.stride(-2) if norm else 0, eps, SIZE=size, BLOCK=block, NUM_RANKS=blocks.size, PARTS=num_parts,
+        KIND=kind, NORMS=norm is not None, IS_FLOAT=out.dtype.is_floating_point, WIDTH=width, COLUMNS=num_columns,
+        MANY=num_rows > NUM_LANES, CLOCKED=x.is_cuda, DEPENDENT=dependent, num_warps=num_warps(block), num_stages=1,
+        launch_pdl=dependent,
     )  # fmt: skip
 
 
@@ -165,99 +168,159 @@ def _exchange_kernel(
     IS_FLOAT: tl.constexpr,
     WIDTH: tl.constexpr,  # of a row of x, for "columns"
     COLUMNS: tl.constexpr,  # of a row of `out`, likewise
+    MANY: tl.constexpr,  # a lane has more rows than one
     CLOCKED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (min(num_rows, NUM_LANES),)."""
-    exchange(
-        x_ptr, hidden_ptr, weight_ptr, out_ptr, blocks_ptr, control_ptr, tl.program_id(0), rank, num_rows, num_elements,
-        hidden_stride, eps, SIZE, BLOCK, NUM_RANKS, PARTS, KIND, NORMS, IS_FLOAT, WIDTH, COLUMNS, CLOCKED, DEPENDENT,
-    )  # fmt: skip
-
-
-@triton.jit
-def exchange(
-    x_ptr,
-    hidden_ptr,
-    weight_ptr,
-    out_ptr,
-    blocks_ptr,
-    control_ptr,
-    lane,
-    rank,
-    num_rows,
-    num_elements,
-    hidden_stride,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    KIND: tl.constexpr,
-    NORMS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    WIDTH: tl.constexpr,  # of a row of x, for "columns"
-    COLUMNS: tl.constexpr,  # of a row of `out`, likewise
-    CLOCKED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Do the work of one lane of `_exchange_kernel`: every NUM_LANES-th row of SIZE elements."""
-    dtype = out_ptr.dtype.element_ty
-    lane = lane.to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    """Grid: (min(num_rows, NUM_LANES), ranks of this launch). Of n lanes each has every n-th row of
+    SIZE elements."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    lane, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x_ptr += tl.program_id(1) * PARTS * num_elements
+    hidden_ptr += tl.program_id(1) * num_rows * hidden_stride
+    out_ptr += tl.program_id(1) * num_elements
+    rank += tl.program_id(1)
     own = tl.load(blocks_ptr + rank)
+    weight = tl.zeros([BLOCK], tl.float32)
     if NORMS:
         weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     count_ptr = (own + lane * 8).to(tl.pointer_type(tl.int64))
-    count = tl.load(count_ptr)
-    row = lane
-    while row < num_rows:
-        count += 1
-        at = row * SIZE + columns
-        is_in = columns < SIZE
-        if not NORMS:  # the last row may be shorter
-            is_in = is_in & (at < num_elements)
-        x = tl.load(x_ptr + at, mask=is_in, other=0)
-        for part in tl.static_range(1, PARTS):
-            x += tl.load(x_ptr + part * num_elements.to(tl.int64) + at, mask=is_in, other=0)
-        x = x.to(dtype)
-        slot = _SLOTS_AT + ((count % 2) * _LANES + lane) * _SLOT
+    count = tl.load(count_ptr) + 1
+    slot = _SLOTS_AT + ((count % 2) * _LANES + lane) * _SLOT
+    if MANY:
+        row_bytes: tl.constexpr = max(16, BLOCK * dtype.primitive_bitwidth // 8)
+        at_once: tl.constexpr = _SLOT // row_bytes
+        num_lanes, first = tl.num_programs(0), lane
+        while first < num_rows:
+            num_here = tl.minimum(at_once, tl.cdiv(num_rows - first, num_lanes))
+            for i in range(num_here):
+                x = _own_row(x_ptr, first + i * num_lanes, num_elements, dtype, SIZE, BLOCK, PARTS, NORMS)
+                is_in = _is_in(first + i * num_lanes, num_elements, SIZE, BLOCK, NORMS)
+                tl.store(_pointer(own + slot + i * row_bytes, dtype) + columns, x, mask=is_in)
+            _meet(blocks_ptr, control_ptr, own, rank, lane, count, NUM_RANKS, CLOCKED)
+            for i in range(num_here):
+                row = first + i * num_lanes
+                is_in = _is_in(row, num_elements, SIZE, BLOCK, NORMS)
+                x = tl.load(_pointer(own + slot + i * row_bytes, dtype) + columns, mask=is_in, other=0)
+                hidden = _residual(hidden_ptr, row, hidden_stride, SIZE, BLOCK, NORMS)
+                _finish(
+                    x, hidden, weight, hidden_ptr, out_ptr, blocks_ptr, slot + i * row_bytes, rank, row, num_elements,
+                    hidden_stride, eps, SIZE, BLOCK, NUM_RANKS, KIND, NORMS, IS_FLOAT, WIDTH, COLUMNS,
+                )  # fmt: skip
+            first += at_once * num_lanes
+            if first < num_rows:
+                count += 1
+                slot = _SLOTS_AT + ((count % 2) * _LANES + lane) * _SLOT
+    else:
+        x = _own_row(x_ptr, lane, num_elements, dtype, SIZE, BLOCK, PARTS, NORMS)
+        is_in = _is_in(lane, num_elements, SIZE, BLOCK, NORMS)
         tl.store(_pointer(own + slot, dtype) + columns, x, mask=is_in)
-        if NORMS:
-            hidden_at = hidden_ptr + row * hidden_stride + columns
-            hidden = tl.load(hidden_at, mask=is_in, other=0.0).to(tl.float32)
+        hidden = _residual(hidden_ptr, lane, hidden_stride, SIZE, BLOCK, NORMS)
         _meet(blocks_ptr, control_ptr, own, rank, lane, count, NUM_RANKS, CLOCKED)
-        total = x
-        for other in tl.static_range(NUM_RANKS):
-            theirs = _pointer(tl.load(blocks_ptr + other) + slot, dtype) + columns
-            theirs = tl.load(theirs, mask=is_in & (other != rank), other=0, cache_modifier=".cg")
-            each = tl.where(other == rank, x, theirs)
-            if KIND == "gather":
-                tl.store(out_ptr + other * num_elements.to(tl.int64) + at, each, mask=is_in)
-            elif KIND == "columns":
-                column = other * WIDTH + at % WIDTH
-                tl.store(out_ptr + at // WIDTH * COLUMNS + column, each, mask=is_in & (column < COLUMNS))
-            elif KIND == "sum":
-                wide = each.to(tl.float32)
-                total = wide if other == 0 else total + wide
-            elif IS_FLOAT:
-                total = each if other == 0 else tl.maximum(total, each, propagate_nan=tl.PropagateNan.ALL)
-            else:
-                total = each if other == 0 else tl.maximum(total, each)
-        if NORMS:
-            hidden = (hidden + total.to(dtype).to(tl.float32)).to(dtype)
-            tl.store(hidden_at, hidden, mask=is_in)
-            hidden = hidden.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps)
-            normed = (hidden * scale).to(dtype).to(tl.float32)
-            tl.store(out_ptr + at, (normed * weight).to(dtype), mask=is_in)
-        elif KIND != "gather" and KIND != "columns":
-            tl.store(out_ptr + at, total.to(dtype), mask=is_in)
-        row += _LANES
+        _finish(
+            x, hidden, weight, hidden_ptr, out_ptr, blocks_ptr, slot, rank, lane, num_elements, hidden_stride, eps,
+            SIZE, BLOCK, NUM_RANKS, KIND, NORMS, IS_FLOAT, WIDTH, COLUMNS,
+        )  # fmt: skip
     tl.store(count_ptr, count)
+
+
+@triton.jit
+def _is_in(row, num_elements, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr):
+    """Return the mask [BLOCK] of a row's elements."""
+    columns = tl.arange(0, BLOCK)
+    is_in = columns < SIZE
+    if not NORMS:  # the last row may be shorter
+        is_in = is_in & (columns < (num_elements - row * SIZE).to(tl.int32))
+    return is_in
+
+
+@triton.jit
+def _own_row(
+    x_ptr,
+    row,
+    num_elements,
+    dtype: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORMS: tl.constexpr,
+):
+    """Return this rank's summand of a row, [BLOCK] of `dtype`: the sum of its parts, rounded."""
+    columns, is_in = tl.arange(0, BLOCK), _is_in(row, num_elements, SIZE, BLOCK, NORMS)
+    x = tl.load(x_ptr + row * SIZE + columns, mask=is_in, other=0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + (part * num_elements.to(tl.int64) + row * SIZE) + columns, mask=is_in, other=0)
+    return x.to(dtype)
+
+
+@triton.jit
+def _residual(hidden_ptr, row, hidden_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr):
+    """Return a row of the residual, [BLOCK] float32; zeros without one."""
+    hidden = tl.zeros([BLOCK], tl.float32)
+    if NORMS:
+        columns = tl.arange(0, BLOCK)
+        hidden = tl.load(hidden_ptr + row * hidden_stride + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    return hidden
+
+
+@triton.jit
+def _finish(
+    x,
+    hidden,
+    weight,
+    hidden_ptr,
+    out_ptr,
+    blocks_ptr,
+    place,  # of the row in every rank's block
+    rank,
+    row,
+    num_elements,
+    hidden_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Read a row of the other ranks after a meeting, and write the result."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    columns = tl.arange(0, BLOCK)
+    begin, is_in = row * SIZE, _is_in(row, num_elements, SIZE, BLOCK, NORMS)
+    total = x
+    for other in tl.static_range(NUM_RANKS):
+        theirs = _pointer(tl.load(blocks_ptr + other) + place, dtype) + columns
+        theirs = tl.load(theirs, mask=is_in & (other != rank), other=0, cache_modifier=".cg")
+        each = tl.where(other == rank, x, theirs)
+        if KIND == "gather":
+            tl.store(out_ptr + (other * num_elements.to(tl.int64) + begin) + columns, each, mask=is_in)
+        elif KIND == "columns":
+            at = (begin % WIDTH).to(tl.int32) + columns
+            column = other * WIDTH + at % WIDTH
+            begin_out = out_ptr + begin // WIDTH * COLUMNS
+            tl.store(begin_out + (at // WIDTH * COLUMNS + column), each, mask=is_in & (column < COLUMNS))
+        elif KIND == "sum":
+            wide = each.to(tl.float32)
+            total = wide if other == 0 else total + wide
+        elif IS_FLOAT:
+            total = each if other == 0 else tl.maximum(total, each, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            total = each if other == 0 else tl.maximum(total, each)
+    if NORMS:
+        hidden = (hidden + total.to(dtype).to(tl.float32)).to(dtype)
+        tl.store(hidden_ptr + row * hidden_stride + columns, hidden, mask=is_in)
+        hidden = hidden.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps)
+        normed = (hidden * scale).to(dtype).to(tl.float32)
+        tl.store(out_ptr + begin + columns, (normed * weight).to(dtype), mask=is_in)
+    elif KIND != "gather" and KIND != "columns":
+        tl.store(out_ptr + begin + columns, total.to(dtype), mask=is_in)
 
 
 @triton.jit

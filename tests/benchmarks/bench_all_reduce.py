@@ -15,10 +15,6 @@
 A call's time is that of a graph of 200 calls over their number, the median of 9 replays.
 """
 
-# Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
-# ruff: noqa: N803
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import argparse
@@ -35,14 +31,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from baton.engine.group import CpuGroup
 from baton.engine.mapped_blocks import MappedBlocks
-from baton.kernels import gpu
-from baton.kernels.all_reduce import BLOCK_BYTES, CONTROL, NUM_LANES, PeerBlocks
-from baton.kernels.triton_all_reduce import all_reduce, all_reduce_norm_, exchange, num_warps, tile_size
+from baton.kernels.all_reduce import BLOCK_BYTES, CONTROL, PeerBlocks
+from baton.kernels.triton_all_reduce import _launch, all_reduce, all_reduce_norm_, tile_size
 from baton.kernels.triton_norm import add_rms_norm_
 
 DTYPE = torch.bfloat16
@@ -87,46 +81,15 @@ def replay_us(graph: torch.cuda.CUDAGraph, before: Call = lambda: None) -> float
     return statistics.median(times[1:])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _both_kernel(
-    x_ptr,  # [2, PARTS, num_elements]
-    hidden_ptr,  # [2, num_rows, SIZE]
-    weight_ptr,  # [SIZE]
-    out_ptr,  # [2, num_elements], written
-    blocks_ptr,  # [2] int64
-    control_ptr,
-    num_rows,
-    num_elements,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    NORMS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Grid: (2 * min(num_rows, NUM_LANES),). Neighbouring programs are one lane of both ranks."""
-    rank, lane = tl.program_id(0) % 2, tl.program_id(0) // 2
-    exchange(
-        x_ptr + rank * PARTS * num_elements, hidden_ptr + rank * num_elements, weight_ptr,
-        out_ptr + rank * num_elements, blocks_ptr, control_ptr, lane, rank, num_rows, num_elements, SIZE, eps,
-        SIZE, BLOCK, 2, PARTS, "sum", NORMS, True, 1, 1, True, DEPENDENT,
-    )  # fmt: skip
-
-
 def launch_both(x: Tensor, hidden: Tensor, weight: Tensor, blocks: PeerBlocks, *, norms: bool) -> None:
-    """Launch a sum of both ranks as triton_all_reduce.py launches that of one: `x` [2, num_parts, num_rows, size],
-    `hidden` [2, num_rows, size]."""
+    """Launch a sum of both ranks: `x` [2, num_parts, num_rows, size], `hidden` [2, num_rows, size]."""
     num_rows, size = hidden.shape[1:]
     num_elements, out = num_rows * size, torch.empty_like(hidden)
     if not norms:
         size = tile_size(num_elements, x.itemsize)
         num_rows = triton.cdiv(num_elements, size)
-    block, dependent = triton.next_power_of_2(size), gpu.dependent_launch(num_rows)
-    _both_kernel[(2 * min(num_rows, NUM_LANES),)](
-        x, hidden, weight, out, blocks.addresses, blocks.control, num_rows, num_elements, 1e-5,
-        SIZE=size, BLOCK=block, PARTS=x.shape[1], NORMS=norms, DEPENDENT=dependent,
-        num_warps=num_warps(block), num_stages=1, launch_pdl=dependent,
-    )  # fmt: skip
+    norm = (hidden, weight, 1e-5) if norms else None
+    _launch(x, blocks, out, num_rows, size, num_elements, "sum", norm, x.shape[1], num_ranks=2)
 
 
 def bench_one_gpu(row_counts: Sequence[int], size: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from triton_device import IS_INTERPRETED
 
 pytest.importorskip("triton")
 
-from baton.kernels.all_reduce import CONTROL, NUM_LANES, SLOT_BYTES, PeerBlocks, all_reduce_norm_ref_
+from baton.kernels.all_reduce import CONTROL, MAX_ROW_BYTES, PeerBlocks, all_reduce_norm_ref_
 from baton.kernels.triton_all_reduce import all_max, all_reduce, all_reduce_norm_, serves_norm
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="tests/gpu/test_cuda_group.py tests them on a GPU")
@@ -25,7 +25,7 @@ CASES = [
     Case("sum", (1, 64)),
     Case("sum", (3, 301)),
     Case("sum", (2, 0)),
-    Case("sum", (NUM_LANES + 3, 1024)),  # a lane meets the others twice in a launch
+    Case("sum", (7, 1024), num_lanes=4),  # a lane has two rows
     Case("sum", (7, 50), HALF),
     Case("sum", (4, 5), torch.int64),
     Case("max", (3, 301)),
@@ -42,9 +42,11 @@ CASES = [
     Case("sum_norm_", (1, 256)),
     Case("sum_norm_", (5, 100), HALF),
     Case("sum_norm_", (0, 64)),
-    Case("sum_norm_", (NUM_LANES + 2, 24)),
+    Case("sum_norm_", (6, 24), num_lanes=4),
+    Case("sum_norm_", (10, 16000), HALF, num_lanes=1),  # more rows than a slot holds
+    Case("gather", (21, 16384), HALF, num_lanes=2),
     Case("sum_norm_", (3, 72), HALF, num_parts=4),
-    Case("sum_norm_", (1, 16384)),  # a row that no slot holds
+    Case("sum_norm_", (1, 16384)),  # a row that is too long to be fused
     Case("sum", (1, 64)),
 ]
 LIMIT = 1 << 40  # looks
@@ -82,12 +84,12 @@ def one_group(limit: int = 1000) -> Any:
     return local_group(0, new_blocks(2), limit)
 
 
-def test_a_row_that_does_not_fit_into_a_slot_is_not_fused() -> None:
-    weight = torch.ones(SLOT_BYTES // 4)
+def test_a_row_that_does_not_fit_into_registers_is_not_fused() -> None:
+    weight = torch.ones(MAX_ROW_BYTES // 4)
     assert serves_norm(weight[None], weight)
-    assert not serves_norm(torch.ones(1, SLOT_BYTES // 4 + 1), weight)
+    assert not serves_norm(torch.ones(1, MAX_ROW_BYTES // 4 + 1), weight)
     assert not serves_norm(weight[None], weight.half())
-    assert serves_norm(torch.ones(1, SLOT_BYTES // 2, dtype=HALF), weight.half())
+    assert serves_norm(torch.ones(1, MAX_ROW_BYTES // 2, dtype=HALF), weight.half())
 
 
 def test_unlike_shapes_are_refused() -> None:

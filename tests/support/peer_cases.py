@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton_device
@@ -17,6 +18,7 @@ from baton.engine.group import OneRank
 from baton.kernels.all_reduce import (
     BLOCK_BYTES,
     CONTROL,
+    NUM_LANES,
     PeerBlocks,
     all_gather_columns_ref,
     all_max_ref,
@@ -34,6 +36,7 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     num_parts: int = 0  # summands of a delta; 0: it is whole
+    num_lanes: int = NUM_LANES
 
     def num_columns(self, size: int) -> int:
         """Return the columns that are wanted of all: the last rank has some that are not."""
@@ -117,6 +120,11 @@ class Tensors(NamedTuple):
 
 
 def results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
+    with mock.patch("baton.kernels.triton_all_reduce.NUM_LANES", case.num_lanes):
+        return _results(case, group, tensors)
+
+
+def _results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
     x, hidden, weight = tensors
     if hidden is not None and weight is not None:
         return [group.sum_norm_(hidden, x, weight, EPS), hidden]
