@@ -1,7 +1,8 @@
-"""Measure the engine on one CUDA GPU and compare it with the limits of that GPU.
+"""Measure the engine on one CUDA GPU, or on several by tensor parallelism, and compare it with the limits of the GPUs.
 
     python tests/benchmarks/synthetic.py llama-3.2-1b models/1b
     python tests/benchmarks/bench_gpu.py --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
+    python tests/benchmarks/bench_gpu.py --model models/8b --tp 2 --only decode sampling prefill
 
 Prints one line per point, then Markdown tables beside the best peer's figures, and writes JSON with --json FILE. If the
 model is planted, the generated text is compared with the known text (`checked_tokens` of it); a difference ends the
@@ -9,15 +10,22 @@ program with an error. bench_all.py runs this program for all models and heads.
 
 Times are those of whole steps as a node runs them, by the host's clock. The floor of a step is the larger of two times:
 its bytes at the measured read bandwidth, and its operations at the measured matrix rate.
+
+With --tp every rank is a process that runs this program on its share of the model, from the same seeds. So all ranks do
+the same work, and none has to be told. Rank 0 reports; its floor is that of all GPUs together.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import multiprocessing
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -35,13 +43,19 @@ from sampling_kinds import KINDS
 
 from baton.engine.config import EngineConfig
 from baton.engine.copies import to_host
+from baton.engine.cuda_group import CudaGroup
 from baton.engine.device_executor import DeviceExecutor
 from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
+from baton.engine.group import START_TIMEOUT_S, CpuGroup
+from baton.engine.mapped_blocks import MappedBlocks
 from baton.engine.pages import Owner
 from baton.engine.progress import ProgressBar
+from baton.engine.rank_devices import orders, see
+from baton.engine.ranks import ONE_RANK, Ranks
 from baton.engine.rounds import Rounds
 from baton.engine.startup import freeze, tune_products
+from baton.engine.tuning import share_choices
 from baton.engine.work import BatchRow
 from baton.metadata.config import ProcessConfig
 from baton.metadata.logs import setup_logging
@@ -56,11 +70,39 @@ HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
 
 def main() -> None:
     options = _options()
+    if options.tp == 1:
+        _measure(options, ONE_RANK)
+        return
+    context = multiprocessing.get_context("spawn")
+    gpus = orders(torch.cuda.device_count(), range(options.tp))
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Path(folder) / "meeting"
+        others = [
+            context.Process(target=_run_rank, args=(options, rank, gpus[rank], meeting), daemon=True)
+            for rank in range(1, options.tp)
+        ]
+        for each in others:
+            each.start()
+        _run_rank(options, 0, gpus[0], meeting)
+
+
+def _run_rank(options: argparse.Namespace, rank: int, gpus: str, meeting: Path) -> None:
+    see(gpus)
+    host = CpuGroup(rank, options.tp, meeting, timeout_s=START_TIMEOUT_S)
+    group = CudaGroup(host, MappedBlocks(host, torch.device("cuda", 0), START_TIMEOUT_S))
+    options.json = None if rank else options.json
+    with contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext():
+        _measure(options, Ranks(group))
+    group.check()
+    host.sum(torch.zeros(1))  # all have ended
+
+
+def _measure(options: argparse.Namespace, ranks: Ranks) -> None:
     setup_logging(ProcessConfig(log_level=options.log_level), "bench")
     torch.backends.cuda.matmul.allow_tf32 = False
-    limits = measure_limits()
+    limits = measure_limits().of(options.tp)
     started = time.monotonic()
-    engine = _load(options)
+    engine = _load(options, ranks)
     torch.cuda.synchronize()
     report: dict[str, Any] = {
         **heading(options.commit),
@@ -70,6 +112,7 @@ def main() -> None:
         "num_layers": engine.model_config.num_layers,
         "hidden_size": engine.model_config.hidden_size,
         "dtype": "bfloat16",
+        "tp": options.tp,
         "page_size": options.page_size,
         "read_TB_per_s": limits.bytes_per_s / 1e12,
         "matrix_TFLOP_per_s": limits.flops_per_s / 1e12,
@@ -131,7 +174,7 @@ def _parts(
     }
 
 
-def _load(options: argparse.Namespace) -> Engine:
+def _load(options: argparse.Namespace, ranks: Ranks) -> Engine:
     settings: dict[str, Any] = {"speculative": "none"}
     if options.drafter:
         drafting = {"speculative": options.speculative, "draft_model": options.drafter}
@@ -148,9 +191,11 @@ def _load(options: argparse.Namespace) -> Engine:
         **settings,
     )
     with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
-        engine = Engine(config, progress)
+        engine = Engine(config, progress, ranks)
     started = time.monotonic()
-    tune_products(engine, measures=not options.no_tune)
+    if ranks.group.rank == 0:
+        tune_products(engine, measures=not options.no_tune)
+    share_choices(ranks)
     say(f"tuned in {time.monotonic() - started:.1f} s")
     return engine
 
@@ -474,9 +519,14 @@ def _options() -> argparse.Namespace:
         "offline",
     ]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args()
+    options = parser.parse_args()
+    # The works of these depend on the times of this process.
+    if options.tp > 1 and (alone := sorted({"adaptive", "joint", "idle"}.intersection(options.only))):
+        parser.error(f"--only {' '.join(alone)} measures one GPU alone; leave it out, or --tp")
+    return options
 
 
 if __name__ == "__main__":

@@ -18,6 +18,10 @@ class Limits:
     bytes_per_s: float
     flops_per_s: float
 
+    def of(self, num_devices: int) -> Limits:
+        """Return the limits of so many devices together."""
+        return Limits(num_devices * self.bytes_per_s, num_devices * self.flops_per_s)
+
 
 def measure_limits() -> Limits:
     """Measure the best of a few streaming sums of 4 GiB, and a bf16 product of 8192^3."""
