@@ -163,6 +163,7 @@ class DecodeNode:
             context_len=executor.context_len,
         )
         self._counts = _Counts()
+        self._put_off: list[RouterWork | RouterGone] = []  # messages that came while the device computed
 
     def step(self) -> bool:
         """Receive, admit, schedule, compute, send. Return whether there is more to compute at once."""
@@ -182,7 +183,7 @@ class DecodeNode:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
         self._reservations.announce_capacity()
         self._clock.end_step()
-        return bool(self.scheduler.running) or self._under_way is not None
+        return bool(self.scheduler.running) or self._under_way is not None or bool(self._put_off)
 
     @property
     def is_idle(self) -> bool:
@@ -330,7 +331,8 @@ class DecodeNode:
 
     def _take_arrivals(self) -> None:
         """Process all messages and events that are there."""
-        for message in self.membership.receive():
+        put_off, self._put_off = self._put_off, []
+        for message in [*put_off, *self.membership.receive()]:
             self._handle(message)
         for event in self.handoff.poll():
             self._arrive(event)
@@ -348,6 +350,21 @@ class DecodeNode:
             self._take_arrivals()
         if self.executor.is_done:
             self._clock.overrun(since)
+
+    def _answer_reservations(self) -> None:
+        """While the device computes the round under way and has the next one to do, answer reservations: a prompt is
+        not computed before the answer. Messages from the first other one on wait for the next step."""
+        under_way = self._under_way
+        if under_way is None:
+            return
+        until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
+        while not self._put_off and time.monotonic() < until and not self.executor.is_done:
+            time.sleep(_PAUSE_S)
+            for message in self.membership.receive():
+                if self._put_off or not isinstance(message, Reserve):
+                    self._put_off.append(message)
+                else:
+                    self._reserve(message)
 
     def _arrive(self, event: Arrived | TransferFailed | Revoked) -> None:
         """Process an event of the handoff client."""
@@ -446,6 +463,7 @@ class DecodeNode:
         if is_scored:  # now, while the device has the round to do
             self._settle_scores(plan)
         if begun is not None:
+            self._answer_reservations()
             self.settle()
             for sequence, limit in zip(begun.sequences, begun.submitted.limits, strict=True):
                 sequence.join_round(limit)

@@ -17,11 +17,12 @@ many other streams running, which are not measured.
     gap       the largest time between two reads with tokens of a request, milliseconds
     goodput   requests per second with ttft and tpot within `--slo TTFT_MS,TPOT_MS`; there may be several
 
-`stages_ms_p50` in the figures has the medians of the stages that `baton explain` shows for a request.
+`stages_ms_p50` in the figures has the medians of the stages that `baton explain` shows for a request, and `local_share`
+the share of prompts that a decode node computed.
 
 With `--turns N` each arrival begins a conversation. A turn's prompt holds the whole history and `--turn-len` new random
-tokens. It is sent `--think-s` after the answer before it. The figures then have ttft and tpot by turn, and the share of
-prompts that a decode node computed. plot_goodput.py draws goodput over rate from the files of `--json`.
+tokens. It is sent `--think-s` after the answer before it. The figures then have all that by turn. plot_goodput.py draws
+goodput over rate from the files of `--json`.
 
 With a planted model (synthetic.py --planted) every answer is compared with the known text; the exit status is 1 if one
 differs or if a request fails. All figures go to --json FILE.
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import re
 import statistics
@@ -197,27 +199,37 @@ def stages(traced: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def by_turn(answered: Sequence[Answered], port: int) -> list[dict[str, Any]]:
-    """Return the figures of each turn. `local_share`: of the last prompts that the router at `port` has traced."""
+    """Return the figures of each turn, the local share among the last prompts that the router at `port` has traced."""
     rows: list[dict[str, Any]] = []
     for turn in sorted({each.turn for each in answered}):
         those = [each for each in answered if each.turn == turn]
         traced = spans(port, [each.rid for each in those[-_MOST_TRACED:]])
-        num_local = sum("local prefill" in each for each in traced)
         figures = summary([each.record for each in those], 1.0, [])
-        rows.append({"turn": turn} | figures | {"local_share": num_local / max(1, len(traced))})
+        rows.append({"turn": turn} | figures | {"local_share": local_share(traced)})
     return rows
 
 
+def local_share(traced: Sequence[dict[str, float]]) -> float:
+    """Return the share of requests whose prompt a decode node computed."""
+    return sum("local prefill" in each for each in traced) / max(1, len(traced))
+
+
 def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Run one load and return its figures."""
+    """Run one load and return its figures.
+
+    No garbage is collected meanwhile: that would hold up all streams at once, and the figures would blame Baton."""
+    gc.collect()
+    gc.disable()
     talk = Talk() if seed == _FIRST else Talk(options.turns, options.turn_len, options.think_s)
     client = Client(options.port, options.model_name or options.model.resolve().name, options.model, seed, talk)
     took_s = asyncio.run(client.run(arrivals, 0 if seed == _FIRST else options.background))
+    gc.enable()
     records = [each.record for each in client.answered]
     row = {"rate": talk.num_turns * len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": took_s}
     row |= summary(records, took_s, options.slo)
     row |= {"failed": client.num_failed, "wrong": client.num_wrong, "checked_tokens": client.num_checked}
-    row["stages_ms_p50"] = stages(spans(options.port, [each.rid for each in client.answered[-_MOST_TRACED:]]))
+    traced = spans(options.port, [each.rid for each in client.answered[-_MOST_TRACED:]])
+    row |= {"stages_ms_p50": stages(traced), "local_share": local_share(traced)}
     if talk.num_turns > 1:
         row["turns"] = by_turn(client.answered, options.port)
     return row | {"late_ms_p99": float(np.percentile(client.late_s, 99)) * 1e3}

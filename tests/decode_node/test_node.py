@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from matrix import coach, force_steps, rounds_paused
-from node_pair import NodePair, node_pairs, params, replace
+from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params, replace
 
 from baton.decode_node import node
 from baton.engine.device_executor import DeviceExecutor
 from baton.engine.step_times import StepTimes
 from baton.metadata.handoff import client
-from baton.metadata.wire.messages import Failed
+from baton.metadata.wire.messages import Cancel, Failed
+from baton.metadata.wire.request import Unit
 
 PROMPT = [17, 4, 250, 33, 17, 4, 250, 99, 8]
 WANTS = params(12, temperature=1.0, seed=3)  # what requests beside a fault ask for
@@ -220,6 +221,7 @@ def computes(monkeypatch: pytest.MonkeyPatch, pulling: NodePair, *, is_done: boo
     until = time.monotonic() + seconds
     monkeypatch.setattr(DeviceExecutor, "is_done", property(lambda _: is_done))
     monkeypatch.setattr(pulling.decode._clock, "submit_by", lambda *_, **__: until)
+    monkeypatch.setattr(pulling.decode, "_answer_reservations", lambda: None)  # it would wait, too
 
 
 def members(pulling: NodePair) -> list[str]:
@@ -295,3 +297,34 @@ def test_a_cancel_ends_the_wait(pulling: NodePair, monkeypatch: pytest.MonkeyPat
     assert looks == 2 and members(pulling) == ["first"]
     pulling.prefill._cancel(unit.rid, unit.attempt, None)
     pulling.results["second", 0].failed = Failed(unit=unit, code="cancelled", message="", retryable=False)
+
+
+def test_a_reservation_is_answered_while_the_device_computes(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt waits for the answer. A message of another kind waits for the next step."""
+    both: dict[str, Any] = {"page_size": 4, "max_running": 3, "speculative": "none"}
+    with node_pairs() as start:
+        pair = start(checkpoint("llama"), prefill=both, decode=both, overlaps=True)
+        pair.submit("first", FIRST, params(40))
+        pair.step_until(lambda: len(pair.results["first", 0].ids) > 3)
+        node, received, first = pair.decode, pair.decode.membership.receive, Unit("first", 0, 0)
+        answer_reservations = node._answer_reservations
+        computes(monkeypatch, pair, is_done=False, seconds=30.0)
+
+        def receive() -> list[Any]:
+            """Return what comes, and a cancel after the reservation."""
+            return [*received(), *([Cancel(ROUTER_EPOCH, "first", 0, (0,), "")] if node.scheduler.reserved else [])]
+
+        monkeypatch.setattr(node.membership, "receive", receive)
+        pair.submit("second", SECOND, params(4))
+        pair._dispatch()
+        answer_reservations()
+        assert [unit.rid for unit in node.scheduler.reserved] == ["second"]
+        assert node.scheduler.get(first) is not None and [type(each) for each in node._put_off] == [Cancel]
+        answer_reservations()  # it waits for nothing
+        node._take_arrivals()
+        assert node.scheduler.get(first) is None and not node._put_off
+        monkeypatch.undo()
+        pair.step_until(lambda: pair.results["second", 0].ended)
+        assert len(pair.results["second", 0].ids) == 4
