@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Raise UsageError if a file has integration tests but not the text by which `pytest_ignore_collect` finds it."""
     if item.get_closest_marker("integration") and _INTEGRATION not in item.path.read_text():
         raise pytest.UsageError(f"{item.path} has tests of processes and does not say {_INTEGRATION}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep Python's garbage collector from the modules and tests: they stay, and it would look at them again and again
+    while they are made."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -55,7 +55,7 @@ def _patch_once_per_launch() -> None:
         used = function.__globals__.values()
         return frozenset(index for index, each in enumerate(languages) if any(value is each for value in used))
 
-    def patch_lang(function: Any) -> Scope:
+    def patch_lang(function: Any) -> interpreter._LangPatchScope:
         used = used_by(function)
         if used and used <= patched:
             return Scope()

@@ -1,4 +1,4 @@
-"""The interpreter of Triton that tests/support/triton_device.py quickens: it computes the same, with less work."""
+"""Triton's interpreter, quickened by triton_device.py, computes the same with less work."""
 
 from __future__ import annotations
 
