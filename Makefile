@@ -14,11 +14,13 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with the pinned dependencies
 
+# pip would compile all packages on one core. Files that are templates or for another Python cannot be compiled.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Baton needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[node,test]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[node,test]'
+	@$(RUN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 # exec: Ctrl-C and SIGTERM reach Baton itself.
@@ -39,11 +41,11 @@ types: setup ## check types
 quick: lint types ## lint, types, and the tests that matter most (tests/quick.txt), in under a minute
 	OMP_NUM_THREADS=1 $(RUN)/pytest -q -n 2 $$(sed 's/#.*//' tests/quick.txt) $(ARGS)
 
-# One worker more than cores, because tests also wait. Tests that start processes of their own run after the others,
-# two files at a time. A test that fails gets another chance (tests/again.py).
+# One worker more than cores, because tests also wait. Tests that start processes of their own mostly wait. They run
+# beside the others, two files at a time. A test that fails gets another chance (tests/again.py).
 test: lint types ## everything that must pass before a change goes in; ARGS="-k name" picks tests
-	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n $(WORKERS) --maxprocesses 8 -m "not integration" $(ARGS)
-	$(RUN)/python tests/again.py -n 2 --dist loadfile -m integration $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n $(WORKERS) --maxprocesses 8 -m "not integration" $(ARGS) \
+		--beside -n 2 --dist loadfile -m integration $(ARGS)
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,12 +1,16 @@
 """Run pytest; run the tests that failed again, alone, one after the other.
 
-    python tests/again.py PYTEST_ARGUMENT ...
+    python tests/again.py PYTEST_ARGUMENT ... [--beside PYTEST_ARGUMENT ...]
 
 A machine that is busy with other work delays processes, and tests about time then fail without a defect. So a test that
 fails gets another chance: it must pass alone NUM_REPEATS times. A test that is skipped then has not passed. The last
 line names these tests, so that nobody overlooks a test that fails often.
 
-The run fails without a repetition if pytest could not collect all tests, was interrupted, or stopped early (-x).
+`--beside` begins the arguments of a second run, for tests that mostly wait. Both run at the same time. The first run
+uses the processor time that the second one leaves, so tests of the second run are hardly delayed. The output of the
+second run is printed when the first run has ended.
+
+The runs fail without a repetition if pytest could not collect all tests, was interrupted, or stopped early (-x).
 """
 
 from __future__ import annotations
@@ -23,20 +27,28 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 NUM_REPEATS = 3
-LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")  # pytest writes it: {node id: true}
+BESIDE = "--beside"
+YIELDING = ("nice", "-n", "5")  # three quarters of a contested processor go to the other run
+CACHE = Path(".pytest_cache")
+LAST_FAILED = Path("v/cache/lastfailed")  # in a cache; pytest writes it: {node id: true}
 TESTS_FAILED, NO_TESTS = 1, 5  # exit statuses of pytest
 
 
 def main(arguments: list[str]) -> int:
-    LAST_FAILED.unlink(missing_ok=True)
-    status = _pytest(arguments)
-    if status == NO_TESTS:
+    (CACHE / LAST_FAILED).unlink(missing_ok=True)
+    if BESIDE in arguments:
+        place = arguments.index(BESIDE)
+        statuses = _run_both(arguments[:place], arguments[place + 1 :])
+    else:
+        statuses = [_pytest(arguments)]
+    statuses = [status for status in statuses if status not in (0, NO_TESTS)]
+    if not statuses:
         return 0
-    if status != TESTS_FAILED or _stops_early(arguments):
-        return status
-    failed: list[str] = sorted(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
+    if set(statuses) != {TESTS_FAILED} or _stops_early(arguments):
+        return max(statuses)
+    failed = sorted(_last_failed(CACHE))
     if not failed or any("::" not in node_id for node_id in failed):  # a file's name: pytest could not collect it
-        return status
+        return TESTS_FAILED
     names = " ".join(failed)
     for count in range(NUM_REPEATS):
         status, has_skipped = _repeat(failed)
@@ -46,6 +58,24 @@ def main(arguments: list[str]) -> int:
             return status or TESTS_FAILED
     print(f"Failed at first, then passed alone {NUM_REPEATS} times: {names}")
     return 0
+
+
+def _run_both(first: list[str], second: list[str]) -> list[int]:
+    """Run both at the same time. Return pytest's exit statuses, and leave the failures of both in the cache."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
+        command = [*_command(second), "-o", f"cache_dir={folder}"]
+        beside = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        statuses = [subprocess.run([*YIELDING, *_command(first)], check=False).returncode, beside.wait()]
+        output.seek(0)
+        print(output.read().decode(errors="replace"), end="")
+        if failed := _last_failed(Path(folder)):
+            (CACHE / LAST_FAILED).parent.mkdir(parents=True, exist_ok=True)
+            (CACHE / LAST_FAILED).write_text(json.dumps(_last_failed(CACHE) | failed))
+    return statuses
+
+
+def _last_failed(cache: Path) -> dict[str, bool]:
+    return json.loads((cache / LAST_FAILED).read_text()) if (cache / LAST_FAILED).exists() else {}
 
 
 def _repeat(failed: list[str]) -> tuple[int, bool]:
@@ -59,7 +89,11 @@ def _repeat(failed: list[str]) -> tuple[int, bool]:
 
 
 def _pytest(arguments: list[str]) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", *arguments], check=False).returncode
+    return subprocess.run(_command(arguments), check=False).returncode
+
+
+def _command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", *arguments]
 
 
 def _stops_early(arguments: list[str]) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.path} has tests of processes and does not say {_INTEGRATION}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep Python's garbage collector from the modules and tests: they stay, and it would look at them again and again
+    while they are made."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     if triton_device.IS_INTERPRETED and "triton" in sys.modules:
-        triton_device.reduce_by_halves()
+        triton_device.quicken_interpreter()
 
 
 @pytest.fixture(scope="session")

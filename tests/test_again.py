@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +49,12 @@ def test_xfails_afterwards(mark=Path(__file__).with_suffix(".mark")):
 
 def _run(folder: Path, text: str, *arguments: str) -> tuple[int, str]:
     """Return the exit status and the last line of a run over one test file."""
+    status, lines = _run_whole(folder, text, *arguments)
+    return status, lines[-1]
+
+
+def _run_whole(folder: Path, text: str, *arguments: str) -> tuple[int, list[str]]:
+    """Return the exit status and the output's lines."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "test_it.py").write_text(text)
     command = [sys.executable, str(AGAIN), "-q", *arguments]
@@ -56,7 +63,7 @@ def _run(folder: Path, text: str, *arguments: str) -> tuple[int, str]:
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    return done.returncode, done.stdout.rstrip().splitlines()[-1]
+    return done.returncode, done.stdout.rstrip().splitlines()
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])
@@ -100,3 +107,48 @@ def test_old_failures_and_runs_that_stop_early_are_not_repeated(tmp_path: Path) 
 
 def test_a_run_without_tests_passes(tmp_path: Path) -> None:
     assert _run(tmp_path, PASSES, "-k", "nothing")[0] == 0
+
+
+MEETS = """
+import time
+from pathlib import Path
+def _meet(own, other):
+    Path(own).touch()
+    deadline = time.monotonic() + 60
+    while not Path(other).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+def test_first():
+    _meet("first", "second")
+def test_second():
+    _meet("second", "first")
+"""
+
+
+def test_two_runs_share_the_time_and_the_second_is_printed_last(tmp_path: Path) -> None:
+    status, lines = _run_whole(tmp_path, MEETS, "-k", "first", "--beside", "-v", "-k", "second")
+    assert status == 0
+    first, second = (index for index, line in enumerate(lines) if "1 passed, 1 deselected" in line)
+    assert first < next(index for index, line in enumerate(lines) if "test_second PASSED" in line) < second
+
+
+@pytest.mark.parametrize("names", [("fails_once", "fails and not once"), ("fails and not once", "fails_once")])
+def test_failures_of_both_runs_are_repeated_and_kept_for_last_failed(tmp_path: Path, names: tuple[str, str]) -> None:
+    status, last = _run(tmp_path, PASSES + FAILS_ONCE + FAILS, "-k", names[0], "--beside", "-k", names[1])
+    assert status == 1
+    assert last.startswith("Failed, and at least one failed alone as well")
+    kept = json.loads((tmp_path / ".pytest_cache/v/cache/lastfailed").read_text())
+    assert kept.keys() == {"test_it.py::test_fails", "test_it.py::test_fails_once"}
+
+
+def test_a_failure_of_either_run_that_passes_alone_is_forgiven(tmp_path: Path) -> None:
+    for index, (first, second) in enumerate([("passes", "fails_once"), ("fails_once", "passes")]):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        status, last = _run(folder, PASSES + FAILS_ONCE, "-k", first, "--beside", "-k", second)
+        assert (status, last) == (0, "Failed at first, then passed alone 3 times: test_it.py::test_fails_once")
+
+
+def test_an_error_of_collection_in_either_run_fails_the_runs(tmp_path: Path) -> None:
+    for first, second in (("test_it.py", "nothing.py"), ("nothing.py", "test_it.py")):
+        assert _run(tmp_path, PASSES, first, "--beside", second)[0] not in (0, 1, 5)

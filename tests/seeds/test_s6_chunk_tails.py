@@ -129,9 +129,11 @@ def test_chunks_and_prefix_hits_make_no_difference(
     truths(model, monkeypatch)
     whole = run(make_pair(model, **drafter, chunk_tokens=WHOLE, prefix_cache=False), "r")
     assert sum(sum(seen.num_accepted) for seen in whole) > 0
-    for chunk in CHUNKS:
+    for place, chunk in enumerate(CHUNKS, ALL.index(name)):
         pair = make_pair(model, **drafter, chunk_tokens=chunk)
         check(run(pair, "cold"), whole)
+        if place % 2:  # every drafter meets hits, and hits meet every chunk
+            continue
         check(run(pair, "again"), whole)
         assert sum(admitted.num_cached_pages for admitted in pair.admitted) > 4  # decode's own prefix hits
         assert any(result.ended and result.ended.num_cached for result in pair.results.values())

@@ -5,6 +5,8 @@ Import this module before anything imports triton, which decides at import. test
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -26,8 +28,65 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale
     return numbers.mul_(scale).to(dtype).to(DEVICE)
 
 
-def reduce_by_halves() -> None:
-    """Let Triton's interpreter reduce by functions of our own as a GPU does: half of the elements with the other half,
+def quicken_interpreter() -> None:
+    """Spare Triton's interpreter most of its time, without a change of what it computes."""
+    _patch_once_per_launch()
+    _check_no_overflow()
+    _keep_dtypes()
+    _reduce_by_halves()
+
+
+def _patch_once_per_launch() -> None:
+    """Let the interpreter replace the functions of triton.language when a kernel starts. It does so again whenever one
+    function of ours calls another."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, languages = interpreter._patch_lang, (tl, tl.core)
+    patched: set[int] = set()  # indices of languages, since the kernel started
+
+    class Scope(interpreter._LangPatchScope):
+        def restore(self) -> None:
+            super().restore()
+            patched.clear()
+
+    @functools.cache
+    def used_by(function: Any) -> frozenset[int]:
+        used = function.__globals__.values()
+        return frozenset(index for index, each in enumerate(languages) if any(value is each for value in used))
+
+    def patch_lang(function: Any) -> interpreter._LangPatchScope:
+        used = used_by(function)
+        if used and used <= patched:
+            return Scope()
+        scope = patch(function)
+        patched.update(used)
+        return scope
+
+    interpreter._LangPatchScope, interpreter._patch_lang = Scope, patch_lang
+
+
+def _check_no_overflow() -> None:
+    """Switch off the interpreter's check of sums and products. Without Triton's debug mode it computes everything in 64
+    bits as well, and asserts nothing."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    assert not interpreter_builder.options.debug
+    interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+
+
+def _keep_dtypes() -> None:
+    """Let the interpreter keep the type of numpy of each type. It makes the table of all types for each value."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    find = functools.cache(interpreter._get_np_dtype)
+    address = np.dtype(np.uint64)
+    interpreter._get_np_dtype = lambda of: address if isinstance(of.scalar, tl.pointer_type) else find(of.scalar)
+
+
+def _reduce_by_halves() -> None:
+    """Let the interpreter reduce by functions of our own as a GPU does: half of the elements with the other half,
     again and again. It takes one element after the other, which takes most of the time of some tests."""
     import triton.language as tl
     from triton.runtime.interpreter import ReduceOps
