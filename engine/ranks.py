@@ -88,6 +88,11 @@ class Ranks:
         if self.group.size > 1:
             self.group.sum(torch.zeros(1))
 
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Return the rows of each rank in the forward that runs; none if all ranks have the same rows."""
+        return () if self.rows is None else self.rows.lens
+
     def announce(self, num_rows: int) -> None:
         """Say that every rank runs a forward of `num_rows` rows next. Executors announce those of works themselves."""
         if self.rows is not None:

@@ -17,7 +17,8 @@ from triton_device import DEVICE
 from baton.engine.batch import Computed
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.prompt_graphs import BUCKETS, MAX_SEQS, PromptInputs, bucket, bucket_sizes, own
+from baton.engine.prompt_graphs import PromptInputs, own
+from baton.engine.prompt_sizes import BUCKETS, MAX_SEQS, bucket, bucket_sizes
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
 
