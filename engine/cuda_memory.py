@@ -134,8 +134,9 @@ def tensor_over(mapping: Mapping, shape: tuple[int, ...], dtype: torch.dtype, de
     assert math.prod(shape) * dtype.itemsize <= mapping.size, (shape, dtype, mapping.size)
     own = torch.device(device.type, _ordinal(device)) if device.type == "cuda" else device
     # torch.as_tensor would give the tensor the GPU of the memory, and kernels would run there
-    storage: Any = torch._C._construct_storage_from_data_pointer(mapping.address, own, mapping.size)
-    return torch.empty(0, dtype=dtype, device=own).set_(storage, 0, shape)
+    storage = torch._C._construct_storage_from_data_pointer(mapping.address, own, mapping.size)
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype, device=own).set_(storage, 0, shape, strides)
 
 
 class _Block:

@@ -34,7 +34,8 @@ _FLAGS_AT, _SLOTS_AT = tl.constexpr(SCATTER_AT + FLAGS_AT), tl.constexpr(SCATTER
 def serves_norm(hidden: Tensor, weight: Tensor, num_ranks: int) -> bool:
     """Return whether `reduce_scatter_norm_` takes these tensors: a slot must hold a row for every rank."""
     is_row = hidden.dtype == weight.dtype and hidden.dtype in _FLOATS and hidden.stride(-1) == 1
-    return is_row and triton.next_power_of_2(hidden.shape[1]) * hidden.itemsize * num_ranks <= SLOT_BYTES
+    row_bytes = int(triton.next_power_of_2(hidden.shape[1])) * hidden.itemsize
+    return is_row and row_bytes * num_ranks <= SLOT_BYTES
 
 
 def reduce_scatter(x: Tensor, blocks: PeerBlocks) -> Tensor:
