@@ -263,7 +263,7 @@ class Engine:
 
         if captures(self.device):
             sizes = bucket_sizes(self.model_config.layer_products)
-            self._prompt_graphs = PromptGraphs(run, sizes, self.pool.page_size, self.context_len, progress)
+            self._prompt_graphs = PromptGraphs(run, sizes, self.pool.page_size, self.context_len, self.device, progress)
 
     @property
     def prompt_sizes(self) -> PromptSizes:

@@ -107,11 +107,12 @@ class PromptGraphs:
         sizes: Sequence[int],
         page_size: int,
         context_len: int,
+        device: torch.device,
         progress: Progress | None = None,
     ) -> None:
-        """Capture buckets of `sizes` tokens, the largest first, so that the others fit in its memory. `progress`
-        counts them. `run` must not read any tensor on the host."""
-        self._run = run
+        """Capture buckets of `sizes` tokens on `device`, the largest first, so that the others fit in its memory.
+        `progress` counts them. `run` must not read any tensor on the host."""
+        self._run, self._device = run, device
         self._page_size = page_size
         self._num_columns = -(-context_len // page_size)
         self.sizes = PromptSizes(sorted(sizes), self._num_columns * page_size)
@@ -135,13 +136,13 @@ class PromptGraphs:
         if size not in self._captured:
             return None
         found = self._captured[size]
-        inputs = PromptInputs.of(rows, self._page_size, size, self._num_columns, pinned=True)
+        inputs = PromptInputs.of(rows, self._page_size, size, self._num_columns, pinned=self._device.type == "cuda")
         found.inputs.block.copy_(inputs.block, non_blocking=True)
         found.graph.replay()
         return own(found.computed, rows)
 
     def _capture(self, size: int) -> _Captured:
-        inputs = PromptInputs.allocate(size, self._num_columns, "cuda")
+        inputs = PromptInputs.allocate(size, self._num_columns, self._device)
         inputs.block.copy_(PromptInputs.of((), self._page_size, size, self._num_columns).block)
         with torch.inference_mode():
             graph, computed = captured(lambda: self._run(inputs.batch(self._page_size)), self._pool)
