@@ -203,3 +203,22 @@ def run_process(rank: int, blocks: Sequence[Tensor], cases: Sequence[Case], limi
     except Exception as error:
         values.append(repr(error))
     answers.put((rank, values))
+
+
+def run_processes(size: int, cases: Sequence[Case], limit: int = 1 << 40) -> dict[int, list[Any]]:
+    """Return the results of all ranks, each in a process of its own, by rank. `limit`: looks."""
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    blocks = [block.share_memory_() for block in new_blocks(size)]
+    ranks = [
+        context.Process(target=run_process, args=(rank, blocks, cases, limit, answers), daemon=True)
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        return dict(answers.get(timeout=120) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
