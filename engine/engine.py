@@ -251,6 +251,8 @@ class Engine:
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.longest_chunk = num_tokens, step_s
         self._warm_up_history(num_tokens, pages)
+        if self.num_pools > 1 and self.device.type == "cuda":  # rows of unlike numbers are padded, which takes memory
+            self.compute([BatchRow([0] * self._ranks.announce_longest(num_tokens), 0, pages)])
         self.pool.release(pages)
 
     def capture_prompts(self, progress: Progress | None = None) -> None:

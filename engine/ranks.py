@@ -98,6 +98,13 @@ class Ranks:
         if self.rows is not None:
             self.rows.lens = (num_rows,) * self.group.size
 
+    def announce_longest(self, num_rows: int) -> int:
+        """Say that rank 0 runs a forward of `num_rows` rows next, and every other rank one of a single row. Return the
+        rows of this rank. Only ranks with sequences of their own may call it."""
+        assert self.rows is not None, "all ranks have the same rows"
+        self.rows.lens = (num_rows, *[1] * (self.group.size - 1))
+        return self.rows.lens[self.group.rank]
+
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of each rank. All ranks must call it, with equally many."""
         return self.group.gather(torch.tensor([numbers]), [1] * self.group.size).tolist()
