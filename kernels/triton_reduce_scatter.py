@@ -133,11 +133,11 @@ def _scatter_kernel(
         if not NORMS:  # the last row may be shorter
             is_in = is_in & (at < num_elements)
         slot = _SLOTS_AT + ((count % 2) * _LANES + lane) * _SLOT
+        x = tl.zeros([BLOCK], dtype)
         for other in tl.static_range(NUM_RANKS):
-            if other != rank:
-                theirs = _summand(x_ptr, other, at, is_in, num_elements, NUM_RANKS, PARTS, dtype)
-                tl.store(_pointer(own + slot, dtype) + other * BLOCK + columns, theirs, mask=is_in)
-        x = _summand(x_ptr, rank, at, is_in, num_elements, NUM_RANKS, PARTS, dtype)
+            each = _summand(x_ptr, other, at, is_in, num_elements, NUM_RANKS, PARTS, dtype)
+            tl.store(_pointer(own + slot, dtype) + other * BLOCK + columns, each, mask=is_in & (other != rank))
+            x = tl.where(other == rank, each, x)
         if NORMS:
             hidden_at = hidden_ptr + row * hidden_stride + columns
             hidden = tl.load(hidden_at, mask=is_in, other=0.0).to(tl.float32)
@@ -162,9 +162,18 @@ def _scatter_kernel(
 
 
 @triton.jit
-def _summand(x_ptr, rank, at, is_in, num_elements, NUM_RANKS: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Return what this rank adds to elements `at` of the rows of `rank`."""
-    start = x_ptr + rank * num_elements.to(tl.int64)
+def _summand(
+    x_ptr,
+    other: tl.constexpr,
+    at,
+    is_in,
+    num_elements,
+    NUM_RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Return what this rank adds to elements `at` of the rows of rank `other`."""
+    start = x_ptr + other * num_elements.to(tl.int64)
     x = tl.load(start + at, mask=is_in, other=0)
     for part in tl.static_range(1, PARTS):
         x += tl.load(start + part * NUM_RANKS * num_elements.to(tl.int64) + at, mask=is_in, other=0)
@@ -174,15 +183,15 @@ def _summand(x_ptr, rank, at, is_in, num_elements, NUM_RANKS: tl.constexpr, PART
 @triton.jit
 def _meet_apart(blocks_ptr, control_ptr, own, rank, lane, count, NUM_RANKS: tl.constexpr, CLOCKED: tl.constexpr):
     """Show the others what this lane has written, and wait until they have written, too."""
-    pointer = tl.pointer_type(tl.int64)
     tl.debug_barrier()  # all threads have written, and have read what they read in the last meeting
     for other in tl.static_range(NUM_RANKS):
         if other != rank:
             flag = tl.load(blocks_ptr + other) + _FLAGS_AT + (lane * _RANKS + rank) * 8
-            tl.atomic_xchg(flag.to(pointer), count, sem="release", scope="sys")
+            tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), count, sem="release", scope="sys")
     for other in tl.static_range(NUM_RANKS):
         if other != rank:
             flag = own + _FLAGS_AT + (lane * _RANKS + other) * 8
             gave_up = own + _GAVE_UP_AT + rank * 8  # the word of all kernels of this rank
+            pointer = tl.pointer_type(tl.int64)
             _wait(flag.to(pointer), count, gave_up.to(pointer), control_ptr, CLOCKED)
     tl.debug_barrier()

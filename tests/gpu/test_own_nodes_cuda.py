@@ -1,19 +1,23 @@
-"""A node on CUDA whose ranks have sequences of their own, beside a node with one rank: output is that of a CPU without
-speculation. The ranks share one GPU, or have one each."""
+"""Nodes on CUDA whose ranks have sequences of their own: output is that of a CPU without speculation, or of
+transformers. The ranks share one GPU, or have one each."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cluster import Cluster
 from gpu_nodes import SPECULATIONS
 from matrix import CELLS, PAGE_SIZE, Plain, run_cell
 from node_pair import NodePair
+from ties import Reference
+from tokenizers import Tokenizer
 
 from baton.engine import dp_attention, ranked_engine
 
@@ -58,3 +62,29 @@ def test_output_is_that_of_the_cpu(
         pair.check_books()
         stats = pair.decode.rounds.stats
     assert name == "none" or stats.num_drafted > stats.num_accepted > 0, stats
+
+
+class GpuCluster(Cluster):
+    ready_s = 240.0  # kernels that no process has compiled before, and graphs of all ranks
+    gpu_share = 0.6  # the reference is in this process
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("transport", ["cuda", "zmq"])
+def test_processes_of_both_roles_on_two_gpus(transport: str, tmp_path: Path) -> None:
+    """They rehearse and fit their pools. The second time, prompts are found in the prefix caches of the ranks."""
+    reference = Reference(DEMO, device="cuda")
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    prompts = [tokenizer.encode(text * count).ids for text in ("x = 1\n", "def main(") for count in (1, 9, 30)]
+    fields = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+    flags = ["--device", "cuda", "--dtype", "float32", "--transport", transport, "--dp-attention", "2"]
+    with GpuCluster(tmp_path, DEMO) as running, ThreadPoolExecutor(len(prompts)) as threads:
+        running.start(node_flags=[*flags, "--max-running", "4", "--speculative", "eagle3", "--no-draft-adaptive"])
+        for _ in range(2):
+            answers = list(threads.map(lambda prompt: running.complete(prompt, **fields), prompts))
+            for prompt, answer in zip(prompts, answers, strict=True):
+                theirs = reference.generate(prompt, 40)
+                reference.assert_greedy(prompt, answer["choices"][0]["token_ids"], theirs)
+        stats = running.ledger()["nodes"]["decode-0"]["stats"]
+    assert stats["checksum_failures"] == 0 and stats["bytes_moved"] > 0
+    assert reference.num_ties <= 1
