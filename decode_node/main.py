@@ -51,7 +51,8 @@ def parts_on(ranked: RankedEngine, config: DecodeConfig) -> DecodeParts:
     engine, chunk = ranked.engine, config.chunk(ranked.engine.device.type)
     if engine.num_pools == 1:
         return DecodeParts.on_one(RankExecutor(ranked), engine.cache, chunk)
-    return DecodeParts.on_ranks(OwnWorkExecutor(ranked).queues, engine.caches, chunk)
+    executor = OwnWorkExecutor(ranked, graph_sizes(engine.kv, ranked.num_slots))
+    return DecodeParts.on_ranks(executor.queues, engine.caches, chunk)
 
 
 def _serve(

@@ -4,7 +4,8 @@
 
 The ranks share the hidden units of the target's feed-forward layers, so all of them run the same forwards of the target
 in the same order. A rank without sequences gets work of the same kind without rows: it runs the same functions on zero
-rows, or on padding if the work has a bucket. It never computes a prompt while the others decode.
+rows, or on padding if the work has a bucket. It never computes a prompt while the others decode. Chunks of prompts are
+padded to the same bucket on all ranks if that of the largest chunk holds each of them, and to none otherwise.
 
 A round has the largest shape and bucket of all ranks, and the sampling of all ranks together, because a graph is
 captured for each shape, bucket and kind of sampling. A sequence accepts no more drafts than its own rank asked for.
@@ -18,10 +19,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .draft_shape import NO_DRAFTS, DraftShape
+from .prompt_sizes import NO_PROMPT_SIZES, PromptSizes
 from .sampling_state import Needs
-from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundWork, catch_up_sizes
+from .work import BatchRow, CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundWork, WarmUp, catch_up_sizes
 
-OwnWork = RoundWork | Chunk | Forget
+OwnWork = RoundWork | Chunk | Forget | WarmUp
 _ORDER = (Forget, LoadSlot, Chunk, Recompute, CatchUp, Round)  # a round comes when no rank has other work before it
 
 
@@ -45,9 +47,11 @@ def next_works(queues: Sequence[deque[RoundWork]]) -> list[RoundWork | None]:
     return [queue.popleft() if queue and type(queue[0]) is kind else None for queue in queues]
 
 
-def agree(works: Sequence[OwnWork | None], buckets: Sequence[int] = ()) -> Agreed:
+def agree(
+    works: Sequence[OwnWork | None], buckets: Sequence[int] = (), prompts: PromptSizes = NO_PROMPT_SIZES
+) -> Agreed:
     """Return the works that the ranks do instead of `works`, which are of one kind. `buckets`: batch sizes that every
-    rank has, rising.
+    rank has, rising. `prompts`: the chunks for which every rank has graphs.
 
     If one rank drafts, all sequences of the round must be known to the drafter, so call `Rounds.submit` of each rank
     with the `largest_shape`."""
@@ -66,7 +70,10 @@ def agree(works: Sequence[OwnWork | None], buckets: Sequence[int] = ()) -> Agree
         return Agreed(list(_agree_catch_ups([_or_idle_catch_up(work) for work in works])), (0,) * len(works))
     idle = Chunk([], []) if isinstance(present[0], Chunk) else Recompute([], [])
     agreed = [idle if work is None else work for work in works]
-    return Agreed(list(agreed), tuple(map(_num_tokens, agreed)))
+    sizes = [prompts.holding(_rows(work)) for work in agreed]
+    largest = max((size for size in sizes if size is not None), default=0)
+    lens = tuple(_num_tokens(work) if None in sizes else largest for work in agreed)
+    return Agreed(list(agreed), lens)
 
 
 def widened(work: Round, shape: DraftShape) -> Round:
@@ -116,8 +123,12 @@ def _padded(work: Round, buckets: Sequence[int]) -> int:
     return next((size for size in buckets if size >= max(len(work.slots), work.least_seqs)), len(work.slots))
 
 
-def _num_tokens(work: OwnWork) -> int:
+def _rows(work: OwnWork) -> list[BatchRow]:
     if isinstance(work, Chunk):
-        return work.num_tokens
+        return [each.row for each in work.rows]
     assert isinstance(work, Recompute)
-    return sum(len(row.input_ids) for row in work.rows)
+    return list(work.rows)
+
+
+def _num_tokens(work: OwnWork) -> int:
+    return sum(len(row.input_ids) for row in _rows(work))

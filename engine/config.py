@@ -80,7 +80,8 @@ class EngineConfig(NodeConfig):
     dp_attention: int = setting(
         1,
         "serve with this many ranks, each a process with sequences, KV pages and drafter of its own, and some hidden "
-        "units of every feed-forward layer; --num-pages and --max-running are per rank; on cpu only, not with --tp",
+        "units of every feed-forward layer; --num-pages and --max-running are per rank; on cuda each rank has a GPU of "
+        "its own; not with --tp",
     )
     speculative: str = setting(
         "auto",

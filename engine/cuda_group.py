@@ -82,7 +82,28 @@ class CudaGroup:
 
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         assert len(x) == sum(lens), (x.shape, lens)
-        return self.sum(x).split(list(lens))[self.rank].clone()
+        if not self._is_here(x):
+            return self._host.reduce_scatter(x, lens)
+        if not x.is_floating_point():
+            return self.sum(x).split(list(lens))[self.rank].clone()
+        from ..kernels.triton_reduce_scatter import reduce_scatter
+
+        if len(set(lens)) == 1:
+            return reduce_scatter(x.unflatten(0, (self.size, lens[0])), self._blocks)
+        padded = x.new_zeros(self.size, max(lens), *x.shape[1:])  # lanes of all ranks meet equally often
+        for rows, own in zip(padded, x.split(list(lens)), strict=True):
+            rows[: len(own)] = own
+        return reduce_scatter(padded, self._blocks)[: lens[self.rank]]
+
+    def reduce_scatter_norm_(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, lens: Sequence[int]
+    ) -> Tensor:
+        from ..kernels.triton_reduce_scatter import reduce_scatter_norm_, serves_norm
+
+        if len(set(lens)) == 1 and serves_norm(hidden, weight, self.size):
+            return reduce_scatter_norm_(hidden, delta, weight, eps, self._blocks)
+        own = delta if delta.ndim == 2 else sum_parts(delta, hidden.dtype)
+        return add_rms_norm_(hidden, self.reduce_scatter(own, lens), weight, eps)
 
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         rows = self.gather(x, [sum(each) for each in lens]).split(list(itertools.chain.from_iterable(lens)))

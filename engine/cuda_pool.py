@@ -6,19 +6,20 @@ Each pool lies in an allocation of its own, which other processes of this host m
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from ..kernels.pages import WordSpan, has_kernels, page_checksums
 from ..metadata.errors import OutOfMemory, TransferError
 from ..metadata.handoff.kv_layout import KvLayout
-from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import MappedPools, Shared
 from ..metadata.handoff.shards import PagePart
 from .cuda_memory import Mapping, map_shared, share
@@ -86,30 +87,57 @@ class CudaGather:
 class CudaMapping(NamedTuple):
     """A peer's pools, mapped (metadata/handoff/pages.py: MappedPools)."""
 
-    pools: list[PoolAddress]
+    ranks: list[list[PoolAddress]]  # pools by rank of the peer; one rank unless its ranks have pages of their own
     mappings: list[Mapping]
-    stream: torch.cuda.Stream
+    streams: tuple[torch.cuda.Stream, ...]  # on which gathers from it run, of one device
     spans: list[list[WordSpan]] | None = None  # of each pool; None: the whole pages
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of each rank."""
+        return self.ranks[0][0].num_pages
+
     def close(self) -> None:
-        self.stream.synchronize()
-        with torch.cuda.device(self.stream.device):
+        for stream in self.streams:
+            stream.synchronize()
+        with torch.cuda.device(self.streams[0].device):
             for mapping in self.mappings:
                 mapping.close()
         self.mappings.clear()
+
+
+class Mirror(Protocol):
+    """The host mirror of one pool, such as a `PageMemory`."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def pages(self) -> np.ndarray:
+        """uint8 [num_layers, num_pages, page_layer_bytes]."""
+        ...
 
 
 class CudaPool:
     """The DevicePool of a node on CUDA (metadata/handoff/pages.py). `kvs` are the pools, [num_layers, num_pages, ...]
     each, contiguous, on one device. `memory` has their host mirrors and their layouts."""
 
-    def __init__(self, kvs: Sequence[torch.Tensor], memory: Sequence[PageMemory], *, has_checksums: bool) -> None:
+    def __init__(
+        self,
+        kvs: Sequence[torch.Tensor],
+        memory: Sequence[Mirror],
+        *,
+        has_checksums: bool,
+        shared: Sequence[Shared] | None = None,
+    ) -> None:
+        """`shared`: descriptors of the pools, if another process has allocated them, of which this object becomes the
+        owner. None: this process has allocated them."""
         self._device = kvs[0].device
         self._pools = [kv.view(kv.shape[0], kv.shape[1], -1).view(torch.int32) for kv in kvs]  # words
         assert all(kv.is_contiguous() for kv in kvs), [kv.stride() for kv in kvs]
         layouts = [pool.layout for pool in memory]
         self._mirrors = [torch.from_numpy(pool.pages).view(torch.int32) for pool in memory]
-        self._page_bytes = sum(pool.page_bytes for pool in memory)
+        self._page_bytes = sum(layout.page_bytes for layout in layouts)
         self._runs: list[_Digested] = []
         self._shapes: list[tuple[int, int]] = []  # of a page's checksums, by pool
         if has_checksums:
@@ -122,8 +150,15 @@ class CudaPool:
         )  # of checksums that wait for a chunk, as others do not
         self._fences: dict[int, torch.cuda.Event] = {}  # by page: what was submitted before it was expected
         self.device = str(torch.cuda.get_device_properties(self._device).uuid)
-        self.shared = self._share()
+        self.shared = self._share() if shared is None else tuple(shared)
+        for each in self.shared:
+            weakref.finalize(self, os.close, each.descriptor)
         self._warm_up()
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream on which pages are gathered."""
+        return self._stream
 
     def map(
         self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
@@ -136,17 +171,26 @@ class CudaPool:
             raise TransferError("triton is not installed, which reads a peer's pool")
         from ..kernels.triton_pages import PoolAddress
 
-        mapping = CudaMapping([], [], self._stream, None if part is None else word_spans(part))
+        mapping = CudaMapping([], [], (self._stream,), None if part is None else word_spans(part))
         all_words = [pool.shape[2] for pool in self._pools]
         if part is not None:
             all_words = [pool.layout.page_layer_bytes // 4 for pool in part.pools]
+        num_ranks = max(1, len(descriptors) // len(self._pools))
         try:
-            for pool, words, descriptor, size in zip(self._pools, all_words, descriptors, sizes, strict=True):
-                needed = pool.shape[0] * num_pages * words * 4
-                if size < needed:
-                    raise TransferError(f"peer's pool has {size} bytes, {num_pages} pages of this layout have {needed}")
-                mapping.mappings.append(map_shared(descriptor, size, self._device))
-                mapping.pools.append(PoolAddress(mapping.mappings[-1].address, num_pages, words))
+            if num_pages % num_ranks:
+                raise TransferError(f"{num_ranks} ranks of the peer cannot have equal shares of its {num_pages} pages")
+            own_pages = num_pages // num_ranks
+            for first in range(0, len(descriptors), len(self._pools)):
+                of_rank = descriptors[first : first + len(self._pools)]
+                mapping.ranks.append([])
+                for pool, words, descriptor, size in zip(self._pools, all_words, of_rank, sizes, strict=True):
+                    needed = pool.shape[0] * own_pages * words * 4
+                    if size < needed:
+                        raise TransferError(
+                            f"peer's pool has {size} bytes, {own_pages} pages of this layout have {needed}"
+                        )
+                    mapping.mappings.append(map_shared(descriptor, size, self._device))
+                    mapping.ranks[-1].append(PoolAddress(mapping.mappings[-1].address, own_pages, words))
         except (TransferError, OSError, ValueError, torch.OutOfMemoryError) as error:
             mapping.close()
             raise TransferError(f"cannot map the peer's pools: {error}") from error
@@ -183,11 +227,13 @@ class CudaPool:
         with torch.cuda.device(self._device):
             self._pass_fences(targets)
             slip = self._take_slip(len(targets))
-            slip.numbers[:] = sources, targets
+            slip.numbers[:] = [source % peer.num_pages for source in sources], targets
             moves = self._readable(slip, self._stream)
             spans = peer.spans or [None] * len(self._pools)
-            for theirs, ours, of_pool in zip(peer.pools, self._pools, spans, strict=True):
-                gather_pages(theirs, ours, *moves, self._stream, of_pool)
+            for rank, run in _runs([source // peer.num_pages for source in sources]):
+                run_from, run_to = moves[0][run], moves[1][run]
+                for theirs, ours, of_pool in zip(peer.ranks[rank], self._pools, spans, strict=True):
+                    gather_pages(theirs, ours, run_from, run_to, self._stream, of_pool)
             self._digest(slip, moves[1], self._stream)
             return CudaGather(slip, self._give_back)
 
@@ -244,7 +290,7 @@ class CudaPool:
             self.digest([0] * max(many, default=0))
             self.expect([0])  # zeros may still be on their way into it
             addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
-            self.gather(CudaMapping(addresses, [], self._stream), [0], [0]).wait()
+            self.gather(CudaMapping([addresses], [], (self._stream,)), [0], [0]).wait()
 
     def _digest(self, slip: _Slip, pages: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Compute the checksums of `pages` [num_pages] int32 into the slip. This is the last launch for it."""
@@ -292,8 +338,9 @@ class CudaPool:
         try:
             for pool in self._pools:
                 shared.append(share(pool))
-                weakref.finalize(self, os.close, shared[-1].descriptor)
         except (TransferError, OSError) as error:
+            for each in shared:
+                os.close(each.descriptor)
             logger.warning("the pools cannot be shared (%s): pages travel by way of the host", error)
             return ()
         return tuple(shared)
@@ -304,6 +351,15 @@ def word_spans(part: PagePart) -> list[list[WordSpan]]:
     spans = [span for pool in part.pools for span in pool.spans]
     assert not any(size % 4 for span in spans for size in span), (spans, "a block on a GPU is copied by words")
     return [[WordSpan(*(size // 4 for size in span)) for span in pool.spans] for pool in part.pools]
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Yield each run of equal numbers, and its places."""
+    start = 0
+    for number, run in itertools.groupby(numbers):
+        stop = start + len(list(run))
+        yield number, slice(start, stop)
+        start = stop
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -191,9 +191,10 @@ class DeviceExecutor:
             blocks = self.buckets.allocate_on_device()
             pool, joint = torch.cuda.graph_pool_handle(), None
             shared = blocks[-1:] if of_largest else blocks, self.slots.padding, pool
-            rounds = RoundGraphs("rounds", self._round, *shared)
+            rounds = RoundGraphs("rounds", self._captured_round, *shared)
             catching_up = RoundGraphs("catching up", self._catch_up, *shared)
-            joint_of = joint_sizes(self.buckets.sizes, self.shape) if expects_prompts else []
+            joins = expects_prompts and self.engine.num_pools == 1  # ranks with sequences of their own never do
+            joint_of = joint_sizes(self.buckets.sizes, self.shape) if joins else []
             if joint_of:
                 joint_of = joint_of[-1:] if of_largest else joint_of
                 joint = JointGraphs(self.engine, self.drafter, self.slots, blocks, joint_of, pool)
@@ -246,6 +247,13 @@ class DeviceExecutor:
         while self._chunks_ahead and self._chunks_ahead[0].query():
             self._chunks_ahead.popleft()
         return len(self._chunks_ahead)
+
+    def wait_chunks(self) -> None:
+        """Wait until every submitted Recompute is computed."""
+        for event in self._chunks_ahead:
+            event.synchronize()
+        self._chunks_ahead.clear()
+        self.engine.check()
 
     def collect_scores(self) -> Scores:
         """Wait for the last Recompute, which had scored tokens, and return its report, once."""
@@ -375,6 +383,11 @@ class DeviceExecutor:
     def _catch_up(self, block: InputBlock, num_rows: int, needs: Needs) -> None:
         assert self.drafter is not None
         catch_up(self.drafter, self.slots, block.for_catch_up, num_rows, needs)
+
+    def _captured_round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
+        """Run a round for its graph. All ranks capture the same graph, so all have as many rows."""
+        self.engine.announce(block.num_seqs * (shape.num_drafts + 1))
+        return self._round(block, shape, needs)
 
     def _round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
         return run_round(self.engine, self.drafter, self.slots, block.for_round, shape, needs)

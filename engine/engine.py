@@ -20,7 +20,7 @@ from ..kernels.rows import gather_rows
 from ..kernels.trees import move_slots_
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.hidden_layout import HiddenDtype
-from ..metadata.handoff.kv_layout import Shard
+from ..metadata.handoff.kv_layout import KvLayout, Shard
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema import kv_layouts, on_gpu, page_bytes
@@ -43,11 +43,13 @@ from .model_config import ModelConfig
 from .models.decoder import DecoderModel
 from .models.read_config import read_model_config
 from .models.registry import load_model
-from .own_pools import share_pools
+from .own_cuda_pools import OwnCudaPools, share_own_pools
+from .own_pools import OwnPages, share_pools
 from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
 from .progress import Progress
-from .prompt_graphs import PromptGraphs, bucket_sizes
+from .prompt_graphs import PromptGraphs
+from .prompt_sizes import NO_PROMPT_SIZES, PromptSizes, bucket_sizes
 from .ranks import ONE_RANK, Ranks
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
@@ -116,6 +118,7 @@ class Engine:
         )
         self.lease_s = MIN_LEASE_S
         self.longest_chunk: tuple[int, float] | None = None  # its tokens and seconds, sampling included
+        self._own_pools: OwnCudaPools | None = None  # of all ranks, if each has pages of its own on a GPU; on rank 0
         self._make_pools(num_pages)
         self.drafter = self.speculation.load(self.model, *self._target_and_draft_kv(), progress, ranks.of_drafts)
         self._prompt_graphs: PromptGraphs | None = None
@@ -158,6 +161,9 @@ class Engine:
         graphs and endpoints, is void. Raises ConfigError if the device or the host lacks the memory."""
         assert self.pool.num_free == self.pool.num_usable, self.pool.ledger()
         self._prompt_graphs = self.device_pool = None
+        if self._own_pools is not None:
+            self._own_pools.close()  # before the others free their pools, which would stay allocated
+            self._own_pools = None
         self._kvs.clear()
         if self.drafter is not None:
             empty = torch.empty(0, device=self.device)
@@ -176,22 +182,40 @@ class Engine:
         self.context_len = min(_context_len(config, self.model_config), (num_pages - 1) * page_size)
         self.card = structs.replace(self.card, context_len=self.context_len)
         self.device_pool: DevicePool | None = None
-        layouts = kv_layouts(self.schema)
-        if self.num_pools > 1 and self.device.type == "cpu":
-            memories, self.memory = share_pools(self._ranks, layouts, num_pages)
+        layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
+        self._page_bytes = sum(layout.page_bytes for layout in layouts)
+        if self.device.type == "cuda":
+            num_mirrored = num_pages * self.num_pools if self._hands_over else 0
+            self.memory = [PageMemory(layout, num_mirrored) for layout in layouts if num_mirrored]
+            self._kvs = _on_gpu(layouts, num_pages, self.device, is_given=config.num_pages is not None)
+            self._share_on_gpu()
         else:
-            memories = self.memory = [PageMemory(layout.part_of(self.shard), num_pages) for layout in layouts]
+            memories: Sequence[PageMemory | OwnPages]
+            if self.num_pools > 1:
+                memories, self.memory = share_pools(self._ranks, layouts, num_pages)
+            else:
+                memories = self.memory = [PageMemory(layout, num_pages) for layout in layouts]
+            self._kvs = [
+                torch.from_numpy(memory.pages)
+                .view(_DTYPES[memory.layout.planes[0].dtype])
+                .view(memory.layout.stacked_shape(num_pages))
+                for memory in memories
+            ]
         self.caches = [self._make_cache(rank, num_pages) for rank in range(self.num_pools)]
         self.cache, self.pool = self.caches[0], self.caches[0].pool
-        self._kvs = [
-            torch.from_numpy(memory.pages)
-            .view(_DTYPES[memory.layout.planes[0].dtype])
-            .view(memory.layout.stacked_shape(num_pages))
-            for memory in memories
-        ]
-        if self.device.type == "cuda":  # `memory` is the host mirror then
-            self._kvs = _on_gpu(self._kvs, num_pages, self.device, is_given=config.num_pages is not None)
-            self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=config.checksums)
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether this process hands pages over. Rank 0 does it for ranks that have pages of their own."""
+        return self.num_pools == 1 or self._ranks.group.rank == 0
+
+    def _share_on_gpu(self) -> None:
+        """Put the handoff's view in front of the pools on the GPU, of which `memory` is the host mirror."""
+        if self.num_pools == 1:
+            self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=self._config.checksums)
+            return
+        self._own_pools = share_own_pools(self._ranks, self._kvs, self.memory, has_checksums=self._config.checksums)
+        self.device_pool = self._own_pools
 
     def _make_cache(self, rank: int, num_pages: int) -> PrefixCache:
         """Return the books of the pool of one rank, which are all on rank 0."""
@@ -227,15 +251,26 @@ class Engine:
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.longest_chunk = num_tokens, step_s
         self._warm_up_history(num_tokens, pages)
+        if self.num_pools > 1 and self.device.type == "cuda":  # rows of unlike numbers are padded, which takes memory
+            self.compute([BatchRow([0] * self._ranks.announce_longest(num_tokens), 0, pages)])
         self.pool.release(pages)
 
     def capture_prompts(self, progress: Progress | None = None) -> None:
         """Capture graphs for small chunks, on CUDA. `progress` counts them. Call it after `warm_up`, on a node that
         computes prompts."""
+
+        def run(batch: ForwardBatch) -> Computed:
+            self.announce(batch.num_tokens)
+            return self.compute_batch(batch)
+
         if captures(self.device):
             sizes = bucket_sizes(self.model_config.layer_products)
-            page_size, context_len = self.pool.page_size, self.context_len
-            self._prompt_graphs = PromptGraphs(self.compute_batch, sizes, page_size, context_len, progress)
+            self._prompt_graphs = PromptGraphs(run, sizes, self.pool.page_size, self.context_len, self.device, progress)
+
+    @property
+    def prompt_sizes(self) -> PromptSizes:
+        """The chunks for which there are graphs."""
+        return NO_PROMPT_SIZES if self._prompt_graphs is None else self._prompt_graphs.sizes
 
     def _plan_prompts(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Let the fused attention of prompts plan every shape that it will meet in chunks of up to `num_tokens`."""
@@ -277,6 +312,10 @@ class Engine:
                 state = SamplingState(params, ids, [0], vocab_size=self.model_config.vocab_size)
                 self.drafter.finish_prompt(tails, tokens, last, SamplingBatch.of([state], self.device))
 
+    def announce(self, num_rows: int) -> None:
+        """Say that a forward of `num_rows` rows comes next, on every rank of the node that has sequences of its own."""
+        self._ranks.announce(num_rows)
+
     def check(self) -> None:
         """Raise RuntimeError if results that the device has computed are wrong, because another rank is gone."""
         self._ranks.group.check()
@@ -284,7 +323,7 @@ class Engine:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in the pools of this process."""
-        return sum(memory.layout.page_bytes for memory in self.memory)
+        return self._page_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -302,7 +341,9 @@ class Engine:
 
     def compute(self, rows: Sequence[BatchRow]) -> Computed:
         """Store the rows' KV; return their logits and the states that a drafter needs of their tokens."""
-        computed = None if self._prompt_graphs is None else self._prompt_graphs.compute(rows)
+        computed, lens = None, self._ranks.lens
+        if self._prompt_graphs is not None and len(set(lens)) <= 1:  # a graph has as many rows of each rank
+            computed = self._prompt_graphs.compute(rows, *lens[:1])
         return computed or self.compute_batch(ForwardBatch.build(rows, self.pool.page_size, self.device))
 
     def compute_batch(self, batch: ForwardBatch) -> Computed:
@@ -417,12 +458,15 @@ def _check_size(num_pages: int) -> None:
         raise ConfigError(f"num_pages {num_pages} is too small: use 3 or more (one of them is padding)")
 
 
-def _on_gpu(kvs: Sequence[torch.Tensor], num_pages: int, device: torch.device, *, is_given: bool) -> list[torch.Tensor]:
-    """Return pools of zeros on a GPU, of these shapes and dtypes. Raises ConfigError if they do not fit. `is_given`:
-    the operator chose `num_pages`."""
+def _on_gpu(layouts: Sequence[KvLayout], num_pages: int, device: torch.device, *, is_given: bool) -> list[torch.Tensor]:
+    """Return pools of zeros on a GPU, one per layout. Raises ConfigError if they do not fit. `is_given`: the operator
+    chose `num_pages`."""
     with suppress(torch.OutOfMemoryError):
-        return [pool_zeros(tuple(each.shape), each.dtype, device) for each in kvs]
-    needed, free = sum(each.nbytes for each in kvs), torch.cuda.mem_get_info(device)[0]
+        return [
+            pool_zeros(layout.stacked_shape(num_pages), _DTYPES[layout.planes[0].dtype], device) for layout in layouts
+        ]
+    needed = num_pages * sum(layout.page_bytes for layout in layouts)
+    free = torch.cuda.mem_get_info(device)[0]
     has = f"{needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free"
     if is_given:
         advice = f"use {num_pages * free // needed} pages or fewer, or leave out --num-pages"

@@ -69,6 +69,15 @@ class Group(Protocol):
         """Return this rank's rows of the sum of all ranks' `x`: [sum(lens), ...] -> [lens[rank], ...]."""
         ...
 
+    def reduce_scatter_norm_(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, lens: Sequence[int]
+    ) -> Tensor:
+        """Add this rank's rows of the sum of all ranks' `delta` to `hidden` [lens[rank], size] in place. Return the RMS
+        norm of the result, as `sum_norm_`.
+
+        `delta` is contiguous: [sum(lens), size], or float32 summands of it [num_parts, sum(lens), size]."""
+        ...
+
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         """Exchange rows. `lens[i][j]` rows go from rank i to rank j: [sum(lens[rank]), ...], in the order of their
         receivers -> [sum of lens[i][rank] over i, ...], in the order of their senders."""
@@ -117,6 +126,12 @@ class OneRank:
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         _check_rows(x, lens[0])
         return x
+
+    def reduce_scatter_norm_(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, lens: Sequence[int]
+    ) -> Tensor:
+        _check_rows(hidden, lens[0])
+        return add_rms_norm_(hidden, delta, weight, eps)
 
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         _check_rows(x, lens[0][0])
@@ -181,6 +196,12 @@ class CpuGroup:
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         _check_rows(x, sum(lens))
         return self.sum(x).split(list(lens))[self.rank].clone()
+
+    def reduce_scatter_norm_(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, lens: Sequence[int]
+    ) -> Tensor:
+        own = delta if delta.ndim == 2 else sum_parts(delta, hidden.dtype)
+        return add_rms_norm_(hidden, self.reduce_scatter(own, lens), weight, eps)
 
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         _check_rows(x, sum(lens[self.rank]))

@@ -29,7 +29,8 @@ from .drafters.base import Drafter, RoundRows
 from .engine import Engine
 from .joint_sizes import JointSize, fitting
 from .progress import Progress, tracked
-from .prompt_graphs import PromptInputs, bucket
+from .prompt_graphs import PromptInputs
+from .prompt_sizes import bucket
 from .round import Proposed, RoundResult, Verified, no_drafts, propose, read, settle, verify
 from .round_inputs import InputBlock
 from .sampling_state import EVERYTHING, GREEDY, SAMPLED, Needs, covering

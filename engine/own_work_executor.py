@@ -23,7 +23,7 @@ from .progress import Progress
 from .rank_worker import RankWorker, is_awaited, message
 from .ranked_engine import RankedEngine
 from .round_timing import padding_catch_up, padding_round
-from .work import RoundTokens, RoundWork, Scores, catch_up_sizes
+from .work import RoundTokens, RoundWork, Scores, WarmUp, catch_up_sizes
 from .work_frames import Report, decode
 
 
@@ -42,7 +42,7 @@ class OwnWorkExecutor:
         """Do works[i] on rank i, all of one kind. None: the rank is idle. Return the report of each rank; None: the
         work has none."""
         assert len(works) == self._ranked.size, (len(works), self._ranked.size)
-        agreed = agree(works, self._buckets)
+        agreed = agree(works, self._buckets, self._ranked.engine.prompt_sizes)
         for rank, work in enumerate(agreed.works):
             if rank and work is not None:
                 self._ranked.processes.send(rank, message(agreed.lens, work))
@@ -57,9 +57,10 @@ class OwnWorkExecutor:
                 found[rank] = decode(frame) if frame else None
         return found
 
-    def warm_up(self) -> None:
-        """Run each kind of work of a decode node on padding, on all ranks at once, so that no request waits for kernels
-        to compile."""
+    def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
+        """Capture the graphs of all ranks, as `Executor.warm_up`. Then run each kind of work of a decode node on
+        padding, on all ranks at once, so that no request waits for kernels to compile."""
+        self.capture(WarmUp(expects_prompts), progress)
         num_slots, shape = self._ranked.num_slots, self.own.executor.shape
         page_size = self._ranked.engine.pool.page_size
         works: list[OwnWork] = [padding_chunk(page_size, page_size)]
@@ -68,6 +69,15 @@ class OwnWorkExecutor:
         works += [padding_round(num_slots, 1, shape.with_steps(steps)) for steps in {0, shape.num_steps}]
         for work in works:
             self.run([work] * self._ranked.size)
+
+    def capture(self, work: WarmUp, progress: Progress | None = None) -> None:
+        """Let all ranks capture their graphs at once. `progress` counts those of rank 0."""
+        for rank in range(1, self._ranked.size):
+            self._ranked.processes.send(rank, message((), work))
+        with self._ranked.processes.guarded():
+            self.own.warm_up(work, progress)
+        for rank in range(1, self._ranked.size):
+            self._ranked.processes.report(rank)
 
     def flush(self) -> None:
         """Do all works that wait in the queues."""
@@ -125,8 +135,7 @@ class RankQueue:
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Warm up all ranks. Call it for one of them."""
-        del progress, expects_prompts  # ranks on CPUs have no graphs
-        self._executor.warm_up()
+        self._executor.warm_up(progress, expects_prompts=expects_prompts)
 
     def submit(self, work: RoundWork) -> None:
         """Add a work. A work that a rank has no memory for raises RankLost when it is done."""

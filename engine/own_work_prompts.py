@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from .own_work_executor import OwnWorkExecutor
 from .progress import Progress
-from .work import Chunk, ChunkReport, Forget
+from .work import Chunk, ChunkReport, Forget, WarmUp
 
 
 class OwnWorkPrompts:
@@ -43,7 +43,8 @@ class OwnWorkPrompts:
         return frozenset(self._keys)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Do nothing: chunks have no graphs on a CPU."""
+        """Capture the graphs of all ranks, as `PromptExecutor.warm_up`."""
+        self._executor.capture(WarmUp(expects_prompts=True), progress)
 
     def run(self, chunks: Sequence[Chunk | None]) -> list[ChunkReport]:
         """Compute chunks[i] on rank i, drafts after the first tokens included."""

@@ -19,15 +19,11 @@ from torch import Tensor
 
 from .batch import Computed, ForwardBatch, aligned
 from .capture import captured
-from .joint_sizes import MAX_PROMPTS
 from .progress import Progress, tracked
+from .prompt_sizes import MAX_SEQS, PromptSizes, bucket
 from .work import BatchRow
 
 logger = logging.getLogger(__name__)
-
-BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)  # tokens; cuBLAS is slow at 448
-MAX_PRODUCTS = 1.2e11  # of one layer over a bucket: 0.4 ms on an H200, as long as the launches of its kernels take
-MAX_SEQS = MAX_PROMPTS  # of a chunk
 
 
 class PromptInputs(NamedTuple):
@@ -111,18 +107,19 @@ class PromptGraphs:
         sizes: Sequence[int],
         page_size: int,
         context_len: int,
+        device: torch.device,
         progress: Progress | None = None,
     ) -> None:
-        """Capture buckets of `sizes` tokens, the largest first, so that the others fit in its memory. `progress`
-        counts them. `run` must not read any tensor on the host."""
-        self._run = run
-        self._sizes = sorted(sizes)
+        """Capture buckets of `sizes` tokens on `device`, the largest first, so that the others fit in its memory.
+        `progress` counts them. `run` must not read any tensor on the host."""
+        self._run, self._device = run, device
         self._page_size = page_size
         self._num_columns = -(-context_len // page_size)
+        self.sizes = PromptSizes(sorted(sizes), self._num_columns * page_size)
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # as each capture does, so that the difference is the graphs'
         started, before = time.monotonic(), torch.cuda.memory_reserved()
-        self._captured = {size: self._capture(size) for size in tracked(self._sizes[::-1], progress)}
+        self._captured = {size: self._capture(size) for size in tracked(self.sizes.sizes[::-1], progress)}
         logger.info(
             "%d prompt graphs captured in %.1f s, %d MiB",
             len(self._captured),
@@ -130,36 +127,23 @@ class PromptGraphs:
             (torch.cuda.memory_reserved() - before) >> 20,
         )
 
-    def compute(self, rows: Sequence[BatchRow]) -> Computed | None:
-        """Submit the forward of `rows` and return its results, which the caller owns. None: no bucket holds `rows`."""
-        size = bucket(rows, self._sizes, self._num_columns * self._page_size)
-        if size is None:
+    def compute(self, rows: Sequence[BatchRow], num_tokens: int | None = None) -> Computed | None:
+        """Submit the forward of `rows` and return its results, which the caller owns. None: no bucket holds `rows`.
+
+        `num_tokens`: the size of the only bucket that may be used, because every other rank computes as many; None: the
+        smallest that holds `rows`."""
+        size = self.sizes.holding(rows) if num_tokens is None else bucket(rows, [num_tokens], self.sizes.max_len)
+        if size not in self._captured:
             return None
         found = self._captured[size]
-        inputs = PromptInputs.of(rows, self._page_size, size, self._num_columns, pinned=True)
+        inputs = PromptInputs.of(rows, self._page_size, size, self._num_columns, pinned=self._device.type == "cuda")
         found.inputs.block.copy_(inputs.block, non_blocking=True)
         found.graph.replay()
         return own(found.computed, rows)
 
     def _capture(self, size: int) -> _Captured:
-        inputs = PromptInputs.allocate(size, self._num_columns, "cuda")
+        inputs = PromptInputs.allocate(size, self._num_columns, self._device)
         inputs.block.copy_(PromptInputs.of((), self._page_size, size, self._num_columns).block)
         with torch.inference_mode():
             graph, computed = captured(lambda: self._run(inputs.batch(self._page_size)), self._pool)
         return _Captured(graph, inputs, computed)
-
-
-def bucket_sizes(layer_products: int) -> list[int]:
-    """Return the buckets for which a graph saves time, by the model's `layer_products`."""
-    return [size for size in BUCKETS if size * layer_products <= MAX_PRODUCTS]
-
-
-def bucket(rows: Sequence[BatchRow], sizes: Sequence[int], max_len: int) -> int | None:
-    """Return the smallest of `sizes` (in rising order) that holds `rows`. None: no size does, a sequence grows beyond
-    `max_len` tokens, a row wants more than its last logits, or tokens are scored."""
-    if len(rows) > MAX_SEQS or any(
-        row.num_logits > 1 or row.num_scored or row.position + len(row.input_ids) > max_len for row in rows
-    ):
-        return None
-    num_tokens = sum(len(row.input_ids) for row in rows)
-    return next((size for size in sizes if num_tokens <= size), None)

@@ -14,11 +14,11 @@ from ..metadata.errors import ConfigError
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def check_devices(size: int, num_gpus: int) -> None:
-    """Raise ConfigError if `size` ranks have too few GPUs."""
+def check_devices(size: int, num_gpus: int, flag: str) -> None:
+    """Raise ConfigError if the `size` ranks that `flag` asks for have too few GPUs."""
     if size > num_gpus:
         gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-        raise ConfigError(f"--tp {size} needs {size} GPUs, and this node sees {gpus}; use --tp {num_gpus} or less")
+        raise ConfigError(f"{flag} {size} needs {size} GPUs, and this node sees {gpus}; use {flag} {num_gpus} or less")
 
 
 def orders(num_gpus: int, devices: Sequence[int]) -> list[str]:

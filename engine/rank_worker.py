@@ -4,9 +4,10 @@
        ^                                                |
        '------------------- report ---------------------'
 
-A rank reports the tokens of a round and the results of a chunk. After computed tokens that are not scored it says that
-it is done, with an empty report. So no rank writes pages when rank 0 goes on: rank 0 may hand these pages over, or fill
-them anew. A rank says nothing of other work: catching up comes right before a round, and the rest writes no pages.
+A rank reports the tokens of a round and the results of a chunk. After computed tokens that are not scored, and after a
+warm-up, it says that it is done, with an empty report. So no rank writes pages when rank 0 goes on: rank 0 may hand
+these pages over, or fill them anew. A rank says nothing of other work: catching up comes right before a round, and the
+rest writes no pages.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from .agreement import OwnWork
 from .device_executor import DeviceExecutor
 from .engine import Engine
 from .products.ranked import RankRows
+from .progress import Progress
 from .prompts import Prompts
 from .rank_processes import REPORT
-from .work import CatchUp, Chunk, ChunkReport, Forget, LoadSlot, Recompute, Round
+from .work import CatchUp, Chunk, ChunkReport, Forget, LoadSlot, Recompute, Round, WarmUp
 from .work_frames import Report, decode, encode
 
 _MESSAGES = msgspec.msgpack.Decoder(tuple[tuple[int, ...], bytes])
@@ -40,10 +42,18 @@ class RankWorker:
     """Does the works of one rank, one at a time. Owns the rank's slots and what is kept of its prompts."""
 
     def __init__(self, engine: Engine, num_slots: int, rows: RankRows, buckets: Sequence[int] = ()) -> None:
-        """`rows`: the number of rows of every rank, which the products of `engine` read."""
+        """`rows`: the number of rows of every rank, which the products of `engine` read. `num_slots`: 0 on a node that
+        runs no rounds."""
         self.executor = DeviceExecutor(engine, num_slots, buckets)
         self._prompts = Prompts(engine)
         self._rows = rows
+
+    def warm_up(self, work: WarmUp, progress: Progress | None = None) -> None:
+        """Capture, on CUDA, the graphs of the node's kinds of work. All ranks do it at once. `progress` counts them."""
+        if self.executor.num_slots:
+            self.executor.warm_up(progress, expects_prompts=work.expects_prompts)
+        else:
+            self._prompts.warm_up(progress)
 
     def do(self, lens: tuple[int, ...], work: OwnWork) -> Report | None:
         """Do a work, and wait for its report if it has one. `lens`: rows of every rank in the target's forward."""
@@ -60,14 +70,21 @@ class RankWorker:
             case Round():
                 self.executor.submit(work)
                 return self.executor.collect()
-            case Recompute() | CatchUp() | LoadSlot():
+            case Recompute():
                 self.executor.submit(work)
-        return self.executor.collect_scores() if isinstance(work, Recompute) and work.is_scored else None
+                if work.is_scored:
+                    return self.executor.collect_scores()
+                self.executor.wait_chunks()
+            case CatchUp() | LoadSlot():
+                self.executor.submit(work)
+            case WarmUp():
+                self.warm_up(work)
+        return None
 
 
 def is_awaited(work: OwnWork | None) -> bool:
     """Return whether rank 0 waits until a rank has done this work."""
-    return isinstance(work, Round | Chunk | Recompute)
+    return isinstance(work, Round | Chunk | Recompute | WarmUp)
 
 
 def message(lens: tuple[int, ...], work: OwnWork) -> bytes:

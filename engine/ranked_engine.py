@@ -47,7 +47,7 @@ def check_ranks(config: EngineConfig, size: int) -> None:
     """Raise ConfigError if `size` ranks cannot serve with this configuration, before any of them starts."""
     device = choose_device(config.device)
     if device.type == "cuda":
-        check_devices(size, torch.cuda.device_count())
+        check_devices(size, torch.cuda.device_count(), "--tp")
     model_dir = resolve_model(config.model)
     model = read_model_config(model_dir)
     check_shares(model, size, f"the model in {model_dir}")
@@ -67,7 +67,9 @@ def start_ranks(
     `RankedEngine`."""
     if config.dp_attention > 1:
         check_dp_attention(config)
-        return RankedEngine(config, config.dp_attention, num_slots=num_slots, name=name, divides_sequences=True)
+        return RankedEngine(
+            config, config.dp_attention, num_slots=num_slots, name=name, divides_sequences=True, rehearse=rehearse
+        )
     check_ranks(config, config.tp)
     return RankedEngine(config, config.tp, num_slots=num_slots, name=name, rehearse=rehearse)
 
@@ -192,7 +194,7 @@ def run_rank(
     rows = RankRows() if divides_sequences else None
     engine = load_engine(config, rehearse, Ranks(group, rows))
     if rows is not None:
-        worker = RankWorker(engine, num_slots, rows)
+        worker = RankWorker(engine, num_slots, rows, graph_sizes(engine.kv, num_slots))
         connection.send_bytes(READY)
         serve_rank(connection, worker)
     executor, prompts = executor_of(engine, num_slots), Prompts(engine)

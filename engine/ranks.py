@@ -88,10 +88,22 @@ class Ranks:
         if self.group.size > 1:
             self.group.sum(torch.zeros(1))
 
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Return the rows of each rank in the forward that runs; none if all ranks have the same rows."""
+        return () if self.rows is None else self.rows.lens
+
     def announce(self, num_rows: int) -> None:
         """Say that every rank runs a forward of `num_rows` rows next. Executors announce those of works themselves."""
         if self.rows is not None:
             self.rows.lens = (num_rows,) * self.group.size
+
+    def announce_longest(self, num_rows: int) -> int:
+        """Say that rank 0 runs a forward of `num_rows` rows next, and every other rank one of a single row. Return the
+        rows of this rank. Only ranks with sequences of their own may call it."""
+        assert self.rows is not None, "all ranks have the same rows"
+        self.rows.lens = (num_rows, *[1] * (self.group.size - 1))
+        return self.rows.lens[self.group.rank]
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of each rank. All ranks must call it, with equally many."""

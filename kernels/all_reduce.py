@@ -33,7 +33,8 @@ MAX_ROW_BYTES = 32768  # a row is held in registers
 SLOT_BYTES = 4 * MAX_ROW_BYTES  # the more rows a slot holds, the fewer meetings a long chunk of a prompt takes
 FLAGS_AT = NUM_LANES * 8
 SLOTS_AT = FLAGS_AT + NUM_LANES * MAX_RANKS * 8
-BLOCK_BYTES = SLOTS_AT + 2 * NUM_LANES * SLOT_BYTES
+SCATTER_AT = SLOTS_AT + 2 * NUM_LANES * SLOT_BYTES  # counts, flags and slots of triton_reduce_scatter.py
+BLOCK_BYTES = 2 * SCATTER_AT
 
 
 class Control(NamedTuple):
@@ -89,6 +90,12 @@ def all_gather_columns_ref(xs: Sequence[Tensor], num_columns: int) -> Tensor:
     """Return the first `num_columns` columns of the `xs` of all ranks side by side, [num_rows, width] each: a new
     tensor [num_rows, num_columns]."""
     return torch.cat(list(xs), 1)[:, :num_columns].contiguous()
+
+
+def reduce_scatter_ref(xs: Sequence[Tensor], rank: int) -> Tensor:
+    """Return the rows of `rank` of the sum of the `xs` of all ranks, [num_ranks, ...] each, as `all_reduce_ref`: a new
+    tensor [...]."""
+    return all_reduce_ref([x[rank] for x in xs])
 
 
 def all_reduce_norm_ref_(hidden: Tensor, deltas: Sequence[Tensor], weight: Tensor, eps: float) -> Tensor:

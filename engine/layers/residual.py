@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels.linear import sum_parts
 from ...kernels.norm import Norm, add_rms_norm_
-from ..group import Group
+from ..products.base import Sum
 from ..products.linear import Linear
 
 
@@ -24,7 +24,7 @@ class Residual:
     hidden: Tensor  # [num_tokens, hidden_size], added to in place
     eps: float
     _delta: Tensor | None = None  # still to be added: [num_tokens, hidden_size], or summands of it (`Linear.parts`)
-    _group: Group | None = None  # ranks over which `_delta` is still to be summed
+    _group: Sum | None = None  # ranks over which `_delta` is still to be summed
 
     def gated_product(self, linear: Linear, norm: Tensor) -> Tensor:
         """Return `linear.gated` of the normed stream: [num_tokens, out_size / 2]. `norm` [hidden_size]."""

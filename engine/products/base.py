@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from ...kernels.norm import Norm
 from ...kernels.silu import silu_mul
 from ..checkpoint import FLOATS
-from ..group import Group
 
 
 class StoredTensor(NamedTuple):
@@ -113,6 +112,19 @@ class WeightSource(ABC):
         a second call returns the same tensor."""
 
 
+class Sum(Protocol):
+    """A sum over ranks, such as that of a `Group`."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' `x`, or this rank's rows of it."""
+        ...
+
+    def sum_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add the sum of all ranks' `delta` to `hidden` in place, and return the norm of the result, as
+        `Group.sum_norm_`."""
+        ...
+
+
 class Product(ABC):
     """A product of one format. The methods that are not abstract serve a format whose kernels fuse nothing."""
 
@@ -141,7 +153,7 @@ class Product(ABC):
         place, which it returns. Otherwise both must be None."""
 
     @property
-    def sums_over(self) -> Group | None:
+    def sums_over(self) -> Sum | None:
         """The ranks whose `parts` must be summed. None: those of this rank are the whole product."""
         return None
 

@@ -5,8 +5,8 @@
                                              columns of W are divided:  ScatteredProduct, after the share
 
 Rows of W that are divided while all ranks hold the same rows need no wrapper. The residual stream sums what a
-`SummedProduct` leaves (`parts`) together with its own addition and the next norm: on a GPU one kernel does all three.
-Nothing else is fused here.
+`SummedProduct` or a `ScatteredProduct` leaves (`parts`) together with its own addition and the next norm: on a GPU one
+kernel does all three. Nothing else is fused here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...kernels.norm import Norm
 from ..group import Group
-from .base import Product, WeightSource
+from .base import Product, Sum, WeightSource
 
 
 @dataclass(slots=True)
@@ -26,6 +26,22 @@ class RankRows:
     """Rows of every rank in the forward that runs. The executor writes them with each work."""
 
     lens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnRowsSum:
+    """The sum over ranks of which each rank keeps its own rows. A `Sum`."""
+
+    group: Group
+    rows: RankRows
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[sum of num_rows, size] -> [num_own_rows, size]."""
+        return self.group.reduce_scatter(x, self.rows.lens)
+
+    def sum_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Do `Group.reduce_scatter_norm_`."""
+        return self.group.reduce_scatter_norm_(hidden, delta, weight, eps, self.rows.lens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +102,15 @@ class ScatteredProduct(_Wrapped):
     """Multiplies this rank's columns for the rows of all ranks, sums, and keeps its own rows."""
 
     rows: RankRows
+
+    @property
+    def sums_over(self) -> Sum:
+        return OwnRowsSum(self.group, self.rows)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """[sum of num_rows, in_size / num_ranks] -> this rank's summand of the rows of all ranks, [sum of num_rows,
+        out_size], or float32 parts of it."""
+        return self.product.parts(x)
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """[sum of num_rows, in_size / num_ranks] -> [num_own_rows, out_size]."""

@@ -23,7 +23,7 @@ from collections import deque
 from ..errors import TransferError
 
 TOKEN_LEN = 16
-MAX_DESCRIPTORS = 2  # one per pool
+MAX_DESCRIPTORS = 32  # one per pool of each rank
 MAX_KEPT = 64  # deliveries that were not taken; beyond this the oldest are closed
 _BACKLOG = 64
 _INT = struct.Struct("i")

@@ -68,15 +68,17 @@ class DevicePool(Protocol):
 
     @property
     def shared(self) -> tuple[Shared, ...]:
-        """Values that other processes of this host need to map the pools, one per pool; empty if they cannot do so."""
+        """Values that other processes of this host need to map the pools, one per pool; empty if they cannot do so. If
+        ranks of this node have pages of their own, these are the pools of rank 0, then those of rank 1, and so on."""
         ...
 
     def map(
         self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
     ) -> MappedPools:
-        """Map a peer's pools of `num_pages` pages for reading. `part` names the part that the peer gives of our pages,
-        and the layouts of its pools; None: the whole pages. The caller closes the descriptors. Raises TransferError,
-        with nothing left mapped, if a pool cannot be mapped."""
+        """Map a peer's pools of `num_pages` pages for reading. `sizes` are those of its target pool and its draft pool;
+        if its ranks have pages of their own, each rank has as many of these, and `descriptors` go from rank to rank.
+        `part` names the part that the peer gives of our pages, and the layouts of its pools; None: the whole pages. The
+        caller closes the descriptors. Raises TransferError, with nothing left mapped, if a pool cannot be mapped."""
         ...
 
     def expect(self, pages: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from baton.engine.agreement import agree, largest_shape, next_works, widened
 from baton.engine.draft_shape import NO_DRAFTS, DraftShape
+from baton.engine.prompt_sizes import PromptSizes
 from baton.engine.sampling_state import Needs, SamplingState
 from baton.engine.work import BatchRow, CatchUp, Chunk, ChunkRow, Forget, LoadSlot, Recompute, Round, RoundWork
 from baton.metadata.wire.request import SamplingParams
@@ -111,3 +112,17 @@ def test_rounds_come_when_no_rank_has_other_work_before_them() -> None:
         taken.append(next_works(queues))
     assert taken == [[None, rows, None], [None, load, None], [None, late, None], [first, second, None]]
     assert next_works(queues) == [None] * 3
+
+
+def test_chunks_have_the_bucket_of_the_longest_or_none() -> None:
+    """A graph has as many rows of each rank, so a chunk that fits no graph keeps all ranks from theirs."""
+    sizes = PromptSizes([4, 8], 100)
+    long, short = Chunk([ChunkRow(1, [1] * 6, BatchRow([1] * 6, 0, [1]))], []), Chunk([ChunkRow(2, [1] * 3, ROW)], [])
+    scored = Chunk([ChunkRow(3, [1] * 3, BatchRow([1, 2, 3], 0, [1], 1, 3), 0)], [])
+    longest = Chunk([ChunkRow(4, [1] * 9, BatchRow([1] * 9, 0, [1]))], [])
+    assert agree([short, None], prompts=sizes).lens == (4, 4)
+    assert agree([short, long], prompts=sizes).lens == (8, 8)
+    assert agree([scored, long], prompts=sizes).lens == (3, 6)
+    assert agree([None, longest], prompts=sizes).lens == (0, 9)
+    assert agree([None, Recompute([ROW], [[1, 2, 3, 4]])], prompts=sizes).lens == (4, 4)
+    assert agree([short, long]).lens == (3, 6)

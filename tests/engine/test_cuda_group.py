@@ -69,6 +69,10 @@ class Host(OneRank):
         self.calls.append("gather")
         return x
 
+    def reduce_scatter(self, x: Tensor, lens: object) -> Tensor:
+        self.calls.append("reduce_scatter")
+        return x
+
     def limit(self, timeout_s: float) -> None:
         self.calls.append(f"limit {timeout_s}")
 
@@ -87,7 +91,7 @@ def test_numbers_of_the_host_go_another_way() -> None:
     for call in (group.sum, group.max, lambda x: group.gather(x, [2]), lambda x: group.all_to_all(x, [[2]])):
         assert torch.equal(call(x), x)
     assert torch.equal(group.reduce_scatter(x, [2]), x)
-    assert host.calls == ["sum", "max", "gather", "gather", "sum"]
+    assert host.calls == ["sum", "max", "gather", "gather", "reduce_scatter"]
 
 
 def test_kernels_and_the_host_wait_as_long() -> None:

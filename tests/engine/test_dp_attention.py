@@ -23,10 +23,14 @@ def test_models_that_cannot_be_divided_are_refused(checkpoint: Callable[..., Pat
         check_dp_attention(EngineConfig(model=mixture, device="cpu", dp_attention=2))
 
 
-def test_ranks_with_sequences_of_their_own_compute_on_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_refused_with_both_numbers(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dp_attention, "choose_device", lambda _: torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"--dp-attention 2 on device cuda: .*use --device cpu or --dp-attention 1"):
-        check_dp_attention(EngineConfig(dp_attention=2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_dp_attention(EngineConfig(model=str(checkpoint("llama")), dp_attention=2))
+    with pytest.raises(ConfigError, match=r"--dp-attention 4 needs 4 GPUs, and this node sees 2 GPUs; use .*2 or less"):
+        check_dp_attention(EngineConfig(dp_attention=4))
 
 
 def test_a_start_checks_first(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

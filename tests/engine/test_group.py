@@ -50,6 +50,9 @@ def test_ranks_in_processes_of_their_own_compute_what_one_process_computes(tmp_p
             "gather_columns": torch.cat([rows_of(each, 4) for each in range(SIZE)], 1)[:, :-1],
             "reduce_scatter": sum_of(sum(LENS)).split(LENS)[rank],
             "sum_norm_": add_rms_norm_(torch.ones(4, WIDTH), sum_of(4), torch.ones(WIDTH), 1e-5),
+            "reduce_scatter_norm_": add_rms_norm_(
+                torch.ones(LENS[rank], WIDTH), sum_of(sum(LENS)).split(LENS)[rank], torch.ones(WIDTH), 1e-5
+            ),
             "told": torch.tensor(list(b"rank 0")),
             "all_to_all": torch.cat([sends[sender][rank] for sender in range(SIZE)]),
         }
@@ -84,5 +87,8 @@ def test_one_rank_returns_what_it_is_given() -> None:
         group.all_to_all(rows, [[3]]),
     ):
         assert value is rows
+    both = [torch.ones(3, WIDTH), torch.ones(3, WIDTH)]
+    normed = group.reduce_scatter_norm_(both[0], rows, torch.ones(WIDTH), 1e-5, [3])
+    assert torch.equal(normed, add_rms_norm_(both[1], rows, torch.ones(WIDTH), 1e-5)) and torch.equal(*both)
     with pytest.raises(AssertionError):
         group.gather(rows, [2])

@@ -22,6 +22,8 @@ from baton.engine.memory_share import RESERVE, Memory, memory_to_start, num_page
 from baton.engine.pages import Owner
 from baton.engine.rounds import Rounds
 from baton.metadata.errors import ConfigError, OutOfMemory
+from baton.metadata.handoff.kv_layout import KvLayout
+from baton.metadata.wire.node_info import PoolLayout
 
 GIB = 1 << 30
 PAGE = 2 << 20
@@ -124,11 +126,11 @@ def test_pools_that_do_not_fit_name_what_was_given(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(engines, "pool_zeros", full)
-    kvs = [torch.empty(6 * GIB, dtype=torch.uint8, device="meta")]
-    with pytest.raises(ConfigError, match=r"num_pages 60 need 6\.0 GiB.*3\.0 GiB free; use 30 pages or fewer"):
-        engines._on_gpu(kvs, 60, torch.device("cuda"), is_given=True)
+    layouts = [KvLayout.of(PoolLayout(24, 8, 128, "bfloat16"), 1024)]  # 96 MiB per page
+    with pytest.raises(ConfigError, match=r"num_pages 64 need 6\.0 GiB.*3\.0 GiB free; use 32 pages or fewer"):
+        engines._on_gpu(layouts, 64, torch.device("cuda"), is_given=True)
     with pytest.raises(ConfigError, match=r"needs 6\.0 GiB.*--memory-share 0\.45 each") as refused:
-        engines._on_gpu(kvs, 60, torch.device("cuda"), is_given=False)
+        engines._on_gpu(layouts, 64, torch.device("cuda"), is_given=False)
     assert "num_pages" not in str(refused.value) and "num-pages" not in str(refused.value)
 
 

@@ -17,7 +17,8 @@ from triton_device import DEVICE
 from baton.engine.batch import Computed
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.prompt_graphs import BUCKETS, MAX_SEQS, PromptInputs, bucket, bucket_sizes, own
+from baton.engine.prompt_graphs import PromptInputs, own
+from baton.engine.prompt_sizes import MAX_SEQS
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
 
@@ -125,25 +126,6 @@ def test_states_for_a_drafter(checkpoint: Callable[..., Path], tmp_path: Path, m
     assert engine.speculation.hidden.spec("extend") is not None
     check(engine, "full", monkeypatch)
     check(engine, "one prompt, most of it padding", monkeypatch)
-
-
-def test_buckets() -> None:
-    def of(*lengths: int, num_logits: int = 1, position: int = 0) -> int | None:
-        return bucket([BatchRow([1] * length, position, [], num_logits) for length in lengths], BUCKETS, 4000)
-
-    assert [of(size) for size in BUCKETS] == list(BUCKETS)
-    assert [of(size + 1) for size in BUCKETS] == [*BUCKETS[1:], None]
-    assert of(*[2] * MAX_SEQS) == 16 and of(*[1] * (MAX_SEQS + 1)) is None
-    assert of(5, num_logits=0) == 16 and of(5, num_logits=2) is None
-    assert bucket([BatchRow([1] * 5, 0, [], num_scored=4)], BUCKETS, 4000) is None, "a graph keeps no final states"
-    assert of(5, position=3995) == 16 and of(5, position=3996) is None  # beyond the columns of the table
-
-
-def test_larger_layers_have_fewer_buckets() -> None:
-    """The models have the shapes of Llama-3.2-1B, Llama-3.1-8B and Llama-3.1-70B."""
-    largest = [bucket_sizes(products)[-1] for products in (60_817_408, 218_103_808, 855_638_016)]
-    assert largest == [1536, 512, 128]
-    assert bucket_sizes(1) == list(BUCKETS)
 
 
 def test_inputs_begin_where_kernels_were_compiled_for() -> None:

@@ -103,6 +103,9 @@ def test_ranks_with_sequences_of_their_own_have_a_pool_each_and_announce_rows() 
     assert (ranks.num_pools, Ranks(OneOf(0, 3)).num_pools, ONE_RANK.num_pools) == (3, 1, 1)
     ranks.announce(7)
     assert rows.lens == (7, 7, 7)
+    assert (ranks.announce_longest(9), rows.lens) == (9, (9, 1, 1))
+    assert Ranks(OneOf(2, 3), RankRows()).announce_longest(9) == 1
+    assert ranks.lens == (9, 1, 1) and ONE_RANK.lens == ()
     ONE_RANK.announce(7)  # nobody needs to know
 
 

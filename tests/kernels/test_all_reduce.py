@@ -10,6 +10,7 @@ from baton.kernels.all_reduce import (
     FLAGS_AT,
     MAX_RANKS,
     NUM_LANES,
+    SCATTER_AT,
     SLOT_BYTES,
     SLOTS_AT,
     PeerBlocks,
@@ -17,6 +18,7 @@ from baton.kernels.all_reduce import (
     all_max_ref,
     all_reduce_norm_ref_,
     all_reduce_ref,
+    reduce_scatter_ref,
 )
 from baton.kernels.norm import rms_norm_ref
 
@@ -33,6 +35,11 @@ def test_the_largest_and_all() -> None:
     assert all_gather_ref(xs).tolist() == [[[1, 5]], [[2, 4]]]
 
 
+def test_a_rank_keeps_its_own_rows_of_a_sum() -> None:
+    xs = [torch.tensor([[1.0, 5.0], [2.0, 0.5]]), torch.tensor([[3.0, 4.0], [7.0, 2.0]])]
+    assert [reduce_scatter_ref(xs, rank).tolist() for rank in range(2)] == [[4.0, 9.0], [9.0, 2.5]]
+
+
 def test_the_residual_is_added_to_and_normed() -> None:
     hidden, weight = torch.ones(2, 4), torch.rand(4)
     normed = all_reduce_norm_ref_(hidden, [torch.full((2, 4), 2.0), torch.full((3, 2, 4), 1.0)], weight, 1e-5)
@@ -43,7 +50,7 @@ def test_the_residual_is_added_to_and_normed() -> None:
 def test_places_in_a_block_do_not_overlap() -> None:
     assert FLAGS_AT >= NUM_LANES * 8 and FLAGS_AT % 128 == 0
     assert SLOTS_AT >= FLAGS_AT + NUM_LANES * MAX_RANKS * 8 and SLOTS_AT % 16 == SLOT_BYTES % 16 == 0
-    assert BLOCK_BYTES == SLOTS_AT + 2 * NUM_LANES * SLOT_BYTES
+    assert BLOCK_BYTES == 2 * SCATTER_AT == 2 * (SLOTS_AT + 2 * NUM_LANES * SLOT_BYTES) and SCATTER_AT % 128 == 0
 
 
 def test_blocks_of_wrong_sizes_are_refused() -> None:

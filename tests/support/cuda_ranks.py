@@ -57,6 +57,8 @@ def run_graph(rank: int, size: int, meeting: str, device: str, answers: Any, num
         Case("max", (5, 1), torch.int64),
         Case("gather", (6, 128), torch.float32),
         Case("sum_norm_", (1, 4096), torch.bfloat16, num_parts=4),
+        Case("reduce_scatter_norm_", (6, 4096), torch.bfloat16, num_parts=4),
+        Case("equal_scatter", (12, 4096), torch.bfloat16),
     ]
     inputs = [Tensors.of(case, rank, device) for case in cases]
 

@@ -37,6 +37,9 @@ def results_of(group: CpuGroup, rank: int) -> dict[str, Tensor]:
         "gather_columns": group.gather_columns(rows_of(rank, 4), SIZE * WIDTH - 1),
         "reduce_scatter": group.reduce_scatter(rows_of(rank, total), LENS),
         "sum_norm_": group.sum_norm_(torch.ones(4, WIDTH), rows_of(rank, 4), torch.ones(WIDTH), 1e-5),
+        "reduce_scatter_norm_": group.reduce_scatter_norm_(
+            torch.ones(LENS[rank], WIDTH), rows_of(rank, total), torch.ones(WIDTH), 1e-5, LENS
+        ),
         "told": torch.tensor(list(Ranks(group).tell(b"rank %d" % rank))),
         "all_to_all": group.all_to_all(rows_of(rank, sum(PAIR_LENS[rank])), PAIR_LENS),
     }

@@ -68,9 +68,9 @@ def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = N
 
 
 def _ranked_prefill(name: str, config: PrefillConfig, ranks: ExitStack | None) -> RankedEngine | None:
-    """Return the ranks of a prefill node that has several. If they have sequences of their own, they are threads, so
-    that the decode node beside this one can have processes."""
-    if config.dp_attention == 1:
+    """Return the ranks of a prefill node that has several. If they have sequences of their own on CPUs, they are
+    threads, so that the decode node beside this one can have processes."""
+    if config.dp_attention == 1 or config.device == "cuda":
         return _ranked(name, config, 0, ranks)
     assert ranks is not None, "nobody would end the ranks"
     return cast(RankedEngine, ranks.enter_context(ThreadRanks(config.dp_attention, config, num_slots=0)))

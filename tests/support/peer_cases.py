@@ -58,6 +58,11 @@ class Case(NamedTuple):
     def weight(self) -> Tensor:
         return torch.randn(self.shape[-1], generator=torch.Generator().manual_seed(99)).to(self.dtype)
 
+    def equal_lens(self, size: int) -> list[int]:
+        """Return equal numbers of rows for the ranks, together those of the input."""
+        assert self.shape[0] % size == 0, (self.shape, size)
+        return [self.shape[0] // size] * size
+
     def lens(self, size: int) -> list[int]:
         """Return unlike numbers of rows for the ranks, together at most those of the input."""
         return [self.shape[0] >> (rank + 1) for rank in range(size)]
@@ -108,7 +113,7 @@ class Tensors(NamedTuple):
     @classmethod
     def of(cls, case: Case, rank: int, device: str, seed: int = 0) -> Tensors:
         x = case.input(rank, seed).to(device)
-        if case.kind != "sum_norm_":
+        if "norm" not in case.kind:
             return cls(x, None, None)
         return cls(x, case.hidden(seed).to(device), case.weight.to(device))
 
@@ -126,8 +131,12 @@ def results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
 
 def _results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
     x, hidden, weight = tensors
-    if hidden is not None and weight is not None:
+    if hidden is not None and weight is not None and case.kind == "sum_norm_":
         return [group.sum_norm_(hidden, x, weight, EPS), hidden]
+    if hidden is not None and weight is not None:
+        lens = case.equal_lens(group.size)
+        own = hidden[: lens[0]]
+        return [group.reduce_scatter_norm_(own, x, weight, EPS, lens), own]
     if case.kind in ("sum", "max"):
         return [getattr(group, case.kind)(x)]
     lens = case.lens(group.size)
@@ -135,6 +144,8 @@ def _results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
         return [group.gather(x[: lens[group.rank]], lens)]
     if case.kind == "gather_columns":
         return [group.gather_columns(x, case.num_columns(group.size))]
+    if case.kind == "equal_scatter":
+        return [group.reduce_scatter(x, case.equal_lens(group.size))]
     if case.kind == "reduce_scatter":
         return [group.reduce_scatter(x[: sum(lens)], lens)]
     assert case.kind == "all_to_all"
@@ -148,6 +159,12 @@ def expected(case: Case, rank: int, size: int, seed: int = 0) -> list[Tensor]:
         hidden = case.hidden(seed)
         deltas = [_in_order(x).to(case.dtype) if case.num_parts else x for x in xs]
         return [all_reduce_norm_ref_(hidden, deltas, case.weight, EPS), hidden]
+    if case.kind == "reduce_scatter_norm_":
+        equal = case.equal_lens(size)
+        hidden = case.hidden(seed)[: equal[0]]
+        deltas = [_in_order(x).to(case.dtype) if case.num_parts else x for x in xs]
+        own = [delta.split(equal)[rank] for delta in deltas]
+        return [all_reduce_norm_ref_(hidden, own, case.weight, EPS), hidden]
     if case.kind == "sum":
         return [all_reduce_ref(xs) if case.dtype.is_floating_point else torch.stack(xs).sum(0)]
     if case.kind == "max":
@@ -156,8 +173,12 @@ def expected(case: Case, rank: int, size: int, seed: int = 0) -> list[Tensor]:
         return [torch.cat([x[:num_rows] for x, num_rows in zip(xs, lens, strict=True)])]
     if case.kind == "gather_columns":
         return [all_gather_columns_ref(xs, case.num_columns(size))]
+    if case.kind == "equal_scatter":
+        return [all_reduce_ref(xs).split(case.equal_lens(size))[rank]]
     if case.kind == "reduce_scatter":
-        return [all_reduce_ref([x[: sum(lens)] for x in xs]).split(lens)[rank]]
+        each = [x[: sum(lens)] for x in xs]
+        total = all_reduce_ref(each) if case.dtype.is_floating_point else torch.stack(each).sum(0)
+        return [total.split(lens)[rank]]
     return [torch.cat([x[: sum(lens)].split(lens)[rank] for x in xs])]
 
 
@@ -165,7 +186,7 @@ def check(case: Case, rank: int, size: int, actual: Sequence[Tensor], seed: int 
     """Compare results. Sums and copies must have the bits of the specification; a norm may round to the next number."""
     for place, (ours, theirs) in enumerate(zip(actual, expected(case, rank, size, seed), strict=True)):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, (case, ours.shape, ours.dtype)
-        if case.kind == "sum_norm_" and place == 0:
+        if "norm" in case.kind and place == 0:
             torch.testing.assert_close(ours, theirs, rtol=2 * triton_device.ULP[case.dtype], atol=1e-6, msg=str(case))
         else:
             assert torch.equal(ours, theirs), (case, place, (ours != theirs).nonzero()[:5], ours, theirs)
@@ -190,3 +211,22 @@ def run_process(rank: int, blocks: Sequence[Tensor], cases: Sequence[Case], limi
     except Exception as error:
         values.append(repr(error))
     answers.put((rank, values))
+
+
+def run_processes(size: int, cases: Sequence[Case], limit: int = 1 << 40) -> dict[int, list[Any]]:
+    """Return the results of all ranks, each in a process of its own, by rank. `limit`: looks."""
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    blocks = [block.share_memory_() for block in new_blocks(size)]
+    ranks = [
+        context.Process(target=run_process, args=(rank, blocks, cases, limit, answers), daemon=True)
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        return dict(answers.get(timeout=120) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()

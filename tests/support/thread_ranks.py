@@ -28,6 +28,7 @@ from baton.engine.products.ranked import RankRows
 from baton.engine.rank_worker import RankWorker, serve_rank
 from baton.engine.ranked_engine import RankedEngine
 from baton.engine.ranks import Ranks
+from baton.kernels.linear import sum_parts
 from baton.kernels.norm import add_rms_norm_
 
 TIMEOUT_S = 20.0
@@ -111,6 +112,12 @@ class _ThreadRank:
         for other in others:
             total += other
         return total.split(list(lens))[self.rank].clone()
+
+    def reduce_scatter_norm_(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, lens: Sequence[int]
+    ) -> Tensor:
+        own = delta if delta.ndim == 2 else sum_parts(delta, hidden.dtype)
+        return add_rms_norm_(hidden, self.reduce_scatter(own, lens), weight, eps)
 
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         rows = self.gather(x, [sum(each) for each in lens]).split(list(itertools.chain.from_iterable(lens)))

@@ -80,7 +80,8 @@ class CudaTransport(Transport):
         the host mirror of the target's pool, for its generations. Raises TransferError if they cannot be sent."""
         assert pages.device is not None
         shared, token = pages.device.shared, new_token()
-        pools = DevicePools(device=pages.device.device, sizes=tuple(pool.size for pool in shared), token=token)
+        sizes = tuple(pool.size for pool in shared[: len(pages.memory)])  # the pools of all ranks are alike
+        pools = DevicePools(device=pages.device.device, sizes=sizes, token=token)
         send_descriptors(hello.inbox, token, [pool.descriptor for pool in shared])
         where = pages.counted or pages.memory[0].where
         named = msgspec.structs.replace(welcome, pid=where.pid, fds=(where.fd,), sizes=(where.size,))
@@ -101,8 +102,9 @@ class CudaTransport(Transport):
             descriptors = inbox.take(welcome.pools.token)
             for descriptor in descriptors:
                 sent.callback(os.close, descriptor)
-            num_pools = {len(descriptors), len(welcome.pools.sizes), len(memory)}
-            if len(welcome.fds) != 1 or len(welcome.sizes) != 1 or len(num_pools) != 1:
+            is_one_pool = len(welcome.fds) == len(welcome.sizes) == 1
+            num_pools = len(welcome.pools.sizes)
+            if not is_one_pool or num_pools != len(memory) or not descriptors or len(descriptors) % num_pools:
                 raise TransferError(
                     f"{len(welcome.pools.sizes)} pools and {len(descriptors)} descriptors on the peer's GPU, "
                     f"{len(memory)} pools on ours"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +32,12 @@ class Doubling(OneRank):
 
     def reduce_scatter(self, x: Tensor, lens: object) -> Tensor:
         return 2 * x[: len(x) // 2]
+
+    def reduce_scatter_norm_(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, lens: Sequence[int]
+    ) -> Tensor:
+        assert list(lens) == [3, 3]
+        return rms_norm_ref(hidden.add_(2 * delta[:3]), weight, eps)
 
 
 WEIGHT, X = torch.randn(8, 4), torch.randn(3, 4)
@@ -65,6 +73,20 @@ def test_rows_of_all_ranks_are_multiplied_and_each_rank_keeps_its_own() -> None:
     assert torch.equal(up.gated(X), DENSE.gated(torch.cat([X, X])))
     down = Linear(ScatteredProduct(DENSE, Doubling(), 4, 8, rows))
     assert torch.equal(down(torch.cat([X, X])), 2 * DENSE(X))
+
+
+@pytest.mark.parametrize("ends_in_norm", [True, False])
+def test_the_residual_stream_adds_its_own_rows_of_a_sum(ends_in_norm: bool) -> None:
+    rows, both = RankRows(), torch.cat([X, X])
+    stream, norm = Residual(torch.ones(3, 8), 1e-5), torch.rand(8)
+    down = Linear(ScatteredProduct(DENSE, Doubling(), 4, 8, rows))
+    rows.lens = 3, 3
+    expected = torch.ones(3, 8) + 4 * DENSE(X)
+    stream.add(down, both)
+    stream.add(down, both)
+    if ends_in_norm:
+        torch.testing.assert_close(stream.normed(norm), rms_norm_ref(expected, norm, 1e-5))
+    torch.testing.assert_close(stream.settled(), expected)
 
 
 def test_a_rank_without_rows_gets_none() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from baton.metadata.errors import TransferError
 from baton.metadata.handoff import descriptors
-from baton.metadata.handoff.descriptors import MAX_KEPT, DescriptorInbox, new_token, send_descriptors
+from baton.metadata.handoff.descriptors import MAX_DESCRIPTORS, MAX_KEPT, DescriptorInbox, new_token, send_descriptors
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_message_with_too_many_descriptors_is_dropped(inbox: DescriptorInbox) 
     before, token = num_open(), new_token()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer, Path("/dev/null").open("rb") as file:
         peer.connect("\0" + inbox.address)
-        socket.send_fds(peer, [token], [file.fileno()] * 3)
+        socket.send_fds(peer, [token], [file.fileno()] * (MAX_DESCRIPTORS + 1))
     with pytest.raises(TransferError):
         inbox.take(token)
     assert num_open() == before
