@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
-from .all_reduce import FLAGS_AT, MAX_RANKS, NUM_LANES, SCATTER_AT, SLOT_BYTES, SLOTS_AT, PeerBlocks
+from .all_reduce import FLAGS_AT, MAX_RANKS, MAX_ROW_BYTES, NUM_LANES, SCATTER_AT, SLOT_BYTES, SLOTS_AT, PeerBlocks
 from .triton_all_reduce import _pointer, _wait, num_warps, tile_size
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,10 +32,11 @@ _FLAGS_AT, _SLOTS_AT = tl.constexpr(SCATTER_AT + FLAGS_AT), tl.constexpr(SCATTER
 
 
 def serves_norm(hidden: Tensor, weight: Tensor, num_ranks: int) -> bool:
-    """Return whether `reduce_scatter_norm_` takes these tensors: a slot must hold a row for every rank."""
+    """Return whether `reduce_scatter_norm_` takes these tensors: a slot must hold a row for
+    every rank, and registers one."""
     is_row = hidden.dtype == weight.dtype and hidden.dtype in _FLOATS and hidden.stride(-1) == 1
     row_bytes = int(triton.next_power_of_2(hidden.shape[1])) * hidden.itemsize
-    return is_row and row_bytes * num_ranks <= SLOT_BYTES
+    return is_row and row_bytes <= MAX_ROW_BYTES and row_bytes * num_ranks <= SLOT_BYTES
 
 
 def reduce_scatter(x: Tensor, blocks: PeerBlocks) -> Tensor:
