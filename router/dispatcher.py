@@ -473,7 +473,11 @@ class Dispatcher:
                 self.health.worked(attempt.prefill, node, now)
                 if sequence.seen_at is not None and len(sequence.received) > sequence.num_before:
                     # a sequence waits half a round on average, until the next one begins
-                    node.group.handoffs.observe(now - sequence.seen_at + node.load.round_s / 2)
+                    wait_s = node.load.round_s / 2
+                    node.group.handoffs.observe(now - sequence.seen_at + wait_s)
+                    if attempt.place.remote_s is not None:
+                        actual_s = now - attempt.sent_at + wait_s + node.load.round_s
+                        node.group.remote_error.observe(attempt.place.remote_s, actual_s)
 
     def _failed(self, node: Node, message: Failed, now: float) -> None:
         """A node could not go on with a unit."""

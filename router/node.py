@@ -16,6 +16,7 @@ from ..metadata.wire.membership import Heartbeat, Hello
 from ..metadata.wire.messages import Compute
 from ..metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
+from .estimate_error import EstimateError
 from .handoff_times import HandoffTimes
 from .prompt_placement import GroupFacts, LocalPrefill, PromptTimes, patience_s, place_prompt
 from .text.tokenizer import ChatTemplate, TextTokenizer
@@ -351,6 +352,7 @@ class NodeGroup:
         self.key = key
         self.facts = GroupFacts(local_prefill)  # `look` renews them
         self.handoffs = HandoffTimes()
+        self.remote_error, self.local_error = EstimateError(), EstimateError()  # of `place_sooner`
         self._had_prefill = False
         self._prefill_at: float | None = None  # when a prefill node was last seen, or the group was first looked at
         self.card: ModelCard = hello.model

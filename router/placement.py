@@ -188,6 +188,7 @@ class Placement:
             node.max_running,
             0 if node.is_full(now) else node.free_pages,
             entry.need.local_pages,
+            entry.request.group.local_error.factor,
         )
 
     def _remote_figures(self, node: Node, decode: Node | None, entry: Entry, now: float) -> RemoteFigures:
@@ -198,6 +199,7 @@ class Placement:
             node.prompt_times,
             0.0 if decode is None else entry.request.group.handoffs.expected_s,
             0.0 if decode is None else decode.load.round_s,
+            entry.request.group.remote_error.factor,
         )
 
     def _num_uncached(self, node: Node, entry: Entry) -> int:

@@ -109,6 +109,7 @@ class RemoteFigures(NamedTuple):
     times: PromptTimes
     handoff_s: float  # from the end of the prompt to the second token, without one round; 0: unknown
     round_s: float  # of the decode node that would generate; 0: unknown
+    error: float = 1.0  # estimates are multiplied by it (estimate_error.py)
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +119,7 @@ class RemoteFigures(NamedTuple):
     @property
     def second_token_s(self) -> float:
         """The seconds from now to the second token. An unknown handoff counts as free, so it is tried and measured."""
-        return self.times.seconds(self.num_tokens) + self.handoff_s + self.round_s
+        return self.error * (self.times.seconds(self.num_tokens) + self.handoff_s + self.round_s)
 
 
 class LocalFigures(NamedTuple):
@@ -133,6 +134,7 @@ class LocalFigures(NamedTuple):
     max_running: int
     free_pages: int
     num_pages: int  # that the request needs there
+    error: float = 1.0  # estimates are multiplied by it (estimate_error.py)
 
     @property
     def share(self) -> float:
@@ -147,7 +149,8 @@ class LocalFigures(NamedTuple):
     @property
     def second_token_s(self) -> float:
         """The seconds from now to the second token. The first two rounds bring the first two tokens."""
-        return self.times.seconds(self.num_queued_tokens + self.num_uncached_tokens) + 2 * self.round_s
+        num_tokens = self.num_queued_tokens + self.num_uncached_tokens
+        return self.error * (self.times.seconds(num_tokens) + 2 * self.round_s)
 
     @property
     def load_s(self) -> float:

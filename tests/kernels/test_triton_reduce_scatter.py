@@ -44,10 +44,11 @@ def test_every_operation_has_the_bits_of_the_specification(size: int) -> None:
             check(case, rank, size, [torch.from_numpy(each) for each in value])
 
 
-def test_a_slot_must_hold_a_row_for_each_rank() -> None:
-    weight = torch.ones(SLOT_BYTES // 8)
-    assert serves_norm(weight[None], weight, 2) and not serves_norm(weight[None], weight, 3)
-    assert not serves_norm(torch.ones(1, SLOT_BYTES // 8 + 1), torch.ones(SLOT_BYTES // 8 + 1), 2)
+def test_a_slot_must_hold_a_row_for_each_rank_and_registers_one() -> None:
+    weight = torch.ones(MAX_ROW_BYTES // 4)
+    most = SLOT_BYTES // MAX_ROW_BYTES
+    assert serves_norm(weight[None], weight, most) and not serves_norm(weight[None], weight, most + 1)
+    assert not serves_norm(torch.ones(1, MAX_ROW_BYTES // 4 + 1), torch.ones(MAX_ROW_BYTES // 4 + 1), 2)
     assert not serves_norm(weight[None], weight.half(), 2)
     assert not serves_norm(torch.ones(8, 2).T, torch.ones(8), 2), "a row is contiguous"
 

@@ -479,6 +479,34 @@ def test_auto_sends_each_prompt_where_its_second_token_comes_sooner() -> None:
     assert place_of(world.submit(prompt_len=3000)) == ("local", "sooner"), "the prefill node has other prompts to do"
 
 
+def test_auto_learns_that_local_prompts_take_longer_than_expected() -> None:
+    """At first a prompt of 300 tokens seems to take 24.5 ms locally, and 26 ms by way of the prefill node. Later ones
+    are cached in part."""
+    world = auto_world("p0", "d0")
+    for _ in range(4):
+        client = world.submit(prompt_len=300, max_tokens=2)
+        if place_of(client)[0] == "remote":
+            break
+        asked = world.got("d0", m.Compute)[-1]
+        grants(world, "d0", asked)
+        world.wait(0.04)
+        world.tokens("d0", asked, 0, IDS[:2], reason="length")
+    assert place_of(client) == ("remote", "sooner")
+    assert 1.1 < world.group.local_error.factor < 2.0 and world.group.remote_error.factor == 1.0
+
+
+def test_auto_learns_that_remote_prompts_take_longer_than_expected() -> None:
+    world = auto_world("p0", "d0")
+    world.submit(prompt_len=3000)
+    asked = world.got("d0", m.Reserve)[-1]
+    grants(world, "d0", asked)
+    world.wait(0.2)  # 80 ms were expected
+    world.tokens("p0", asked, 0, IDS[:1])
+    world.say("d0", m.Admitted(Unit(asked.rid, 0, asked.attempt), 0.01, 1, 1, 0))
+    assert 1.1 < world.group.remote_error.factor < 1.2
+    assert place_of(world.submit(prompt_len=3000)) == ("local", "sooner")
+
+
 def test_auto_sends_a_prompt_to_the_prefill_node_that_it_compared() -> None:
     """The node with fewer prompt tokens in the books computes them more slowly."""
     world = auto_world("p0", "p1", "d0", decode={"prompt_token_s": 1e-4})
