@@ -12,7 +12,7 @@ from triton_device import IS_INTERPRETED
 
 pytest.importorskip("triton")
 
-from baton.kernels.all_reduce import NUM_LANES, SLOT_BYTES
+from baton.kernels.all_reduce import MAX_ROW_BYTES, NUM_LANES, SLOT_BYTES
 from baton.kernels.triton_reduce_scatter import reduce_scatter, reduce_scatter_norm_, serves_norm
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="tests/gpu/test_cuda_group.py tests them on a GPU")
