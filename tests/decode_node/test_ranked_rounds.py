@@ -197,7 +197,9 @@ def test_results_come_in_the_order_of_the_sequences(checkpoint: Callable[..., Pa
             each.compute(each.num_to_compute - 1)
         alone = [serving.rounds.submit([each], DraftShape(0), [0]) for each in sequences]
         tokens = [serving.rounds.collect(each).rows[0] for each in alone]
+        assert serving.rounds.stats.idle_rounds == [2, 2]
         together = serving.rounds.submit(sequences, DraftShape(0), [0] * 4)
+        assert serving.rounds.stats.idle_rounds == [2, 2], "both ranks have sequences"
         assert together.slots == [0, 1, 8, 9] and together.limits == [0] * 4
         serving.scheduler.finish(sequences[1])
         results = serving.rounds.collect(together).rows

@@ -76,7 +76,7 @@ def test_no_node_brings_the_second_token_sooner_than_the_one_that_is_chosen(
 ) -> None:
     place, index = place_sooner(remotes, locals_)
     assert place.words
-    may = [each for each in locals_ if each.num_running < each.max_running and each.free_pages >= each.num_pages]
+    may = [each for each in locals_ if each.num_running < each.max_running and each.room >= each.num_pages]
     may = [each for each in may if each.has_room and each.times.are_known]
     best = min(may, key=lambda each: each.second_token_s + LOAD_ROUNDS * each.num_running * each.round_s, default=None)
     remote_s = [each.second_token_s for each in remotes]
