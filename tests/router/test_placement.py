@@ -108,7 +108,7 @@ def test_a_prompt_about_as_large_as_the_pool_is_served_or_refused_at_once(
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_a_request_goes_where_one_rank_has_room(is_local: bool) -> None:
-    """The pools of an idle node together have more pages than the busy node, but the request needs more than one has."""
+    """The pools of an idle node together have more pages than the busy node, but none has enough for the request."""
     group = make_group()
     nodes = [] if is_local else [add_node(group, "prefill", "p0", context_len=2000)]
     ranked = add_node(group, "decode", "d0", context_len=2000, num_pools=2)
