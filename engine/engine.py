@@ -49,6 +49,7 @@ from .prefix_cache import PrefixCache
 from .progress import Progress
 from .prompt_graphs import PromptGraphs, bucket_sizes
 from .ranks import ONE_RANK, Ranks
+from .row_shares import RowShares
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
 from .sampling_state import SamplingState
@@ -276,6 +277,11 @@ class Engine:
             for params in _WARM_UP:  # a reduced vocabulary has kernels of its own
                 state = SamplingState(params, ids, [0], vocab_size=self.model_config.vocab_size)
                 self.drafter.finish_prompt(tails, tokens, last, SamplingBatch.of([state], self.device))
+
+    @property
+    def row_shares(self) -> RowShares | None:
+        """The ranks that divide the rows which are sampled; None: every rank samples its own."""
+        return self._ranks.row_shares
 
     def check(self) -> None:
         """Raise RuntimeError if results that the device has computed are wrong, because another rank is gone."""

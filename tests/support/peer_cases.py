@@ -127,6 +127,8 @@ def results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
         return [group.gather(x[: lens[group.rank]], lens)]
     if case.kind == "gather_columns":
         return [group.gather_columns(x, case.num_columns(group.size))]
+    if case.kind == "exchange_columns":
+        return [group.exchange_columns(x[: sum(lens)], lens, case.num_columns(group.size))]
     if case.kind == "reduce_scatter":
         return [group.reduce_scatter(x[: sum(lens)], lens)]
     assert case.kind == "all_to_all"
@@ -148,6 +150,9 @@ def expected(case: Case, rank: int, size: int, seed: int = 0) -> list[Tensor]:
         return [torch.cat([x[:num_rows] for x, num_rows in zip(xs, lens, strict=True)])]
     if case.kind == "gather_columns":
         return [all_gather_columns_ref(xs, case.num_columns(size))]
+    if case.kind == "exchange_columns":
+        whole = all_gather_columns_ref([x[: sum(lens)] for x in xs], case.num_columns(size))
+        return [whole.split(lens)[rank]]
     if case.kind == "reduce_scatter":
         return [all_reduce_ref([x[: sum(lens)] for x in xs]).split(lens)[rank]]
     return [torch.cat([x[: sum(lens)].split(lens)[rank] for x in xs])]
