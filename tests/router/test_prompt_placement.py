@@ -134,7 +134,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
         ({}, {"num_uncached_tokens": 100}, ("local", "sooner")),
         ({"num_queued_tokens": 8192}, {"has_room": False}, ("remote", "no room in the gap bound")),
         ({"num_queued_tokens": 8192}, {"num_running": 16}, ("remote", "decode nodes full")),
-        ({"num_queued_tokens": 8192}, {"free_pages": 9}, ("remote", "decode nodes full")),
+        ({"num_queued_tokens": 8192}, {"room": 9}, ("remote", "decode nodes full")),
         ({"num_queued_tokens": 8192, "times": PromptTimes()}, {}, ("remote", "not measured")),
         ({"num_queued_tokens": 8192}, {"times": PromptTimes()}, ("remote", "not measured")),
         ({}, {"times": PromptTimes(), "num_running": 0, "num_uncached_tokens": 9}, ("remote", "not measured")),
