@@ -207,6 +207,7 @@ class DecodeNode:
             has_prompt_room=rate.has_room,
             paced_prompt_tokens=rate.num_paced,
             prompt_rest_token_s=rate.rest_token_s,
+            ranks=scheduler.rank_loads,
         )
 
     def stats(self) -> NodeStats:
@@ -226,6 +227,7 @@ class DecodeNode:
             num_rounds=rounds.num_verified,
             num_drafted=rounds.num_drafted,
             accepted_at=tuple(rounds.accepted_at),
+            idle_rounds=tuple(rounds.idle_rounds),
         )
 
     def units(self) -> tuple[Unit, ...]:

@@ -21,6 +21,7 @@ from ..engine.round_stats import RoundStats
 from ..engine.rounds import LocalChunk, Rounds, Submitted
 from ..engine.sampling_state import Needs
 from ..engine.work import BatchRow, RoundTokens, Scores
+from ..metadata.wire.node_info import RankLoad
 from ..metadata.wire.request import Unit
 from .ranked_rounds import RankedRounds
 from .ranked_scheduler import RankedDecodeScheduler
@@ -48,6 +49,11 @@ class NodeScheduler(Protocol):
 
     @property
     def num_queued_tokens(self) -> int: ...
+
+    @property
+    def rank_loads(self) -> tuple[RankLoad, ...]:
+        """The load of each rank; empty: there is one pool."""
+        ...
 
     @property
     def num_preemptions(self) -> int: ...

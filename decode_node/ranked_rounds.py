@@ -38,7 +38,7 @@ class RankedRounds:
     def __init__(self, queues: Seq[WaitingExecutor]) -> None:
         """`queues`: of each rank."""
         self.queues = list(queues)
-        self.stats = RoundStats([0] * self.queues[0].shape.num_steps)
+        self.stats = RoundStats([0] * self.queues[0].shape.num_steps, idle_rounds=[0] * len(queues))
         self.ranks = [Rounds(queue, self.stats) for queue in queues]
         self._under_way: deque[dict[int, Submitted]] = deque()  # by rank, the oldest round first
         self._chunk: list[_Computed] = []  # of the last `recompute`
@@ -65,6 +65,8 @@ class RankedRounds:
             self.recompute([_ours(each) for each in beside.sequences], beside.rows)
         parts = {rank: self.ranks[rank].submit(sequences[own], shape, limits[own]) for rank, own in _spans(sequences)}
         self._under_way.append(parts)
+        for rank in range(len(self.ranks)):
+            self.stats.idle_rounds[rank] += rank not in parts
         num_slots = self.queues[0].num_slots
         return Submitted(
             list(sequences),

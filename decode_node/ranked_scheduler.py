@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from ..engine.draft_shape import NO_DRAFTS, DraftShape
+from ..metadata.wire.node_info import RankLoad
 from ..metadata.wire.request import Unit
 from .rank_choice import RankRoom, preferred_ranks
 from .scheduler import Choose, DecodeScheduler, StepPlan, Streams, narrowed
@@ -105,6 +106,10 @@ class RankedDecodeScheduler:
     @property
     def num_queued_tokens(self) -> int:
         return sum(rank.num_queued_tokens for rank in self.ranks)
+
+    @property
+    def rank_loads(self) -> tuple[RankLoad, ...]:
+        return tuple(RankLoad(rank.cache.available, len(rank.running) + len(rank.reserved)) for rank in self.ranks)
 
     @property
     def num_preemptions(self) -> int:

@@ -31,6 +31,7 @@ from ..engine.prefix_cache import PrefixCache
 from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import decode_len, pages_of
+from ..metadata.wire.node_info import RankLoad
 from ..metadata.wire.request import Unit
 from .chunk_budget import ChunkRoom, PromptTokens, Queue
 from .sequence import Sequence
@@ -171,6 +172,11 @@ class DecodeScheduler:
         num_tokens = sum(max(0, sequence.num_to_compute - 1) for sequence in (*self.running, *self.preempted))
         reserved = [sequence for sequence in self.reserved.values() if sequence.is_local]  # they start in this step
         return num_tokens + sum(self._num_uncached(sequence) - 1 for sequence in reserved)
+
+    @property
+    def rank_loads(self) -> tuple[RankLoad, ...]:
+        """Nothing: this is one pool."""
+        return ()
 
     # --- one step ---
 

@@ -67,6 +67,12 @@ class UpConfig:
             raise ConfigError(f"--prefill {self.prefill}: must be 0 to 64")
         if not 1 <= self.decode <= 64:
             raise ConfigError(f"--decode {self.decode}: must be 1 to 64, since only decode nodes generate")
+        for kind, size in (("tp", self.prefill_tp), ("dp-attention", self.prefill_dp_attention)):
+            if self.prefill == 0 and (size or 1) > 1:
+                raise ConfigError(
+                    f"--prefill-{kind} {size}: with --prefill 0 no prefill node starts; use --decode-{kind} {size} for "
+                    "the decode nodes, which compute prompts, too, or start a node with --prefill 1"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +158,21 @@ def make_plan(args: argparse.Namespace, tables: Mapping[str, Any], environ: Mapp
     return Plan(
         up=up,
         router=resolve(RouterConfig, args, table("router"), environ),
-        prefill=_ranked(prefill, up.prefill_tp, up.prefill_dp_attention),
-        decode=_ranked(decode, up.decode_tp, up.decode_dp_attention),
+        prefill=_ranked(prefill, "prefill", up.prefill_tp, up.prefill_dp_attention),
+        decode=_ranked(decode, "decode", up.decode_tp, up.decode_dp_attention),
     )
 
 
-def _ranked(config: _Node, tp: int | None, dp_attention: int | None) -> _Node:
-    """Return a node's configuration with these numbers of ranks. None: as it is. Raises ConfigError for both."""
-    return replace(config, tp=tp or config.tp, dp_attention=dp_attention or config.dp_attention)
+def _ranked(config: _Node, role: Role, tp: int | None, dp_attention: int | None) -> _Node:
+    """Return the configuration of nodes of a role with these numbers of ranks. None: as it is. Raises ConfigError if
+    they are of both kinds."""
+    tp, dp_attention = tp or config.tp, dp_attention or config.dp_attention
+    if tp > 1 and dp_attention > 1:
+        raise ConfigError(
+            f"{role} nodes would have both --tp {tp} and --dp-attention {dp_attention}: ranks have either some heads "
+            f"of all sequences or all heads of some sequences; add --{role}-tp 1 or --{role}-dp-attention 1"
+        )
+    return replace(config, tp=tp, dp_attention=dp_attention)
 
 
 def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:

@@ -80,6 +80,10 @@ class CudaGroup:
 
         return all_gather_columns(x, num_columns, self._blocks)
 
+    def exchange_columns(self, x: Tensor, lens: Sequence[int], num_columns: int) -> Tensor:
+        first = sum(lens[: self.rank])
+        return self.gather_columns(x, num_columns)[first : first + lens[self.rank]]
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         assert len(x) == sum(lens), (x.shape, lens)
         if not self._is_here(x):

@@ -88,7 +88,7 @@ class DeviceExecutor:
         self.drafter = engine.drafter
         self.shape = DraftShape(0) if self.drafter is None else self.drafter.shape
         self.num_slots = num_slots
-        self.slots = Slots(num_slots, engine.model_config.vocab_size, self.drafter, engine.device)
+        self.slots = Slots(num_slots, engine.model_config.vocab_size, self.drafter, engine.device, engine.row_shares)
         num_tokens = engine.context_len + 2 * self.shape.num_slots + engine.speculation.hidden.num_target_rows
         page_size = engine.pool.page_size
         self.buckets = Buckets(

@@ -51,6 +51,7 @@ from .progress import Progress
 from .prompt_graphs import PromptGraphs
 from .prompt_sizes import NO_PROMPT_SIZES, PromptSizes, bucket_sizes
 from .ranks import ONE_RANK, Ranks
+from .row_shares import RowShares
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
 from .sampling_state import SamplingState
@@ -315,6 +316,11 @@ class Engine:
     def announce(self, num_rows: int) -> None:
         """Say that a forward of `num_rows` rows comes next, on every rank of the node that has sequences of its own."""
         self._ranks.announce(num_rows)
+
+    @property
+    def row_shares(self) -> RowShares | None:
+        """The ranks that divide the rows which are sampled; None: every rank samples its own."""
+        return self._ranks.row_shares
 
     def check(self) -> None:
         """Raise RuntimeError if results that the device has computed are wrong, because another rank is gone."""

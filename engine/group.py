@@ -65,6 +65,11 @@ class Group(Protocol):
         [num_rows, width] on each rank -> [num_rows, num_columns]."""
         ...
 
+    def exchange_columns(self, x: Tensor, lens: Sequence[int], num_columns: int) -> Tensor:
+        """Return this rank's rows of what `gather_columns` returns: [sum(lens), width] on each rank -> [lens[rank],
+        num_columns]. The rows of a rank follow those of the ranks before it."""
+        ...
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         """Return this rank's rows of the sum of all ranks' `x`: [sum(lens), ...] -> [lens[rank], ...]."""
         ...
@@ -101,7 +106,23 @@ class Group(Protocol):
         ...
 
 
-class OneRank:
+class OneProcess:
+    """What a group need not do if all of its ranks are in one process: none of them can be gone or late."""
+
+    def check(self) -> None:
+        pass
+
+    def limit(self, timeout_s: float) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class OneRank(OneProcess):
     """The group of a node with one process."""
 
     rank = 0
@@ -123,6 +144,10 @@ class OneRank:
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
         return x if x.shape[1] == num_columns else x[:, :num_columns].contiguous()
 
+    def exchange_columns(self, x: Tensor, lens: Sequence[int], num_columns: int) -> Tensor:
+        _check_rows(x, lens[0])
+        return self.gather_columns(x, num_columns)
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         _check_rows(x, lens[0])
         return x
@@ -136,18 +161,6 @@ class OneRank:
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         _check_rows(x, lens[0][0])
         return x
-
-    def check(self) -> None:
-        pass
-
-    def limit(self, timeout_s: float) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class CpuGroup:
@@ -192,6 +205,11 @@ class CpuGroup:
 
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
         return torch.cat(self._all(x), 1)[:, :num_columns].contiguous()
+
+    def exchange_columns(self, x: Tensor, lens: Sequence[int], num_columns: int) -> Tensor:
+        num_rows, width = lens[self.rank], x.shape[1]
+        rows = self.all_to_all(x, [lens] * self.size).view(self.size, num_rows, width).transpose(0, 1)
+        return rows.reshape(num_rows, self.size * width)[:, :num_columns].contiguous()
 
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         _check_rows(x, sum(lens))

@@ -18,7 +18,8 @@ def check_devices(size: int, num_gpus: int, flag: str) -> None:
     """Raise ConfigError if the `size` ranks that `flag` asks for have too few GPUs."""
     if size > num_gpus:
         gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-        raise ConfigError(f"{flag} {size} needs {size} GPUs, and this node sees {gpus}; use {flag} {num_gpus} or less")
+        fix = f"{num_gpus} or less" if num_gpus > 1 else f"{num_gpus}"
+        raise ConfigError(f"{flag} {size} needs {size} GPUs, and this node sees {gpus}; use {flag} {fix}")
 
 
 def orders(num_gpus: int, devices: Sequence[int]) -> list[str]:

@@ -98,6 +98,10 @@ class RankProcesses:
             self._on_watch()
         self._watch.start()
 
+    def silences_s(self) -> tuple[float, ...]:
+        """Return for how many seconds each of ranks 1 and above has been silent. Any thread may call it."""
+        return self._watch.silences_s()
+
     def when_watched(self, do: Callable[[], None]) -> None:
         """Call `do` when `watch` is called."""
         self._on_watch = do

@@ -45,12 +45,20 @@ class RankWatch:
         most once per rank, and `on_end(rank)` when the rank has ended, for this or another reason."""
         self._pipes = dict(enumerate(pipes, start=1))
         self._on_silence, self._on_end = on_silence, on_end
+        self._heard: dict[int, float] = {}  # when each rank was heard last; only values change once the watch runs
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
 
     def start(self) -> None:
         """Begin to listen."""
+        self._heard = dict.fromkeys(self._pipes, time.monotonic())
         self._thread.start()
+
+    def silences_s(self) -> tuple[float, ...]:
+        """Return for how many seconds each rank has been silent, in order; nothing before `start`. Any thread may call
+        it."""
+        now = time.monotonic()
+        return tuple(max(0.0, now - heard) for heard in self._heard.values())
 
     def close(self) -> None:
         """Stop listening. May be called twice, and from the thread of the watch."""
@@ -60,7 +68,7 @@ class RankWatch:
 
     def _run(self) -> None:
         looked = time.monotonic()
-        heard = dict.fromkeys(self._pipes, looked)
+        heard = self._heard
         while not self._is_stopped.wait(BEAT_S):
             away_s, looked = time.monotonic() - looked, time.monotonic()
             for rank, pipe in list(self._pipes.items()):

@@ -24,6 +24,7 @@ from .group import Group, OneRank
 from .model_config import ModelConfig
 from .products.base import VOCAB, Product, Split, WeightShard
 from .products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
+from .row_shares import Lens, RowShares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +38,11 @@ class VocabShares:
         """Return all logits, given those of this rank: [num_rows, share] -> [num_rows, vocab_size]. All ranks must call
         it."""
         return self.group.gather_columns(logits, self.vocab_size)
+
+    def rows(self, logits: Tensor, lens: Lens) -> Tensor:
+        """Return all logits of this rank's rows: [num_rows, share] -> [lens[rank], vocab_size]. All ranks must call
+        it."""
+        return self.group.exchange_columns(logits, lens, self.vocab_size)
 
     def best(self, logits: Tensor) -> Choice:
         """Return the token of the largest of all logits of each row, the lowest id of equals. The ranks exchange a few
@@ -131,6 +137,11 @@ class Ranks:
     def vocab(self, size: int) -> VocabShares | None:
         """Return the ranks that divide a vocabulary of `size` tokens as `VOCAB`. None: this rank has all logits."""
         return None if self.shard(VOCAB) is None else VocabShares(self.group, size)
+
+    @property
+    def row_shares(self) -> RowShares | None:
+        """Return the ranks that divide the rows of a batch whose vocabulary they divide. None: there are none."""
+        return None if self.shard(VOCAB) is None else RowShares(self.group)
 
     def join(self, product: Product, shard: WeightShard) -> Product:
         """Return the product of the whole weight, given that of this rank's share."""

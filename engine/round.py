@@ -140,8 +140,10 @@ def settle(
     if needs.is_plain_greedy and needs.num_logprobs is None:
         token_ids, is_valid = engine.model.best(verified.final)
     else:
-        logits = engine.model.logits(verified.final)
-        token_ids, is_valid, _ = sample(logits, _node_sampling(rows, drafts, tree), with_logprobs=False)
+        sampling = _node_sampling(rows, drafts, tree)
+        lens = sampling.lens(len(verified.final)) if needs.num_logprobs is None else None  # these need all logits
+        logits = engine.model.logits(verified.final, lens)
+        token_ids, is_valid, _ = sample(logits, sampling, with_logprobs=False)
         scored = logits if needs.num_logprobs is not None else None
     targets = token_ids.view(len(rows.lengths), proposed.num_nodes)
     is_valid = is_valid.view(targets.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .work import Accepted
 
@@ -15,6 +15,7 @@ class RoundStats:
     num_verified: int = 0  # sequences whose drafts were verified, once per round
     num_drafted: int = 0
     num_accepted: int = 0
+    idle_rounds: list[int] = field(default_factory=list[int])  # by rank, if each has sequences of its own
 
     def count(self, accepted: Accepted) -> None:
         """Count a round of one sequence, if the sequence could accept a draft."""

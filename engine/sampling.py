@@ -9,7 +9,7 @@ The noise is a pure function of (seed, absolute position, token id) and every st
 the same logits give the same token alone, in any batch, after a preemption, and on another node.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -61,16 +61,34 @@ def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) 
     """Sample one token per row; `logits` is left as it was.
 
     Args:
-        logits: [num_rows, num_logits] float32, bfloat16 or float16; rows as in `batch`.
+        logits: [num_rows, num_logits] float32, bfloat16 or float16; rows as in `batch`, or this rank's alone, if ranks
+            divide them (`SamplingBatch.lens`). Then all ranks must call this, without log-probabilities.
         batch: see `SamplingBatch.of`.
         with_logprobs: False for drafts, because no client reads their log-probabilities.
     """
+    if len(logits) < batch.num_rows:
+        assert not with_logprobs, "log-probabilities are of all rows"
+        packed = over_rows(logits, batch, lambda own: _packed(sample(logits, own, with_logprobs=False)))
+        return SampleResult(packed >> 1, (packed & 1).bool(), None)
     token_ids, is_valid = perturbed_argmax(processed(logits, batch), batch.draws, batch.logit_ids)
     logprobs, num_logprobs = None, batch.needs.num_logprobs
     if num_logprobs is not None and with_logprobs:
         assert batch.logit_ids is None, "log-probabilities are of the whole vocabulary"
         logprobs = compute_logprobs(logits, token_ids, num_logprobs)
     return SampleResult(token_ids, is_valid, logprobs)
+
+
+def over_rows(logits: Tensor, batch: SamplingBatch, draw: Callable[[SamplingBatch], Tensor]) -> Tensor:
+    """Return what `draw` returns for the rows of each rank, [num_rows, ...]. `logits` are those of this rank's rows, of
+    which `draw` gets the batch. All ranks must call it."""
+    shares, lens = batch.shares, batch.lens(batch.num_rows)
+    assert shares is not None and lens is not None and len(logits) == lens[shares.group.rank], (len(logits), lens)
+    return shares.gather(draw(batch.part(shares.own(lens))), lens)
+
+
+def _packed(result: SampleResult) -> Tensor:
+    """Return tokens and whether they are valid as one number each, [num_rows] int64."""
+    return result.token_ids * 2 + result.is_valid
 
 
 def processed(logits: Tensor, batch: SamplingBatch) -> Tensor:

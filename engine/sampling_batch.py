@@ -20,6 +20,7 @@ from ..kernels.processors import History, TokenColumns
 from ..kernels.sample import Draws
 from .constants import counted
 from .copies import to_device
+from .row_shares import Lens, RowShares
 from .sampling_state import Needs, SamplingState
 
 INTS = ("seed", "position", "num_generated", "min_tokens", "top_k")
@@ -39,6 +40,7 @@ class SamplingBatch:
     top_p: Tensor  # [num_rows, 1] float64, as exact as the request says it
     history: History | None = None  # None: no row is processed before temperature
     logit_ids: Tensor | None = None  # [num_logits] int32, ascending: the tokens of the logits; None: all
+    shares: RowShares | None = None  # the ranks that may divide the rows; None: this one samples all
 
     @classmethod
     def of(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> Self:
@@ -102,6 +104,22 @@ class SamplingBatch:
         tokens. The sampled tokens are those of logits with -inf for all others."""
         return self if logit_ids is None else replace(self, logit_ids=logit_ids)
 
+    def lens(self, num_rows: int) -> Lens | None:
+        """Return how ranks divide `num_rows` rows of this batch, or of one `ahead` of it, if they sample them; None:
+        every rank samples all. Greedy rows are not divided."""
+        return None if self.shares is None or self.needs.is_plain_greedy else self.shares.lens(num_rows)
+
+    def part(self, rows: slice) -> Self:
+        """Return some rows that follow each other, with views of what kernels read by the row. No rank divides them."""
+        return replace(
+            self,
+            ints=self.ints[:, rows],
+            floats=self.floats[:, rows].contiguous(),
+            top_p=self.top_p[rows],
+            history=None if self.history is None else self.history.part(rows),
+            shares=None,
+        )
+
     def take(self, index: Tensor) -> Self:
         """Return the rows `index` [num_taken] int64."""
         return type(self)(
@@ -111,6 +129,7 @@ class SamplingBatch:
             self.top_p.index_select(0, index),
             None if self.history is None else self.history.take(index),
             self.logit_ids,
+            self.shares,
         )
 
     def ahead(self, num_ahead: Tensor, tokens: Tensor, is_before: Tensor | None = None) -> Self:
@@ -137,6 +156,7 @@ class SamplingBatch:
             self.top_p.repeat_interleave(num_new, 0),
             None if self.history is None else self.history.ahead(num_new, tokens, is_before),
             self.logit_ids,
+            self.shares,
         )
 
 

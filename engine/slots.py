@@ -18,6 +18,7 @@ from ..kernels.rows import assign_rows_, gather_rows
 from .constants import counted
 from .copies import to_device
 from .drafters.base import Drafter, DraftState, RoundRows
+from .row_shares import RowShares
 from .sampling_batch import (
     FLOATS,
     INTS,
@@ -43,8 +44,17 @@ _FILLS: tuple[Fill, ...] = (fill_prompt_mask_, fill_output_counts_, fill_bias_, 
 class Slots:
     """Owns the rows. Columns of one number per token of the vocabulary exist once a request needs them."""
 
-    def __init__(self, num_slots: int, vocab_size: int, drafter: Drafter | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        drafter: Drafter | None,
+        device: torch.device,
+        shares: RowShares | None = None,
+    ) -> None:
+        """`shares`: the ranks that divide the rows of a batch; None: this one samples all."""
         self.num_slots = num_slots
+        self._shares = shares
         self.device = device
         self._vocab_size = vocab_size
         num_rows = num_slots + 1
@@ -150,7 +160,7 @@ class Slots:
                 self._stops if needs.bans else None,
             )
             history = History.of(own, index)
-        sampling = SamplingBatch(needs, ints[2:], floats, top_p, history)
+        sampling = SamplingBatch(needs, ints[2:], floats, top_p, history, shares=self._shares)
         draft = self._draft.select(index) if with_draft else DraftState()
         return RoundRows(ints[_LENGTH], ints[_LAST_TOKEN], block_table, sampling, draft, proposed)
 

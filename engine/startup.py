@@ -97,7 +97,7 @@ def serve(
 ) -> int:
     """Meet the router and run the node until it is asked to leave. Returns the exit status. `ranks`: its other ranks.
     Raises RankLost if one of them is lost."""
-    membership = make_membership(config, name, role, engine, keys, epoch, data_address)
+    membership = make_membership(config, name, role, engine, keys, epoch, data_address, ranks)
     with memory_to_start():
         node = membership.member = make_node(membership)
     freeze()
@@ -138,6 +138,7 @@ def make_membership(
     keys: KeyPair | None,
     epoch: str,
     data_address: str,
+    ranks: RankProcesses | None = None,
 ) -> Membership:
     """The node's Hello and its link to the router, not started yet."""
     hello = Hello(
@@ -159,7 +160,14 @@ def make_membership(
         ),
         data_address=data_address,
     )
-    return Membership(hello, config.router, lambda: read_tokenizer(engine.model_dir), keys, config.drain_timeout_s)
+    return Membership(
+        hello,
+        config.router,
+        lambda: read_tokenizer(engine.model_dir),
+        keys,
+        config.drain_timeout_s,
+        tuple if ranks is None else ranks.silences_s,
+    )
 
 
 def node_id(config: EngineConfig, role: Role) -> str:

@@ -21,7 +21,7 @@ from ..kernels.tree_types import Candidates, Frontier
 from ..kernels.trees import choose, grow_, walk_chain, walk_tree
 from .constants import counted
 from .draft_shape import DraftShape
-from .sampling import processed, sample
+from .sampling import over_rows, processed, sample
 from .sampling_batch import SamplingBatch
 
 
@@ -63,12 +63,21 @@ def sample_ahead(logits: Tensor, base: SamplingBatch, drafted: Tensor) -> Tensor
 
 def top_of(logits: Tensor, batch: SamplingBatch, topk: int) -> tuple[Tensor, Tensor]:
     """Return the `topk` best tokens of each row and log-softmax of their perturbed logits, [num_rows, topk] int64 and
-    float32. If there are fewer logits, the other tokens are any, with -inf."""
+    float32. If there are fewer logits, the other tokens are any, with -inf. `logits` are as for `sample`."""
+    if len(logits) < batch.num_rows:
+        packed = over_rows(logits, batch, lambda own: _packed(*top_of(logits, own, topk)))
+        ids, scores = packed.split(topk, 1)
+        return ids.contiguous(), scores.to(torch.int32).view(torch.float32)
     num_missing = max(0, topk - logits.shape[1])
     best = perturbed_topk(processed(logits, batch), topk - num_missing, batch.draws, batch.logit_ids)
     if num_missing:
         return pad(best[0], (0, num_missing)), pad(best[1], (0, num_missing), value=-torch.inf)
     return best
+
+
+def _packed(ids: Tensor, scores: Tensor) -> Tensor:
+    """Return the ids and the bits of the scores side by side, [num_rows, 2 * topk] int64."""
+    return torch.cat([ids, scores.contiguous().view(torch.int32).to(torch.int64)], 1)
 
 
 # Runs the drafter over a step's frontier: (step, tokens [num_seqs, topk], states [num_seqs, topk, width], visible

@@ -56,6 +56,10 @@ class History(NamedTuple):
         counted = torch.cat([self.is_counted.repeat_interleave(num_new, 0), counted], dim=1)
         return self._replace(places=places, drafted=drafted, is_counted=counted)
 
+    def part(self, rows: slice) -> Self:
+        """Return some rows that follow each other, as views."""
+        return type(self)(self.columns, *(each[rows] for each in self[1:]))
+
     def take(self, index: Tensor) -> Self:
         """Return the rows `index` [num_taken] int64."""
         return type(self)(self.columns, *(each.index_select(0, index) for each in self[1:]))

@@ -11,7 +11,7 @@ from ..engine.rank_handoffs import make_server
 from ..engine.rank_processes import RankProcesses
 from ..engine.ranked_engine import RankedEngine, start_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
-from ..metadata.bus.addresses import any_port_of
+from ..metadata.bus.addresses import address_of_rank, any_port_of
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
@@ -31,7 +31,8 @@ def run(config: PrefillConfig) -> int:
         raise ConfigError(
             f"bind_host {config.bind_host} is a wildcard: give the address at which decode nodes reach this node"
         )
-    keys = load_keys(config, any_port_of(config.bind_host))
+    ends = (address_of_rank(config.bind_host, rank) for rank in (0, config.tp - 1))
+    keys = load_keys(config, *map(any_port_of, ends))
     if config.num_ranks == 1:
         engine = load_engine(config, _rehearse)
         sizes = config.max_running, config.chunk(engine.device.type)

@@ -123,6 +123,7 @@ class PrefillNode:
             queued_tokens=self.scheduler.num_queued_tokens,
             prompt_token_s=self._rate.token_s,
             prompt_fixed_s=self._rate.fixed_s,
+            ranks=self.scheduler.rank_loads,
         )
 
     def stats(self) -> NodeStats:

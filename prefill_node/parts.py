@@ -16,6 +16,7 @@ from typing import Protocol
 from ..engine.prefix_cache import PrefixCache
 from ..engine.prompt_executor import OwnPromptExecutor, PromptExecutor, PromptStates
 from ..engine.ranked_cache import NodeCache, RankedCache
+from ..metadata.wire.node_info import RankLoad
 from . import chunks, ranked_chunks
 from .chunks import ChunkUnderWay
 from .ranked_scheduler import RankedPrefillScheduler
@@ -37,6 +38,11 @@ class PromptScheduler(Protocol):
 
     @property
     def num_queued_tokens(self) -> int: ...
+
+    @property
+    def rank_loads(self) -> tuple[RankLoad, ...]:
+        """The load of each rank; empty: there is one pool."""
+        ...
 
     def submit(self, request: Request) -> None: ...
 

@@ -13,6 +13,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from ..metadata.wire.node_info import RankLoad
 from .request import Request
 from .scheduler import PrefillScheduler, StepPlan
 
@@ -78,6 +79,12 @@ class RankedPrefillScheduler:
         """Prompt tokens still to compute, on all ranks."""
         waiting = sum(len(request.token_ids) for request in self.waiting)
         return waiting + sum(rank.num_queued_tokens for rank in self.ranks)
+
+    @property
+    def rank_loads(self) -> tuple[RankLoad, ...]:
+        return tuple(
+            RankLoad(rank.cache.available, len(rank.computing) + len(rank.handing_over)) for rank in self.ranks
+        )
 
     def __iter__(self) -> Iterator[Request]:
         yield from (*self.waiting, *itertools.chain.from_iterable(self.ranks))

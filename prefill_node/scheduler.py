@@ -18,6 +18,7 @@ from ..engine.prefix_cache import PrefixCache
 from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages
+from ..metadata.wire.node_info import RankLoad
 from .request import Request
 
 
@@ -130,6 +131,11 @@ class PrefillScheduler:
         """Prompt tokens still to compute."""
         queued = (*self.waiting, *self.computing)
         return sum(len(request.token_ids) - request.num_submitted for request in queued)
+
+    @property
+    def rank_loads(self) -> tuple[RankLoad, ...]:
+        """Nothing: this is one pool."""
+        return ()
 
     def __iter__(self) -> Iterator[Request]:
         yield from (*self.waiting, *self.computing, *self.handing_over)

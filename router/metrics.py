@@ -5,7 +5,7 @@ is much cheaper. Metrics of nodes are read from the registry when Prometheus ask
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -16,7 +16,8 @@ from ..metadata.wire.messages import Admitted, PrefillDone
 from .node import Node
 from .prompt_placement import PromptPlace
 from .registry import Registry
-from .request import Request, Sequence
+from .request import Request
+from .request import Sequence as Output
 
 MoveReason = Literal["lost", "failed", "drained"]  # a node was lost, an attempt failed, or a drain ran out of time
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -86,6 +87,7 @@ class NodeFigures(Collector):
             for position, count in enumerate(node.stats.accepted_at, 1):
                 accepted.add_metric([node.node_id, node.role, node.hello.model.name, str(position)], count)
         yield accepted
+        yield from _figures_of_ranks(nodes)
         yield from self._comings()
 
     def _comings(self) -> Iterator[Metric]:
@@ -104,6 +106,49 @@ class NodeFigures(Collector):
         yield losses
 
 
+def _figures_of_ranks(nodes: Iterable[Node]) -> Iterator[Metric]:
+    """Figures that differ by rank. A node has some of them: see `_BY_RANK`."""
+    for kind, name, text, first, values in _BY_RANK:
+        family = kind(f"baton_node_rank_{name}", text, labels=["node", "role", "model", "rank"])
+        for node in nodes:
+            for rank, value in enumerate(values(node), first):
+                family.add_metric([node.node_id, node.role, node.hello.model.name, str(rank)], value)
+        yield family
+
+
+# kind, name, text, first rank, and the values of this rank and those above
+_BY_RANK: tuple[
+    tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, int, Callable[[Node], Sequence[float]]], ...
+] = (
+    (
+        GaugeMetricFamily,
+        "free_pages",
+        "Pages of the rank's own pool that are free, or cached without a reference.",
+        0,
+        lambda node: [rank.free_pages for rank in node.load.ranks],
+    ),
+    (
+        GaugeMetricFamily,
+        "running",
+        "Requests that run on the rank alone.",
+        0,
+        lambda node: [rank.running for rank in node.load.ranks],
+    ),
+    (
+        CounterMetricFamily,
+        "idle_rounds",
+        "Rounds in which other ranks had sequences and this one had none.",
+        0,
+        lambda node: node.stats.idle_rounds,
+    ),
+    (
+        GaugeMetricFamily,
+        "silent_seconds",
+        "Seconds since the rank's process said that it runs.",
+        1,
+        lambda node: node.beat.rank_silences_s if node.beat is not None else (),
+    ),
+)
 _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
     ("ranks", "Ranks that share the node's model.", lambda node: node.hello.capacity.num_ranks),
     ("pages", "KV pages that requests may use.", lambda node: node.hello.capacity.num_pages),
@@ -206,7 +251,7 @@ class Metrics:
         """A request has nodes for the first time."""
         self._queue.labels(request.group.key.model).observe(now - request.timeline.queued_at)
 
-    def tokens(self, request: Request, sequence: Sequence, num_tokens: int, now: float) -> None:
+    def tokens(self, request: Request, sequence: Output, num_tokens: int, now: float) -> None:
         """A sequence has new tokens. To be called before their time is noted."""
         model = request.group.key.model
         if request.first_token_at is None:

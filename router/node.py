@@ -8,7 +8,7 @@ group make a pair if both and the router know a common protocol version. So an o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..metadata.bus.sockets import routing_id
@@ -75,7 +75,7 @@ class Node:
         "_num_units",
         "_pledged_pages",
         "_prompts",
-        "_refused_at_free",
+        "_refused_at_room",
         "_reported_at",
         "_welcomed_at",
         "group",
@@ -101,7 +101,7 @@ class Node:
         self._num_units = 0
         self._pledged_pages = 0
         self._full_since: float | None = None
-        self._refused_at_free = 0
+        self._refused_at_room = 0
 
     @property
     def node_id(self) -> str:
@@ -184,7 +184,7 @@ class Node:
         any more."""
         self._load = load
         self._reported_at = now
-        if self._full_since is not None and (load.free_pages > self._refused_at_free or load.running == 0):
+        if self._full_since is not None and (load.room > self._refused_at_room or load.running == 0):
             self._full_since = None
 
     def welcome(self, now: float) -> None:
@@ -230,9 +230,12 @@ class Node:
         return self._pledged_pages
 
     @property
-    def free_pages(self) -> int:
-        """Free pages that no reservation under way will take."""
-        return self._load.free_pages - self._pledged_pages
+    def room(self) -> int:
+        """The most free pages that one request can get there, when reservations under way have theirs."""
+        pools = [rank.free_pages for rank in self._load.ranks]
+        if not pools:
+            return self._load.free_pages - self._pledged_pages
+        return largest_room(pools, (held.pledge * len(held.choices) for held in self._held.values() if held.pledge))
 
     @property
     def is_empty(self) -> bool:
@@ -268,7 +271,7 @@ class Node:
     def refuse(self, now: float) -> None:
         """The node had no room. It is asked again when it shows more room, or after a while."""
         self._full_since = now
-        self._refused_at_free = self._load.free_pages
+        self._refused_at_room = self._load.room
 
     def make_room(self, load: Load, now: float) -> None:
         """The node said that it has room again."""
@@ -343,6 +346,14 @@ class Node:
         protocol = agreed(self.hello.protocols, other.hello.protocols) or 0
         hello = self.hello
         return Peer(node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address, protocol=protocol)
+
+
+def largest_room(pools: Sequence[int], pledges: Iterable[int]) -> int:
+    """Return the free pages of the largest pool of a node, if each pledge of pages goes to the largest pool then."""
+    left = list(pools)
+    for num_pages in pledges:
+        left[left.index(max(left))] -= num_pages
+    return max(left)
 
 
 class NodeGroup:

@@ -23,7 +23,7 @@ QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batc
 class DecodeFigures(NamedTuple):
     """Figures by which `choose_decode` compares decode nodes."""
 
-    free_pages: int  # without those of reservations under way
+    room: int  # free pages of its largest pool, without those of reservations under way
     num_running: int  # with reservations under way
     max_running: int
     is_full: bool  # it refused, and has not shown more room since
@@ -186,7 +186,7 @@ class Placement:
             node.load.has_prompt_room,
             node.num_units,
             node.max_running,
-            0 if node.is_full(now) else node.free_pages,
+            0 if node.is_full(now) else node.room,
             entry.need.local_pages,
             entry.request.group.local_error.factor,
         )
@@ -226,9 +226,7 @@ class Placement:
             nodes = [node for node in nodes if not request.ran_out_on(node)] or nodes
             fresh = [node for node in nodes if not all(request.has_failed_on(prefill, node) for prefill in prefills)]
             nodes = fresh or nodes
-        figures = [
-            DecodeFigures(each.free_pages, each.num_units, each.max_running, each.is_full(now)) for each in nodes
-        ]
+        figures = [DecodeFigures(each.room, each.num_units, each.max_running, each.is_full(now)) for each in nodes]
         index = choose_decode(figures, entry.need.decode_pages or 0)
         return None if index is None else nodes[index]
 
@@ -270,11 +268,11 @@ def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | Non
     fitting = [
         index
         for index, node in enumerate(figures)
-        if not node.is_full and node.free_pages >= num_pages and node.num_running < node.max_running
+        if not node.is_full and node.room >= num_pages and node.num_running < node.max_running
     ]
     return min(
         fitting,
-        key=lambda index: (figures[index].num_running / figures[index].max_running, -figures[index].free_pages),
+        key=lambda index: (figures[index].num_running / figures[index].max_running, -figures[index].room),
         default=None,
     )
 

@@ -132,7 +132,7 @@ class LocalFigures(NamedTuple):
     has_room: bool  # its bound on gaps leaves room for a chunk beside its streams
     num_running: int  # sequences that it holds or was asked for
     max_running: int
-    free_pages: int
+    room: int  # free pages of its largest pool, without those of reservations under way
     num_pages: int  # that the request needs there
     error: float = 1.0  # estimates are multiplied by it (estimate_error.py)
 
@@ -144,7 +144,7 @@ class LocalFigures(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether it cannot take the sequence now."""
-        return self.num_running >= self.max_running or self.free_pages < self.num_pages
+        return self.num_running >= self.max_running or self.room < self.num_pages
 
     @property
     def second_token_s(self) -> float:
@@ -246,7 +246,7 @@ def choose_local(figures: Sequence[LocalFigures]) -> int | None:
             not each[1].times.are_known,
             each[1].second_token_s + each[1].load_s if each[1].times.are_known else 0.0,
             each[1].share,
-            -each[1].free_pages,
+            -each[1].room,
         ),
         default=(None, None),
     )[0]

@@ -158,7 +158,7 @@ class SimulatedDecodeNode:
             rate.has_room,
             figures.num_running,
             figures.max_running,
-            0 if figures.is_full else figures.free_pages,
+            0 if figures.is_full else figures.room,
             request.length + SLACK,
         )
 

@@ -90,7 +90,7 @@ class FrozenKvDrafter:
         batch = ForwardBatch.uniform(
             tokens.reshape(-1, 1), (lengths - 1).unsqueeze(1), lengths, table, self._kv.shape[4]
         )
-        return self._head.forward(batch, self._kv, hidden)
+        return self._head.forward(batch, self._kv, hidden, rows.sampling.lens(len(hidden)))
 
 
 # --- the family ---

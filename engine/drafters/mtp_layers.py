@@ -177,7 +177,7 @@ class MtpLayersDrafter:
             fed = tokens.gather(1, used + m).flatten()
             outputs = layer.forward(replace(batch, input_ids=fed), self._kv[m : m + 1], inputs, is_extend=True)
             [final] = gather_rows([outputs], last)
-            proposed = sample_ahead(layer.logits(final), sampling, drafted).unsqueeze(1)
+            proposed = sample_ahead(layer.logits(final, sampling.lens(len(final))), sampling, drafted).unsqueeze(1)
             drafted = torch.cat([drafted, proposed], dim=1)
             if m < num_before:
                 tokens.scatter_(1, next_column + m, proposed)

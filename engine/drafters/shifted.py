@@ -78,7 +78,7 @@ class ShiftedDrafter:
             end = position + 1
             hidden = self._forward(rows, drafted[:, -1:], position.unsqueeze(1), end, hidden)
             position = end
-            proposed = sample_ahead(self._head.logits(hidden), sampling, drafted)
+            proposed = sample_ahead(self._head.logits(hidden, sampling.lens(len(hidden))), sampling, drafted)
             drafted = torch.cat([drafted, proposed.unsqueeze(1)], dim=1)
         return Drafts(drafted)
 
@@ -124,16 +124,18 @@ class ShiftedDrafter:
         positions = (rows.lengths + (step - 1)).unsqueeze(1).expand(-1, topk)
         tree = Tree(rows.lengths, visible.flatten(0, 1))
         recurrent = self._forward(rows, tokens, positions, rows.lengths + step * topk, states.flatten(0, 1), tree)
-        return recurrent.view(*tokens.shape, recurrent.shape[-1]), self._head.logits(recurrent)
+        logits = self._head.logits(recurrent, rows.sampling.lens(len(recurrent)))
+        return recurrent.view(*tokens.shape, recurrent.shape[-1]), logits
 
     def _state(self, recurrent: Tensor, sampling: SamplingBatch) -> DraftState:
         """Return the state of rows L - 1: `recurrent` [num_rows, width], `sampling` of the tokens at L + 1."""
-        logits, topk = self._head.logits(recurrent), self.shape.topk
+        topk, num_rows = self.shape.topk, len(recurrent)
+        logits = self._head.logits(recurrent, sampling.lens(num_rows))
         sampling = sampling.over(self._head.logit_ids)
         if topk > 1:
             return DraftState(*top_of(logits, sampling, topk), recurrent)
         return DraftState(
-            sample_ahead(logits, sampling, sampling.ints.new_empty(len(logits), 0))[:, None], None, recurrent
+            sample_ahead(logits, sampling, sampling.ints.new_empty(num_rows, 0))[:, None], None, recurrent
         )
 
     def _forward(

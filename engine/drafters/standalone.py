@@ -64,7 +64,8 @@ class StandaloneDrafter:
                 if rows.sampling.needs.is_plain_greedy:
                     proposed = self._model.best(hidden).token_ids
                 else:
-                    proposed = sample_ahead(self._model.logits(hidden), rows.sampling, tokens[:, 1:])
+                    logits = self._model.logits(hidden, rows.sampling.lens(len(hidden)))
+                    proposed = sample_ahead(logits, rows.sampling, tokens[:, 1:])
                 tokens = torch.cat([tokens, proposed.unsqueeze(1)], dim=1)
         return Drafts(tokens[:, 1:])
 

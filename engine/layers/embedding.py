@@ -10,6 +10,7 @@ from ...kernels.rows import gather_rows
 from ..products.base import VOCAB
 from ..products.linear import Linear
 from ..ranks import ONE_RANK, Ranks, VocabShares
+from ..row_shares import Lens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +41,11 @@ class LmHead:
         own = weight if shard is None else shard.take(weight, 0)
         return cls(Linear.of(own), ranks.vocab(len(weight)))
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits of the model's dtype: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
+    def __call__(self, hidden: Tensor, lens: Lens | None = None) -> Tensor:
+        """Return logits of the model's dtype: [num_rows, hidden_size] -> [num_rows, vocab_size]. If the rows are
+        divided into `lens`, return those of this rank's rows alone."""
         logits = self.linear(hidden)
-        return logits if self.shares is None else self.shares.whole(logits)
+        if self.shares is None:
+            assert lens is None, "one rank has all rows"
+            return logits
+        return self.shares.whole(logits) if lens is None else self.shares.rows(logits, lens)

@@ -24,6 +24,7 @@ from ..layers.embedding import Embedding, LmHead
 from ..layers.residual import Residual
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
+from ..row_shares import Lens
 
 
 class TargetStates(NamedTuple):
@@ -103,10 +104,10 @@ class DecoderModel:
         return self._embedding(token_ids)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, lens: Lens | None = None) -> Tensor:
         """Return logits of rows of `forward`'s result, [num_rows, hidden_size] -> [num_rows, vocab_size] of the model's
-        dtype."""
-        return self._lm_head(hidden)
+        dtype. If the rows are divided into `lens`, return those of this rank's rows alone."""
+        return self._lm_head(hidden, lens)
 
     @torch.inference_mode()
     def best(self, hidden: Tensor) -> Choice:

@@ -33,6 +33,7 @@ from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, VOCAB
 from ..products.linear import Linear
 from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
+from ..row_shares import Lens
 from .decoder import DecoderModel
 from .read_config import read_model_config
 from .tensors import HeadTensors
@@ -96,10 +97,13 @@ class FrozenKvHead:
         ]
         tensors.refuse_unknown("embed_tokens.weight")
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor) -> FrozenOutput:
+    def forward(
+        self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, lens: Lens | None = None
+    ) -> FrozenOutput:
         """Run one token per row at the last position with target KV, and write no KV.
 
-        `kv` is the target's pool, `hidden` [num_tokens, target's hidden_size]."""
+        `kv` is the target's pool, `hidden` [num_tokens, target's hidden_size]. If the rows are divided into `lens`, the
+        logits are those of this rank's rows alone."""
         config = self._config
         eps, num_tokens = config.rms_norm_eps, batch.num_tokens
         attend = self._attention(batch, kv)
@@ -111,7 +115,7 @@ class FrozenKvHead:
             x = x + layer.attention_out(attend(q, source).view(num_tokens, config.q_size))
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, eps))
         final = rms_norm(x, self._norm, eps)
-        return FrozenOutput(self._post_projection(final), self._lm_head(final))
+        return FrozenOutput(self._post_projection(final), self._lm_head(final, lens))
 
     def _attention(self, batch: ForwardBatch, kv: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
         """Return the function that attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""

@@ -25,6 +25,7 @@ from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
+from ..row_shares import Lens
 from .head_file import HeadFile
 from .hyper_eagle import load_hyper_eagle
 from .llama import read_body, read_layer
@@ -54,8 +55,9 @@ class DraftHead(Protocol):
         """The target's ids of the tokens that the head can propose, [num_logits] int32, ascending; None: all tokens."""
         ...
 
-    def logits(self, recurrent: Tensor) -> Tensor:
-        """Return the logits of the tokens `logit_ids`: [num_rows, width] -> [num_rows, num_logits]."""
+    def logits(self, recurrent: Tensor, lens: Lens | None = None) -> Tensor:
+        """Return the logits of the tokens `logit_ids`: [num_rows, width] -> [num_rows, num_logits]. If the rows are
+        divided into `lens`, return those of this rank's rows alone."""
         ...
 
 
@@ -81,8 +83,8 @@ class EagleHead:
             x = run_body(layer.body, x, rms_norm(x, layer.norm, eps), context, eps)
         return x
 
-    def logits(self, recurrent: Tensor) -> Tensor:
-        return self.target.logits(recurrent)
+    def logits(self, recurrent: Tensor, lens: Lens | None = None) -> Tensor:
+        return self.target.logits(recurrent, lens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +99,7 @@ class Eagle3Head:
     embedding_norm: Tensor  # [hidden_size]
     hidden_norm: Tensor  # [hidden_size]
     norm: Tensor  # [hidden_size]
-    lm_head: Callable[[Tensor], Tensor]  # [num_rows, hidden_size] -> [num_rows, draft_vocab_size]
+    lm_head: Callable[[Tensor, Lens | None], Tensor]  # [num_rows, hidden_size] -> [num_rows, draft_vocab_size]
     logit_ids: Tensor | None  # [draft_vocab_size] int32, ascending; None: all
     is_norm_before_residual: bool
 
@@ -110,8 +112,8 @@ class Eagle3Head:
         both = torch.cat([embedded, normed], dim=1)
         return run_body(self.body, normed if self.is_norm_before_residual else x, both, context, eps)
 
-    def logits(self, recurrent: Tensor) -> Tensor:
-        return self.lm_head(rms_norm(recurrent, self.norm, self.config.rms_norm_eps))
+    def logits(self, recurrent: Tensor, lens: Lens | None = None) -> Tensor:
+        return self.lm_head(rms_norm(recurrent, self.norm, self.config.rms_norm_eps), lens)
 
 
 def run_body(body: DecoderBody, hidden: Tensor, x: Tensor, context: AttentionContext, eps: float) -> Tensor:
@@ -198,7 +200,7 @@ def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target
 
 def _output(
     source: HeadTensors, file: HeadFile, draft_vocab: int, target_ids: Tensor | None, target: TargetEnds
-) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+) -> tuple[Callable[[Tensor, Lens | None], Tensor], Tensor | None]:
     """Return the output layer, its rows in the order of the target's ids, and the ids of its rows, [draft_vocab_size]
     int32; None: all. `target_ids` [draft_vocab_size] int64 are those of the rows in the file; None: 0, 1, .."""
     size, vocab_size, order, ids = file.config.hidden_size, file.config.vocab_size, None, None

@@ -18,6 +18,7 @@ from ..layers.hyper_decoder import HyperDecoderLayer
 from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
+from ..row_shares import Lens
 from .hyper_llama import read_hyper_layer
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
@@ -46,10 +47,10 @@ class HyperEagleHead:
             streams = layer(streams, context)
         return streams.flatten(1)
 
-    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+    def logits(self, recurrent: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
         """Return logits of collapsed states, by the head's own norm and the target's head."""
         collapsed = self._streams(recurrent).sum(1)
-        return self.target.logits(add_rms_norm_(collapsed, None, self.norm, self.config.rms_norm_eps))
+        return self.target.logits(add_rms_norm_(collapsed, None, self.norm, self.config.rms_norm_eps), lens)
 
     def _streams(self, wide: torch.Tensor) -> torch.Tensor:
         return wide.unflatten(1, (self.config.hc_mult, self.config.hidden_size))

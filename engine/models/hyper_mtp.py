@@ -21,6 +21,7 @@ from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
+from ..row_shares import Lens
 from .head_file import HeadFile
 from .hyper_llama import read_hyper_layer
 from .mtp import load_layers
@@ -55,10 +56,10 @@ class HyperMtpHead:
         streams = streams + self.embedding_projection(embedded).unsqueeze(1)
         return self.layer(streams, context).flatten(1)
 
-    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+    def logits(self, recurrent: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
         """Return the target's lm_head of the summed streams, normed by the layer's own norm."""
         collapsed = self._streams(recurrent).sum(1)
-        return self.target.logits(add_rms_norm_(collapsed, None, self.final_norm, self.config.rms_norm_eps))
+        return self.target.logits(add_rms_norm_(collapsed, None, self.final_norm, self.config.rms_norm_eps), lens)
 
     def _streams(self, wide: torch.Tensor) -> torch.Tensor:
         return wide.unflatten(1, (self.config.hc_mult, self.config.hidden_size))

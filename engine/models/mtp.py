@@ -20,6 +20,7 @@ from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
+from ..row_shares import Lens
 from .head_file import HeadFile
 from .heads import run_body
 from .llama import read_layer
@@ -61,10 +62,10 @@ class MtpHead:
         x = run_body(self.layer.body, x, rms_norm(x, self.layer.norm, eps), context, eps)
         return rms_norm(x, self.final_norm, eps) if self.is_mimo else x
 
-    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+    def logits(self, recurrent: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
         if not self.is_mimo:
             recurrent = rms_norm(recurrent, self.final_norm, self.config.rms_norm_eps)
-        return self.target.logits(recurrent)
+        return self.target.logits(recurrent, lens)
 
 
 def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..model_config import ModelConfig
+from ..row_shares import Lens
 from .decoder import DecoderModel
 
 
@@ -32,8 +33,9 @@ class TargetEnds(Protocol):
         """Return the embeddings of `token_ids` [num_tokens] int64: [num_tokens, hidden_size], a new tensor."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the target's logits of states after a norm, [num_rows, hidden_size] -> [num_rows, vocab_size]."""
+    def logits(self, hidden: Tensor, lens: Lens | None = None) -> Tensor:
+        """Return the target's logits of states after a norm, [num_rows, hidden_size] -> [num_rows, vocab_size]. If the
+        rows are divided into `lens`, return those of this rank's rows alone."""
         ...
 
 
@@ -55,8 +57,8 @@ class CastEnds:
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.target.embed(token_ids).to(self.dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden.to(self.target.dtype))
+    def logits(self, hidden: Tensor, lens: Lens | None = None) -> Tensor:
+        return self.target.logits(hidden.to(self.target.dtype), lens)
 
 
 def ends_in(dtype: torch.dtype, target: DecoderModel) -> TargetEnds:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .curve import KeyPair
 
 _TCP = re.compile(r"tcp://(\[(?P<ipv6>[0-9A-Fa-f:.]+(%\w+)?)\]|(?P<host>[A-Za-z0-9_.*-]+)):(?P<port>\d{1,5}|\*)")
+_MAX_PORT = 65535
 _MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 
 
@@ -64,8 +65,8 @@ def parse_address(text: str) -> Address:
     if match is None:
         raise ConfigError(f"address {text!r} is neither tcp://HOST:PORT nor ipc://PATH")
     port = 0 if match["port"] == "*" else int(match["port"])
-    if port > 65535:
-        raise ConfigError(f"address {text!r}: port {port} is above 65535")
+    if port > _MAX_PORT:
+        raise ConfigError(f"address {text!r}: port {port} is above {_MAX_PORT}")
     host = match["ipv6"] or match["host"]
     if match["ipv6"] and _ip_literal(host) is None:
         raise ConfigError(f"address {text!r}: [{host}] is not an IPv6 address")
@@ -91,13 +92,20 @@ def any_port_of(host: str) -> str:
 def address_of_rank(host: str, rank: int) -> str:
     """Return where a rank of a node binds, if rank 0 binds at `host`: a host name or an address. Ranks above 0 use the
     ports, or paths, behind that of rank 0; any free port stays any free port. Raises ConfigError if the address is
-    malformed."""
+    malformed, or if there is no such port."""
     if rank == 0 or "://" not in host:
         return host
     address = parse_address(host)
     if address.scheme == "ipc":
         return f"{host}-{rank}"
-    return host if address.port is None else str(replace(address, port=address.port + rank))
+    if address.port is None:
+        return host
+    port = address.port + rank
+    if port > _MAX_PORT:
+        raise ConfigError(
+            f"address {host!r}: rank {rank} would listen at port {port}; use a port of at most {_MAX_PORT - rank}"
+        )
+    return str(replace(address, port=port))
 
 
 def host_identity() -> str:

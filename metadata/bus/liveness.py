@@ -60,7 +60,10 @@ class HeartbeatThread:
         *,
         load: Load,
         interval_s: float = HEARTBEAT_INTERVAL_S,
+        rank_silences_s: Callable[[], tuple[float, ...]] = tuple,
     ) -> None:
+        """`rank_silences_s`: returns for how long each of the node's other ranks has been silent. The thread calls
+        it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch) + HEARTBEAT_SUFFIX, keys
         self._router_key = router_key(keys)
@@ -69,7 +72,7 @@ class HeartbeatThread:
         except BaseException:
             self._context.term()
             raise
-        self._interval_s = interval_s
+        self._interval_s, self._rank_silences_s = interval_s, rank_silences_s
         # each is one reference, replaced as a whole, so the thread never sees half of a change
         self._phase = _Phase(0, "starting", time.monotonic(), 60.0)
         self._figures = (load, NodeStats())
@@ -141,7 +144,8 @@ class HeartbeatThread:
                 self._num_lost = self._agreed.num_welcomes
             phase, (load, stats) = self._phase, self._figures
             age_s = time.monotonic() - phase.since
-            heartbeat = Heartbeat(phase.step, phase.name, max(age_s, 0.0), phase.limit_s, load, stats)
+            silences_s = self._rank_silences_s()
+            heartbeat = Heartbeat(phase.step, phase.name, max(age_s, 0.0), phase.limit_s, load, stats, silences_s)
             with contextlib.suppress(zmq.Again):  # no router at present; the socket keeps trying to connect
                 send_frames(self._socket, encode(heartbeat, self._protocol()))
             if self._is_stopped.wait(self._interval_s):

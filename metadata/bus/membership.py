@@ -104,10 +104,14 @@ class Membership:
         tokenizer: Callable[[], TokenizerFile],
         keys: KeyPair | None,
         drain_timeout_s: float,
+        rank_silences_s: Callable[[], tuple[float, ...]] = tuple,
     ) -> None:
+        """`rank_silences_s`: as of `HeartbeatThread`."""
         self._link = Link(router_address, hello.node_id, hello.epoch, keys)
         load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
-        self._heartbeat = HeartbeatThread(router_address, hello.node_id, hello.epoch, keys, load=load)
+        self._heartbeat = HeartbeatThread(
+            router_address, hello.node_id, hello.epoch, keys, load=load, rank_silences_s=rank_silences_s
+        )
         self._session = RouterSession(hello, self._link.send, tokenizer)
         self._num_welcomes = 0
         self._router_address = router_address

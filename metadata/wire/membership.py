@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from .node_info import Address, Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLedger, Role
+from .node_info import MAX_RANKS, Address, Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLedger, Role
 from .protocol import Message, Since
 from .request import Count, Digest, Index, Name, Seconds, Text, Units
 
@@ -54,6 +54,8 @@ class Heartbeat(Message, frozen=True, tag="beat"):
     phase_limit_s: Seconds
     load: Load
     stats: NodeStats
+    # since ranks 1 and above last said that their processes run
+    rank_silences_s: Annotated[tuple[Seconds, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
 
 
 class LedgerReport(Message, frozen=True, tag="ledger"):

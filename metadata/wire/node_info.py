@@ -10,6 +10,7 @@ from .protocol import Message, Since
 from .request import MAX_CONTEXT, Count, Digest, Index, Name, Seconds, Text, TokenId
 
 MAX_FROZEN_LAYERS = 256
+MAX_RANKS = 1024  # of a node
 
 Role = Literal["prefill", "decode"]
 Address = Annotated[str, Meta(max_length=256)]
@@ -119,6 +120,13 @@ class Capacity(Message, frozen=True):
         return self.num_pages // max(1, self.num_pools)
 
 
+class RankLoad(Message, frozen=True):
+    """Current load of one rank that has pages and sequences of its own."""
+
+    free_pages: Count
+    running: Count
+
+
 class Load(Message, frozen=True):
     """Current load of a node, for placement and for /metrics."""
 
@@ -134,6 +142,13 @@ class Load(Message, frozen=True):
     has_prompt_room: Annotated[bool, Since(6)] = True  # the bound on gaps leaves room for a chunk beside the streams
     paced_prompt_tokens: Annotated[Count, Since(6)] = 0  # that prompt_token_s holds for, if more wait; 0: for all
     prompt_rest_token_s: Annotated[Seconds, Since(6)] = 0.0  # per prompt token beyond them
+    # the shares of each rank in free_pages and running; empty: the node has one pool
+    ranks: Annotated[tuple[RankLoad, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
+
+    @property
+    def room(self) -> int:
+        """The most free pages that one request could get: a request uses one pool."""
+        return max((rank.free_pages for rank in self.ranks), default=self.free_pages)
 
 
 class NodeStats(Message, frozen=True):
@@ -153,6 +168,8 @@ class NodeStats(Message, frozen=True):
     num_rounds: Count = 0  # speculative rounds, counted once per sequence
     num_drafted: Count = 0
     accepted_at: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()  # accepted drafts by draft position
+    # by rank, if each has sequences of its own: rounds in which others had some and this one had none
+    idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
 
 
 class PoolLedger(Message, frozen=True):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
-from cluster import Cluster, Process, free_port, held, wait_until
+import psutil
+from cluster import LEAVE_S, Cluster, Process, free_port, held, wait_until
 from drawn_places import Place
 from faulty import Plan
 from forked import FAULT_PLAN
@@ -20,8 +22,10 @@ from partition import Lines
 
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 RANKED = ("prefill-1", "decode-1")  # the nodes that may have several ranks
+Sharing = Literal["tp", "dp-attention"]  # how the ranks of a node share a model, by the flag that says so
+SHARINGS: tuple[Sharing, ...] = get_args(Sharing)
 NODE_FLAGS = ["--model-name", "chaos", "--page-size", "8", "--chunk-tokens", "32", "--max-running", "5"]
-POOLS = {"prefill": "96", "decode": "66"}  # pages; a context of 512 tokens takes 64
+POOLS = {"prefill": "96", "decode": "66"}  # pages of each pool; a context of 512 tokens takes 64
 REQUEST_S = 90.0  # timeout of a request; one that takes this long was stuck
 ROUTER_FLAGS = ["--request-timeout-s", f"{REQUEST_S:g}", "--canary-interval-s", "20", "--max-waiting", "40"]
 ROUTER_FLAGS += ["--drain-timeout-s", "20"]
@@ -50,13 +54,14 @@ class Rig(Cluster):
         seed: int = 0,
         place: Place = "remote",
         num_ranks: int = 1,
+        sharing: Sharing = "tp",
     ):
-        """`num_ranks`: of each node in RANKED. `place`: who computes the prompts of requests; `seed` also draws it for
-        each, if it is mixed."""
+        """`num_ranks`: of each node in RANKED, which share its model by `sharing`. `place`: who computes the prompts of
+        requests; `seed` also draws it for each, if it is mixed."""
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory, model, is_forked=True)
         self.flags = flags
-        self._num_ranks = num_ranks
+        self._num_ranks, self.sharing = num_ranks, sharing
         self._router_flags = [*ROUTER_FLAGS, "--local-prefill", "never" if place == "remote" else "always"]
         self._places = seed if place == "mixed" else None
         self.nodes_wanted = tuple(nodes)
@@ -93,8 +98,10 @@ class Rig(Cluster):
         if role_of(name) != "decode":
             return {}
         lines = {(name, prefill): port for prefill, port in self.data_ports.items()}
+        # tensor-parallel ranks serve their heads themselves; with dp-attention, rank 0 serves the pages of all
+        num_serving = self._num_ranks if self.sharing == "tp" else 1
         for prefill in self.data_ports.keys() & RANKED:
-            for rank in range(1, self._num_ranks):
+            for rank in range(1, num_serving):
                 lines[name, prefill, f"rank {rank}"] = self.data_ports[prefill] + rank
         return lines
 
@@ -106,7 +113,7 @@ class Rig(Cluster):
         flags = [*NODE_FLAGS, "--num-pages", POOLS[role_of(name)], *self.flags]
         flags += ["--router", f"tcp://127.0.0.1:{self.lines[name, 'router'].port}"]
         if name in RANKED:
-            flags += ["--tp", str(self._num_ranks)]
+            flags += [f"--{self.sharing}", str(self._num_ranks)]
         if name in self.data_ports:
             flags += ["--bind-host", f"tcp://127.0.0.1:{self.data_ports[name]}"]
         self.start_node(role_of(name), name, *flags)
@@ -193,6 +200,8 @@ class Rig(Cluster):
                 process.popen.wait(START_S)  # a draining process ends by itself
             if process.popen.poll() is None:
                 continue
+            if left := num_left(process.pid):
+                self.crashes.append(f"{name} ended, and {left} of its processes did not: {_end_of(process)}")
             if process.is_expected_to_run and name not in struck:
                 self.crashes.append(f"{name} exited with {process.popen.poll()}: {_end_of(process)}")
             if name == "router":
@@ -239,6 +248,22 @@ class Rig(Cluster):
 
 def _is_welcome(process: Process) -> bool:
     return "joined router" in process.log
+
+
+def num_left(group: int) -> int:
+    """Return how many processes of a process group run, when its leader has ended and they had time to."""
+
+    def running() -> list[psutil.Process]:
+        return [each for each in psutil.process_iter() if _is_in(each, group)]
+
+    return len(psutil.wait_procs(running(), LEAVE_S)[1])
+
+
+def _is_in(process: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 def _end_of(process: Process) -> str:

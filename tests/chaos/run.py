@@ -30,7 +30,7 @@ from drawn_places import PLACES  # noqa: E402
 from evidence import Evidence  # noqa: E402
 from models import ALGORITHMS, flags, known_answers, make_target  # noqa: E402
 from play import Play, Result  # noqa: E402
-from rig import NODES, Rig  # noqa: E402
+from rig import NODES, SHARINGS, Rig  # noqa: E402
 from scenarios import KINDS, RANKS, Scenario, generate  # noqa: E402
 from streams import Stream  # noqa: E402
 from tally import Tally  # noqa: E402
@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), help="algorithms to play (default: all)")
     parser.add_argument("--kinds", nargs="*", help="kinds of faults (default: all)")
     parser.add_argument("--ranks", type=int, default=1, help="of one node per role; the other has one (default: 1)")
+    parser.add_argument("--sharing", choices=SHARINGS, default="tp", help="how ranks share a model (default: tp)")
     parser.add_argument("--pause-file", type=Path, help="no scenario starts while this file exists")
     parser.add_argument("--work", type=Path, help="directory for checkpoints and logs (default: a temporary one)")
     parser.add_argument("--models", type=Path, help="directory written by models.py; several runs may share it")
@@ -64,9 +65,8 @@ def main() -> int:
             break
         some = itertools.islice(scenarios, args.each)
         some = _paused(some, args.pause_file)
-        run_cluster(
-            work, args.models or work, algorithm, round_number, args.seed, some, until, tally, args.out, args.ranks
-        )
+        ranks = {"num_ranks": args.ranks, "sharing": args.sharing}
+        run_cluster(work, args.models or work, algorithm, round_number, args.seed, some, until, tally, args.out, ranks)
     tally.seconds = time.monotonic() - started
     tally.write(args.out)
     args.out.with_suffix(".md").write_text(tally.table() + "\n")
@@ -85,7 +85,7 @@ def _paused(scenarios: Iterable[Scenario], pause_file: Path | None) -> Iterator[
         yield scenario
 
 
-def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, out, num_ranks) -> None:
+def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, out, ranks) -> None:
     target = make_target(models)
     answers = known_answers(target)
     rng = random.Random(seed * 1000 + number)
@@ -93,7 +93,7 @@ def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, 
     directory = work / f"cluster-{number}-{algorithm}"
     place = rng.choice(PLACES)
     node_flags = [*flags(algorithm, target), "--transport", transport]
-    rig = Rig(directory, target, node_flags, seed=seed * 1000 + number, place=place, num_ranks=num_ranks)
+    rig = Rig(directory, target, node_flags, seed=seed * 1000 + number, place=place, **ranks)
     print(f"--- {algorithm}, {transport}, {place} prompts, {directory}", flush=True)
     scenario: Scenario | None = None
     evidence = Evidence(directory)

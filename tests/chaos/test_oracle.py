@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
+import psutil
 from evidence import MAX_LINE, MAX_LINES, Evidence
 from outages import NODE_WAIT_S, Outages
 from play import Result
-from rig import ORPHAN_S, Auditor
+from rig import ORPHAN_S, Auditor, num_left
 from scenarios import COMING, GOING, PHASES, Scenario
 from tally import Tally
 
@@ -105,3 +106,17 @@ def test_messages_of_a_phase_are_sent_in_that_direction() -> None:
         known = {each.__struct_config__.tag for each in get_args(kinds[way])}
         assert set(phases) == set(PHASES)
         assert {tag for tags in phases.values() for tag in tags} <= known
+
+
+def test_a_process_that_outlives_its_node_is_counted() -> None:
+    words = "sleep 60 & echo $!"
+    node = subprocess.Popen(["sh", "-c", words], stdout=subprocess.PIPE, text=True, process_group=0)
+    assert node.stdout is not None
+    rank = psutil.Process(int(node.stdout.readline()))
+    node.stdout.close()
+    node.wait()
+    try:
+        assert num_left(node.pid) == 1
+    finally:
+        rank.kill()
+    assert num_left(node.pid) == 0

@@ -302,9 +302,9 @@ def test_logits_that_are_nan_fail_only_their_request(
     model = (pair.prefill.prompts if node == "prefill" else pair.decode.executor).engine.model
     logits = model.logits
 
-    def broken(hidden: Any) -> Any:
+    def broken(hidden: Any, *lens: Any) -> Any:
         """Return NaN logits for the bad request, which runs alone."""
-        return logits(hidden) * float("nan")
+        return logits(hidden, *lens) * float("nan")
 
     with monkeypatch.context() as patch:
         patch.setattr(model, "logits", broken)

@@ -105,6 +105,10 @@ class Serving:
         return [(sequence, accepted) for sequence, accepted in rows if accepted is not None]
 
 
+def config_of(model: Path, **more: Any) -> DecodeConfig:
+    return DecodeConfig(model=str(model), device="cpu", threads=1, page_size=PAGE_SIZE, num_pages=NUM_PAGES, **more)
+
+
 @pytest.mark.parametrize(
     ("name", "topk"),
     [
@@ -128,8 +132,7 @@ def test_ranks_under_one_scheduler_give_the_output_of_one_process(
     more: dict[str, Any] = settings(name, model, tmp_path, steps=3)
     if topk > 1:
         more |= {"draft_topk": topk, "draft_tokens": 4}
-    config = DecodeConfig(model=str(model), device="cpu", threads=1, page_size=PAGE_SIZE, num_pages=NUM_PAGES, **more)
-    with ThreadRanks(2, config) as ranks:
+    with ThreadRanks(2, config_of(model, **more)) as ranks:
         serving, started, waiting = Serving(ranks), list[Sequence](), list(range(len(REQUESTS)))
         for step in itertools.count():
             if waiting and step % 3 == 0 and (sequence := serving.submit(waiting[0])) is not None:
@@ -152,15 +155,7 @@ def test_ranks_under_one_scheduler_give_the_output_of_one_process(
 
 
 def test_a_step_without_sequences_asks_the_ranks_for_nothing(checkpoint: Callable[..., Path]) -> None:
-    config = DecodeConfig(
-        model=str(checkpoint("llama")),
-        device="cpu",
-        threads=1,
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        speculative="ngram",
-    )
-    with ThreadRanks(2, config) as ranks:
+    with ThreadRanks(2, config_of(checkpoint("llama"), speculative="ngram")) as ranks:
         num_before = len(ranks.group.traces[0])
         Serving(ranks).step()
         assert len(ranks.group.traces[0]) == num_before
@@ -169,15 +164,7 @@ def test_a_step_without_sequences_asks_the_ranks_for_nothing(checkpoint: Callabl
 def test_results_come_in_the_order_of_the_sequences(checkpoint: Callable[..., Path]) -> None:
     """Sequences stand rank by rank. Scores come from the rank that has scored rows, and slots have numbers of the
     node."""
-    config = DecodeConfig(
-        model=str(checkpoint("llama")),
-        device="cpu",
-        threads=1,
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        speculative="none",
-    )
-    with ThreadRanks(2, config) as ranks:
+    with ThreadRanks(2, config_of(checkpoint("llama"), speculative="none")) as ranks:
         serving = Serving(ranks)
         started = [serving.submit(number) for number in range(4)]
         sequences = [sequence for sequence in started if sequence is not None]
@@ -197,7 +184,9 @@ def test_results_come_in_the_order_of_the_sequences(checkpoint: Callable[..., Pa
             each.compute(each.num_to_compute - 1)
         alone = [serving.rounds.submit([each], DraftShape(0), [0]) for each in sequences]
         tokens = [serving.rounds.collect(each).rows[0] for each in alone]
+        assert serving.rounds.stats.idle_rounds == [2, 2]
         together = serving.rounds.submit(sequences, DraftShape(0), [0] * 4)
+        assert serving.rounds.stats.idle_rounds == [2, 2], "both ranks have sequences"
         assert together.slots == [0, 1, 8, 9] and together.limits == [0] * 4
         serving.scheduler.finish(sequences[1])
         results = serving.rounds.collect(together).rows

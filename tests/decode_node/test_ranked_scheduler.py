@@ -18,7 +18,7 @@ from baton.engine.pages import PagePool
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.work import MAX_MISSED, Accepted
 from baton.metadata.wire.messages import Compute, Reserve
-from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.node_info import Peer, RankLoad
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, pack_ids
 
 PAGE_SIZE, USABLE = 4, 19  # pages of each rank, without padding
@@ -85,6 +85,8 @@ def test_sequences_are_spread_over_the_ranks_and_use_their_pools() -> None:
     for rank, own in enumerate(scheduler.ranks):
         assert own.running == [started[rank], started[rank + 3]]
         assert own.cache.available < USABLE
+        assert scheduler.rank_loads[rank] == RankLoad(own.cache.available, 2)
+    assert len(scheduler.rank_loads) == 3 and scheduler.ranks[0].rank_loads == ()
     assert [scheduler.get(sequence.unit) for sequence in started] == started == sorted(scheduler, key=lambda s: s.order)
     assert scheduler.get(Unit("r0", 0, 1)) is None and scheduler.find("r4", 0, None) == [started[4]]
     check_books(scheduler)

@@ -31,6 +31,7 @@ def page(num_tokens: int, **nodes: tuple[int, int, int] | None) -> str:
                 hello=hello,
                 load=Load(1, 0, 0),  # type: ignore[call-arg]
                 is_draining=False,
+                beat=None,
             )
         )
     registry: Any = SimpleNamespace(nodes=dict(enumerate(listed)), histories=[])

@@ -66,8 +66,26 @@ def test_ranks_of_each_role_are_of_one_kind(capsys: pytest.CaptureFixture[str]) 
     assert main(["up", "--prefill-tp", "2", "--decode-dp-attention", "3", "--print-config"]) == 0
     tables = tomllib.loads(capsys.readouterr().out)
     assert (tables["prefill"]["tp"], tables["decode"]["dp_attention"]) == (2, 3)
-    assert main(["up", "--tp", "2", "--decode-dp-attention", "2", "--print-config"]) != 0
-    assert "tp is 2 and dp_attention is 2: ranks have either some heads" in capsys.readouterr().err
+    both = ["up", "--tp", "2", "--decode-dp-attention", "3", "--print-config"]
+    assert main(both) == 2
+    words = capsys.readouterr().err
+    assert "decode nodes would have both --tp 2 and --dp-attention 3: ranks have either some heads" in words
+    assert words.endswith("add --decode-tp 1 or --decode-dp-attention 1\n")
+    assert main([*both, "--decode-tp", "1"]) == 0
+    tables = tomllib.loads(capsys.readouterr().out)
+    assert [(tables[role]["tp"], tables[role]["dp_attention"]) for role in ("prefill", "decode")] == [(2, 1), (1, 3)]
+    assert main(["up", "--tp", "2", "--dp-attention", "2", "--print-config"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["tp", "dp-attention"])
+def test_ranks_of_no_node_are_refused_with_what_to_do(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["up", "--prefill", "0", f"--prefill-{kind}", "2", "--print-config"]
+    assert main(wrong) == 2
+    words = capsys.readouterr().err
+    assert f"--prefill-{kind} 2: with --prefill 0 no prefill node starts; use --decode-{kind} 2" in words
+    for right in (["--prefill", "1"], [f"--prefill-{kind}", "1", f"--decode-{kind}", "2"]):
+        assert main([*wrong, *right]) == 0  # the last of equal flags counts
+    assert main(["up", "--prefill", "0", f"--{kind}", "2", "--print-config"]) == 0
 
 
 def test_a_flag_for_one_role_wins_over_that_for_both(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,9 @@ def test_ranks_in_processes_of_their_own_compute_what_one_process_computes(tmp_p
             "gather": torch.cat([rows_of(each, LENS[each]) for each in range(SIZE)]),
             "gather of nothing": torch.zeros(0, WIDTH),
             "gather_columns": torch.cat([rows_of(each, 4) for each in range(SIZE)], 1)[:, :-1],
+            "exchange_columns": torch.cat([rows_of(each, sum(LENS)).split(LENS)[rank] for each in range(SIZE)], 1)[
+                :, :-1
+            ],
             "reduce_scatter": sum_of(sum(LENS)).split(LENS)[rank],
             "sum_norm_": add_rms_norm_(torch.ones(4, WIDTH), sum_of(4), torch.ones(WIDTH), 1e-5),
             "reduce_scatter_norm_": add_rms_norm_(
@@ -83,6 +86,7 @@ def test_one_rank_returns_what_it_is_given() -> None:
         group.max(rows),
         group.gather(rows, [3]),
         group.gather_columns(rows, WIDTH),
+        group.exchange_columns(rows, [3], WIDTH),
         group.reduce_scatter(rows, [3]),
         group.all_to_all(rows, [[3]]),
     ):

@@ -42,6 +42,18 @@ def test_a_silent_rank_is_reported_once(pipes: list[Connection], silent: list[tu
     assert silent == [(2, "was silent for 0.3 s")]
 
 
+def test_the_watch_says_for_how_long_ranks_are_silent() -> None:
+    ours, theirs = zip(*(Pipe(duplex=False) for _ in range(2)), strict=True)
+    watch = RankWatch(ours, lambda rank, what: None)
+    assert watch.silences_s() == (), "ranks may load for as long as they need"
+    watch.start()
+    beat(theirs[0])
+    time.sleep(0.25)
+    speaking_s, silent_s = watch.silences_s()
+    assert speaking_s < 0.15 < 0.2 < silent_s < 5.0
+    watch.close()
+
+
 def test_a_rank_that_has_ended_is_not_silent(pipes: list[Connection], silent: list[tuple[int, str]]) -> None:
     beat(pipes[0])
     pipes[1].close()

@@ -30,6 +30,7 @@ from baton.engine import round as rounds
 from baton.engine import trees
 from baton.engine.drafters import frozen_kv, shifted, standalone
 from baton.engine.pages import Owner
+from baton.engine.row_shares import Lens
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.trees import Path as AcceptedPath
 from baton.engine.work import BatchRow
@@ -67,8 +68,8 @@ def round_with_a_node_that_is_no_number(solo: Solo, monkeypatch: pytest.MonkeyPa
     logits, accept = model.logits, rounds.accept_tree
     paths: list[list[int]] = []
 
-    def breaking(hidden: torch.Tensor) -> torch.Tensor:
-        scores = logits(hidden)
+    def breaking(hidden: torch.Tensor, *lens: Any) -> torch.Tensor:
+        scores = logits(hidden, *lens)
         if len(scores) == num_nodes and broken is not None:  # the drafter asks for fewer rows
             scores[broken] = float("nan")
         return scores
@@ -138,8 +139,8 @@ class Permuted:
     def forward(self, batch: Any, kv: torch.Tensor) -> torch.Tensor:
         return self.model.forward(replace(batch, input_ids=self.own_ids[batch.input_ids]), kv)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        own = self.model.logits(hidden)
+    def logits(self, hidden: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
+        own = self.model.logits(hidden, lens)
         return own.new_full(own.shape, float("-inf")).index_copy_(1, self.ids, own)
 
     def best(self, hidden: torch.Tensor) -> Choice:

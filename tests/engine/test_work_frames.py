@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.draft_shape import DraftShape
+from baton.engine.known_tokens import MARGIN
 from baton.engine.sampling_state import Needs, SamplingState
 from baton.engine.work import (
     Accepted,
@@ -135,3 +136,32 @@ def test_other_bytes_are_refused(frame: bytes) -> None:
 def test_what_has_no_form_in_bytes_is_named() -> None:
     with pytest.raises(TypeError, match="work holds a object, which has no form in bytes"):
         encode(LoadSlot(slot=1, token_ids=[1], sampling=object(), row=None))  # type: ignore[arg-type]
+
+
+def chunks_of(prompt: list[int], chunk: int) -> list[Chunk]:
+    pages = list(range(1, len(prompt) // 16 + 2))
+    rows = [BatchRow(prompt[start : start + chunk], start, pages) for start in range(0, len(prompt), chunk)]
+    return [Chunk([ChunkRow(7, prompt, row)], []) for row in rows]
+
+
+def test_a_prompt_does_not_travel_with_each_of_its_chunks() -> None:
+    prompt = [10**5 + number for number in range(32_768)]
+    frames = [encode(chunk) for chunk in chunks_of(prompt, 2048)]
+    pages, tokens = 2048 * 3, 2048 * 5  # bytes
+    assert max(map(len, frames)) < tokens + pages + 2 * MARGIN * 5 + 100
+    found = decode(frames[3]).rows[0]
+    assert found.row == BatchRow(prompt[3 * 2048 : 4 * 2048], 3 * 2048, list(range(1, 2050)))
+    assert len(found.token_ids) == len(prompt)
+    assert found.token_ids[4 * 2048 - 9 : 4 * 2048 + 9] == prompt[4 * 2048 - 9 : 4 * 2048 + 9]
+
+
+def test_texts_of_recomputed_rows_do_not_travel_either() -> None:
+    prompt = list(range(1000))
+    rows = [BatchRow(prompt[300:400], 300, [5], 0), BatchRow([8], 0, [6], 0)]
+    work = Recompute(rows, [prompt, [8, 9]])
+    for value in (work, replace(ROUND, beside=work)):
+        found = decode(encode(value))
+        found = found.beside if isinstance(found, Round) else found
+        long, short = found.token_ids
+        assert found.rows == rows and short == [8, 9] and (len(long), long[350:402]) == (1000, prompt[350:402])
+        assert len(encode(value)) < 1200, "the text alone has 2,740 bytes"

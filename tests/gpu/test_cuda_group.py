@@ -36,6 +36,8 @@ CASES = [
     Case("gather_columns", (1, 64128), BF16),
     Case("gather_columns", (64, 64128), BF16),
     Case("gather_columns", (7, 48), FP32),
+    Case("exchange_columns", (64, 64128), BF16),
+    Case("exchange_columns", (70, 33), FP32),
     Case("reduce_scatter", (64, 4096), BF16),
     Case("reduce_scatter", (0, 4096), BF16),
     Case("equal_scatter", (6 * 64, 4096), BF16),

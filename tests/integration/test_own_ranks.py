@@ -14,6 +14,7 @@ import drafters
 import pytest
 from cluster import Cluster, Process, wait_until
 from heads import ALGORITHM
+from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.integration
 
@@ -117,6 +118,7 @@ def test_output_is_that_of_one_rank(case: Case, start: Callable[..., Any], expec
     capacity = {each["node_id"]: each["capacity"] for each in cluster.nodes()}["decode-0"]
     assert (capacity["num_ranks"], capacity["num_pools"]) == (case.decode, case.decode)
     assert capacity["num_pages"] == (case.decode * 27 if case.decode > 1 else 55)
+    check_metrics(cluster, {"prefill": case.prefill, "decode": case.decode})
     struck, role = (decode, "decode") if case.decode > 1 else (prefill, "prefill")
     node(role, f"{role}-1", 1)
     cluster.wait_ready(num_nodes=3)
@@ -133,6 +135,37 @@ def test_output_is_that_of_one_rank(case: Case, start: Callable[..., Any], expec
     errors = [line for line in struck.log.splitlines() if "error" in line]
     assert errors == [f"baton: error: {words}"], struck.log
     assert not rank.is_running()
+
+
+def check_metrics(cluster: Cluster, num_ranks: dict[str, int]) -> None:
+    """Check that /metrics has the figures of each rank, and that the pages of an idle node sum up."""
+
+    def is_right() -> bool:
+        _, page = cluster.get("/metrics")
+        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        return all(
+            _is_right([each for each in samples if each.labels.get("role") == role], num)
+            for role, num in num_ranks.items()
+        )
+
+    wait_until(is_right, cluster.tails)
+
+
+def _is_right(samples: list[Any], num_ranks: int) -> bool:
+    own = {each.name.removeprefix("baton_node_"): each.value for each in samples}
+    by_rank: dict[str, dict[str, float]] = {}
+    for each in samples:
+        if "rank" in each.labels:
+            by_rank.setdefault(each.name.removeprefix("baton_node_rank_"), {})[each.labels["rank"]] = each.value
+    if num_ranks == 1:
+        return not by_rank
+    pages, silent_s = by_rank["free_pages"], by_rank["silent_seconds"]
+    return (
+        sum(pages.values()) == own["free_pages"] == own["pages"]
+        and list(pages) == [str(rank) for rank in range(num_ranks)]
+        and len(silent_s) == num_ranks - 1
+        and max(silent_s.values()) < 3.0
+    )
 
 
 @pytest.mark.parametrize(

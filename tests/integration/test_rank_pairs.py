@@ -20,6 +20,8 @@ from heads import ALGORITHM, HYPER, HYPERS
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
 from node_pair import node_pairs
 
+from baton.engine import known_tokens
+
 TWO = {"num_attention_heads": 4, "num_key_value_heads": 2}
 THREE = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 SHARED = {**THREE, "num_key_value_heads": 1}  # three ranks have the same KV head
@@ -74,6 +76,12 @@ def settings_of(case: Case, model: Path, directory: Path) -> dict[str, Any]:
         head = drafters.make_right(case.drafter, model, directory / case.drafter)
         return {"speculative": ALGORITHM[case.drafter], "draft_model": str(head), "draft_steps": 3, **tree}
     return {**drafters.settings(case.drafter, model, directory, steps=3), **tree}
+
+
+@pytest.fixture(autouse=True)
+def ranks_know_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are shorter than what ranks get to know around a chunk. Let them know what a drafter reads."""
+    monkeypatch.setattr(known_tokens, "MARGIN", 4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -37,6 +37,8 @@ CASES = [
     Case("gather_columns", (5, 33)),
     Case("gather_columns", (1, 1040), HALF),
     Case("gather_columns", (0, 8)),
+    Case("exchange_columns", (7, 33)),
+    Case("exchange_columns", (14, 20), HALF, num_lanes=4),
     Case("reduce_scatter", (12, 17)),
     Case("all_to_all", (12, 17), HALF),
     Case("sum_norm_", (1, 256)),

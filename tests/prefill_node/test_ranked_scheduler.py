@@ -106,4 +106,7 @@ def test_counts_of_all_ranks(scheduler: RankedPrefillScheduler, make_request: Ma
     submit_chunks(scheduler)
     assert set(scheduler.handing_over) == set(requests[:2]) and scheduler.computing == [requests[2]]
     assert scheduler.num_pages(requests[2]) == 10
+    own = [(rank.cache.available, len(rank.computing) + len(rank.handing_over)) for rank in scheduler.ranks]
+    assert [(load.free_pages, load.running) for load in scheduler.rank_loads] == own
+    assert sum(load.running for load in scheduler.rank_loads) == 3 and scheduler.ranks[0].rank_loads == ()
     check_books(scheduler)

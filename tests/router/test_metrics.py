@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.metadata.wire.membership import Heartbeat
 from baton.metadata.wire.messages import Admitted, PrefillDone
-from baton.metadata.wire.node_info import Load, NodeStats
+from baton.metadata.wire.node_info import Load, NodeStats, RankLoad
 from baton.metadata.wire.request import Unit
 from baton.router.metrics import INTERVAL_S, Metrics, MoveReason
 from baton.router.node_history import Loss
@@ -165,6 +165,28 @@ def test_figures_of_heartbeats_appear_per_node() -> None:
     assert accepted == [4, 2, None], "places in a round count from 1; the other node has none"
     assert page.get("baton_node_free_pages", node="p0", role="prefill") == 8
     assert page.get("baton_node_draining", node="p0") == 0
+
+
+def test_figures_that_differ_by_rank_appear_per_rank() -> None:
+    metrics, nodes = Metrics(), ClockedRegistry()
+    metrics.watch_nodes(nodes.registry, lambda: 0)
+    load = Load(free_pages=7, running=3, waiting=0, ranks=(RankLoad(5, 1), RankLoad(2, 2)))
+    own, divided = nodes.join("e", "d0"), nodes.join("e", "p0", "prefill")
+    own.heard(Heartbeat(1, "idle", 0.0, 10.0, load, NodeStats(idle_rounds=(4, 9)), (0.25,)), nodes.now)
+    divided.heard(Heartbeat(1, "idle", 0.0, 10.0, LOAD, NodeStats(), (0.5, 0.75)), nodes.now)
+    nodes.join("e", "d1")
+    page = Page(metrics)
+    names = ("free_pages", "running", "idle_rounds_total", "silent_seconds")
+    found = {
+        (node, rank): [page.get(f"baton_node_rank_{name}", node=node, rank=rank) for name in names]
+        for node in ("d0", "p0", "d1")
+        for rank in "012"
+    }
+    assert found.pop(("d0", "0")) == [5, 1, 4, None]
+    assert found.pop(("d0", "1")) == [2, 2, 9, 0.25]
+    assert [found.pop(("p0", rank))[-1] for rank in "12"] == [0.5, 0.75], "one pool, whose figures are the node's"
+    assert all(value is None for values in found.values() for value in values), found
+    assert page.get("baton_node_free_pages", node="d0") == 7
 
 
 def test_losses_and_restarts_outlive_the_node() -> None:

@@ -76,7 +76,7 @@ def test_no_node_brings_the_second_token_sooner_than_the_one_that_is_chosen(
 ) -> None:
     place, index = place_sooner(remotes, locals_)
     assert place.words
-    may = [each for each in locals_ if each.num_running < each.max_running and each.free_pages >= each.num_pages]
+    may = [each for each in locals_ if each.num_running < each.max_running and each.room >= each.num_pages]
     may = [each for each in may if each.has_room and each.times.are_known]
     best = min(may, key=lambda each: each.second_token_s + LOAD_ROUNDS * each.num_running * each.round_s, default=None)
     remote_s = [each.second_token_s for each in remotes]
@@ -134,7 +134,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
         ({}, {"num_uncached_tokens": 100}, ("local", "sooner")),
         ({"num_queued_tokens": 8192}, {"has_room": False}, ("remote", "no room in the gap bound")),
         ({"num_queued_tokens": 8192}, {"num_running": 16}, ("remote", "decode nodes full")),
-        ({"num_queued_tokens": 8192}, {"free_pages": 9}, ("remote", "decode nodes full")),
+        ({"num_queued_tokens": 8192}, {"room": 9}, ("remote", "decode nodes full")),
         ({"num_queued_tokens": 8192, "times": PromptTimes()}, {}, ("remote", "not measured")),
         ({"num_queued_tokens": 8192}, {"times": PromptTimes()}, ("remote", "not measured")),
         ({}, {"times": PromptTimes(), "num_running": 0, "num_uncached_tokens": 9}, ("remote", "not measured")),

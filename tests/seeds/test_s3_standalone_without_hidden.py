@@ -21,6 +21,7 @@ from solo import Solo, caught
 from baton.engine import trees
 from baton.engine.drafters import standalone
 from baton.engine.engine import Engine
+from baton.engine.row_shares import Lens
 from baton.engine.slots import Slots
 from baton.kernels.sample import Choice
 from baton.metadata.handoff.buffers import MetadataBuffers
@@ -134,8 +135,8 @@ class Poisoned:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        result = self._inner.logits(hidden)
+    def logits(self, hidden: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
+        result = self._inner.logits(hidden, lens)
         hidden.fill_(float("nan"))
         return result
 

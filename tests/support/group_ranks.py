@@ -35,6 +35,7 @@ def results_of(group: CpuGroup, rank: int) -> dict[str, Tensor]:
         "gather": group.gather(rows_of(rank, LENS[rank]), LENS),
         "gather of nothing": group.gather(rows_of(rank, 0), [0] * SIZE),
         "gather_columns": group.gather_columns(rows_of(rank, 4), SIZE * WIDTH - 1),
+        "exchange_columns": group.exchange_columns(rows_of(rank, total), LENS, SIZE * WIDTH - 1),
         "reduce_scatter": group.reduce_scatter(rows_of(rank, total), LENS),
         "sum_norm_": group.sum_norm_(torch.ones(4, WIDTH), rows_of(rank, 4), torch.ones(WIDTH), 1e-5),
         "reduce_scatter_norm_": group.reduce_scatter_norm_(

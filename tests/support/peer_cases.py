@@ -146,6 +146,8 @@ def _results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
         return [group.gather_columns(x, case.num_columns(group.size))]
     if case.kind == "equal_scatter":
         return [group.reduce_scatter(x, case.equal_lens(group.size))]
+    if case.kind == "exchange_columns":
+        return [group.exchange_columns(x[: sum(lens)], lens, case.num_columns(group.size))]
     if case.kind == "reduce_scatter":
         return [group.reduce_scatter(x[: sum(lens)], lens)]
     assert case.kind == "all_to_all"
@@ -175,6 +177,9 @@ def expected(case: Case, rank: int, size: int, seed: int = 0) -> list[Tensor]:
         return [all_gather_columns_ref(xs, case.num_columns(size))]
     if case.kind == "equal_scatter":
         return [all_reduce_ref(xs).split(case.equal_lens(size))[rank]]
+    if case.kind == "exchange_columns":
+        whole = all_gather_columns_ref([x[: sum(lens)] for x in xs], case.num_columns(size))
+        return [whole.split(lens)[rank]]
     if case.kind == "reduce_scatter":
         each = [x[: sum(lens)] for x in xs]
         total = all_reduce_ref(each) if case.dtype.is_floating_point else torch.stack(each).sum(0)

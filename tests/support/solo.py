@@ -28,6 +28,7 @@ from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptT
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.rounds import Rounds
+from baton.engine.row_shares import Lens
 from baton.engine.sampling_batch import INTS, SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.work import MAX_MISSED, Accepted, BatchRow, RoundTokens
@@ -249,8 +250,8 @@ class _Spy:
         self._log.append(Spied(tokens, positions, lens, options.get("is_extend"), recurrent.clone()))
         return result
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        result, logit_ids = self._inner.logits(rows), getattr(self._inner, "logit_ids", None)
+    def logits(self, rows: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
+        result, logit_ids = self._inner.logits(rows, lens), getattr(self._inner, "logit_ids", None)
         self._log.logits.append(over_all_tokens(result, logit_ids, self._inner.config.vocab_size))
         return result
 

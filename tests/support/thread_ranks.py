@@ -23,6 +23,7 @@ from torch import Tensor
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine, use_threads
+from baton.engine.group import OneProcess
 from baton.engine.own_work_executor import OwnWorkExecutor
 from baton.engine.products.ranked import RankRows
 from baton.engine.rank_worker import RankWorker, serve_rank
@@ -80,7 +81,7 @@ class ThreadGroup:
         self._barrier.abort()
 
 
-class _ThreadRank:
+class _ThreadRank(OneProcess):
     """The `Group` of one rank."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
@@ -106,6 +107,9 @@ class _ThreadRank:
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
         return torch.cat(self._all("gather_columns", x, x.shape, ()), 1)[:, :num_columns].contiguous()
 
+    def exchange_columns(self, x: Tensor, lens: Sequence[int], num_columns: int) -> Tensor:
+        return self.gather_columns(x, num_columns).split(list(lens))[self.rank].clone()
+
     def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
         assert len(x) == sum(lens), (x.shape, lens)
         total, *others = (each.clone() for each in self._all("reduce_scatter", x, x.shape[1:], lens))
@@ -122,18 +126,6 @@ class _ThreadRank:
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         rows = self.gather(x, [sum(each) for each in lens]).split(list(itertools.chain.from_iterable(lens)))
         return torch.cat(rows[self.rank :: self.size])
-
-    def check(self) -> None:
-        pass
-
-    def limit(self, timeout_s: float) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def _all(self, name: str, x: Tensor, width: Sequence[int], lens: Sequence[int]) -> list[Tensor]:
         return self._group.exchange(self.rank, Operation(name, tuple(width), x.dtype, tuple(lens)), x)

@@ -16,6 +16,7 @@ from plain_heads import Plain, PlainHead, grow
 
 from baton.engine.drafters.base import DraftState
 from baton.engine.drafters.shifted import ShiftedDrafter
+from baton.engine.row_shares import Lens
 
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 10}
 OWN_WIDTH = {"eagle3": {"hidden_size": 24}}  # the others have their target's
@@ -173,8 +174,8 @@ class OverAllTokens:
     def __init__(self, head: Any) -> None:
         self._head, self.forward = head, head.forward
 
-    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
-        return over_all_tokens(self._head.logits(recurrent), self._head.logit_ids, 512)
+    def logits(self, recurrent: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
+        return over_all_tokens(self._head.logits(recurrent, lens), self._head.logit_ids, 512)
 
 
 REDUCED: list[dict[str, Any]] = [

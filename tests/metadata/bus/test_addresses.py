@@ -132,3 +132,9 @@ def test_without_a_kernel_identity_no_two_hosts_are_equal(monkeypatch: pytest.Mo
 def test_ranks_bind_behind_rank_0(host: str, bound: str) -> None:
     assert address_of_rank(host, 0) == host
     assert address_of_rank(host, 2) == bound
+
+
+def test_ranks_without_ports_behind_rank_0_are_refused() -> None:
+    assert address_of_rank("tcp://10.0.0.1:65533", 2) == "tcp://10.0.0.1:65535"
+    with pytest.raises(ConfigError, match=r"65534': rank 2 would listen at port 65536; use a port of at most 65533$"):
+        address_of_rank("tcp://10.0.0.1:65534", 2)

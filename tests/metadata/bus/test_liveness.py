@@ -106,6 +106,28 @@ def test_heartbeats_carry_the_id_and_the_figures_of_their_node(
     assert (heartbeat.step, heartbeat.phase, heartbeat.load.free_pages, heartbeat.stats.steps) == (2, "idle", 3, 9)
 
 
+def test_heartbeats_carry_the_silence_of_ranks_even_if_the_node_hangs(router: HeartbeatRouter) -> None:
+    since = time.monotonic()
+    thread = HeartbeatThread(
+        router.hub.address,
+        "node",
+        "1",
+        None,
+        load=LOAD,
+        interval_s=0.02,
+        rank_silences_s=lambda: (0.0, time.monotonic() - since),
+    )
+    thread.speak(PROTOCOL_MAX, 1)
+    thread.start()
+    try:
+        router.wait_for(3)
+        *_, last = [message for _, _, message in router.heartbeats]
+        assert isinstance(last, Heartbeat) and len(last.rank_silences_s) == 2
+        assert last.rank_silences_s[0] == 0.0 < 0.03 < last.rank_silences_s[1] < 60.0
+    finally:
+        thread.close()
+
+
 def test_a_lost_heartbeat_socket_is_no_lost_node(router: HeartbeatRouter, thread: HeartbeatThread) -> None:
     link = Link(router.hub.address, "node", "1", None)
     link.send(Cancelled(rid="r", attempt=0))
