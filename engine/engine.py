@@ -319,8 +319,9 @@ class Engine:
 
     @property
     def row_shares(self) -> RowShares | None:
-        """The ranks that divide the rows which are sampled; None: every rank samples its own."""
-        return self._ranks.row_shares
+        """The ranks that divide the rows which are sampled; None: every rank samples its own. On GPUs no rank divides
+        them: whether that pays was not measured there."""
+        return self._ranks.row_shares if self.device.type == "cpu" else None
 
     def check(self) -> None:
         """Raise RuntimeError if results that the device has computed are wrong, because another rank is gone."""
