@@ -74,7 +74,7 @@ class RouterConfig(ProcessConfig):
     local_prefill: LocalPrefill = setting(
         "never",
         "let decode nodes compute prompts: never (only if no prefill node is there), always, or auto (those prompts "
-        "whose second token they bring sooner; --max-gap-ms of decode nodes bounds what that costs other streams)",
+        "whose first two tokens they bring sooner; --max-gap-ms of decode nodes bounds what that costs other streams)",
     )
     canary_interval_s: float = setting(
         30.0, "send a canary request to a pair of nodes that served nobody for this many seconds"

@@ -476,7 +476,8 @@ class Dispatcher:
                     wait_s = node.load.round_s / 2
                     node.group.handoffs.observe(now - sequence.seen_at + wait_s)
                     if attempt.place.remote_s is not None:
-                        actual_s = now - attempt.sent_at + wait_s + node.load.round_s
+                        first_s, second_s = sequence.seen_at, now + wait_s + node.load.round_s
+                        actual_s = (first_s + second_s) / 2 - attempt.sent_at
                         node.group.remote_error.observe(attempt.place.remote_s, actual_s)
 
     def _failed(self, node: Node, message: Failed, now: float) -> None:

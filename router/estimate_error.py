@@ -9,13 +9,14 @@ _BOUNDS = 0.5, 4.0  # of the correction
 
 
 class EstimateError:
-    """The factor by which estimates of the second token's time must be multiplied to be right on average."""
+    """The factor by which estimates must be multiplied to be right on average."""
 
     def __init__(self) -> None:
         self.factor = 1.0
 
     def observe(self, expected_s: float, actual_s: float) -> None:
-        """A second token came after `actual_s`. `expected_s` is the estimate, multiplied by the factor of that time."""
+        """The first two tokens came after `actual_s` on average. `expected_s` is the estimate, multiplied by the factor
+        of that time."""
         if expected_s <= 0:
             return
         ratio = min(_MOST, max(1 / _MOST, actual_s / expected_s))

@@ -112,7 +112,7 @@ class Placement:
     # Who computes the prompt
 
     def _choose_sooner(self, entry: Entry, now: float) -> Place | None:
-        """Return the nodes that bring the second token soonest."""
+        """Return the nodes that bring the first two tokens soonest."""
         decode = self._choose_decode(entry, now) if entry.needs_decode else None
         fresh = [self._local_figures(node, entry, now) for node in self._local_nodes(entry, has_others=True)]
         has_others = any(not each.is_full for each in fresh)

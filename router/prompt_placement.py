@@ -1,8 +1,9 @@
 """Prompt placement decides who computes the prompt of a request: a prefill node (remote) or the decode node (local).
 
 Both decisions are pure functions. `place_prompt` follows the router's setting `local_prefill` and the facts of a group.
-If the setting is auto and both roles could compute the prompt, `place_sooner` compares the times to the second token of
-the output, from which on the client sees a stream flow. `baton explain` shows the reason, and `/metrics` counts it.
+If the setting is auto and both roles could compute the prompt, `place_sooner` compares the times to the first two
+tokens of the output: a client waits for the first one, and from the second one on it sees a stream flow. A handoff lies
+between them. `baton explain` shows the reason, and `/metrics` counts it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Reason = Literal[
     "no prefill node",
     "no able decode node",
     # of `place_sooner`
-    "sooner",  # the other role would bring the second token later
+    "sooner",  # the other role would bring the first two tokens later
     "streams would wait",  # a decode node would bring it sooner, at the cost of its streams
     "no room in the gap bound",
     "decode nodes full",
@@ -33,8 +34,8 @@ LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has 
 
 
 class PromptPlace(NamedTuple):
-    """The role that computes a prompt, and the reason. The times to the second token are estimates in seconds, None if
-    the reason does not need them."""
+    """The role that computes a prompt, and the reason. The times are estimates of `two_tokens_s`, None if the reason
+    does not need them."""
 
     where: Where
     reason: Reason
@@ -57,10 +58,10 @@ class PromptPlace(NamedTuple):
                 other, own_s, other_s = "a decode node", self.remote_s, self.local_s
                 if self.where == "local":
                     other, own_s, other_s = "a prefill node", self.local_s, self.remote_s
-                return f"the second token comes sooner: {_ms(own_s)}, by {other} {_ms(other_s)}"
+                return f"the first two tokens come sooner: on average in {_ms(own_s)}, by {other} in {_ms(other_s)}"
             case "streams would wait":
-                local = f"a decode node would bring the second token sooner ({_ms(self.local_s)}"
-                return f"{local}, by a prefill node {_ms(self.remote_s)}), but its streams would wait too long"
+                local = f"a decode node would bring the first two tokens sooner (on average in {_ms(self.local_s)}"
+                return f"{local}, by a prefill node in {_ms(self.remote_s)}), but its streams would wait too long"
             case "no room in the gap bound":
                 return "beside its streams no decode node has room for a prompt within --max-gap-ms"
             case "decode nodes full":
@@ -117,9 +118,10 @@ class RemoteFigures(NamedTuple):
         return self.num_queued_tokens + self.num_uncached_tokens
 
     @property
-    def second_token_s(self) -> float:
-        """The seconds from now to the second token. An unknown handoff counts as free, so it is tried and measured."""
-        return self.error * (self.times.seconds(self.num_tokens) + self.handoff_s + self.round_s)
+    def two_tokens_s(self) -> float:
+        """The mean of the seconds from now to the first and to the second token. An unknown handoff counts as free, so
+        it is tried and measured."""
+        return self.error * (self.times.seconds(self.num_tokens) + (self.handoff_s + self.round_s) / 2)
 
 
 class LocalFigures(NamedTuple):
@@ -147,14 +149,14 @@ class LocalFigures(NamedTuple):
         return self.num_running >= self.max_running or self.room < self.num_pages
 
     @property
-    def second_token_s(self) -> float:
-        """The seconds from now to the second token. The first two rounds bring the first two tokens."""
+    def two_tokens_s(self) -> float:
+        """The mean of the seconds from now to the first and to the second token. The first two rounds bring them."""
         num_tokens = self.num_queued_tokens + self.num_uncached_tokens
-        return self.error * (self.times.seconds(num_tokens) + 2 * self.round_s)
+        return self.error * (self.times.seconds(num_tokens) + 1.5 * self.round_s)
 
     @property
     def load_s(self) -> float:
-        """Return the price of its sequences, in seconds until the second token."""
+        """Return the price of its sequences, in seconds until the first two tokens."""
         return LOAD_ROUNDS * self.num_running * self.round_s
 
     def stall_s(self, token_s: float) -> float:
@@ -184,7 +186,7 @@ def place_prompt(facts: GroupFacts) -> PromptPlace | None:
 
 
 def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigures]) -> SoonerPlace:
-    """Return the role and the node with the earliest second token; a prefill node if equal.
+    """Return the role and the node with the earliest first two tokens; a prefill node if equal.
 
     `remotes`: prefill nodes that take the prompt now. `locals_`: decode nodes that compute prompts. Of these the one
     counts that `choose_local` returns. A prefill node also gets the prompt if that decode node would be sooner by less
@@ -197,7 +199,7 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
     chosen = None if local is None else locals_[local]
     if chosen is not None and not (chosen.has_room and chosen.times.are_known):
         chosen = None
-    local_s = None if chosen is None else chosen.second_token_s
+    local_s = None if chosen is None else chosen.two_tokens_s
     if remote is None:
         if chosen is not None:
             return SoonerPlace(PromptPlace("local", "prefill nodes full", None, local_s), local)
@@ -208,16 +210,16 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
         return SoonerPlace(PromptPlace("remote", "no room in the gap bound"), remote)
     if chosen is None or not all(each.times.are_known for each in remotes):
         return SoonerPlace(PromptPlace("remote", "not measured"), remote)
-    remote_s = remotes[remote].second_token_s
-    if chosen.second_token_s >= remote_s:
+    remote_s = remotes[remote].two_tokens_s
+    if chosen.two_tokens_s >= remote_s:
         return SoonerPlace(PromptPlace("remote", "sooner", remote_s, local_s), remote)
-    if chosen.second_token_s + chosen.stall_s(min(each.times.token_s for each in remotes)) >= remote_s:
+    if chosen.two_tokens_s + chosen.stall_s(min(each.times.token_s for each in remotes)) >= remote_s:
         return SoonerPlace(PromptPlace("remote", "streams would wait", remote_s, local_s), remote)
     return SoonerPlace(PromptPlace("local", "sooner", remote_s, local_s), local)
 
 
 def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
-    """Return the index of the prefill node with the earliest second token, None if the list is empty.
+    """Return the index of the prefill node with the earliest first two tokens, None if the list is empty.
 
     While a node has not told its times, the fewest tokens up to the end of this prompt count. If these are equal, such
     a node comes first, so that it is measured."""
@@ -225,7 +227,7 @@ def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
     return min(
         range(len(figures)),
         key=lambda index: (
-            figures[index].second_token_s if are_known else figures[index].num_tokens,
+            figures[index].two_tokens_s if are_known else figures[index].num_tokens,
             figures[index].times.are_known,
         ),
         default=None,
@@ -235,16 +237,17 @@ def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
 def choose_local(figures: Sequence[LocalFigures]) -> int | None:
     """Return the index of the decode node that computes a prompt if no prefill node shall, None if all are full.
 
-    Nodes whose bound on gaps has room and whose times are known come first. Of these, the earliest second token counts,
-    and the load: a sequence runs for much longer than its prompt is computed. So neither a short queue of prompts nor
-    a prefix that all requests share brings all of them to one node, but a long history outweighs a few sequences."""
+    Nodes whose bound on gaps has room and whose times are known come first. Of these, the earliest first two tokens
+    count, and the load: a sequence runs for much longer than its prompt is computed. So neither a short queue of
+    prompts nor a prefix that all requests share brings all of them to one node, but a long history outweighs a few
+    sequences."""
     able = [(index, each) for index, each in enumerate(figures) if not each.is_full]
     return min(
         able,
         key=lambda each: (
             not (each[1].times.are_known and each[1].has_room),
             not each[1].times.are_known,
-            each[1].second_token_s + each[1].load_s if each[1].times.are_known else 0.0,
+            each[1].two_tokens_s + each[1].load_s if each[1].times.are_known else 0.0,
             each[1].share,
             -each[1].room,
         ),

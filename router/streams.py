@@ -212,12 +212,12 @@ def _check(node: Node, message: Tokens, ids: list[int], firsts: list[int], count
 
 
 def _learn_local(sequence: Sequence, now: float) -> None:
-    """The first token of a sequence has come. If a decode node computed the prompt, compare the time with the estimate,
-    which ends one round later."""
+    """The first token of a sequence has come. If a decode node computed the prompt, compare the time with the estimate.
+    The second token comes one round later."""
     attempt = sequence.attempt
     if attempt is not None and attempt.prefill is None and attempt.place.local_s is not None:
         assert attempt.decode is not None
-        actual_s = now - attempt.sent_at + attempt.decode.load.round_s
+        actual_s = now - attempt.sent_at + attempt.decode.load.round_s / 2
         attempt.decode.group.local_error.observe(attempt.place.local_s, actual_s)
 
 

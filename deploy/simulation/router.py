@@ -89,7 +89,7 @@ class SimulatedRouter:
         return self._place_local(request) if prompt.where == "local" else self._place_remote(request)
 
     def _place_sooner(self, request: SimulatedRequest) -> bool:
-        """Compare the roles by the time to the second token."""
+        """Compare the roles by the time to the first two tokens."""
         decode = self._choose_decode(request)
         prefills = list[SimulatedPrefillNode]()
         round_s = handoff_s = 0.0

@@ -1,4 +1,4 @@
-"""Estimates of the second token's time are corrected by what came."""
+"""Estimates are corrected by what came."""
 
 from __future__ import annotations
 

@@ -62,40 +62,41 @@ def test_the_place_of_a_prompt_and_its_reason(
 LENGTHS = st.integers(0, 20_000)
 SECONDS = st.floats(0, 1)
 TIMES = st.builds(PromptTimes, st.floats(1e-6, 1e-2), SECONDS, st.integers(0, 1000), st.floats(0, 1e-2))
-REMOTES = st.builds(RemoteFigures, LENGTHS, LENGTHS, TIMES, SECONDS, SECONDS)
+ERRORS = st.floats(0.5, 4)
+REMOTES = st.builds(RemoteFigures, LENGTHS, LENGTHS, TIMES, SECONDS, SECONDS, ERRORS)
 COUNTS = st.integers(0, 8)
 LOCAL_TIMES = TIMES | st.just(PromptTimes())
-LOCALS = st.builds(LocalFigures, LENGTHS, LENGTHS, LOCAL_TIMES, SECONDS, st.booleans(), *[COUNTS] * 4)
-PREFILL = RemoteFigures(0, 4096, PromptTimes(2e-5, 4e-3), 0.01, 0.006)  # about 100 ms
+LOCALS = st.builds(LocalFigures, LENGTHS, LENGTHS, LOCAL_TIMES, SECONDS, st.booleans(), *[COUNTS] * 4, ERRORS)
+PREFILL = RemoteFigures(0, 4096, PromptTimes(2e-5, 4e-3), 0.02, 0.006)  # about 100 ms
 DECODE = LocalFigures(0, 4096, PromptTimes(5e-5, 6e-3), 0.006, True, 3, 16, 100, 10)  # about 220 ms
 
 
 @given(st.lists(REMOTES, max_size=3), st.lists(LOCALS, max_size=3))
-def test_no_node_brings_the_second_token_sooner_than_the_one_that_is_chosen(
+def test_no_node_brings_the_first_two_tokens_sooner_than_the_one_that_is_chosen(
     remotes: list[RemoteFigures], locals_: list[LocalFigures]
 ) -> None:
     place, index = place_sooner(remotes, locals_)
     assert place.words
     may = [each for each in locals_ if each.num_running < each.max_running and each.room >= each.num_pages]
     may = [each for each in may if each.has_room and each.times.are_known]
-    best = min(may, key=lambda each: each.second_token_s + LOAD_ROUNDS * each.num_running * each.round_s, default=None)
-    remote_s = [each.second_token_s for each in remotes]
+    best = min(may, key=lambda each: each.two_tokens_s + LOAD_ROUNDS * each.num_running * each.round_s, default=None)
+    remote_s = [each.two_tokens_s for each in remotes]
     if place.where == "remote":
         assert (index is None) == (not remotes)
-        assert index is None or remotes[index].second_token_s == min(remote_s)
+        assert index is None or remotes[index].two_tokens_s == min(remote_s)
         if best is not None:
-            assert remotes and (best.second_token_s >= min(remote_s)) == (place.reason == "sooner")
+            assert remotes and (best.two_tokens_s >= min(remote_s)) == (place.reason == "sooner")
         return
     assert index is not None and best is not None
-    assert locals_[index].second_token_s + locals_[index].load_s == best.second_token_s + best.load_s
-    assert all(locals_[index].second_token_s < each for each in remote_s)
+    assert locals_[index].two_tokens_s + locals_[index].load_s == best.two_tokens_s + best.load_s
+    assert all(locals_[index].two_tokens_s < each for each in remote_s)
 
 
 def test_the_prefill_node_that_is_compared_is_the_one_that_gets_the_prompt() -> None:
     """The first node has fewer tokens before it, but computes them slowly."""
     slow, fast = PREFILL._replace(times=PromptTimes(1e-4, 4e-3)), PREFILL._replace(num_queued_tokens=1000)
     place, index = place_sooner([slow, fast], [DECODE])
-    assert (place.where, place.remote_s, index) == ("remote", fast.second_token_s, 1)
+    assert (place.where, place.remote_s, index) == ("remote", fast.two_tokens_s, 1)
 
 
 def test_a_prefill_node_that_has_not_told_its_times_comes_first_of_equals() -> None:
@@ -152,18 +153,18 @@ def test_the_seconds_of_a_long_queue_are_those_of_full_chunks_until_its_rest_is_
 
 
 def test_a_prompt_is_remote_if_the_streams_of_the_decode_node_would_wait_too_long() -> None:
-    """With 8,192 tokens before it the second token comes 44 ms sooner on the decode node. A token of the chunks takes
-    20 us, so 4,096 tokens take 82 ms, in which each stream waits."""
+    """With 8,192 tokens before it the first two tokens come 43 ms sooner on the decode node. A token of the chunks
+    takes 20 us, so 4,096 tokens take 82 ms, in which each stream waits."""
     busy = PREFILL._replace(num_queued_tokens=8192)
-    assert busy.second_token_s - DECODE.second_token_s == pytest.approx(0.0429, abs=1e-4)
+    assert busy.two_tokens_s - DECODE.two_tokens_s == pytest.approx(0.0429, abs=1e-4)
     for num_running, where in ((2, "local"), (3, "remote")):
         decode = DECODE._replace(num_running=num_running)
         assert decode.stall_s(2e-5) == pytest.approx(num_running / 16 * num_running * 4096 * 2e-5)
         place, index = place_sooner([busy], [decode])
         assert (place.where, index) == (where, 0) and (place.reason == "streams would wait") == (where == "remote")
     assert place.words == (
-        "a decode node would bring the second token sooner (222.8 ms, by a prefill node 265.8 ms), but its streams "
-        "would wait too long"
+        "a decode node would bring the first two tokens sooner (on average in 219.8 ms, by a prefill node in "
+        "262.8 ms), but its streams would wait too long"
     )
 
 
@@ -186,14 +187,14 @@ def test_a_node_with_room_and_known_times_comes_first() -> None:
 
 
 def test_without_a_free_prefill_node_a_decode_node_gets_the_prompt() -> None:
-    assert place_sooner([], [DECODE]) == (("local", "prefill nodes full", None, DECODE.second_token_s), 0)
+    assert place_sooner([], [DECODE]) == (("local", "prefill nodes full", None, DECODE.two_tokens_s), 0)
     place, index = place_sooner([], [DECODE._replace(has_room=False)])
     assert place[:2] == ("remote", "prefill nodes full") and index is None
 
 
 def test_the_words_name_both_times() -> None:
     words = place_sooner([PREFILL], [DECODE]).place.words
-    assert words == "the second token comes sooner: 101.9 ms, by a decode node 222.8 ms"
+    assert words == "the first two tokens come sooner: on average in 98.9 ms, by a decode node in 219.8 ms"
 
 
 def test_a_group_that_never_had_a_prefill_node_waits_longer() -> None:
@@ -437,7 +438,7 @@ PREFILL_LOAD = m.Load(free_pages=1000, running=0, waiting=0, prompt_token_s=2e-5
 DECODE_LOAD = m.Load(
     free_pages=1000, running=0, waiting=0, prompt_token_s=2.5e-5, prompt_fixed_s=0.005, round_s=0.006
 )  # 80 ms for 3,000 tokens, and 12 ms for two rounds
-HANDOFF_S = 0.01
+HANDOFF_S = 0.02
 LARGE = {"num_pages": 1000, "context_len": 8192, "max_running": 24}
 
 
@@ -467,7 +468,7 @@ def grants(world: World, name: str, asked: Any, load: m.Load = DECODE_LOAD) -> N
     world.say(name, m.Reserved(asked.rid, asked.attempt, asked.choices, load))
 
 
-def test_auto_sends_each_prompt_where_its_second_token_comes_sooner() -> None:
+def test_auto_sends_each_prompt_where_its_first_two_tokens_come_sooner() -> None:
     world = auto_world("p0", "d0")
     short = world.submit(prompt_len=64)
     assert place_of(short) == ("local", "sooner"), "a handoff takes longer than the prompt"
@@ -480,7 +481,7 @@ def test_auto_sends_each_prompt_where_its_second_token_comes_sooner() -> None:
 
 
 def test_auto_learns_that_local_prompts_take_longer_than_expected() -> None:
-    """At first a prompt of 300 tokens seems to take 24.5 ms locally, and 26 ms by way of the prefill node. Later ones
+    """At first a prompt of 300 tokens seems to take 21.5 ms locally, and 23 ms by way of the prefill node. Later ones
     are cached in part."""
     world = auto_world("p0", "d0")
     for _ in range(4):
@@ -515,7 +516,7 @@ def test_auto_sends_a_prompt_to_the_prefill_node_that_it_compared() -> None:
     client = world.submit(prompt_len=3000)
     assert place_of(client) == ("remote", "sooner")
     (attempt,) = client.request.attempts.values()
-    assert attempt.place.remote_s == pytest.approx(0.004 + 4000 * 2e-5 + HANDOFF_S + 0.006)
+    assert attempt.place.remote_s == pytest.approx(0.004 + 4000 * 2e-5 + (HANDOFF_S + 0.006) / 2)
     grants(world, "d0", world.got("d0", m.Reserve)[-1])
     assert len(world.got("p1", m.Prefill)) == 1 and not world.got("p0", m.Prefill)
 
@@ -687,7 +688,10 @@ def test_the_trace_of_an_auto_prompt_has_both_times() -> None:
     client = world.submit(prompt_len=64)
     grants(world, "d0", world.got("d0", m.Compute)[-1])
     spans = {span.name: span for span in client.request.timeline.read(world.now).sequences[0].spans}
-    assert spans["local prefill"].reason == "the second token comes sooner: 18.6 ms, by a prefill node 21.3 ms"
+    assert (
+        spans["local prefill"].reason
+        == "the first two tokens come sooner: on average in 15.6 ms, by a prefill node in 18.3 ms"
+    )
 
 
 # --- through a router and fake nodes ---
