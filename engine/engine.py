@@ -265,7 +265,7 @@ class Engine:
             return self.compute_batch(batch)
 
         if captures(self.device):
-            sizes = bucket_sizes(self.model_config.layer_products)
+            sizes = bucket_sizes(self.model_config.layer_products, self._ranks.num_head_shards)
             self._prompt_graphs = PromptGraphs(run, sizes, self.pool.page_size, self.context_len, self.device, progress)
 
     @property

@@ -27,9 +27,10 @@ class PromptSizes(NamedTuple):
 NO_PROMPT_SIZES = PromptSizes()
 
 
-def bucket_sizes(layer_products: int) -> list[int]:
-    """Return the buckets for which a graph saves time, by the model's `layer_products`."""
-    return [size for size in BUCKETS if size * layer_products <= MAX_PRODUCTS]
+def bucket_sizes(layer_products: int, num_shards: int = 1) -> list[int]:
+    """Return the buckets for which a graph saves time, by the model's `layer_products`, of which each rank has one of
+    `num_shards` shares."""
+    return [size for size in BUCKETS if size * layer_products <= MAX_PRODUCTS * num_shards]
 
 
 def bucket(rows: Sequence[BatchRow], sizes: Sequence[int], max_len: int) -> int | None:

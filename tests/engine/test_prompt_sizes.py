@@ -23,6 +23,7 @@ def test_larger_layers_have_fewer_buckets() -> None:
     largest = [bucket_sizes(products)[-1] for products in (60_817_408, 218_103_808, 855_638_016)]
     assert largest == [1536, 512, 128]
     assert bucket_sizes(1) == list(BUCKETS)
+    assert bucket_sizes(218_103_808, 2)[-1] == 1024, "each of two ranks computes half"
 
 
 def test_an_engine_without_graphs_holds_no_chunk() -> None:
