@@ -360,13 +360,17 @@ class DecodeNode:
         if under_way is None:
             return
         until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
+        since = time.monotonic()
         while not self._put_off and time.monotonic() < until and not self.executor.is_done:
             time.sleep(_PAUSE_S)
+            since = time.monotonic()
             for message in self.membership.receive():
                 if self._put_off or not isinstance(message, Reserve):
                     self._put_off.append(message)
                 else:
                     self._reserve(message)
+        if self.executor.is_done:
+            self._clock.overrun(since)
 
     def _arrive(self, event: Arrived | TransferFailed | Revoked) -> None:
         """Process an event of the handoff client."""

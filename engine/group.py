@@ -107,7 +107,7 @@ class Group(Protocol):
 
 
 class OneProcess:
-    """What a group need not do if all of its ranks are in one process: none of them can be gone or late."""
+    """Methods of a group whose ranks are all in one process. They do nothing, for no rank can be gone or late."""
 
     def check(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A text of which a rank knows the tokens that it may read: those of a row, and some around them. Without torch.
+"""Texts that are known in part: a rank has the tokens of a row, and some around them that it may read. Without torch.
 
     text      ......................................................
     row                          ***********
@@ -20,7 +20,7 @@ MARGIN = (
 
 
 class Around(NamedTuple):
-    """What a rank may read of a text besides the tokens of a row."""
+    """Tokens around a row that a rank may read."""
 
     before: Sequence[int]
     after: Sequence[int]

@@ -78,7 +78,13 @@ def _take(ranks: Ranks, kvs: Sequence[torch.Tensor], memory: Sequence[PageMemory
             for own, row in zip(mirrors[1:], rows, strict=True):
                 sizes = row[TOKEN_LEN:]
                 shared = [Shared(*each) for each in zip(inbox.take(bytes(row[:TOKEN_LEN])), sizes, strict=True)]
-                of_rank = [map_shared(*each, device, is_writable=True) for each in shared]
+                try:
+                    of_rank = [map_shared(*each, device, is_writable=True) for each in shared]
+                except TransferError as error:
+                    raise ConfigError(
+                        f"rank 0 cannot map the KV pools of rank {len(pools)}: its GPU must reach the memory of that "
+                        f"rank's GPU: {error}; use --dp-attention 1"
+                    ) from error
                 mappings += of_rank
                 tensors = [
                     tensor_over(mapping, tuple(kv.shape), kv.dtype, device)

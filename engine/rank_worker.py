@@ -72,9 +72,9 @@ class RankWorker:
                 return self.executor.collect()
             case Recompute():
                 self.executor.submit(work)
-                if work.is_scored:
-                    return self.executor.collect_scores()
+                report = self.executor.collect_scores() if work.is_scored else None
                 self.executor.wait_chunks()
+                return report
             case CatchUp() | LoadSlot():
                 self.executor.submit(work)
             case WarmUp():

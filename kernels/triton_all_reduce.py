@@ -191,7 +191,7 @@ def _exchange_kernel(
     count = tl.load(count_ptr) + 1
     slot = _SLOTS_AT + ((count % 2) * _LANES + lane) * _SLOT
     if MANY:
-        row_bytes: tl.constexpr = max(16, BLOCK * dtype.primitive_bitwidth // 8)
+        row_bytes: tl.constexpr = max(16, BLOCK * max(8, dtype.primitive_bitwidth) // 8)
         at_once: tl.constexpr = _SLOT // row_bytes
         num_lanes, first = tl.num_programs(0), lane
         while first < num_rows:

@@ -475,10 +475,7 @@ class Dispatcher:
                     # a sequence waits half a round on average, until the next one begins
                     wait_s = node.load.round_s / 2
                     node.group.handoffs.observe(now - sequence.seen_at + wait_s)
-                    if attempt.place.remote_s is not None:
-                        first_s, second_s = sequence.seen_at, now + wait_s + node.load.round_s
-                        actual_s = (first_s + second_s) / 2 - attempt.sent_at
-                        node.group.remote_error.observe(attempt.place.remote_s, actual_s)
+                    sequence.request.learn(attempt, sequence.seen_at, now + wait_s + node.load.round_s, now)
 
     def _failed(self, node: Node, message: Failed, now: float) -> None:
         """A node could not go on with a unit."""

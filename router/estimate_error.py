@@ -1,24 +1,33 @@
-"""How wrong the estimates of a role are. Chunks take longer than a node expects if streams come meanwhile, and a router
-learns the load of a node late. What came so far corrects what is expected next."""
+"""Correction of a role's estimated times to the first two tokens by measured ones.
+
+Chunks take longer than a node expects if streams come meanwhile, and a router learns the load of a node late.
+"""
 
 from __future__ import annotations
 
 _WEIGHT = 0.25  # of one answer; about the last eight count
-_MOST = 2.0  # factor by which one answer may differ
-_BOUNDS = 0.5, 4.0  # of the correction
+_BOUNDS = 0.5, 4.0
+_HALF_S = 20.0  # without an answer: a role that gets no prompts is tried again after some time
 
 
 class EstimateError:
-    """The factor by which estimates must be multiplied to be right on average."""
+    """The factor by which estimates of a role must be multiplied to be right on average. Times of day are monotonic
+    seconds."""
 
     def __init__(self) -> None:
-        self.factor = 1.0
+        self._factor = 1.0
+        self._seen_at = 0.0
 
-    def observe(self, expected_s: float, actual_s: float) -> None:
-        """The first two tokens came after `actual_s` on average. `expected_s` is the estimate, multiplied by the factor
-        of that time."""
+    def factor(self, now: float) -> float:
+        """Return the factor. It goes back to 1 while no answer comes."""
+        return self._factor**0.5 ** ((now - self._seen_at) / _HALF_S)
+
+    def observe(self, expected_s: float, actual_s: float, now: float) -> None:
+        """The first two tokens came after `actual_s` on average; `expected_s` was the estimate without any factor. Many
+        answers may come for prompts that were placed before the first of them: each says the same."""
         if expected_s <= 0:
             return
-        ratio = min(_MOST, max(1 / _MOST, actual_s / expected_s))
         least, most = _BOUNDS
-        self.factor = min(most, max(least, self.factor * ratio**_WEIGHT))
+        ratio = min(most, max(least, actual_s / expected_s))
+        self._factor = self.factor(now) ** (1 - _WEIGHT) * ratio**_WEIGHT
+        self._seen_at = now

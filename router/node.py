@@ -18,7 +18,7 @@ from ..metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
 from .estimate_error import EstimateError
 from .handoff_times import HandoffTimes
-from .prompt_placement import GroupFacts, LocalPrefill, PromptTimes, patience_s, place_prompt
+from .prompt_placement import GroupFacts, LocalPrefill, PromptTimes, Where, patience_s, place_prompt
 from .text.tokenizer import ChatTemplate, TextTokenizer
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -110,6 +110,11 @@ class Node:
     @property
     def role(self) -> Role:
         return self.hello.role
+
+    @property
+    def choice_room(self) -> int:
+        """How many choices of one request the node can take at most: all of them use one of its pools."""
+        return min(self.max_running - self.num_units, self.max_running // self.hello.capacity.num_pools)
 
     @property
     def max_running(self) -> int:
@@ -363,7 +368,7 @@ class NodeGroup:
         self.key = key
         self.facts = GroupFacts(local_prefill)  # `look` renews them
         self.handoffs = HandoffTimes()
-        self.remote_error, self.local_error = EstimateError(), EstimateError()  # of `place_sooner`
+        self.errors: dict[Where, EstimateError] = {"remote": EstimateError(), "local": EstimateError()}
         self._had_prefill = False
         self._prefill_at: float | None = None  # when a prefill node was last seen, or the group was first looked at
         self.card: ModelCard = hello.model

@@ -145,7 +145,7 @@ class Placement:
     def _place_remote(self, entry: Entry, prompt: PromptPlace, prefill: Node, decode: Node | None) -> Place:
         if decode is None:
             return Place(prefill, None, entry.choices, prompt)
-        room = min(decode.max_running - decode.num_units, entry.need.most_choices(prefill))
+        room = min(decode.choice_room, entry.need.most_choices(prefill))
         return Place(prefill, decode, entry.choices[:room], prompt)
 
     def _choose_local(self, entry: Entry, prompt: PromptPlace, now: float) -> Place | None:
@@ -158,7 +158,7 @@ class Placement:
     def _place_local(self, entry: Entry, prompt: PromptPlace, decode: Node | None) -> Place | None:
         if decode is None:
             return None
-        return Place(None, decode, entry.choices[: decode.max_running - decode.num_units], prompt)
+        return Place(None, decode, entry.choices[: decode.choice_room], prompt)
 
     # The nodes of each role, and their figures
 
@@ -188,7 +188,7 @@ class Placement:
             node.max_running,
             0 if node.is_full(now) else node.room,
             entry.need.local_pages,
-            entry.request.group.local_error.factor,
+            entry.request.group.errors["local"].factor(now),
         )
 
     def _remote_figures(self, node: Node, decode: Node | None, entry: Entry, now: float) -> RemoteFigures:
@@ -199,7 +199,7 @@ class Placement:
             node.prompt_times,
             0.0 if decode is None else entry.request.group.handoffs.expected_s,
             0.0 if decode is None else decode.load.round_s,
-            entry.request.group.remote_error.factor,
+            entry.request.group.errors["remote"].factor(now),
         )
 
     def _num_uncached(self, node: Node, entry: Entry) -> int:

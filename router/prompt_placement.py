@@ -35,12 +35,19 @@ LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has 
 
 class PromptPlace(NamedTuple):
     """The role that computes a prompt, and the reason. The times are estimates of `two_tokens_s`, None if the reason
-    does not need them."""
+    does not need them. `error`: the factor in that of this role."""
 
     where: Where
     reason: Reason
     remote_s: float | None = None
     local_s: float | None = None
+    error: float = 1.0
+
+    @property
+    def expected_s(self) -> float | None:
+        """The estimate of this role without the factor."""
+        expected_s = self.remote_s if self.where == "remote" else self.local_s
+        return None if expected_s is None else expected_s / self.error
 
     @property
     def words(self) -> str:
@@ -202,7 +209,7 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
     local_s = None if chosen is None else chosen.two_tokens_s
     if remote is None:
         if chosen is not None:
-            return SoonerPlace(PromptPlace("local", "prefill nodes full", None, local_s), local)
+            return SoonerPlace(PromptPlace("local", "prefill nodes full", None, local_s, chosen.error), local)
         return SoonerPlace(PromptPlace("remote", "prefill nodes full"), None)
     if not able:
         return SoonerPlace(PromptPlace("remote", "decode nodes full" if locals_ else "no ready decode node"), remote)
@@ -210,12 +217,12 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
         return SoonerPlace(PromptPlace("remote", "no room in the gap bound"), remote)
     if chosen is None or not all(each.times.are_known for each in remotes):
         return SoonerPlace(PromptPlace("remote", "not measured"), remote)
-    remote_s = remotes[remote].two_tokens_s
+    remote_s, error = remotes[remote].two_tokens_s, remotes[remote].error
     if chosen.two_tokens_s >= remote_s:
-        return SoonerPlace(PromptPlace("remote", "sooner", remote_s, local_s), remote)
+        return SoonerPlace(PromptPlace("remote", "sooner", remote_s, local_s, error), remote)
     if chosen.two_tokens_s + chosen.stall_s(min(each.times.token_s for each in remotes)) >= remote_s:
-        return SoonerPlace(PromptPlace("remote", "streams would wait", remote_s, local_s), remote)
-    return SoonerPlace(PromptPlace("local", "sooner", remote_s, local_s), local)
+        return SoonerPlace(PromptPlace("remote", "streams would wait", remote_s, local_s, error), remote)
+    return SoonerPlace(PromptPlace("local", "sooner", remote_s, local_s, chosen.error), local)
 
 
 def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:

@@ -71,9 +71,11 @@ class Attempt:
         "choices",
         "decode",
         "dispatched",
+        "is_learnt",
         "num_asks",
         "number",
         "place",
+        "placed_at",
         "prefill",
         "prefill_done",
         "sent_at",
@@ -88,7 +90,8 @@ class Attempt:
         self.dispatched = False  # it has its nodes: Prefill was sent if a prefill node takes part
         self.prefill_done = prefill is None  # nothing comes from the node that computes the prompt, except tokens
         self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node
-        self.sent_at = now
+        self.placed_at = self.sent_at = now
+        self.is_learnt = False  # its times have corrected the estimates of its role
         self.num_asks = 0  # how often the decode node was asked for its pages
         self.ask_at = now  # when it is asked again
 
@@ -433,6 +436,16 @@ class Request:
         self._next_attempt += 1
         self.attempts[attempt.number] = attempt
         return attempt
+
+    def learn(self, attempt: Attempt, first_at: float, second_at: float, now: float) -> None:
+        """Correct the estimates of the role that computed the prompt: the first two tokens of the attempt have come, or
+        will come, at these times. Scored prompts teach nothing, since they take longer than others."""
+        expected_s = attempt.place.expected_s
+        if attempt.is_learnt or expected_s is None or self.wants_prompt_logprobs:
+            return
+        attempt.is_learnt = True
+        actual_s = (first_at + second_at) / 2 - attempt.placed_at
+        self.group.errors[attempt.place.where].observe(expected_s, actual_s, now)
 
     def wire_request(self, choice: int) -> GenerationRequest:
         """Return the message part that tells nodes how to continue this choice."""

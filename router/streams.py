@@ -180,8 +180,9 @@ class TokenStreams:
         request = sequence.request
         if not request.is_canary:
             self._metrics.tokens(request, sequence, len(delta.token_ids), now)
-        if sequence.seen_at is None:
-            _learn_local(sequence, now)
+        attempt = sequence.attempt
+        if sequence.seen_at is None and attempt is not None and attempt.prefill is None and attempt.decode is not None:
+            request.learn(attempt, now, now + attempt.decode.load.round_s, now)
         sequence.seen_at = now
         if request.first_token_at is None:
             request.first_token_at = now
@@ -209,16 +210,6 @@ def _check(node: Node, message: Tokens, ids: list[int], firsts: list[int], count
         )
     if ids and min(ids) < 0:
         raise ProtocolError(f"Tokens with id {min(ids)}; an id is 0 or more", node=node.node_id)
-
-
-def _learn_local(sequence: Sequence, now: float) -> None:
-    """The first token of a sequence has come. If a decode node computed the prompt, compare the time with the estimate.
-    The second token comes one round later."""
-    attempt = sequence.attempt
-    if attempt is not None and attempt.prefill is None and attempt.place.local_s is not None:
-        assert attempt.decode is not None
-        actual_s = now - attempt.sent_at + attempt.decode.load.round_s / 2
-        attempt.decode.group.local_error.observe(attempt.place.local_s, actual_s)
 
 
 def _refused(node: Node, sequence: Sequence, words: str) -> TokensRefused:

@@ -31,7 +31,7 @@ BESIDE = "--beside"
 YIELDING = ("nice", "-n", "5")  # three quarters of a contested processor go to the other run
 CACHE = Path(".pytest_cache")
 LAST_FAILED = Path("v/cache/lastfailed")  # in a cache; pytest writes it: {node id: true}
-TESTS_FAILED, NO_TESTS = 1, 5  # exit statuses of pytest
+TESTS_FAILED, INTERNAL_ERROR, NO_TESTS = 1, 3, 5  # exit statuses of pytest
 
 
 def main(arguments: list[str]) -> int:
@@ -40,14 +40,14 @@ def main(arguments: list[str]) -> int:
         place = arguments.index(BESIDE)
         statuses = _run_both(arguments[:place], arguments[place + 1 :])
     else:
-        statuses = [_pytest(arguments)]
+        statuses = [_checked(_pytest(arguments), _last_failed(CACHE))]
     statuses = [status for status in statuses if status not in (0, NO_TESTS)]
     if not statuses:
         return 0
     if set(statuses) != {TESTS_FAILED} or _stops_early(arguments):
         return max(statuses)
     failed = sorted(_last_failed(CACHE))
-    if not failed or any("::" not in node_id for node_id in failed):  # a file's name: pytest could not collect it
+    if any("::" not in node_id for node_id in failed):  # a file's name: pytest could not collect it
         return TESTS_FAILED
     names = " ".join(failed)
     for count in range(NUM_REPEATS):
@@ -68,10 +68,17 @@ def _run_both(first: list[str], second: list[str]) -> list[int]:
         statuses = [subprocess.run([*YIELDING, *_command(first)], check=False).returncode, beside.wait()]
         output.seek(0)
         print(output.read().decode(errors="replace"), end="")
-        if failed := _last_failed(Path(folder)):
+        failures = _last_failed(CACHE), _last_failed(Path(folder))
+        statuses = [_checked(status, failed) for status, failed in zip(statuses, failures, strict=True)]
+        if failed := failures[1]:
             (CACHE / LAST_FAILED).parent.mkdir(parents=True, exist_ok=True)
             (CACHE / LAST_FAILED).write_text(json.dumps(_last_failed(CACHE) | failed))
     return statuses
+
+
+def _checked(status: int, failed: dict[str, bool]) -> int:
+    """Return the exit status of a run. One that failed without a failed test has had another error."""
+    return INTERNAL_ERROR if status == TESTS_FAILED and not failed else status
 
 
 def _last_failed(cache: Path) -> dict[str, bool]:

@@ -152,3 +152,12 @@ def test_a_failure_of_either_run_that_passes_alone_is_forgiven(tmp_path: Path) -
 def test_an_error_of_collection_in_either_run_fails_the_runs(tmp_path: Path) -> None:
     for first, second in (("test_it.py", "nothing.py"), ("nothing.py", "test_it.py")):
         assert _run(tmp_path, PASSES, first, "--beside", second)[0] not in (0, 1, 5)
+
+
+def test_a_run_that_fails_without_a_failed_test_is_not_forgiven_for_the_failure_of_the_other(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_sessionfinish(session):\n    if session.testscollected == 1:\n        session.exitstatus = 1\n"
+    )
+    runs = ["-k", "passes", "--beside", "-k", "passes or once"]
+    assert _run(tmp_path, PASSES + FAILS_ONCE, *runs)[0] == 3
+    assert _run(tmp_path, PASSES, "-k", "passes")[0] == 3

@@ -34,6 +34,7 @@ CASES = [
     Case("gather", (5, 33)),
     Case("gather", (6, 2), torch.int64),
     Case("gather", (0, 8)),
+    Case("gather", (600, 1024), torch.bool, num_lanes=2),
     Case("gather_columns", (5, 33)),
     Case("gather_columns", (1, 1040), HALF),
     Case("gather_columns", (0, 8)),

@@ -124,6 +124,13 @@ def test_a_request_finds_room_on_one_rank() -> None:
     assert node.room == 25, "the node's figures count what it granted"
 
 
+def test_all_choices_of_a_request_find_room_on_one_rank() -> None:
+    node = add_node(make_group(), "decode", "d0", num_pages=100, num_pools=2, max_running=8)
+    assert node.choice_room == 4
+    node.reserve("a", 0, set(range(6)), 1)
+    assert node.choice_room == 2, "fewer are free on all ranks"
+
+
 def test_pledges_go_to_the_largest_pool() -> None:
     assert largest_room([7], [2, 3]) == 2 and largest_room([7, 7], []) == 7
     assert largest_room([5, 9, 7], [4, 4]) == 5 and largest_room([5, 9, 7], [4, 4, 9]) == 5

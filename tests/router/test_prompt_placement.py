@@ -187,7 +187,7 @@ def test_a_node_with_room_and_known_times_comes_first() -> None:
 
 
 def test_without_a_free_prefill_node_a_decode_node_gets_the_prompt() -> None:
-    assert place_sooner([], [DECODE]) == (("local", "prefill nodes full", None, DECODE.two_tokens_s), 0)
+    assert place_sooner([], [DECODE]) == (("local", "prefill nodes full", None, DECODE.two_tokens_s, 1.0), 0)
     place, index = place_sooner([], [DECODE._replace(has_room=False)])
     assert place[:2] == ("remote", "prefill nodes full") and index is None
 
@@ -493,7 +493,21 @@ def test_auto_learns_that_local_prompts_take_longer_than_expected() -> None:
         world.wait(0.04)
         world.tokens("d0", asked, 0, IDS[:2], reason="length")
     assert place_of(client) == ("remote", "sooner")
-    assert 1.1 < world.group.local_error.factor < 2.0 and world.group.remote_error.factor == 1.0
+    assert 1.1 < world.group.errors["local"].factor(world.now) < 2.0
+    assert world.group.errors["remote"].factor(world.now) == 1.0
+
+
+@pytest.mark.parametrize(("more", "factor"), [({"n": 3}, 1.1), ({"wants_prompt_logprobs": True}, 1.0)])
+def test_an_attempt_teaches_once_and_a_scored_prompt_nothing(more: dict[str, Any], factor: float) -> None:
+    world = auto_world("p0", "d0")
+    world.submit(prompt_len=64, max_tokens=2, **more)
+    asked = world.got("d0", m.Compute)[-1]
+    grants(world, "d0", asked)
+    world.wait(0.06)
+    for choice in asked.choices:
+        world.tokens("d0", asked, 0, IDS[:1], choice=choice)
+        world.wait(0.5)
+    assert factor <= world.group.errors["local"].factor(world.now) < factor + 0.35
 
 
 def test_auto_learns_that_remote_prompts_take_longer_than_expected() -> None:
@@ -504,7 +518,7 @@ def test_auto_learns_that_remote_prompts_take_longer_than_expected() -> None:
     world.wait(0.2)  # 80 ms were expected
     world.tokens("p0", asked, 0, IDS[:1])
     world.say("d0", m.Admitted(Unit(asked.rid, 0, asked.attempt), 0.01, 1, 1, 0))
-    assert 1.1 < world.group.remote_error.factor < 1.2
+    assert 1.1 < world.group.errors["remote"].factor(world.now) < 1.4
     assert place_of(world.submit(prompt_len=3000)) == ("local", "sooner")
 
 

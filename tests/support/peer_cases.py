@@ -45,6 +45,8 @@ class Case(NamedTuple):
     def input(self, rank: int, seed: int = 0) -> Tensor:
         """Return the input of a rank on the CPU: values whose sum depends on the order of its terms."""
         generator = torch.Generator().manual_seed(1 + rank + 100 * seed)
+        if self.dtype == torch.bool:
+            return torch.rand(self.shape, generator=generator) < 0.5
         if not self.dtype.is_floating_point:
             return torch.randint(-(1 << 40), 1 << 40, self.shape, generator=generator, dtype=self.dtype)
         if self.num_parts:
