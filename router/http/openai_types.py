@@ -1,9 +1,9 @@
 """Bodies of requests and answers that follow OpenAI's API, with extensions of vLLM and of Baton.
 
-Decoding is strict: unknown fields are refused by name, and `null` is accepted for optional fields. Fields that OpenAI's
-clients send and that have no effect here are accepted (IGNORED). Fields that ask for something that Baton cannot do,
-such as `tools`, are declared here and refused in words by parameters.py (NOT_SERVED). The OpenAPI document is generated
-from these types.
+Decoding is strict: unknown fields are refused by name unless they are null (refused_bodies.py), and `null` is accepted
+for optional fields. Fields that OpenAI's clients send and that have no effect here are accepted (IGNORED). Fields that
+ask for something that Baton cannot do, such as `tools`, are declared here and refused in words by parameters.py
+(NOT_SERVED). The OpenAPI document is generated from these types.
 """
 
 from __future__ import annotations
@@ -65,6 +65,16 @@ IGNORED = frozenset(  # fields that are accepted without effect
         "user",
     }
 )
+PARTS_NOT_SERVED = {  # type of a part of a message -> what it holds
+    "audio_url": "audio parts",
+    "file": "files",
+    "image": "images",
+    "image_url": "images",
+    "input_audio": "audio parts",
+    "input_file": "files",
+    "input_image": "images",
+    "video_url": "videos",
+}
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
