@@ -66,11 +66,12 @@ def chat_text(
 ) -> str:
     """Return the prompt text of a conversation.
 
-    Raises RequestError if the model has no chat template, or if the template refuses the messages.
+    A developer's message becomes the system's if the template knows no developer. Raises RequestError if the model has
+    no chat template, or if the template refuses the messages.
     """
     if group.template is None:
         raise RequestError(f"model {group.key.model!r} has no chat template; use /v1/completions", param="messages")
-    plain = [_plain(message) for message in messages]
+    plain = [_plain(message, knows_developer=group.template.knows_developer) for message in messages]
     text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options)
     if continue_final:
         final = str(plain[-1]["content"]).strip()
@@ -96,12 +97,13 @@ def _check_ids(ids: Sequence[int], group: NodeGroup, param: str) -> None:
         )
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
+def _plain(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
     """Return a message in the shape that chat templates expect: text parts joined, absent fields left out."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
-    plain: dict[str, Any] = {"role": message.role, "content": content if content is not None else ""}
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    plain: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:

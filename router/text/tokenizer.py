@@ -16,7 +16,7 @@ import tokenizers
 import xxhash
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Const, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -133,6 +133,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise ProtocolError(f"the model's chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
+        constants = environment.parse(source).find_all(Const)
+        self.knows_developer = any(constant.value == "developer" for constant in constants)  # as a role of messages
 
     @classmethod
     def of(cls, card: ModelCard) -> ChatTemplate | None:

@@ -69,6 +69,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 1000}, "n"),
     ({"n": True}, "n"),
     ({"best_of": 3}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": "2", "n": 2}, "best_of"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ({"suffix": "end"}, "suffix"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -163,6 +166,23 @@ def test_wrong_fields_of_a_chat_are_refused_by_name(system: System, changes: dic
 )
 def test_harmless_fields_of_a_chat_are_ignored(system: System, harmless: dict[str, Any]) -> None:
     assert system.router.request("POST", "/v1/chat/completions", {**CHAT, **harmless})[0] == 200
+
+
+def test_as_many_answers_as_the_best_are_of_are_served(system: System) -> None:
+    for fields in ({"best_of": 1}, {"best_of": 2, "n": 2}, {"best_of": None, "n": 2}, {"suffix": ""}):
+        status, body, _ = system.complete(**fields)
+        assert (status, len(body["choices"])) == (200, fields.get("n", 1)), body
+
+
+def test_a_chat_takes_both_names_of_its_longest_answer(system: System) -> None:
+    for fields in ({"max_completion_tokens": 2}, {"max_completion_tokens": 2, "max_tokens": 50}, {"max_tokens": 2}):
+        status, body, _ = system.router.request("POST", "/v1/chat/completions", {**CHAT, **fields})
+        assert (status, body["choices"][0]["finish_reason"]) == (200, "length"), body
+        assert body["usage"]["completion_tokens"] == 2
+    for wrong in (-1, 1.5, "2", True, [2]):
+        fields = {"max_completion_tokens": wrong}
+        status, body, _ = system.router.request("POST", "/v1/chat/completions", {**CHAT, **fields})
+        assert (status, body["error"]["param"]) == (400, "max_completion_tokens"), body
 
 
 def test_timeout_s_is_checked_and_ends_the_request(make_system: Callable[..., System]) -> None:

@@ -72,6 +72,22 @@ def test_a_conversation_becomes_text() -> None:
     assert text.endswith("well,")
 
 
+@pytest.mark.parametrize(
+    ("source", "role"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "system"),
+        ("You help a developer.{% for m in messages %}{{ m.role }}{% endfor %}", "system"),
+        ("{% for m in messages %}{{ m.role if m.role != 'developer' else 'dev' }}{% endfor %}", "dev"),
+        ("{% for m in messages %}{{ m.role if m.role in ('user', 'developer') }}{% endfor %}", "developer"),
+    ],
+)
+def test_a_developer_becomes_the_system_if_the_template_knows_no_developer(source: str, role: str) -> None:
+    group: Any = SimpleNamespace(**vars(GROUP) | {"template": ChatTemplate(source, {})})
+    message = ChatMessage(role="developer", content="be kind")
+    text = chat_text(group, [message], add_generation_prompt=False, options={})
+    assert text.removeprefix("You help a developer.") == role
+
+
 def test_a_conversation_that_cannot_be_continued_or_has_no_template() -> None:
     for group, words in (
         (SimpleNamespace(template=None, key=GROUP.key), "no chat template"),
