@@ -224,6 +224,21 @@ class DetokenizeResponse(Struct, frozen=True):
     prompt: str
 
 
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """What the nodes of a model say about its tokenizer, named as in Hugging Face's tokenizer_config.json."""
+
+    model: str
+    model_max_length: int
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    chat_template: str | None
+
+
 class PromptTokensDetails(Struct, frozen=True):
     """`cached_tokens` of the prompt came from prefill's prefix cache."""
 
@@ -388,3 +403,16 @@ class ModelList(Struct, frozen=True):
 
     data: list[ModelInfo]
     object: Literal["list"] = "list"
+
+
+class Version(Struct, frozen=True):
+    """Answer of /version: Baton's version."""
+
+    version: str
+
+
+class ServedRoutes(Struct, frozen=True):
+    """Answer of /v1: the routes that a client may use, such as `GET /v1/models`, and Baton's version."""
+
+    version: str
+    routes: list[str]

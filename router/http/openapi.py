@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -100,6 +101,7 @@ def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_ke
     }
 
 
+@cache
 def package_version() -> str:
     """Return the installed version of Baton."""
     try:
