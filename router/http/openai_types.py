@@ -52,6 +52,14 @@ BestOf = Annotated[
     Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
     Meta(description="Refused unless it equals `n`.", extra_json_schema={"deprecated": True}),
 ]
+TruncatePrompt = Annotated[
+    NumTokens | None,
+    Meta(description="Only so many tokens at the end of the prompt are kept, special tokens counted."),
+]
+PromptOrOutput = Annotated[
+    Annotated[int, Meta(ge=0, le=2**62)] | None,
+    Meta(description="0 needs `echo`: the answer is then the prompt alone, scored if `logprobs` is set."),
+]
 FinishReason = Literal["stop", "length"]
 IGNORED = frozenset(  # fields that are accepted without effect
     {
@@ -111,8 +119,13 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: TruncatePrompt = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     priority: Priority = None
+    # vLLM's, NOT_SERVED
+    bad_words: list[str] | None = None
+    detokenize: bool | None = None
+    prompt_logprobs: int | None = None
     # Baton's extensions
     draft_steps: DraftSteps = None
     timeout_s: TimeoutS = None
@@ -130,6 +143,7 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
     """Body of POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    max_tokens: PromptOrOutput = None
     best_of: BestOf = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

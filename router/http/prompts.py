@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...metadata.errors import RequestError
 from ..node import NodeGroup
@@ -11,6 +11,13 @@ from ..text.tokenizer import TextTokenizer
 from .openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest
 
 Prompt = str | list[int]  # text, or token ids
+
+
+class EncodedPrompt(NamedTuple):
+    """The token ids of a prompt. `text` is None if the prompt was given as ids, or if its beginning was cut off."""
+
+    ids: list[int]
+    text: str | None
 
 
 def prompts_of(body: CompletionRequest) -> list[Prompt]:
@@ -31,15 +38,27 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     return prompts
 
 
-async def prompt_ids(
-    prompt: Prompt, group: NodeGroup, tokenizer: TextTokenizer, param: str, *, add_special_tokens: bool
-) -> list[int]:
-    """Return the token ids of a prompt. Raises RequestError if the model cannot take them."""
+async def encoded_prompt(
+    prompt: Prompt,
+    group: NodeGroup,
+    tokenizer: TextTokenizer,
+    param: str,
+    *,
+    add_special_tokens: bool,
+    num_kept: int | None = None,
+) -> EncodedPrompt:
+    """Return a prompt as token ids; if `num_kept` is given, at most so many of the last ones.
+
+    Raises RequestError if the model cannot take them.
+    """
+    text = prompt if isinstance(prompt, str) else None
     ids = prompt
     if isinstance(ids, str):
         ids = await encode(tokenizer, ids, group, param, add_special_tokens=add_special_tokens)
+    if num_kept is not None and len(ids) > num_kept:
+        ids, text = ids[-num_kept:], None
     _check_ids(ids, group, param)
-    return ids
+    return EncodedPrompt(ids, text)
 
 
 async def encode(

@@ -9,7 +9,7 @@ import pytest
 
 from baton.metadata.errors import RequestError
 from baton.router.http.openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
-from baton.router.http.prompts import chat_text, encode, prompt_ids, prompts_of
+from baton.router.http.prompts import EncodedPrompt, chat_text, encode, encoded_prompt, prompts_of
 from baton.router.text.tokenizer import ChatTemplate, TextTokenizer
 
 from ..fake_nodes import TEMPLATE
@@ -45,13 +45,28 @@ def test_prompts_that_are_refused(given: Any, words: str) -> None:
 
 async def test_ids_are_checked_against_the_model(tokenizer: TextTokenizer) -> None:
     async def ids(prompt: Any) -> list[int]:
-        return await prompt_ids(prompt, GROUP, tokenizer, "prompt", add_special_tokens=False)
+        return (await encoded_prompt(prompt, GROUP, tokenizer, "prompt", add_special_tokens=False)).ids
 
     assert await ids([5, 6]) == [5, 6]
     assert await ids("hello") == tokenizer.inner.encode("hello").ids
     for wrong, words in (([], "no tokens"), ("", "no tokens"), ([420], "out of range"), ([1] * 64, "leaves none")):
         with pytest.raises(RequestError, match=words):
             await ids(wrong)
+
+
+async def test_only_the_last_tokens_of_a_prompt_are_kept(tokenizer: TextTokenizer) -> None:
+    async def kept(prompt: Any, num_kept: int | None) -> EncodedPrompt:
+        return await encoded_prompt(prompt, GROUP, tokenizer, "prompt", add_special_tokens=False, num_kept=num_kept)
+
+    ids = tokenizer.inner.encode("hello there").ids
+    assert await kept("hello there", 2) == EncodedPrompt(ids[-2:], None)
+    assert await kept("hello there", len(ids)) == EncodedPrompt(ids, "hello there")
+    assert await kept("hello there", None) == EncodedPrompt(ids, "hello there")
+    assert await kept([5, 6, 7], 2) == EncodedPrompt([6, 7], None)
+    assert (await kept([1] * 64 + [2], 63)).ids == [1] * 62 + [2]  # the whole prompt would be too long
+    assert (await kept([420, 5], 1)).ids == [5]
+    with pytest.raises(RequestError, match="leaves none"):
+        await kept([1] * 70, 64)
 
 
 async def test_a_text_that_cannot_fit_is_not_encoded() -> None:
