@@ -10,24 +10,31 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-from msgspec import inspect
+from msgspec import Raw, inspect
 
 from ...metadata.errors import RequestError
 from .openai_types import PARTS_NOT_SERVED, TextPart
 
+MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that would take long
 _LONGEST_NAME = 64  # of a field that a sentence repeats or compares
+
+
+class _Typed(msgspec.Struct):
+    type: str = ""
 
 
 def mended(body: bytes, kind: Any) -> bytes:
     """Return a JSON body without the fields that `kind` does not know and that are null.
 
     Raises RequestError that names the first other unknown field and the nearest known one, or the first part of a
-    message that is not text.
+    message that is not text. A body with more than MAX_NULLS nulls is returned unchanged.
     """
-    return msgspec.json.encode(_mended(msgspec.json.decode(body), _described(kind), ""))
+    return (
+        bytes(_mended(Raw(body.strip(b" \t\r\n")), _described(kind), "")) if body.count(b"null") <= MAX_NULLS else body
+    )
 
 
 @cache
@@ -35,37 +42,45 @@ def _described(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 
-def _mended(value: Any, kind: inspect.Type, path: str) -> Any:
-    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    if isinstance(value, dict):
-        for each in kinds:
-            if isinstance(each, inspect.StructType):
-                return _mended_object(cast("dict[str, Any]", value), each, path)
-    if isinstance(value, list):
-        for each in kinds:
-            if isinstance(each, inspect.ListType):
-                items = cast("list[Any]", value)
-                return [_mended(item, each.item_type, f"{path}[{index}]") for index, item in enumerate(items)]
-    return value  # pyright: ignore[reportUnknownVariableType]
+def _mended(value: Raw, kind: inspect.Type, path: str) -> Raw:
+    """Return a value without unknown null fields. Only objects of known types, and lists of them, are unpacked."""
+    first = bytes(memoryview(value)[:1])
+    for each in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
+        if isinstance(each, inspect.StructType) and first == b"{":
+            return Raw(msgspec.json.encode(_mended_object(value, each, path)))
+        if isinstance(each, inspect.ListType) and isinstance(each.item_type, inspect.StructType) and first == b"[":
+            items = msgspec.json.decode(value, type=list[Raw])
+            kept = [_mended(item, each.item_type, f"{path}[{index}]") for index, item in enumerate(items)]
+            return Raw(msgspec.json.encode(kept))
+    return value
 
 
-def _mended_object(fields: dict[str, Any], kind: inspect.StructType, path: str) -> dict[str, Any]:
-    part = fields.get("type")
-    if kind.cls is TextPart and isinstance(part, str) and part in PARTS_NOT_SERVED:
-        raise RequestError(
-            f"{path}: {PARTS_NOT_SERVED[part]} are not served ({part}); only parts of type text are",
-            param=re.split(r"[.\[]", path)[0],
-        )
+def _mended_object(value: Raw, kind: inspect.StructType, path: str) -> dict[str, Raw]:
+    if kind.cls is TextPart:
+        _check_part(value, path)
     known = {field.encode_name: field.type for field in kind.fields}
-    kept: dict[str, Any] = {}
-    for name, value in fields.items():
+    kept: dict[str, Raw] = {}
+    for name, item in msgspec.json.decode(value, type=dict[str, Raw]).items():
         if name in known:
-            kept[name] = _mended(value, known[name], ".".join(each for each in (path, name) if each))
+            kept[name] = _mended(item, known[name], ".".join(each for each in (path, name) if each))
         elif not kind.forbid_unknown_fields:
-            kept[name] = value
-        elif value is not None:
+            kept[name] = item
+        elif bytes(item) != b"null":
             raise _unknown_field(path, name, known)
     return kept
+
+
+def _check_part(value: Raw, path: str) -> None:
+    """Raise RequestError for a part of a message whose type is known not to be text."""
+    try:
+        part = msgspec.json.decode(value, type=_Typed).type
+    except msgspec.ValidationError:
+        return  # its type is not even a string, which strict decoding says
+    if part in PARTS_NOT_SERVED:
+        raise RequestError(
+            f"{path}: {PARTS_NOT_SERVED[part]} are not served ({part}); only parts of type text are",
+            param=_top(path),
+        )
 
 
 def _unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
@@ -73,4 +88,9 @@ def _unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
     nearest = get_close_matches(name, known, n=1) if len(name) <= _LONGEST_NAME else []
     field = ".".join(each for each in (path, name[:_LONGEST_NAME] or "''") if each)
     hint = f"; the nearest known field is {nearest[0]}" if nearest else ""
-    return RequestError(f"{field}: unknown field{hint}", param=re.split(r"[.\[]", field)[0] or None)
+    return RequestError(f"{field}: unknown field{hint}", param=_top(field))
+
+
+def _top(path: str) -> str:
+    """Return the field of the body in which a path begins."""
+    return re.split(r"[.\[]", path)[0]

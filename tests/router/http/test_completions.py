@@ -96,6 +96,24 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
     assert again.choices[0].finish_reason == "stop"
 
 
+def test_other_calls_of_the_client_are_answered_in_words(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError, match="embeddings are not served; the routes are: POST /v1/completions"):
+        client.embeddings.create(model="fake", input="hello")
+    with pytest.raises(openai.BadRequestError, match="the nearest known field is top_k"):
+        client.completions.create(model="fake", prompt="hello", extra_body={"topk": 5})
+    answer = client.chat.completions.create(
+        model="fake",
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "be kind"}]},
+            {"role": "user", "content": "hello"},
+        ],
+        max_completion_tokens=3,
+        extra_body={"guided_json": None},
+    )
+    assert answer.choices[0].finish_reason == "length"
+
+
 def test_many_prompts_and_choices(system: System, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt=["hello", "a b"], n=2, max_tokens=100, echo=True)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

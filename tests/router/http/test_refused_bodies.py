@@ -11,7 +11,7 @@ import pytest
 from baton.metadata.errors import RequestError
 from baton.router.http.bodies import decode
 from baton.router.http.openai_types import PARTS_NOT_SERVED, ChatRequest, CompletionRequest
-from baton.router.http.refused_bodies import mended
+from baton.router.http.refused_bodies import MAX_NULLS, mended
 
 from ..conftest import System
 
@@ -117,6 +117,43 @@ def test_parts_of_no_known_kind_are_refused_too(system: System) -> None:
         assert "content[0]" in answer["error"]["message"], answer
 
 
-def test_a_body_of_many_null_fields_is_read_once() -> None:
-    body = COMPLETION | {f"field_{index}": None for index in range(50_000)}
-    assert decode(json.dumps(body).encode(), msgspec.json.Decoder(CompletionRequest)).prompt == "hello"
+def test_objects_that_take_any_field_keep_theirs(system: System) -> None:
+    for fields in ({"type": "text", "schema": None}, {"type": "text", "schema": {"a": None}}):
+        body = CHAT | {"response_format": fields, "no_such_field": None}
+        assert system.router.request("POST", "/v1/chat/completions", body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b' \n{"x": null, "model": "m", "prompt": "hello"}\t',
+        b'{"model" : "m" , "x" : null , "prompt" : "hello" , "stream_options" : { "y" : null } }',
+        b'{"model": "m", "prompt": "hello", "prompt\\u0000": null, "metadata": {"deep": [[{"x": null}]]}}',
+    ],
+)
+def test_null_fields_are_found_however_the_body_is_written(raw: bytes) -> None:
+    assert decode(raw, msgspec.json.Decoder(CompletionRequest)).prompt == "hello"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"x": null, "model": "m", "prompt": "a\xff"}',
+        b'{"x": null, "model": }',
+        b'{"x": null} more',
+        b'{"x": null, "model": "m", "prompt": "a"}\x0c',
+    ],
+)
+def test_a_malformed_body_with_null_fields_is_refused(raw: bytes) -> None:
+    with pytest.raises(RequestError, match="not valid"):
+        decode(raw, msgspec.json.Decoder(CompletionRequest))
+
+
+def test_a_body_of_very_many_null_fields_is_not_searched() -> None:
+    for count, is_read in ((MAX_NULLS, True), (MAX_NULLS + 1, False)):
+        body = json.dumps(COMPLETION | {f"field_{index}": None for index in range(count)}).encode()
+        if is_read:
+            assert decode(body, msgspec.json.Decoder(CompletionRequest)).prompt == "hello"
+        else:
+            with pytest.raises(RequestError, match=r"field_0: .*unknown field"):
+                decode(body, msgspec.json.Decoder(CompletionRequest))
