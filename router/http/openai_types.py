@@ -54,7 +54,10 @@ BestOf = Annotated[
 ]
 TruncatePrompt = Annotated[
     NumTokens | None,
-    Meta(description="Only so many tokens at the end of the prompt are kept, special tokens counted."),
+    Meta(
+        description="The beginning of the prompt is cut off so that at most so many tokens are left. They include the "
+        "special tokens that the tokenizer adds, which are kept."
+    ),
 ]
 PromptOrOutput = Annotated[
     Annotated[int, Meta(ge=0, le=2**62)] | None,

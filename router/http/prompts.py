@@ -47,7 +47,7 @@ async def encoded_prompt(
     add_special_tokens: bool,
     num_kept: int | None = None,
 ) -> EncodedPrompt:
-    """Return a prompt as token ids; if `num_kept` is given, at most so many of the last ones.
+    """Return a prompt as token ids. If `num_kept` is given, its beginning is cut off so that at most so many are left.
 
     Raises RequestError if the model cannot take them.
     """
@@ -56,7 +56,9 @@ async def encoded_prompt(
     if isinstance(ids, str):
         ids = await encode(tokenizer, ids, group, param, add_special_tokens=add_special_tokens)
     if num_kept is not None and len(ids) > num_kept:
-        ids, text = ids[-num_kept:], None
+        ids = ids[-num_kept:]
+        if text is not None:
+            ids, text = await tokenizer.encode_end(text, num_kept, add_special_tokens=add_special_tokens), None
     _check_ids(ids, group, param)
     return EncodedPrompt(ids, text)
 

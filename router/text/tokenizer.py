@@ -75,6 +75,16 @@ class TextTokenizer:
         encoding = await self.inner.async_encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    async def encode_end(self, text: str, num_kept: int, *, add_special_tokens: bool) -> list[int]:
+        """Return at most `num_kept` ids of a text: the special tokens that encoding adds, and the end of the rest.
+
+        So does the tokenizers library if it truncates on the left.
+        """
+        encoding = await self.inner.async_encode(text, add_special_tokens=False)
+        num_added = self.inner.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding.truncate(max(0, num_kept - num_added), direction="left")
+        return self.inner.post_process(encoding, None, add_special_tokens).ids[-num_kept:]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids. Ids outside the vocabulary are left out."""
         return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
