@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.errors import RequestError
 from baton.router.http.openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
@@ -67,6 +69,18 @@ async def test_only_the_last_tokens_of_a_prompt_are_kept(tokenizer: TextTokenize
     assert (await kept([420, 5], 1)).ids == [5]
     with pytest.raises(RequestError, match="leaves none"):
         await kept([1] * 70, 64)
+
+
+async def test_a_text_that_is_cut_keeps_the_special_token_that_is_added(tokenizer_file: bytes) -> None:
+    inner = Tokenizer.from_buffer(tokenizer_file)
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = TextTokenizer(inner.to_str().encode())
+    ids = tokenizer.inner.encode("hello there").ids
+    for add_special_tokens, expected in ((True, [0, *ids[-2:]]), (False, ids[-3:])):
+        kept = await encoded_prompt(
+            "hello there", GROUP, tokenizer, "prompt", add_special_tokens=add_special_tokens, num_kept=3
+        )
+        assert kept == EncodedPrompt(expected, None)
 
 
 async def test_a_text_that_cannot_fit_is_not_encoded() -> None:
