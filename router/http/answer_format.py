@@ -11,7 +11,7 @@ from collections import abc
 from typing import ClassVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from ...metadata.wire.request import TokenLogprobs
 from ..request import Delta, Request, Sequence
@@ -83,6 +83,10 @@ class AnswerFormat(ABC):
         self._with_ids = with_ids
         self._prefixes: dict[int, bytes] = {}  # by index; present when the first chunk has been sent
 
+    def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
+        """Return the token counts of these requests, as far as the answer shows their tokens."""
+        return usage_of(requests)
+
     @abstractmethod
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
         """Return the events for new output of a sequence, empty if there is none to show yet."""
@@ -113,7 +117,8 @@ class AnswerFormat(ABC):
 
 
 class CompletionFormat(AnswerFormat):
-    """Answers of /v1/completions. `prompt_texts` holds the prompt of each request, by its id, if prompts are echoed."""
+    """Answers of /v1/completions. `prompt_texts` holds the prompt of each request, by its id, if prompts are echoed.
+    Without `has_output` the answer is the echoed prompts alone."""
 
     _chunk_object = "text_completion"
     _text_start = b'"text":'
@@ -128,12 +133,21 @@ class CompletionFormat(AnswerFormat):
         num_logprobs: int | None,
         with_ids: bool,
         prompt_texts: dict[str, str] | None,
+        has_output: bool = True,
     ) -> None:
         super().__init__(response_id, model, tokenizer, num_logprobs=num_logprobs, with_ids=with_ids)
         self._prompt_texts = prompt_texts
+        self._has_output = has_output
         self._columns: dict[int, LegacyColumns] = {}  # by index
 
+    def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
+        usage = super().usage_of(requests)
+        if self._has_output:
+            return usage
+        return structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
+
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        delta = self._shown(delta)
         is_first = index not in self._prefixes
         if is_first:
             self._prepare(index)
@@ -145,7 +159,10 @@ class CompletionFormat(AnswerFormat):
         return event(self._body([], usage))
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
-        choices = [self._choice(index, *output, is_first=True) for index, output in enumerate(outputs)]
+        choices = [
+            self._choice(index, sequence, self._shown(delta), is_first=True)
+            for index, (sequence, delta) in enumerate(outputs)
+        ]
         return _encode(self._body(choices, usage))
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
@@ -157,6 +174,12 @@ class CompletionFormat(AnswerFormat):
             choices=choices,
             usage=usage,
         )
+
+    def _shown(self, delta: Delta) -> Delta:
+        """Return what the answer shows of new output."""
+        if self._has_output:
+            return delta
+        return Delta("", [], [], "length" if delta.finish_reason is not None else None)
 
     def _choice(self, index: int, sequence: Sequence, delta: Delta, *, is_first: bool) -> CompletionChoice:
         request = sequence.request

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from ...metadata.errors import BatonError
 from ..request import Delta, Request, Sequence
-from .answer_format import AnswerFormat, usage_of
+from .answer_format import AnswerFormat
 from .openai_types import StreamOptions, Usage
 from .sse import DONE, EventStream, error_event
 
@@ -41,7 +41,7 @@ class WholeAnswer:
         """Wait for all requests and return the response. Raises the first error of a request."""
         await self._future
         outputs = [(sequence, self._output(sequence)) for request in requests for sequence in request.sequences]
-        body = self._format.whole(outputs, usage_of(requests))
+        body = self._format.whole(outputs, self._format.usage_of(requests))
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     def start(self, requests: list[Request], submit: Callable[[Request], None]) -> None:
@@ -105,7 +105,7 @@ class StreamedAnswer:
             self._stream.push(error_event(error))
         else:
             if self._with_usage:
-                self._stream.push(self._format.usage_chunk(usage_of(requests)))
+                self._stream.push(self._format.usage_chunk(self._format.usage_of(requests)))
             self._stream.push(DONE)
         await self._stream.close()
         return response
@@ -141,7 +141,7 @@ class StreamedAnswer:
     def _emit(self, sequence: Sequence, delta: Delta) -> None:
         usage: Usage | UnsetType | None = None if self._with_usage else UNSET
         if self._is_continuous:
-            usage = usage_of([sequence.request])
+            usage = self._format.usage_of([sequence.request])
         data = self._format.chunk(self._indices[sequence], sequence, delta, usage)
         if data:
             self._stream.push(data)

@@ -15,12 +15,20 @@ from .connection import SERVER
 from .cross_origin import CrossOriginChecks
 from .errors import INTERNAL, HttpRefusal, response_of
 from .route import Handler
-from .routes import ROUTES
+from .routes import ROUTES, client_routes
 from .sse import limit_unread
 
 logger = logging.getLogger(__name__)
 
 _AiohttpHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_NOT_SERVED = {  # first segments of paths of OpenAI's that Baton does not have -> what they ask for
+    "/v1/audio": "audio is",
+    "/v1/batches": "batches are",
+    "/v1/embeddings": "embeddings are",
+    "/v1/files": "files are",
+    "/v1/images": "images are",
+    "/v1/moderations": "moderations are",
+}
 _BY_TEMPLATE = {(route.method, route.template): route for route in ROUTES}
 
 
@@ -111,10 +119,16 @@ def _refusal(http_request: web.Request, error: web.HTTPException) -> BatonError:
     """Return the error of the router for one that aiohttp has raised."""
     match error.status:
         case 404:
-            return NotFound(f"there is no route {http_request.path}")
+            return NotFound(_no_route(http_request))
         case 405:
             return HttpRefusal(405, f"{http_request.path} does not take {http_request.method}")
         case 413:
             return HttpRefusal(413, "the body is larger than the router accepts")
         case _:
             return HttpRefusal(error.status, error.reason)
+
+
+def _no_route(http_request: web.Request) -> str:
+    what = _NOT_SERVED.get("/".join(http_request.path.split("/")[:3]))
+    words = f"there is no route {http_request.path}" if what is None else f"{what} not served"
+    return f"{words}; the routes are: {', '.join(client_routes())}"

@@ -13,6 +13,7 @@ from ...metadata.errors import Overloaded
 from .connection import reason_of
 from .encodings import decoded, encoding_of
 from .errors import HttpRefusal, from_malformed, from_validation
+from .refused_bodies import mended
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +60,13 @@ class Bodies:
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    """Return the decoded body. Raises RequestError that names the field at fault."""
+    """Return the decoded body, without unknown fields that are null. Raises RequestError that names the field at
+    fault."""
     try:
-        return decoder.decode(data)
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError:
+            return decoder.decode(mended(data, decoder.type))
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

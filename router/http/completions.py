@@ -26,7 +26,7 @@ from .api import ARRIVED, Api, request_id
 from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
-from .prompts import chat_text, prompt_ids, prompts_of
+from .prompts import chat_text, encoded_prompt, prompts_of
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -41,13 +41,21 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
     prompts = prompts_of(body)
     with admitted(api, http_request, body, group, len(prompts)):
         add_special = body.add_special_tokens is not False
-        ids = [
-            await prompt_ids(prompt, group, tokenizer, "prompt", add_special_tokens=add_special) for prompt in prompts
+        encoded = [
+            await encoded_prompt(
+                prompt,
+                group,
+                tokenizer,
+                "prompt",
+                add_special_tokens=add_special,
+                num_kept=body.truncate_prompt_tokens,
+            )
+            for prompt in prompts
         ]
         rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
         echoed = None
         if body.echo:
-            texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+            texts = [tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text for prompt in encoded]
             echoed = dict(zip(rids, texts, strict=True))
         answer_format = CompletionFormat(
             rid,
@@ -56,6 +64,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             num_logprobs=body.logprobs,
             with_ids=bool(body.return_token_ids),
             prompt_texts=echoed,
+            has_output=body.max_tokens != 0,
         )
         return await _serve(
             api,
@@ -63,7 +72,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             body,
             group,
             answer_format,
-            list(zip(rids, ids, strict=True)),
+            [(rid, prompt.ids) for rid, prompt in zip(rids, encoded, strict=True)],
             wants_prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         )
 
@@ -83,12 +92,19 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
             options=body.chat_template_kwargs or {},
         )
         add_special = bool(body.add_special_tokens)
-        ids = await prompt_ids(text, group, tokenizer, "messages", add_special_tokens=add_special)
+        prompt = await encoded_prompt(
+            text,
+            group,
+            tokenizer,
+            "messages",
+            add_special_tokens=add_special,
+            num_kept=body.truncate_prompt_tokens,
+        )
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         answer_format = ChatFormat(
             rid, body.model, tokenizer, num_logprobs=num_logprobs, with_ids=bool(body.return_token_ids)
         )
-        return await _serve(api, http_request, body, group, answer_format, [(rid, ids)])
+        return await _serve(api, http_request, body, group, answer_format, [(rid, prompt.ids)])
 
 
 async def _serve(

@@ -1,9 +1,9 @@
 """Bodies of requests and answers that follow OpenAI's API, with extensions of vLLM and of Baton.
 
-Decoding is strict: unknown fields are refused by name, and `null` is accepted for optional fields. Fields that OpenAI's
-clients send and that have no effect here are accepted (IGNORED). Fields that ask for something that Baton cannot do,
-such as `tools`, are declared here and refused in words by parameters.py (NOT_SERVED). The OpenAPI document is generated
-from these types.
+Decoding is strict: unknown fields are refused by name unless they are null (refused_bodies.py), and `null` is accepted
+for optional fields. Fields that OpenAI's clients send and that have no effect here are accepted (IGNORED). Fields that
+ask for something that Baton cannot do, such as `tools`, are declared here and refused in words by parameters.py
+(NOT_SERVED). The OpenAPI document is generated from these types.
 """
 
 from __future__ import annotations
@@ -52,6 +52,17 @@ BestOf = Annotated[
     Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
     Meta(description="Refused unless it equals `n`.", extra_json_schema={"deprecated": True}),
 ]
+TruncatePrompt = Annotated[
+    NumTokens | None,
+    Meta(
+        description="The beginning of the prompt is cut off so that at most so many tokens are left. They include the "
+        "special tokens that the tokenizer adds, which are kept."
+    ),
+]
+PromptOrOutput = Annotated[
+    Annotated[int, Meta(ge=0, le=2**62)] | None,
+    Meta(description="0 needs `echo`: the answer is then the prompt alone, scored if `logprobs` is set."),
+]
 FinishReason = Literal["stop", "length"]
 IGNORED = frozenset(  # fields that are accepted without effect
     {
@@ -65,6 +76,16 @@ IGNORED = frozenset(  # fields that are accepted without effect
         "user",
     }
 )
+PARTS_NOT_SERVED = {  # type of a part of a message -> what it holds
+    "audio_url": "audio parts",
+    "file": "files",
+    "image": "images",
+    "image_url": "images",
+    "input_audio": "audio parts",
+    "input_file": "files",
+    "input_image": "images",
+    "video_url": "videos",
+}
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,8 +122,13 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: TruncatePrompt = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     priority: Priority = None
+    # vLLM's, NOT_SERVED
+    bad_words: list[str] | None = None
+    detokenize: bool | None = None
+    prompt_logprobs: int | None = None
     # Baton's extensions
     draft_steps: DraftSteps = None
     timeout_s: TimeoutS = None
@@ -120,6 +146,7 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
     """Body of POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    max_tokens: PromptOrOutput = None
     best_of: BestOf = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -212,6 +239,21 @@ class DetokenizeResponse(Struct, frozen=True):
     """The text of ids, special tokens included."""
 
     prompt: str
+
+
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """What the nodes of a model say about its tokenizer, named as in Hugging Face's tokenizer_config.json."""
+
+    model: str
+    model_max_length: int
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    chat_template: str | None
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -378,3 +420,16 @@ class ModelList(Struct, frozen=True):
 
     data: list[ModelInfo]
     object: Literal["list"] = "list"
+
+
+class Version(Struct, frozen=True):
+    """Answer of /version: Baton's version."""
+
+    version: str
+
+
+class ServedRoutes(Struct, frozen=True):
+    """Answer of /v1: the routes that a client may use, such as `GET /v1/models`, and Baton's version."""
+
+    version: str
+    routes: list[str]

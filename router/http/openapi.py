@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -71,6 +72,9 @@ def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_ke
     for route in routes:
         kinds += [kind for kind in (route.body, route.answer, route.chunk) if kind is not None and kind not in kinds]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for component in components.values():
+        if component.get("additionalProperties") is False:
+            component["additionalProperties"] = {"type": "null"}  # unknown fields that are null are ignored
     for kind in kinds:
         _annotate(kind, components)
     writer = _Writer(dict(zip(kinds, schemas, strict=True)), has_api_keys, has_admin_key)
@@ -97,6 +101,7 @@ def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_ke
     }
 
 
+@cache
 def package_version() -> str:
     """Return the installed version of Baton."""
     try:

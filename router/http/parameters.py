@@ -21,16 +21,23 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
 class NotServed(NamedTuple):
-    """A field of OpenAI's that is declared so that it can be refused in words. `accepted` values ask for nothing."""
+    """A field of OpenAI's or vLLM's that is declared so that it can be refused in words. The values `accepted` ask for
+    nothing."""
 
     name: str
     words: str
     accepted: tuple[Any, ...] = (None, [])
 
 
+_COMMON_NOT_SERVED = (
+    NotServed("bad_words", "words cannot be banned; logit_bias makes single tokens unlikely"),
+    NotServed("detokenize", "every answer has its text; return_token_ids adds the ids", (None, True)),
+    NotServed("prompt_logprobs", "a prompt is scored by echo with logprobs on /v1/completions, without ranks", (None,)),
+)
 NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
-    CompletionRequest: (NotServed("suffix", "insertion is not served", (None, "")),),
+    CompletionRequest: (*_COMMON_NOT_SERVED, NotServed("suffix", "insertion is not served", (None, ""))),
     ChatRequest: (
+        *_COMMON_NOT_SERVED,
         NotServed("tools", "tools are not served"),
         NotServed("tool_choice", "tools are not served", (None, [], "none")),
         NotServed("functions", "functions are not served"),
@@ -52,6 +59,8 @@ def check_completion(body: CompletionRequest) -> None:
         raise RequestError(
             f"best_of: {body.best_of} differs from n = {body.n or 1}; only equal is served", param="best_of"
         )
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens: 0 needs echo to be true, which returns the prompt", param="max_tokens")
 
 
 def check_chat(body: ChatRequest) -> None:
@@ -84,7 +93,7 @@ def sampling_params(
         return value if value is not None else defaults.get(name, otherwise)
 
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),  # a node generates a token after every prompt; the answer may leave it out
         min_tokens=min_tokens,
         temperature=pick(body.temperature, "temperature", 1.0),
         top_k=max(0, int(pick(body.top_k, "top_k", 0))),
@@ -105,7 +114,7 @@ def asked_tokens(body: CommonRequest, context_len: int) -> int:
     """Return the largest number of output tokens that the body asks for, before its prompts are known."""
     if isinstance(body, ChatRequest):
         return body.max_completion_tokens or body.max_tokens or context_len
-    return body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
 
 
 def timeout_s(body: CommonRequest, longest_s: float) -> float:

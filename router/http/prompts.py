@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...metadata.errors import RequestError
 from ..node import NodeGroup
@@ -11,6 +11,13 @@ from ..text.tokenizer import TextTokenizer
 from .openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest
 
 Prompt = str | list[int]  # text, or token ids
+
+
+class EncodedPrompt(NamedTuple):
+    """The token ids of a prompt. `text` is None if the prompt was given as ids, or if its beginning was cut off."""
+
+    ids: list[int]
+    text: str | None
 
 
 def prompts_of(body: CompletionRequest) -> list[Prompt]:
@@ -31,15 +38,29 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     return prompts
 
 
-async def prompt_ids(
-    prompt: Prompt, group: NodeGroup, tokenizer: TextTokenizer, param: str, *, add_special_tokens: bool
-) -> list[int]:
-    """Return the token ids of a prompt. Raises RequestError if the model cannot take them."""
+async def encoded_prompt(
+    prompt: Prompt,
+    group: NodeGroup,
+    tokenizer: TextTokenizer,
+    param: str,
+    *,
+    add_special_tokens: bool,
+    num_kept: int | None = None,
+) -> EncodedPrompt:
+    """Return a prompt as token ids. If `num_kept` is given, its beginning is cut off so that at most so many are left.
+
+    Raises RequestError if the model cannot take them.
+    """
+    text = prompt if isinstance(prompt, str) else None
     ids = prompt
     if isinstance(ids, str):
         ids = await encode(tokenizer, ids, group, param, add_special_tokens=add_special_tokens)
+    if num_kept is not None and len(ids) > num_kept:
+        ids = ids[-num_kept:]
+        if text is not None:
+            ids, text = await tokenizer.encode_end(text, num_kept, add_special_tokens=add_special_tokens), None
     _check_ids(ids, group, param)
-    return ids
+    return EncodedPrompt(ids, text)
 
 
 async def encode(
@@ -66,11 +87,12 @@ def chat_text(
 ) -> str:
     """Return the prompt text of a conversation.
 
-    Raises RequestError if the model has no chat template, or if the template refuses the messages.
+    A developer's message becomes the system's if the template knows no developer. Raises RequestError if the model has
+    no chat template, or if the template refuses the messages.
     """
     if group.template is None:
         raise RequestError(f"model {group.key.model!r} has no chat template; use /v1/completions", param="messages")
-    plain = [_plain(message) for message in messages]
+    plain = [_plain(message, knows_developer=group.template.knows_developer) for message in messages]
     text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options)
     if continue_final:
         final = str(plain[-1]["content"]).strip()
@@ -96,12 +118,13 @@ def _check_ids(ids: Sequence[int], group: NodeGroup, param: str) -> None:
         )
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
+def _plain(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
     """Return a message in the shape that chat templates expect: text parts joined, absent fields left out."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
-    plain: dict[str, Any] = {"role": message.role, "content": content if content is not None else ""}
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    plain: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:

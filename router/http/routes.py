@@ -27,10 +27,13 @@ from .openai_types import (
     DetokenizeResponse,
     ModelInfo,
     ModelList,
+    ServedRoutes,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
+    Version,
 )
-from .openapi import document
+from .openapi import document, package_version
 from .route import Parameter, Route
 
 _Name = Annotated[str, Meta(min_length=1)]
@@ -43,6 +46,16 @@ async def openapi(api: Api, _request: web.Request) -> web.StreamResponse:
     """GET /openapi.json."""
     keys = api.access
     return json_response(document(ROUTES, has_api_keys=keys.has_api_keys, has_admin_key=keys.has_admin_key))
+
+
+async def served(_api: Api, _request: web.Request) -> web.StreamResponse:
+    """GET /v1."""
+    return json_response(ServedRoutes(package_version(), client_routes()))
+
+
+def client_routes() -> list[str]:
+    """Return each route that needs no admin key, as its method and path."""
+    return [f"{route.method} {route.template}" for route in ROUTES if route.needs is not KeyLevel.ADMIN_KEY]
 
 
 ROUTES: tuple[Route, ...] = (
@@ -78,6 +91,15 @@ ROUTES: tuple[Route, ...] = (
         parameters=(Parameter("id", _Name, _REQUEST_ID, "path"),),
         answer=CancelledRequest,
         statuses=(404,),
+    ),
+    Route(
+        method="GET",
+        path="/v1",
+        handler=served,
+        operation_id="listRoutes",
+        tag="status",
+        summary="The routes that a client may use",
+        answer=ServedRoutes,
     ),
     Route(
         method="GET",
@@ -123,6 +145,17 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         method="GET",
+        path="/tokenizer_info",
+        handler=tokenization.tokenizer_info,
+        operation_id="getTokenizer",
+        tag="models",
+        summary="Special tokens and chat template of a model",
+        parameters=(Parameter("model", str, "Name of the model; only needed if several are served"),),
+        answer=TokenizerInfo,
+        statuses=(400, 404, 503),
+    ),
+    Route(
+        method="GET",
         path="/health",
         handler=status.health,
         operation_id="getHealth",
@@ -149,6 +182,15 @@ ROUTES: tuple[Route, ...] = (
         tag="status",
         summary="Metrics in Prometheus' text format",
         text="text/plain",
+    ),
+    Route(
+        method="GET",
+        path="/version",
+        handler=status.version,
+        operation_id="getVersion",
+        tag="status",
+        summary="Baton's version",
+        answer=Version,
     ),
     Route(
         method="GET",

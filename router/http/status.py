@@ -1,4 +1,4 @@
-"""GET /health, GET /ready and GET /metrics, for probes and monitoring."""
+"""GET /health, GET /ready, GET /metrics and GET /version, for probes and monitoring."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ..metrics import CONTENT_TYPE
 from .access import CALLER
 from .admin_types import HealthAnswer, ReadyAnswer
 from .api import Api, json_response
+from .openai_types import Version
+from .openapi import package_version
 
 
 async def health(api: Api, _request: web.Request) -> web.StreamResponse:
@@ -34,6 +36,11 @@ async def ready(api: Api, http_request: web.Request) -> web.StreamResponse:
 async def metrics(api: Api, _request: web.Request) -> web.StreamResponse:
     """GET /metrics, in Prometheus' text format."""
     return web.Response(body=api.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def version(_api: Api, _request: web.Request) -> web.StreamResponse:
+    """GET /version."""
+    return json_response(Version(package_version()))
 
 
 def _local_prefill(api: Api) -> list[str]:

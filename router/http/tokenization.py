@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize: text to token ids and back, with the tokenizer of a served model."""
+"""Tokenizers of served models: POST /tokenize and POST /detokenize, text to token ids and back; GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from aiohttp import web
 
 from ...metadata.errors import RequestError
 from .api import Api, json_response
-from .openai_types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from .openai_types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, TokenizerInfo
 from .prompts import chat_text, encode
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
@@ -43,3 +43,23 @@ async def detokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
             f"tokens: token id {worst} is out of range; the vocabulary has {group.card.vocab_size}", param="tokens"
         )
     return json_response(DetokenizeResponse(tokenizer.decode(body.tokens)))
+
+
+async def tokenizer_info(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """GET /tokenizer_info. The query names the model if several are served."""
+    group, _ = api.group_of(http_request.query.get("model"))
+    card, special = group.card, group.card.special_tokens
+    return json_response(
+        TokenizerInfo(
+            model=card.name,
+            model_max_length=group.context_len,
+            vocab_size=card.vocab_size,
+            bos_token=special.get("bos_token"),
+            eos_token=special.get("eos_token"),
+            pad_token=special.get("pad_token"),
+            unk_token=special.get("unk_token"),
+            bos_token_id=card.bos_token_id,
+            eos_token_ids=list(card.eos_token_ids),
+            chat_template=card.chat_template,
+        )
+    )

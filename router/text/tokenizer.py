@@ -16,7 +16,7 @@ import tokenizers
 import xxhash
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Const, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -74,6 +74,16 @@ class TextTokenizer:
         """Return the ids of a text."""
         encoding = await self.inner.async_encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    async def encode_end(self, text: str, num_kept: int, *, add_special_tokens: bool) -> list[int]:
+        """Return at most `num_kept` ids of a text: the special tokens that encoding adds, and the end of the rest.
+
+        So does the tokenizers library if it truncates on the left.
+        """
+        encoding = await self.inner.async_encode(text, add_special_tokens=False)
+        num_added = self.inner.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding.truncate(max(0, num_kept - num_added), direction="left")
+        return self.inner.post_process(encoding, None, add_special_tokens).ids[-num_kept:]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids. Ids outside the vocabulary are left out."""
@@ -133,6 +143,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise ProtocolError(f"the model's chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
+        constants = environment.parse(source).find_all(Const)
+        self.knows_developer = any(constant.value == "developer" for constant in constants)  # as a role of messages
 
     @classmethod
     def of(cls, card: ModelCard) -> ChatTemplate | None:

@@ -227,6 +227,12 @@ def test_logprobs_and_echo_are_transformers_own(client: openai.OpenAI) -> None:
         assert logprobs.token_logprobs[place] == pytest.approx(float(scores[place - 1, ids[place]]), abs=1e-3)
         best = sorted(logprobs.top_logprobs[place].values(), reverse=True)[:5]
         assert best == pytest.approx(scores[place - 1].topk(5).values.tolist(), abs=1e-3)
+    scored = client.completions.create(model="demo", prompt=prompt, max_tokens=0, echo=True, logprobs=5).choices[0]
+    num_prompt = len(choice.prompt_token_ids)
+    assert (scored.text, scored.finish_reason) == (prompt, "length")
+    assert scored.logprobs is not None
+    assert scored.logprobs.tokens == (logprobs.tokens or [])[:num_prompt]
+    assert scored.logprobs.token_logprobs == pytest.approx(logprobs.token_logprobs[:num_prompt], abs=1e-4)
 
 
 def test_seeds_are_equal_across_choices_batches_and_restarts(demo: Cluster, client: openai.OpenAI) -> None:

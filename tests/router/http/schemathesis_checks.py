@@ -26,6 +26,7 @@ ARGUED = re.compile(
             "is above this router's limit",  # timeout_s
             "only equal is served",  # best_of and n
             "needs stream to be true",  # stream_options and stream
+            "0 needs echo to be true",  # max_tokens and echo
             "needs logprobs to be true",  # top_logprobs and logprobs
             "excludes add_generation_prompt",  # continue_final_message
             "the final message is not in the prompt",  # continue_final_message and messages

@@ -13,13 +13,15 @@ from baton.router.request import Delta
 
 
 class FakeFormat:
+    def usage_of(self, requests: Any) -> Any:
+        return None
+
     def whole(self, outputs: Any, usage: Any) -> bytes:
         return b" | ".join(delta.text.encode() for _, delta in outputs)
 
 
 def request() -> Any:
-    numbers = {"num_generated": 0, "num_cached": 0, "num_rounds": 0, "num_accepted": 0, "num_drafted": 0}
-    made = SimpleNamespace(prompt_ids=[], **numbers)
+    made = SimpleNamespace()
     made.sequences = [_Hashable(request=made) for _ in range(2)]
     return made
 

@@ -43,6 +43,34 @@ def test_unknown_routes_methods_and_models_are_refused(system: System) -> None:
     assert "fake" in body["error"]["message"]
 
 
+def test_a_path_that_is_not_served_is_answered_with_those_that_are(system: System) -> None:
+    _, listed, _ = system.router.request("GET", "/v1")
+    assert {"POST /v1/chat/completions", "GET /v1/models/{model}", "GET /v1"} < set(listed["routes"])
+    for method, path in (("GET", "/nowhere"), ("POST", "/v1/chat"), ("GET", "/v1/"), ("OPTIONS", "/admin/nothing")):
+        status, body, _ = system.router.request(method, path)
+        assert (status, body["error"]["code"]) == (404, "not_found"), path
+        message = body["error"]["message"]
+        assert message == f"there is no route {path}; the routes are: {', '.join(listed['routes'])}"
+        assert "/debug" not in message
+        assert "/admin/flush" not in message
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/embeddings", "embeddings are not served; the routes are: POST /v1/completions, "),
+        ("/v1/audio/transcriptions", "audio is not served; "),
+        ("/v1/images/generations", "images are not served; "),
+        ("/v1/embeddings_of_mine", "there is no route /v1/embeddings_of_mine; "),
+    ],
+)
+def test_routes_of_openai_that_are_not_served_are_refused_as_such(system: System, path: str, words: str) -> None:
+    status, body, headers = system.router.request("POST", path, {"model": "fake", "input": "x"})
+    assert (status, body["error"]["type"]) == (404, "invalid_request_error")
+    assert body["error"]["message"].startswith(words)
+    assert "retry-after" not in headers
+
+
 def test_bytes_that_are_not_http_are_refused(system: System) -> None:
     with socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1]))) as connection:
         connection.sendall(b"\x16\x03\x01\x00\xff not http\r\n\r\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -95,6 +96,24 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
     assert again.choices[0].finish_reason == "stop"
 
 
+def test_other_calls_of_the_client_are_answered_in_words(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError, match="embeddings are not served; the routes are: POST /v1/completions"):
+        client.embeddings.create(model="fake", input="hello")
+    with pytest.raises(openai.BadRequestError, match="the nearest known field is top_k"):
+        client.completions.create(model="fake", prompt="hello", extra_body={"topk": 5})
+    answer = client.chat.completions.create(
+        model="fake",
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "be kind"}]},
+            {"role": "user", "content": "hello"},
+        ],
+        max_completion_tokens=3,
+        extra_body={"guided_json": None},
+    )
+    assert answer.choices[0].finish_reason == "length"
+
+
 def test_many_prompts_and_choices(system: System, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt=["hello", "a b"], n=2, max_tokens=100, echo=True)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -125,6 +144,46 @@ def test_echo_with_logprobs(system: System, client: openai.OpenAI, stream: bool)
     assert tokens == [system.tokenizer.token_text(token) for token in ids]
     assert values == [None] + [-0.5] * (len(ids) - 1)
     assert offsets == [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("script", [[300, 301, 1], [1]], ids=["goes on", "ends at once"])
+def test_no_output_with_echo_and_logprobs_scores_prompts(
+    system: System, client: openai.OpenAI, script: list[int], num_choices: int, stream: bool
+) -> None:
+    system.cluster.generate_by(lambda prompt, choice: script)
+    texts = ["hello there", "x"]
+    given: Any = {"model": "fake", "prompt": texts, "max_tokens": 0, "n": num_choices, "echo": True, "logprobs": 1}
+    given["extra_body"] = {"return_token_ids": True}
+    if stream:
+        given |= {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.completions.create(**given))
+        parts, usage = [choice for chunk in chunks for choice in chunk.choices], chunks[-1].usage
+    else:
+        answer = client.completions.create(**given)
+        parts, usage = answer.choices, answer.usage
+    assert len(parts) == 2 * num_choices
+    encoded = [system.tokenizer.inner.encode(text).ids for text in texts for _ in range(num_choices)]
+    for part in parts:
+        ids = encoded[part.index]
+        assert part.text == texts[part.index // num_choices]
+        assert part.finish_reason == "length"
+        assert part.logprobs is not None
+        assert part.logprobs.tokens == [system.tokenizer.token_text(token) for token in ids]
+        assert part.logprobs.token_logprobs == [None] + [-0.5] * (len(ids) - 1)
+        assert (part.model_extra or {})["token_ids"] == []
+    num_prompt = sum(map(len, encoded)) // num_choices
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (num_prompt, 0, num_prompt)
+
+
+def test_no_output_with_echo_alone_returns_the_prompt(system: System) -> None:
+    status, body, _ = system.complete(prompt="hello", max_tokens=0, echo=True, stop=["l"])
+    choice = body["choices"][0]
+    assert (status, choice["text"], choice["logprobs"], choice["finish_reason"]) == (200, "hello", None, "length")
+    assert "stop_reason" not in choice
+    assert own(system.cluster.by_name("d0"), messages.Reserve) == []  # one token of the prefill node's is enough
 
 
 def test_token_ids_are_returned(system: System, client: openai.OpenAI) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baton.metadata.wire import messages as m
+from baton.metadata.wire.request import unpack_ids
 from baton.router.http import openapi
 from baton.router.http.routes import ROUTES
 
@@ -69,6 +70,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 1000}, "n"),
     ({"n": True}, "n"),
     ({"best_of": 3}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": "2", "n": 2}, "best_of"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ({"suffix": "end"}, "suffix"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -95,6 +99,26 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"-5": 1}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logprobs": 21}, "logprobs"),
+    ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+    ({"max_tokens": 0, "echo": False}, "max_tokens"),
+    ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+    ({"max_tokens": -1, "echo": True}, "max_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 2.5}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": "8"}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 8, "prompt": "word " * 300, "max_tokens": 600}, "max_tokens"),
+    ({"bad_words": ["x"]}, "bad_words"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": [7]}, "bad_words"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"prompt_logprobs": 5}, "prompt_logprobs"),
+    ({"prompt_logprobs": True}, "prompt_logprobs"),
+    ({"detokenize": False}, "detokenize"),
+    ({"detokenize": 1}, "detokenize"),
+    ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": "5"}, "min_tokens"),
     ({"seed": "x"}, "seed"),
     ({"seed": 2**70}, "seed"),
     ({"min_tokens": 101}, "min_tokens"),
@@ -141,6 +165,11 @@ def test_wrong_fields_are_refused_by_name(system: System) -> None:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"detokenize": False}, "detokenize"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"max_completion_tokens": 5000}, "max_completion_tokens"),
         ({"prompt": "x"}, "prompt"),
         ({"draft_steps": 16}, "draft_steps"),
@@ -158,11 +187,59 @@ def test_wrong_fields_of_a_chat_are_refused_by_name(system: System, changes: dic
         {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"},
         {"stop": None, "temperature": None, "n": None, "seed": None, "logit_bias": None, "stream_options": None},
         {"chat_template_kwargs": {"self": 1, "two words": 2, "tools": 3}},
+        {"bad_words": [], "prompt_logprobs": None, "detokenize": True, "truncate_prompt_tokens": None},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
     ],
 )
 def test_harmless_fields_of_a_chat_are_ignored(system: System, harmless: dict[str, Any]) -> None:
     assert system.router.request("POST", "/v1/chat/completions", {**CHAT, **harmless})[0] == 200
+
+
+def test_a_refused_field_of_vllm_is_refused_with_a_reason(system: System) -> None:
+    for path, fields in BODIES.items():
+        for name, value, words in (
+            ("bad_words", ["x"], "logit_bias"),
+            ("prompt_logprobs", 1, "echo with logprobs on /v1/completions"),
+            ("detokenize", False, "return_token_ids"),
+        ):
+            status, body, _ = system.router.request("POST", path, {"model": "fake", **fields, name: value})
+            assert (status, body["error"]["param"]) == (400, name)
+            assert words in body["error"]["message"]
+
+
+def test_nodes_get_the_end_of_a_truncated_prompt(system: System) -> None:
+    ids = system.tokenizer.inner.encode("one two three").ids
+    for path, fields in (
+        ("/v1/completions", {"prompt": "one two three"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one two three"}]}),
+    ):
+        body = {"model": "fake", "max_tokens": 100, "truncate_prompt_tokens": 3, "return_token_ids": True, **fields}
+        status, answer, _ = system.router.request("POST", path, body)
+        assert (status, answer["usage"]["prompt_tokens"]) == (200, 3), answer
+    first, second = (unpack_ids(each.request.prompt_ids) for each in own(system.cluster.by_name("p0"), m.Prefill))
+    assert first == ids[-3:]
+    assert second == system.tokenizer.inner.encode("<|im_start|>assistant\n").ids[-3:]
+    _, answer, _ = system.complete(prompt="one two three", truncate_prompt_tokens=3, echo=True)
+    assert answer["choices"][0]["text"] == system.tokenizer.decode(ids[-3:]) + system.text
+    _, answer, _ = system.complete(prompt="one two three", truncate_prompt_tokens=99, echo=True)
+    assert answer["choices"][0]["text"] == "one two three" + system.text
+
+
+def test_as_many_answers_as_the_best_are_of_are_served(system: System) -> None:
+    for fields in ({"best_of": 1}, {"best_of": 2, "n": 2}, {"best_of": None, "n": 2}, {"suffix": ""}):
+        status, body, _ = system.complete(**fields)
+        assert (status, len(body["choices"])) == (200, fields.get("n", 1)), body
+
+
+def test_a_chat_takes_both_names_of_its_longest_answer(system: System) -> None:
+    for fields in ({"max_completion_tokens": 2}, {"max_completion_tokens": 2, "max_tokens": 50}, {"max_tokens": 2}):
+        status, body, _ = system.router.request("POST", "/v1/chat/completions", {**CHAT, **fields})
+        assert (status, body["choices"][0]["finish_reason"]) == (200, "length"), body
+        assert body["usage"]["completion_tokens"] == 2
+    for wrong in (-1, 1.5, "2", True, [2]):
+        fields = {"max_completion_tokens": wrong}
+        status, body, _ = system.router.request("POST", "/v1/chat/completions", {**CHAT, **fields})
+        assert (status, body["error"]["param"]) == (400, "max_completion_tokens"), body
 
 
 def test_timeout_s_is_checked_and_ends_the_request(make_system: Callable[..., System]) -> None:

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.errors import RequestError
 from baton.router.http.openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
-from baton.router.http.prompts import chat_text, encode, prompt_ids, prompts_of
+from baton.router.http.prompts import EncodedPrompt, chat_text, encode, encoded_prompt, prompts_of
 from baton.router.text.tokenizer import ChatTemplate, TextTokenizer
 
 from ..fake_nodes import TEMPLATE
@@ -45,13 +47,40 @@ def test_prompts_that_are_refused(given: Any, words: str) -> None:
 
 async def test_ids_are_checked_against_the_model(tokenizer: TextTokenizer) -> None:
     async def ids(prompt: Any) -> list[int]:
-        return await prompt_ids(prompt, GROUP, tokenizer, "prompt", add_special_tokens=False)
+        return (await encoded_prompt(prompt, GROUP, tokenizer, "prompt", add_special_tokens=False)).ids
 
     assert await ids([5, 6]) == [5, 6]
     assert await ids("hello") == tokenizer.inner.encode("hello").ids
     for wrong, words in (([], "no tokens"), ("", "no tokens"), ([420], "out of range"), ([1] * 64, "leaves none")):
         with pytest.raises(RequestError, match=words):
             await ids(wrong)
+
+
+async def test_only_the_last_tokens_of_a_prompt_are_kept(tokenizer: TextTokenizer) -> None:
+    async def kept(prompt: Any, num_kept: int | None) -> EncodedPrompt:
+        return await encoded_prompt(prompt, GROUP, tokenizer, "prompt", add_special_tokens=False, num_kept=num_kept)
+
+    ids = tokenizer.inner.encode("hello there").ids
+    assert await kept("hello there", 2) == EncodedPrompt(ids[-2:], None)
+    assert await kept("hello there", len(ids)) == EncodedPrompt(ids, "hello there")
+    assert await kept("hello there", None) == EncodedPrompt(ids, "hello there")
+    assert await kept([5, 6, 7], 2) == EncodedPrompt([6, 7], None)
+    assert (await kept([1] * 64 + [2], 63)).ids == [1] * 62 + [2]  # the whole prompt would be too long
+    assert (await kept([420, 5], 1)).ids == [5]
+    with pytest.raises(RequestError, match="leaves none"):
+        await kept([1] * 70, 64)
+
+
+async def test_a_text_that_is_cut_keeps_the_special_token_that_is_added(tokenizer_file: bytes) -> None:
+    inner = Tokenizer.from_buffer(tokenizer_file)
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = TextTokenizer(inner.to_str().encode())
+    ids = tokenizer.inner.encode("hello there").ids
+    for add_special_tokens, expected in ((True, [0, *ids[-2:]]), (False, ids[-3:])):
+        kept = await encoded_prompt(
+            "hello there", GROUP, tokenizer, "prompt", add_special_tokens=add_special_tokens, num_kept=3
+        )
+        assert kept == EncodedPrompt(expected, None)
 
 
 async def test_a_text_that_cannot_fit_is_not_encoded() -> None:
@@ -70,6 +99,22 @@ def test_a_conversation_becomes_text() -> None:
     assert text.endswith("<|im_start|>assistant\n")
     text = chat_text(GROUP, messages, add_generation_prompt=False, continue_final=True, options={})
     assert text.endswith("well,")
+
+
+@pytest.mark.parametrize(
+    ("source", "role"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "system"),
+        ("You help a developer.{% for m in messages %}{{ m.role }}{% endfor %}", "system"),
+        ("{% for m in messages %}{{ m.role if m.role != 'developer' else 'dev' }}{% endfor %}", "dev"),
+        ("{% for m in messages %}{{ m.role if m.role in ('user', 'developer') }}{% endfor %}", "developer"),
+    ],
+)
+def test_a_developer_becomes_the_system_if_the_template_knows_no_developer(source: str, role: str) -> None:
+    group: Any = SimpleNamespace(**vars(GROUP) | {"template": ChatTemplate(source, {})})
+    message = ChatMessage(role="developer", content="be kind")
+    text = chat_text(group, [message], add_generation_prompt=False, options={})
+    assert text.removeprefix("You help a developer.") == role
 
 
 def test_a_conversation_that_cannot_be_continued_or_has_no_template() -> None:

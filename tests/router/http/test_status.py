@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -34,3 +35,10 @@ def test_only_operators_see_why_the_router_is_not_ready(make_router: Any, key: s
     status, body, _ = router.request("GET", "/ready", headers={"Authorization": f"Bearer {key}"})
     assert status == 503
     assert ("no node has joined" in body["error"]["message"]) == is_told
+
+
+def test_the_version_needs_a_key_like_other_routes(make_router: Any) -> None:
+    router = make_router(api_key="client")
+    assert router.request("GET", "/version")[0] == 401
+    status, body, _ = router.request("GET", "/version", headers={"Authorization": "Bearer client"})
+    assert (status, body) == (200, {"version": version("baton-serve")})

@@ -6,6 +6,8 @@ import zlib
 
 import pytest
 import xxhash
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.errors import ProtocolError, RequestError
 from baton.router.text.tokenizer import ChatTemplate, TextTokenizer
@@ -29,6 +31,26 @@ async def test_encoding_and_decoding_give_the_text_back(tokenizer: TextTokenizer
     assert ids == tokenizer.inner.encode(text).ids
     assert tokenizer.decode(ids) == text
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+async def test_the_end_of_a_text_keeps_the_special_tokens_that_are_added(
+    tokenizer_file: bytes, add_special_tokens: bool
+) -> None:
+    inner = Tokenizer.from_buffer(tokenizer_file)
+    special = [("<s>", 0), ("</s>", 1)]
+    inner.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    tokenizer = TextTokenizer(inner.to_str().encode())
+    text = "<|im_start|>user naïve café, twice</s> or more"
+    whole = await tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    for num_kept in range(3, len(whole) + 3):
+        inner.enable_truncation(num_kept, direction="left")
+        expected = inner.encode(text, add_special_tokens=add_special_tokens).ids
+        assert await tokenizer.encode_end(text, num_kept, add_special_tokens=add_special_tokens) == expected
+        assert (expected == whole) == (num_kept >= len(whole))
+    for num_kept in (1, 2):  # the special tokens alone fill these
+        ids = await tokenizer.encode_end(text, num_kept, add_special_tokens=add_special_tokens)
+        assert ids == ([0, 1] if add_special_tokens else whole)[-num_kept:]
 
 
 def render(source: str, **options: object) -> str:

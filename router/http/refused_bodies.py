@@ -1,0 +1,96 @@
+"""Bodies that strict decoding refuses: what may be left out of them, and the fault of the others in words.
+
+Clients send fields that Baton does not know with the value null, which asks for nothing. Such fields are left out, at
+any depth, and the body is decoded again. Only a body that strict decoding has refused is looked at here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import Raw, inspect
+
+from ...metadata.errors import RequestError
+from .openai_types import PARTS_NOT_SERVED, TextPart
+
+MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that would take long
+_LONGEST_NAME = 64  # of a field that a sentence repeats or compares
+
+
+class _Typed(msgspec.Struct):
+    type: str = ""
+
+
+def mended(body: bytes, kind: Any) -> bytes:
+    """Return a JSON body without the fields that `kind` does not know and that are null.
+
+    Raises RequestError that names the first other unknown field and the nearest known one, or the first part of a
+    message that is not text. A body with more than MAX_NULLS nulls is returned unchanged.
+    """
+    return (
+        bytes(_mended(Raw(body.strip(b" \t\r\n")), _described(kind), "")) if body.count(b"null") <= MAX_NULLS else body
+    )
+
+
+@cache
+def _described(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _mended(value: Raw, kind: inspect.Type, path: str) -> Raw:
+    """Return a value without unknown null fields. Only objects of known types, and lists of them, are unpacked."""
+    first = bytes(memoryview(value)[:1])
+    for each in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
+        if isinstance(each, inspect.StructType) and first == b"{":
+            return Raw(msgspec.json.encode(_mended_object(value, each, path)))
+        if isinstance(each, inspect.ListType) and isinstance(each.item_type, inspect.StructType) and first == b"[":
+            items = msgspec.json.decode(value, type=list[Raw])
+            kept = [_mended(item, each.item_type, f"{path}[{index}]") for index, item in enumerate(items)]
+            return Raw(msgspec.json.encode(kept))
+    return value
+
+
+def _mended_object(value: Raw, kind: inspect.StructType, path: str) -> dict[str, Raw]:
+    if kind.cls is TextPart:
+        _check_part(value, path)
+    known = {field.encode_name: field.type for field in kind.fields}
+    kept: dict[str, Raw] = {}
+    for name, item in msgspec.json.decode(value, type=dict[str, Raw]).items():
+        if name in known:
+            kept[name] = _mended(item, known[name], ".".join(each for each in (path, name) if each))
+        elif not kind.forbid_unknown_fields:
+            kept[name] = item
+        elif bytes(item) != b"null":
+            raise _unknown_field(path, name, known)
+    return kept
+
+
+def _check_part(value: Raw, path: str) -> None:
+    """Raise RequestError for a part of a message whose type is known not to be text."""
+    try:
+        part = msgspec.json.decode(value, type=_Typed).type
+    except msgspec.ValidationError:
+        return  # its type is not even a string, which strict decoding says
+    if part in PARTS_NOT_SERVED:
+        raise RequestError(
+            f"{path}: {PARTS_NOT_SERVED[part]} are not served ({part}); only parts of type text are",
+            param=_top(path),
+        )
+
+
+def _unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
+    """Return the refusal of a field. `path` leads to the object that has it, and is empty for the body itself."""
+    nearest = get_close_matches(name, known, n=1) if len(name) <= _LONGEST_NAME else []
+    field = ".".join(each for each in (path, name[:_LONGEST_NAME] or "''") if each)
+    hint = f"; the nearest known field is {nearest[0]}" if nearest else ""
+    return RequestError(f"{field}: unknown field{hint}", param=_top(field))
+
+
+def _top(path: str) -> str:
+    """Return the field of the body in which a path begins."""
+    return re.split(r"[.\[]", path)[0]
