@@ -118,7 +118,7 @@ def test_the_works_of_a_rank_wait_for_those_of_the_others(model: Path) -> None:
 def test_a_rank_that_fails_ends_the_work_of_all(model: Path) -> None:
     ids, _ = REQUESTS[0]
     with ThreadRanks(2, _config(model, speculative="ngram")) as ranks:
-        bad = Recompute([BatchRow([10**6], 0, [1])], [[1, 2]])  # no such token
+        bad = Recompute([BatchRow([10**6], 0, [1])], [[10**6, 2]])  # no such token
         with pytest.raises(IndexError):
             ranks.executor.run([Recompute([BatchRow(ids, 0, [1, 2])], [[*ids, 1]]), bad])
     with ThreadRanks(2, _config(model, speculative="ngram"), timeout_s=1.0) as ranks:

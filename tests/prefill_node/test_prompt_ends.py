@@ -120,8 +120,8 @@ def test_logits_that_are_nan_fail_only_their_prompt(
     model = pair.prefill.prompts.engine.model
     logits = model.logits
 
-    def broken(hidden: torch.Tensor) -> torch.Tensor:
-        found = logits(hidden)
+    def broken(hidden: torch.Tensor, *lens: Any) -> torch.Tensor:
+        found = logits(hidden, *lens)
         found[1, 7] = float("nan")
         return found
 
