@@ -30,11 +30,15 @@ def mended(body: bytes, kind: Any) -> bytes:
     """Return a JSON body without the fields that `kind` does not know and that are null.
 
     Raises RequestError that names the first other unknown field and the nearest known one, or the first part of a
-    message that is not text. A body with more than MAX_NULLS nulls is returned unchanged.
+    message that is not text. A body with more than MAX_NULLS nulls, or one that is nested too deeply, is returned
+    unchanged.
     """
-    return (
-        bytes(_mended(Raw(body.strip(b" \t\r\n")), _described(kind), "")) if body.count(b"null") <= MAX_NULLS else body
-    )
+    if body.count(b"null") > MAX_NULLS:
+        return body
+    try:
+        return bytes(_mended(Raw(body.strip(b" \t\r\n")), _described(kind), ""))
+    except RecursionError:
+        return body
 
 
 @cache

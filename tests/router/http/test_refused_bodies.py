@@ -157,3 +157,12 @@ def test_a_body_of_very_many_null_fields_is_not_searched() -> None:
         else:
             with pytest.raises(RequestError, match=r"field_0: .*unknown field"):
                 decode(body, msgspec.json.Decoder(CompletionRequest))
+
+
+def test_a_body_that_is_nested_too_deeply_names_the_field_at_fault() -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    body = b'{"model": "fake", "what": null, "prompt": ' + deep + b"}"
+    assert mended(body, CompletionRequest) == body
+    with pytest.raises(RequestError) as refused:
+        decode(b'{"model": "fake", "prompt": ' + deep + b"}", msgspec.json.Decoder(CompletionRequest))
+    assert refused.value.param == "prompt"
