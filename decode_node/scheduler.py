@@ -186,14 +186,14 @@ class DecodeScheduler:
         usable: list[int] | None = None,
         streams: Callable[[], Streams] | None = None,
     ) -> StepPlan:
-        """Return the plan of the next step.
+        """Choose the sequences, pages and prompt tokens of the next step, and return them as a plan.
 
-        First preempted sequences that fit are resumed. Then every running sequence gets the pages that it needs. If
-        pages are short, the youngest sequence is preempted.
+        First the scheduler resumes preempted sequences that fit. Then every running sequence gets the pages that it
+        needs. If pages are short, the scheduler preempts the youngest sequence.
 
-        `shape`: the draft shape that was chosen for this round; None: choose it now. `usable`: what `usable_drafts`
-        returns now, if the caller has asked; None: ask. `streams` returns what a chunk delays; None:
-        sequences of this scheduler alone."""
+        `shape`: the draft shape of the round; None: choose it here. `usable`: the numbers that `usable_drafts` returned
+        to the caller; None: call it here. `streams` returns the sequences that a chunk delays; None: those of this
+        scheduler."""
         is_under_way = self.resume()
         plan = StepPlan(is_premature=bool(self.preempted) and is_under_way, is_overlapping=is_under_way)
         running, left = list(self.running), self._left

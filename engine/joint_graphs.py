@@ -1,4 +1,4 @@
-"""CUDA graphs that run a round and a chunk of prompts in one forward, which reads the weights once for both.
+"""CUDA graphs for a decode round with a chunk of prompts beside it. Both share one forward, so weights are read once.
 
 A round is three graphs here, one for each of its steps (round.py):
 

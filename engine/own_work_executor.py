@@ -1,11 +1,12 @@
-"""The executor of a node with data-parallel attention. Each rank has a scheduler, and gets one work per step.
+"""The executor of a node with data-parallel attention. In each step every rank does one work, each its own.
 
     scheduler of rank i --work--> RankQueue i --.
                                                 +--> OwnWorkExecutor --> agree --> RankWorker of each rank
     scheduler of rank j --work--> RankQueue j --'
 
-All schedulers are in the process of rank 0. Each sees an `Executor` of its own, whose works wait until all ranks' works
-of the step are there. A rank whose scheduler asks for no work runs the same work without rows (agreement.py).
+Rank 0 runs the schedulers of all ranks, one for each. A scheduler gives its work to a `RankQueue`. When all queues have
+the work of a step, the executor sends it to the ranks. A rank whose scheduler asks for no work runs the same work
+without rows (agreement.py).
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
 
 
 def choose_local(figures: Sequence[LocalFigures]) -> int | None:
-    """Return the index of the decode node that computes a prompt if no prefill node shall, None if all are full.
+    """Return the index of the best decode node for a local prompt, None if all are full.
 
     Nodes whose bound on gaps has room and whose times are known come first. Of these, the earliest first two tokens
     count, and the load: a sequence runs for much longer than its prompt is computed. So neither a short queue of

@@ -1,4 +1,4 @@
-"""POST /v1/completions and POST /v1/chat/completions. The file follows an HTTP request from its body to its answer.
+"""POST /v1/completions and POST /v1/chat/completions. The steps of a request, and the files that do them:
 
 body      decoded, checked for what is not served          parameters.py
 group     the nodes that serve its model                   api.py

@@ -242,7 +242,8 @@ class DetokenizeResponse(Struct, frozen=True):
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
-    """What the nodes of a model say about its tokenizer, named as in Hugging Face's tokenizer_config.json."""
+    """Special tokens, sizes and chat template of a model's tokenizer, as its nodes report them. The names are those of
+    Hugging Face's tokenizer_config.json."""
 
     model: str
     model_max_length: int

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from drafters import perturbed, settings, target_of
 from own_ranks import OwnRanks
 from rank_outputs import REQUESTS, serve
@@ -26,21 +25,10 @@ from baton.engine.startup import load_engine
 from baton.engine.work import BatchRow, Recompute, WarmUp
 from baton.kernels import operations
 
+pytestmark = pytest.mark.usefixtures("no_tf32")
+
 NUM_SLOTS, NUM_PAGES, CHUNK = 4, 128, 7
 WAYS = ("reference", "direct", "graphs")  # operations of torch, on zero rows; kernels on padding; their graphs
-
-
-@pytest.fixture(autouse=True)
-def _no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # for the ranks
-
-
-@pytest.fixture(params=["one-gpu", "two-gpus"])
-def devices(request: pytest.FixtureRequest) -> list[int]:
-    if request.param == "two-gpus" and torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    return [0, 1] if request.param == "two-gpus" else [0, 0]
 
 
 @pytest.fixture

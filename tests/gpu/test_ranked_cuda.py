@@ -28,18 +28,7 @@ from baton.engine.startup import load_engine
 from baton.engine.work import BatchRow, Chunk, ChunkRow, CopyPages, Recompute, Tail, Tails
 from baton.metadata.errors import RankLost
 
-
-@pytest.fixture(autouse=True)
-def _no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # for the ranks
-
-
-@pytest.fixture(params=["one-gpu", "two-gpus"])
-def devices(request: pytest.FixtureRequest) -> list[int]:
-    if request.param == "two-gpus" and torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    return [0, 1] if request.param == "two-gpus" else [0, 0]
+pytestmark = pytest.mark.usefixtures("no_tf32")
 
 
 @pytest.fixture

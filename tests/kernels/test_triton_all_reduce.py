@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from peer_cases import Case, check, local_group, new_blocks, run_process
+from peer_cases import Case, check, local_group, new_blocks, run_processes
 from torch import Tensor
 from triton_device import IS_INTERPRETED
 
@@ -52,30 +52,11 @@ CASES = [
     Case("sum_norm_", (1, 16384)),  # a row that is too long to be fused
     Case("sum", (1, 64)),
 ]
-LIMIT = 1 << 40  # looks
-
-
-def run_ranks(size: int, cases: list[Case], limit: int = LIMIT) -> dict[int, list[Any]]:
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    blocks = [block.share_memory_() for block in new_blocks(size)]
-    ranks = [
-        context.Process(target=run_process, args=(rank, blocks, cases, limit, answers), daemon=True)
-        for rank in range(size)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        return dict(answers.get(timeout=120) for _ in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_operation_has_the_bits_of_the_specification(size: int) -> None:
-    found = run_ranks(size, CASES)
+    found = run_processes(size, CASES)
     for rank, values in found.items():
         assert len(values) == len(CASES), values[-1]
         for case, value in zip(CASES, values, strict=True):
