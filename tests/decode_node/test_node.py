@@ -310,6 +310,10 @@ def test_a_reservation_is_answered_while_the_device_computes(
         pair.step_until(lambda: len(pair.results["first", 0].ids) > 3)
         node, received, first = pair.decode, pair.decode.membership.receive, Unit("first", 0, 0)
         answer_reservations = node._answer_reservations
+        calls: list[bool] = []
+        monkeypatch.setattr(node, "_answer_reservations", lambda: calls.append(node._under_way is not None))
+        node.step()
+        assert calls == [True], "each step answers once, with a round under way and the next one submitted"
         computes(monkeypatch, pair, is_done=False, seconds=30.0)
 
         def receive() -> list[Any]:
