@@ -11,7 +11,7 @@ import xxhash
 from msgspec import Meta, Struct, field
 
 from ..errors import RequestError
-from .protocol import Message
+from .protocol import Message, Since
 
 MAX_CONTEXT = 1 << 20  # tokens
 MAX_CHOICES = 128
@@ -19,6 +19,7 @@ MAX_BATCH = 4096  # units in one message
 MAX_TEXT = 4096  # characters of a Text
 MAX_TOP_LOGPROBS = 20
 MAX_DRAFT_STEPS = 15  # tokens drafted in a round
+MAX_GRAMMAR = 256 * 1024  # characters of a grammar
 MAX_PREEMPTIONS = 8  # listed one by one; of more, neighbours are added up
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -93,6 +94,8 @@ class SamplingParams(Message, frozen=True):
     seed: Count = 0  # the request's; a choice samples with choice_seed(seed, choice)
     # tokens drafted per round. None: as the node is configured; 0: no speculation for this request
     draft_steps: Annotated[int, Meta(ge=0, le=MAX_DRAFT_STEPS)] | None = None
+    # the language of the output, as the router has checked it: the text of a grammar that llguidance's LLMatcher takes
+    grammar: Annotated[Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)] | None, Since(6)] = None
 
 
 class GenerationRequest(Message, frozen=True):
