@@ -64,6 +64,7 @@ class RankedRounds:
         if beside is not None:
             self.recompute([_ours(each) for each in beside.sequences], beside.rows)
         parts = {rank: self.ranks[rank].submit(sequences[own], shape, limits[own]) for rank, own in _spans(sequences)}
+        self.queues[0].flush()
         self._under_way.append(parts)
         for rank in range(len(self.ranks)):
             self.stats.idle_rounds[rank] += rank not in parts

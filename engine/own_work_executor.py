@@ -7,6 +7,11 @@
 Rank 0 runs the schedulers of all ranks, one for each. A scheduler gives its work to a `RankQueue`. When all queues have
 the work of a step, the executor sends it to the ranks. A rank whose scheduler asks for no work runs the same work
 without rows (agreement.py).
+
+On GPUs a round may be begun while the one before runs. A sequence may have ended in that one; then the round writes a
+page that is free by now. Rank 0 lets nothing be copied into a page before its own GPU has done the rounds that it was
+given (`expect` of engine/cuda_pool.py). That holds for pages of other ranks, too: in every forward the last layer's
+operation over all ranks comes after the KV of that layer.
 """
 
 from __future__ import annotations
@@ -24,13 +29,13 @@ from .progress import Progress
 from .rank_worker import RankWorker, is_awaited, message
 from .ranked_engine import RankedEngine
 from .round_timing import padding_catch_up, padding_round
-from .work import RoundTokens, RoundWork, Scores, WarmUp, catch_up_sizes
+from .work import Round, RoundTokens, RoundWork, Scores, WarmUp, catch_up_sizes
 from .work_frames import Report, decode
 
 
 class OwnWorkExecutor:
-    """Runs one work per rank at a time. Owns the queues of the ranks. Every method that works raises RankLost if a rank
-    is gone or hangs; then the node must end."""
+    """Runs one work per rank at a time, and begins a round while the one before runs. Owns the queues of the ranks.
+    Every method that works raises RankLost if a rank is gone or hangs; then the node must end."""
 
     def __init__(self, ranked: RankedEngine, buckets: Sequence[int] = ()) -> None:
         """`buckets`: batch sizes whose inputs are static; the other ranks have the same."""
@@ -38,25 +43,62 @@ class OwnWorkExecutor:
         self._ranked, self._buckets = ranked, sorted(buckets)
         self.own = RankWorker(ranked.engine, ranked.num_slots, ranked.ranks.rows, buckets)
         self.queues = [RankQueue(self, rank) for rank in range(ranked.size)]
+        self._under_way: deque[list[bool]] = deque()  # of each round, the ranks whose schedulers asked for it
 
     def run(self, works: Sequence[OwnWork | None]) -> list[Report | None]:
         """Do works[i] on rank i, all of one kind. None: the rank is idle. Return the report of each rank; None: the
-        work has none."""
+        work has none. No round may be under way."""
+        assert not self._under_way, "a round that is under way reports first"
+        if any(isinstance(work, Round) for work in works):
+            self.begin(works)
+            return list(self._finish())
+        reports = [self.do(works)]
+        for rank in range(1, self._ranked.size):
+            frame = self._ranked.processes.report(rank) if any(map(is_awaited, works)) else b""
+            reports.append(decode(frame) if frame else None)
+        return reports
+
+    def begin(self, works: Sequence[OwnWork | None]) -> None:
+        """Begin a round of all ranks. `collect` gives its reports to the queues."""
+        self.do(works)
+        self._under_way.append([work is not None for work in works])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether rank 0 has done its part of the oldest round under way, if there is one."""
+        return not self._under_way or self.own.executor.is_done
+
+    def collect(self) -> None:
+        """Wait for the oldest round under way, and give its reports to the queues that asked for it."""
+        asked = self._under_way[0]
+        for queue, has_asked, report in zip(self.queues, asked, self._finish(), strict=True):
+            if has_asked:  # an idle rank reports too, but nobody there asked
+                queue.take(report)
+
+    def do(self, works: Sequence[OwnWork | None]) -> Report | None:
+        """Send the works, all of one kind, to the ranks, and do that of rank 0. Return its report. The other ranks'
+        reports of awaited works are to be read."""
         assert len(works) == self._ranked.size, (len(works), self._ranked.size)
         agreed = agree(works, self._buckets, self._ranked.engine.prompt_sizes)
         for rank, work in enumerate(agreed.works):
             if rank and work is not None:
                 self._ranked.processes.send(rank, message(agreed.lens, work))
         own = agreed.works[0]
-        found: list[Report | None] = [None] * len(works)
-        if own is not None:
-            with self._ranked.processes.guarded():
-                found[0] = self.own.do(agreed.lens, own)
-        for rank, work in enumerate(agreed.works):
-            if rank and is_awaited(work):
-                frame = self._ranked.processes.report(rank)
-                found[rank] = decode(frame) if frame else None
-        return found
+        if own is None:
+            return None
+        with self._ranked.processes.guarded():
+            return self.own.do(agreed.lens, own)
+
+    def _finish(self) -> list[RoundTokens]:
+        """Wait for the oldest round under way. Return the report of each rank."""
+        self._under_way.popleft()
+        with self._ranked.processes.guarded():
+            reports = [self.own.collect()]
+        for rank in range(1, self._ranked.size):
+            report: Report = decode(self._ranked.processes.report(rank))
+            assert isinstance(report, RoundTokens), report
+            reports.append(report)
+        return reports
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Capture the graphs of all ranks, as `Executor.warm_up`. Then run each kind of work of a decode node on
@@ -81,16 +123,23 @@ class OwnWorkExecutor:
             self._ranked.processes.report(rank)
 
     def flush(self) -> None:
-        """Do all works that wait in the queues."""
+        """Do all works that wait in the queues, and begin all rounds. Rounds are collected before work that reports."""
         while any(queue.works for queue in self.queues):
             works = next_works([queue.works for queue in self.queues])
-            for queue, work, report in zip(self.queues, works, self.run(works), strict=True):
-                if work is not None:  # an idle rank reports too, but nobody there asked
-                    queue.take(report)
+            if any(isinstance(work, Round) for work in works):
+                self.begin(works)
+            elif any(map(is_awaited, works)):
+                while self._under_way:
+                    self.collect()
+                for queue, work, report in zip(self.queues, works, self.run(works), strict=True):
+                    if work is not None:
+                        queue.take(report)
+            else:
+                self.do(works)
 
 
 class RankQueue:
-    """The `Executor` of one rank's scheduler. Works wait here, and `collect` of any rank does those of all."""
+    """The `Executor` of one rank's scheduler. Works wait here; `flush` and `collect` of any rank do those of all."""
 
     def __init__(self, executor: OwnWorkExecutor, rank: int) -> None:
         self.works: deque[RoundWork] = deque()
@@ -126,8 +175,7 @@ class RankQueue:
 
     @property
     def runs_ahead(self) -> bool:
-        """False: a step begins when the one before has ended on all ranks."""
-        return False
+        return self._device.runs_ahead
 
     @property
     def joint_sizes(self) -> JointSizes:
@@ -144,10 +192,11 @@ class RankQueue:
 
     @property
     def is_done(self) -> bool:
-        return True
+        return bool(self._tokens) or self._executor.is_done
 
     @property
     def num_chunks_ahead(self) -> int:
+        """0: they are awaited."""
         return 0
 
     def flush(self) -> None:
@@ -155,8 +204,10 @@ class RankQueue:
         self._executor.flush()
 
     def collect(self) -> RoundTokens:
-        """Do the works of all ranks, and return the report of the oldest round that was not collected."""
+        """Do the works of all ranks that wait, and return the report of the oldest round that was not collected."""
         self.flush()
+        while not self._tokens:
+            self._executor.collect()
         return self._tokens.popleft()
 
     def collect_scores(self) -> Scores:

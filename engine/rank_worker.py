@@ -4,10 +4,10 @@
        ^                                                |
        '------------------- report ---------------------'
 
-A rank reports the tokens of a round and the results of a chunk. After computed tokens that are not scored, and after a
-warm-up, it says that it is done, with an empty report. So no rank writes pages when rank 0 goes on: rank 0 may hand
-these pages over, or fill them anew. A rank says nothing of other work: catching up comes right before a round, and the
-rest writes no pages.
+A rank reports the tokens of a round when the device has them, and takes further work meanwhile. It reports the results
+of a chunk before it goes on. After computed tokens that are not scored, and after a warm-up, it says that it is done,
+with an empty report. So rank 0 may hand the pages of these tokens over as soon as it goes on. A rank says nothing of
+other work: catching up comes right before a round, and the rest writes no pages.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from .products.ranked import RankRows
 from .progress import Progress
 from .prompts import Prompts
 from .rank_processes import REPORT
-from .work import CatchUp, Chunk, ChunkReport, Forget, LoadSlot, Recompute, Round, WarmUp
+from .work import CatchUp, Chunk, ChunkReport, Forget, LoadSlot, Recompute, Round, RoundTokens, WarmUp
 from .work_frames import Report, decode, encode
 
+_PAUSE_S = 5e-5  # while a round is under way: a wait for the next work, then a look at the round
 _MESSAGES = msgspec.msgpack.Decoder(tuple[tuple[int, ...], bytes])
 
 
 class Pipe(Protocol):
     """The end of a pipe that a rank has, as a `Connection` of multiprocessing."""
+
+    def poll(self, timeout: float, /) -> bool: ...
 
     def recv_bytes(self) -> bytes: ...
 
@@ -39,7 +42,7 @@ class Pipe(Protocol):
 
 
 class RankWorker:
-    """Does the works of one rank, one at a time. Owns the rank's slots and what is kept of its prompts."""
+    """Does the works of one rank, in order. Owns the rank's slots and what is kept of its prompts."""
 
     def __init__(self, engine: Engine, num_slots: int, rows: RankRows, buckets: Sequence[int] = ()) -> None:
         """`rows`: the number of rows of every rank, which the products of `engine` read. `num_slots`: 0 on a node that
@@ -47,6 +50,7 @@ class RankWorker:
         self.executor = DeviceExecutor(engine, num_slots, buckets)
         self._prompts = Prompts(engine)
         self._rows = rows
+        self._num_under_way = 0
 
     def warm_up(self, work: WarmUp, progress: Progress | None = None) -> None:
         """Capture, on CUDA, the graphs of the node's kinds of work. All ranks do it at once. `progress` counts them."""
@@ -55,8 +59,19 @@ class RankWorker:
         else:
             self._prompts.warm_up(progress)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round was begun and not collected."""
+        return self._num_under_way > 0
+
+    def collect(self) -> RoundTokens:
+        """Wait for the oldest round that was not collected, and return its report."""
+        self._num_under_way -= 1
+        return self.executor.collect()
+
     def do(self, lens: tuple[int, ...], work: OwnWork) -> Report | None:
-        """Do a work, and wait for its report if it has one. `lens`: rows of every rank in the target's forward."""
+        """Do a work, and wait for its report if it has one. Of a Round, which `collect` reports, and of work on slots
+        nothing is waited for. `lens`: rows of every rank in the target's forward."""
         self._rows.lens = lens
         match work:
             case Chunk():
@@ -69,7 +84,7 @@ class RankWorker:
                 return None
             case Round():
                 self.executor.submit(work)
-                return self.executor.collect()
+                self._num_under_way += 1
             case Recompute():
                 self.executor.submit(work)
                 report = self.executor.collect_scores() if work.is_scored else None
@@ -93,10 +108,19 @@ def message(lens: tuple[int, ...], work: OwnWork) -> bytes:
 
 
 def serve_rank(pipe: Pipe, worker: RankWorker) -> NoReturn:
-    """Do works and send reports, until the pipe is closed (EOFError)."""
+    """Do works and send reports, in the order of the works, until the pipe is closed (EOFError)."""
     while True:
+        while worker.is_under_way and not pipe.poll(0.0 if worker.executor.is_done else _PAUSE_S):
+            if worker.executor.is_done:
+                _report(pipe, worker.collect())
         lens, frame = _MESSAGES.decode(pipe.recv_bytes())
         work: OwnWork = decode(frame)
+        while worker.is_under_way and is_awaited(work) and not isinstance(work, Round):
+            _report(pipe, worker.collect())
         report = worker.do(lens, work)
-        if is_awaited(work):
-            pipe.send_bytes(REPORT + (b"" if report is None else encode(report)))
+        if report is not None or (is_awaited(work) and not isinstance(work, Round)):
+            _report(pipe, report)
+
+
+def _report(pipe: Pipe, report: Report | None) -> None:
+    pipe.send_bytes(REPORT + (b"" if report is None else encode(report)))

@@ -67,7 +67,7 @@ class World:
         self.idle: set[tuple[str, int]] = set()  # phases, and ranks that were idle in them
         self.has_kv = ranks.executor.queues[0].keeps_missed_rows
         self.few = ranks.executor.queues[0].shape.choices[1]  # steps
-        self._run, ranks.executor.run = ranks.executor.run, self._noted
+        self._do, ranks.executor.do = ranks.executor.do, self._noted
         self._forwards = [_watch(engine.drafter) for engine in ranks.engines]
 
     def live(self, first: int) -> None:
@@ -113,11 +113,11 @@ class World:
         return sum(sum(sequence.num_accepted) for sequence in sequences)
 
     def _noted(self, works: Sequence[OwnWork | None]) -> Any:
-        """Run the works, and check that an idle rank ran the drafter as often as the others, for zero rows or padding.
+        """Do the works, and check that an idle rank ran the drafter as often as the others, for zero rows or padding.
         Prompts are not compared: how often a drafter runs depends on them."""
         for log in self._forwards:
             log.clear()
-        reports = self._run(works)
+        report = self._do(works)
         self.ranks.settle()
         for rank, work in enumerate(works):
             kind = next(filter(None, map(_phase, works)), None)
@@ -129,7 +129,7 @@ class World:
                     assert work is not None or not any(num_tokens for _, num_tokens in log), log
             ran = [[(is_extend, num if self._pads else None) for is_extend, num in log] for log in self._forwards]
             assert all(each == ran[0] for each in ran), f"ranks ran unlike forwards of the drafter: {ran}"
-        return reports
+        return report
 
 
 def _phase(work: OwnWork | None) -> str | None:

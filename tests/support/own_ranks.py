@@ -15,7 +15,7 @@ from solo import Running
 from baton.engine.agreement import OwnWork
 from baton.engine.own_work_executor import OwnWorkExecutor
 from baton.engine.pages import Owner, PagePool
-from baton.engine.rounds import Rounds
+from baton.engine.rounds import Rounds, Submitted
 from baton.engine.sampling_state import SamplingState
 from baton.engine.work import (
     Accepted,
@@ -83,6 +83,10 @@ class OwnRanks:
 
     def round(self, num_steps: int, *others: int) -> None:
         """Run a round of all sequences. If the ranks want unlike numbers of steps, name the number of each."""
+        self.collect(self.submit(num_steps, *others))
+
+    def submit(self, num_steps: int, *others: int) -> dict[int, Submitted]:
+        """Begin a round, as `round`. The one before may be under way, if no sequence has ended in it."""
         wanted = (num_steps, *others) if others else (num_steps,) * len(self.books)
         shape = self.books[0].shape.with_steps(max(wanted))
         submitted = {
@@ -91,6 +95,11 @@ class OwnRanks:
             if running
         }
         self.lens.add(tuple(map(len, self.running)))
+        self.executor.flush()
+        return submitted
+
+    def collect(self, submitted: Mapping[int, Submitted]) -> None:
+        """Take the tokens of the oldest round that was not collected."""
         for rank, each in submitted.items():
             for sequence, accepted in zip(each.sequences, self.books[rank].collect(each).rows, strict=True):
                 assert isinstance(sequence, Running) and accepted is not None

@@ -139,6 +139,9 @@ class _Pipe:
         self.reports: queue.SimpleQueue[bytes | BaseException] = queue.SimpleQueue()
         self._turn, self._has_turn = turn, False
 
+    def poll(self, timeout: float, /) -> bool:
+        return not self.frames.empty()
+
     def recv_bytes(self) -> bytes:
         self.leave()
         frame = self.frames.get()
