@@ -339,14 +339,19 @@ class DecodeNode:
         for event in self.handoff.poll():
             self._arrive(event)
 
+    @property
+    def _expects_arrivals(self) -> bool:
+        """Whether pages are on the way, or prompts are computed here, of which the next may come at any time."""
+        return bool(self.scheduler.reserved) or self._counts.prompt_tokens > 0
+
     def _await_arrivals(self) -> None:
-        """If pages are on the way, wait until the device nearly needs the next round, so that they join that one."""
-        if self._under_way is None or not self.scheduler.reserved:
+        """If something is to come, wait until the device nearly needs the next round, so that it joins that one."""
+        if self._under_way is None or not self._expects_arrivals:
             return
         under_way = self._under_way
         until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
         since = time.monotonic()
-        while self.scheduler.reserved and time.monotonic() < until and not self.executor.is_done:
+        while self._expects_arrivals and time.monotonic() < until and not self.executor.is_done:
             time.sleep(_PAUSE_S)
             since = time.monotonic()
             self._take_arrivals()

@@ -237,6 +237,32 @@ def test_pages_that_come_in_time_join_the_next_round(pulling: NodePair, monkeypa
     assert not pulling.decode.scheduler.reserved and time.monotonic() - started < 10.0, "it waits for nothing more"
 
 
+def test_a_local_prompt_that_comes_in_time_is_computed_beside_the_next_round(
+    pulling: NodePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing announces it. A node that has computed one waits for the next."""
+    pulling.submit("local", FIRST[::-1], params(2), is_local=True)
+    pulling.step_until(lambda: all(pulling.results[rid, 0].ended is not None for rid in ("second", "local")))
+    assert members(pulling) == ["first"] and not pulling.decode.scheduler.reserved
+    computes(monkeypatch, pulling, is_done=False, seconds=5.0)
+    taken, looks = pulling.decode._take_arrivals, 0
+
+    def take() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            pulling.submit("late", FIRST * 2, params(2), is_local=True)
+            pulling._dispatch()
+        pulling._receive()
+        pulling._dispatch()
+        taken()
+
+    monkeypatch.setattr(pulling.decode, "_take_arrivals", take)
+    pulling.decode.step()
+    assert looks > 3
+    assert pulling.decode._under_way.chunk is not None, "its prompt is beside the round that was about to begin"
+
+
 @pytest.mark.parametrize(("is_done", "seconds"), [(True, 30.0), (False, -1.0)])
 def test_no_pages_delay_a_round_that_the_device_needs(
     is_done: bool, seconds: float, pulling: NodePair, monkeypatch: pytest.MonkeyPatch
