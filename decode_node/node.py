@@ -44,7 +44,7 @@ from ..engine.progress import ProgressBar
 from ..engine.round_timing import measure_round
 from ..engine.rounds import LocalChunk, Submitted
 from ..engine.step_times import StepTimes
-from ..engine.work import NO_NUMBERS, Accepted
+from ..engine.work import Accepted, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError, RoundOutOfMemory
@@ -630,7 +630,7 @@ class DecodeNode:
             self.scheduler.finish(sequence)
         elif len(accepted.token_ids) <= accepted.num_accepted:
             self.scheduler.finish(sequence)
-            message = NO_NUMBERS.format(position=len(sequence.token_ids))
+            message = no_token(len(sequence.token_ids), sequence.sampling.params)
             self._fail(sequence.unit, "model_error", message, is_retryable=False)
 
     def _end_for_memory(self, sequence: Sequence, error: OutOfMemory) -> None:

@@ -31,11 +31,12 @@ from .agreement import widened
 from .batch import ForwardBatch
 from .buckets import Buckets
 from .config import SHARING
-from .copies import recorded_event, to_host
+from .copies import recorded_event, to_device, to_host
 from .draft_row import get_draft
 from .draft_shape import DraftShape
 from .engine import Engine
 from .executor import HostProposer
+from .grammar import Matcher
 from .graphs import RoundGraphs
 from .joint_graphs import JointGraphs
 from .joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes
@@ -45,9 +46,11 @@ from .progress import Progress
 from .prompt_scores import SubmittedScores
 from .round import RoundResult, catch_up, propose, read, run_round, settle, verify
 from .round_inputs import InputBlock
+from .round_masks import RoundMasks
 from .round_timing import padding_catch_up, padding_round
 from .sampling_state import Needs
 from .slots import Slots
+from .trees import Drafts
 from .work import Accepted, CatchUp, LoadSlot, Recompute, Round, RoundTokens, RoundWork, Scores, catch_up_sizes
 
 _COUNTS = 2  # numbers of a row before its tokens
@@ -69,6 +72,8 @@ class _UnderWay(NamedTuple):
     numbers: Tensor  # of RoundResult, on the host likewise
     logprobs: Logprobs | None  # likewise
     event: torch.cuda.Event | None  # None: the device is the host
+    matchers: list[Matcher | None]  # of the sequences, if any has a grammar, until they have accepted the tokens
+    broken: set[int]  # rows whose grammar was broken then
 
 
 class _Graphs(NamedTuple):
@@ -100,6 +105,7 @@ class DeviceExecutor:
             max_steps=self.shape.num_steps,
             device=engine.device,
         )
+        self._masks = RoundMasks(engine.grammars, pinned=engine.device.type == "cuda")
         self._graphs: _Graphs | None = None
         self._used: list[InputBlock] = []  # by work since the last round
         self._under_way: deque[_UnderWay] = deque()
@@ -237,6 +243,7 @@ class DeviceExecutor:
         done = self._under_way.popleft()
         if done.event is not None:
             done.event.synchronize()
+        _accept(done)
         for inputs in done.inputs:
             self.buckets.free(inputs)
         self.engine.check()
@@ -281,7 +288,7 @@ class DeviceExecutor:
         if work.beside is None:
             block = self.buckets.fill_round(work)
             self._used.append(block)
-            result = self.run_round(block, work.shape, work.needs)
+            result = self._run_alone(block, work)
         else:
             work, result = self._run_both(work, work.beside)
         numbers = _numbers_to_host(result.numbers[: len(work.slots)])
@@ -290,13 +297,38 @@ class DeviceExecutor:
             num_rows = len(work.slots) * (numbers.shape[1] - _COUNTS)
             logprobs = Logprobs(*(to_host(each[:num_rows]) for each in logprobs))
         used, self._used = self._used, []
-        return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device))
+        matchers = self._masks.of(work.slots) if work.needs.masks else []
+        return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device), matchers, set())
+
+    def _run_alone(self, block: InputBlock, work: Round) -> RoundResult:
+        """Run a round that has no chunk beside it, or whose chunk is computed."""
+        if not work.needs.masks:
+            return self.run_round(block, work.shape, work.needs)
+        inputs = block.to(self.engine.device).for_round
+        proposed = propose(self.drafter, self.slots, inputs, work.shape, work.needs)
+        drafts, event = proposed.drafts.to_host(), recorded_event(self.engine.device)
+        verified = verify(self.engine, proposed)
+        allowed = self._allowed(work, drafts, event)
+        return settle(
+            self.engine, self.drafter, self.slots, inputs, proposed, verified, work.shape, work.needs, allowed
+        )
+
+    def _allowed(self, work: Round, drafts: Drafts, event: torch.cuda.Event | None) -> Tensor | None:
+        """Return the tokens that each node of a round may be, for `settle`. `drafts` are on the host after `event`.
+        None: no sequence has a grammar."""
+        if not work.needs.masks:
+            return None
+        if event is not None:
+            event.synchronize()
+        for before in self._under_way:
+            _accept(before)
+        return to_device(self._masks.fill(self._masks.of(work.slots), drafts), self.engine.device)
 
     def _run_both(self, work: Round, chunk: Recompute) -> tuple[Round, RoundResult]:
         """Submit a round and the chunk beside it. Return the round as it was submitted, and its result. Raises
         ChunkOutOfMemory."""
         assert not chunk.is_scored, "scores of a chunk beside a round would not be collected"
-        joint = None if self._graphs is None else self._graphs.joint
+        joint = None if self._graphs is None or work.needs.masks else self._graphs.joint
         size = None if joint is None else joint.fitting(work, chunk.rows)
         if joint is not None and size is not None:
             work = widened(work, size.shape)
@@ -305,7 +337,7 @@ class DeviceExecutor:
             block = self.buckets.fill_round(work)
         self._used.append(block)
         ways: list[Callable[[], Callable[[], RoundResult]]] = [partial(self._begin_apart, block, work, chunk)]
-        if joint is not None and size is not None:
+        if joint is not None and size is not None and not work.needs.masks:
             ways.insert(0, partial(self._begin_by_graphs, joint, size, block, work, chunk))
         elif not captures(self.engine.device):
             ways.insert(0, partial(self._begin_jointly, block, work, chunk))
@@ -324,7 +356,7 @@ class DeviceExecutor:
     def _begin_apart(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
         """Compute the chunk first, and then the round."""
         self._local_prompts.compute(chunk)
-        return partial(self.run_round, block, work.shape, work.needs)
+        return partial(self._run_alone, block, work)
 
     def _begin_by_graphs(
         self, joint: JointGraphs, size: JointSize, block: InputBlock, work: Round, chunk: Recompute
@@ -342,8 +374,9 @@ class DeviceExecutor:
         self._local_prompts.take(chunk, verified.beside)
         # the chunk may have brought the drafter's state of sequences in the round
         proposed = proposed._replace(rows=read(self.drafter, self.slots, inputs, work.shape, work.needs))
+        allowed = self._allowed(work, proposed.drafts, None)
         return partial(
-            settle, self.engine, self.drafter, self.slots, inputs, proposed, verified, work.shape, work.needs
+            settle, self.engine, self.drafter, self.slots, inputs, proposed, verified, work.shape, work.needs, allowed
         )
 
     def _drop_unshared(self) -> None:
@@ -364,9 +397,9 @@ class DeviceExecutor:
         block = self.buckets.fill_catch_up(work)
         self._used.append(block)
         if self._graphs is not None and block.num_seqs in self.buckets.sizes:
-            self._graphs.catching_up.replay(block, work.num_rows, work.needs)
+            self._graphs.catching_up.replay(block, work.num_rows, work.needs.of_drafts)
         else:
-            self._catch_up(block.to(self.engine.device), work.num_rows, work.needs)
+            self._catch_up(block.to(self.engine.device), work.num_rows, work.needs.of_drafts)
 
     def _load(self, work: LoadSlot) -> None:
         self._local_prompts.forget(work.slot)
@@ -376,6 +409,7 @@ class DeviceExecutor:
         elif self.drafter is not None and work.row is not None:
             self._row_buffer.unpack(work.row)
             draft = get_draft(self._row_buffer, self.drafter, work.token_ids)
+        self._masks.load(work.slot, work.sampling, work.token_ids)
         self.slots.load(work.slot, len(work.token_ids) - 1, work.token_ids[-1], work.sampling, draft)
 
     # --- steps on the device ---
@@ -399,6 +433,20 @@ class DeviceExecutor:
         self._used.clear()
 
 
+def _accept(done: _UnderWay) -> None:
+    """Let the matchers of a round that is computed go on by its tokens, once."""
+    if not done.matchers:
+        return
+    for row, (matcher, numbers) in enumerate(zip(done.matchers, done.numbers.tolist(), strict=True)):
+        if matcher is None:
+            continue
+        if matcher.is_broken:
+            done.broken.add(row)
+        num_accepted, num_valid, *tokens = numbers
+        matcher.accept(tokens[: min(num_accepted + 1, num_valid)])
+    done.matchers.clear()
+
+
 def _report(done: _UnderWay) -> RoundTokens:
     work, num_rows = done.work, done.numbers.shape[1] - _COUNTS
     logprobs: list[TokenLogprobs | None] = [None] * (len(work.slots) * num_rows)
@@ -406,7 +454,7 @@ def _report(done: _UnderWay) -> RoundTokens:
         logprobs = done.logprobs.to_rows([num for num in work.num_logprobs for _ in range(num_rows)])
     rows: list[Accepted] = []
     for row, (num_accepted, num_valid, *tokens) in enumerate(done.numbers.tolist()):
-        count, start = min(num_accepted + 1, num_valid), row * num_rows
+        count, start = 0 if row in done.broken else min(num_accepted + 1, num_valid), row * num_rows
         num_drafted = min(work.limits[row], num_rows - 1)
         rows.append(Accepted(tokens[:count], logprobs[start : start + count], num_accepted, num_drafted))
     return RoundTokens(rows)

@@ -36,6 +36,7 @@ from .drafters.base import PromptChunk, PromptTail
 from .drafters.family import Speculation
 from .drafters.speculation import read_speculation
 from .fingerprint import fingerprint
+from .grammar import Grammars
 from .host_memory import available_memory
 from .logprobs import Logprobs, compute_logprobs
 from .model_card import read_card
@@ -116,6 +117,9 @@ class Engine:
         self._fingerprints = fingerprints
         self.card: ModelCard = read_card(
             self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
+        )
+        self.grammars = Grammars(
+            self.model_dir / "tokenizer.json", self.model_config.vocab_size, self.model_config.eos_token_ids
         )
         self.lease_s = MIN_LEASE_S
         self.longest_chunk: tuple[int, float] | None = None  # its tokens and seconds, sampling included

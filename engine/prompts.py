@@ -201,8 +201,13 @@ class SubmittedTails:
         self._hidden = hidden
         states = [state for tail in tails for state in tail.states]
         self._num_logprobs = [state.params.num_logprobs for state in states]
-        sampling = SamplingBatch.of(states, engine.device)
-        self._sample = SubmittedSample.of(self._per_choice(logits, range(len(tails))), sampling)
+        sampling, self._broken = SamplingBatch.of(states, engine.device), [False] * len(states)
+        masked = sampling
+        if sampling.needs.masks:
+            token_ids = [prompt.token_ids for tail, prompt in zip(tails, prompts, strict=True) for _ in tail.states]
+            masks, self._broken = engine.grammars.first(states, token_ids)
+            masked = sampling.within(to_device(torch.from_numpy(masks), engine.device))
+        self._sample = SubmittedSample.of(self._per_choice(logits, range(len(tails))), masked)
         self._handed = [index for index, tail in enumerate(tails) if tail.is_handed_over]
         if len(self._handed) < len(tails):
             states = [state for index in self._handed for state in tails[index].states]
@@ -239,6 +244,7 @@ class SubmittedTails:
         """Wait for the first tokens and return them, prompt by prompt."""
         if self._first_tokens is None:
             ids, logprobs = self._sample.read(self._num_logprobs)
+            ids = [None if is_broken else token for token, is_broken in zip(ids, self._broken, strict=True)]
             self._engine.check()
             self._first_tokens = [FirstTokens(ids[start:stop], logprobs[start:stop]) for start, stop in self._spans()]
         return self._first_tokens

@@ -13,6 +13,9 @@ A round has three steps, and each can be a graph of its own (joint_graphs.py):
     propose   reads the slots; the drafter drafts
     verify    the target's forward, which a chunk of prompts may share, so that the weights are read once
     settle    sample, accept, observe; writes the slots
+
+If a sequence has a grammar, the host learns the drafts after the first step, and says before the last one which tokens
+each node may have (round_masks.py).
 """
 
 from __future__ import annotations
@@ -133,14 +136,16 @@ def settle(
     verified: Verified,
     shape: DraftShape,
     needs: Needs,
+    allowed: Tensor | None = None,
 ) -> RoundResult:
-    """Sample, accept and observe, and advance the slots."""
+    """Sample, accept and observe, and advance the slots. `allowed` [num_seqs * (N + 1), ceil(vocab_size / 32)] int32:
+    the tokens that each node may have, as for `process_logits`; None: all."""
     rows, drafts, tree = proposed
     hidden, scored = verified.extend, None
     if needs.is_plain_greedy and needs.num_logprobs is None:
         token_ids, is_valid = engine.model.best(verified.final)
     else:
-        sampling = _node_sampling(rows, drafts, tree)
+        sampling = _node_sampling(rows, drafts, tree).within(allowed)
         lens = sampling.lens(len(verified.final)) if needs.num_logprobs is None else None  # these need all logits
         logits = engine.model.logits(verified.final, lens)
         token_ids, is_valid, _ = sample(logits, sampling, with_logprobs=False)

@@ -1,6 +1,6 @@
 """The sampler: the token at a position is the argmax of its processed logits plus Gumbel noise (DESIGN.md section 6).
 
-    processed = processors(raw logits, history)                              kernels/processors.py
+    processed = processors(raw logits, history, grammar)                     kernels/processors.py
     score     = processed                                                    greedy rows
     score     = filters((processed - max) / temperature) + noise             the others: kernels/filters.py, noise.py
     token     = argmax(score), the lowest id of equals
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import sample as choice
-from ..kernels.processors import process_logits
+from ..kernels.processors import History, TokenColumns, process_logits
 from ..kernels.sample import perturbed_argmax
 from ..metadata.wire.request import TokenLogprobs
+from .constants import counted
 from .copies import recorded_event, to_host
 from .logprobs import Logprobs, compute_logprobs
 from .sampling_batch import SamplingBatch
@@ -93,9 +94,12 @@ def _packed(result: SampleResult) -> Tensor:
 
 def processed(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Return the processed logits [num_rows, num_logits]: `logits` itself if no row changes them, else float32."""
-    if batch.history is None:
-        return logits
-    return process_logits(logits, batch.history, batch.penalties, batch.bans_now, batch.logit_ids)
+    history = batch.history
+    if history is None:
+        if batch.allowed is None:
+            return logits
+        history = History.of(TokenColumns(), counted(batch.num_rows, logits.device))
+    return process_logits(logits, history, batch.penalties, batch.bans_now, batch.logit_ids, batch.allowed)
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -38,9 +38,10 @@ class SamplingBatch:
     ints: Tensor  # [len(INTS), num_rows] int64
     floats: Tensor  # [len(FLOATS), num_rows] float32; temperature 0: greedy
     top_p: Tensor  # [num_rows, 1] float64, as exact as the request says it
-    history: History | None = None  # None: no row is processed before temperature
+    history: History | None = None  # None: no column of the vocabulary changes a row before temperature
     logit_ids: Tensor | None = None  # [num_logits] int32, ascending: the tokens of the logits; None: all
     shares: RowShares | None = None  # the ranks that may divide the rows; None: this one samples all
+    allowed: Tensor | None = None  # [num_rows, ceil(vocab_size / 32)] int32, as for `process_logits`; None: all tokens
 
     @classmethod
     def of(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> Self:
@@ -104,6 +105,10 @@ class SamplingBatch:
         tokens. The sampled tokens are those of logits with -inf for all others."""
         return self if logit_ids is None else replace(self, logit_ids=logit_ids)
 
+    def within(self, allowed: Tensor | None) -> Self:
+        """Return the same rows, of which each may have the tokens that `allowed` says, and no others."""
+        return self if allowed is None else replace(self, allowed=allowed)
+
     def lens(self, num_rows: int) -> Lens | None:
         """Return how ranks divide `num_rows` rows of this batch, or of one `ahead` of it, if they sample them; None:
         every rank samples all. Greedy rows are not divided."""
@@ -118,6 +123,7 @@ class SamplingBatch:
             top_p=self.top_p[rows],
             history=None if self.history is None else self.history.part(rows),
             shares=None,
+            allowed=None if self.allowed is None else self.allowed[rows],
         )
 
     def take(self, index: Tensor) -> Self:
@@ -130,10 +136,12 @@ class SamplingBatch:
             None if self.history is None else self.history.take(index),
             self.logit_ids,
             self.shares,
+            None if self.allowed is None else self.allowed.index_select(0, index),
         )
 
     def ahead(self, num_ahead: Tensor, tokens: Tensor, is_before: Tensor | None = None) -> Self:
-        """Return rows for positions further on, n for each row of this: [num_rows * n] rows, a row's n together.
+        """Return rows for positions further on, n for each row of this: [num_rows * n] rows, a row's n together. What
+        grammars allow there is not known yet.
 
         Args:
             num_ahead: [num_rows or 1, n] int64, how many tokens come between.

@@ -24,6 +24,7 @@ class Needs(NamedTuple):
     penalizes: bool = False
     biases: bool = False
     bans: bool = False  # stop tokens, until min_tokens are there
+    masks: bool = False  # a grammar
     num_logprobs: int | None = None
 
     @classmethod
@@ -32,30 +33,38 @@ class Needs(NamedTuple):
         columns = list(zip(*set(rows), strict=True))
         if not columns:
             return cls()
-        is_random, ranks, cuts, penalizes, biases, bans = map(any, columns[:-1])
-        most = max((num for num in columns[-1] if num is not None), default=None)
-        return cls(is_random, ranks, cuts, penalizes, biases, bans, most)
+        *flags, nums = columns
+        most = max((num for num in nums if num is not None), default=None)
+        return cls(*map(any, flags), num_logprobs=most)
 
     @property
     def processes(self) -> bool:
-        """Whether anything changes logits before temperature."""
+        """Whether columns of the vocabulary change logits before temperature."""
         return self.penalizes or self.biases or self.bans
 
     @property
     def is_plain_greedy(self) -> bool:
         """Whether one argmax of the raw logits samples every row."""
-        return not (self.is_random or self.processes)
+        return not (self.is_random or self.processes or self.masks)
+
+    @property
+    def of_drafts(self) -> Self:
+        """The needs of drafts, which no grammar binds: those that it forbids are not accepted."""
+        return self._replace(masks=False)
 
 
 GREEDY = Needs()
 SAMPLED = Needs(is_random=True, ranks=True, cuts=True)  # rows without filters leave its kernels at once
 SCORED = SAMPLED._replace(num_logprobs=MAX_TOP_LOGPROBS)
-EVERYTHING = Needs(True, True, True, True, True, True, MAX_TOP_LOGPROBS)
-KINDS = (GREEDY, SAMPLED, SCORED, EVERYTHING)
+EVERYTHING = Needs(True, True, True, True, True, True, num_logprobs=MAX_TOP_LOGPROBS)
+KINDS = (GREEDY, SAMPLED, SCORED, EVERYTHING)  # without a grammar
+MASKED = EVERYTHING._replace(masks=True)
 
 
 def covering(needs: Needs) -> Needs:
-    """Return the least of KINDS that does all that `needs` asks for."""
+    """Return the least of KINDS that does all that `needs` asks for; MASKED if it asks for a grammar."""
+    if needs.masks:
+        return MASKED
     if needs.processes:
         return EVERYTHING
     if needs.num_logprobs is not None:
@@ -111,7 +120,7 @@ class SamplingState:
         self.output_ids = output_ids if self.penalizes else []
         self.bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_size}
         self.banned_ids = ()
-        if params.min_tokens > 0:
+        if params.min_tokens > 0 and params.grammar is None:  # a grammar's masks ban them, if others are left
             self.banned_ids = tuple(token_id for token_id in params.stop_ids if token_id < vocab_size)
         is_random = not self.is_greedy
         self.lasting_needs = Needs(
@@ -120,6 +129,7 @@ class SamplingState:
             is_random and params.min_p > 0,
             self.penalizes,
             bool(self.bias),
+            masks=params.grammar is not None,
             num_logprobs=params.num_logprobs,
         )
 

@@ -20,6 +20,7 @@ from ..kernels.sample import perturbed_topk
 from ..kernels.tree_types import Candidates, Frontier
 from ..kernels.trees import choose, grow_, walk_chain, walk_tree
 from .constants import counted
+from .copies import to_host
 from .draft_shape import DraftShape
 from .sampling import over_rows, processed, sample
 from .sampling_batch import SamplingBatch
@@ -30,6 +31,10 @@ class Drafts(NamedTuple):
 
     tokens: Tensor  # [num_seqs, N] int64, nodes 1 .. N
     parents: Tensor | None = None  # [num_seqs, N] int64, nodes 0 .. N; None: a chain
+
+    def to_host(self) -> Drafts:
+        """Return them on the host, once the next `recorded_event` has happened."""
+        return Drafts(to_host(self.tokens), None if self.parents is None else to_host(self.parents))
 
 
 class Path(NamedTuple):

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..metadata.wire.request import TokenLogprobs
+from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .draft_shape import DraftShape
 from .sampling_state import Needs, SamplingState
 
@@ -171,7 +171,16 @@ def catch_up_sizes(shape: DraftShape) -> tuple[int, int]:
 
 # --- prompts: what a prefill node asks for ---
 
-NO_NUMBERS = "the model's logits at position {position} are not numbers; try another dtype, or check the weights"
+_NO_NUMBERS = "the model's logits at position {position} are not numbers; try another dtype, or check the weights"
+_NO_WAY_ON = (
+    "nothing can follow at position {position}: the grammar takes too much work, or llguidance cannot use the model's "
+    "tokenizer, or the logits are not numbers; simplify the grammar, or see the node's log"
+)
+
+
+def no_token(position: int, params: SamplingParams) -> str:
+    """Return why no token was sampled at a position."""
+    return (_NO_NUMBERS if params.grammar is None else _NO_WAY_ON).format(position=position)
 
 
 @dataclass(frozen=True, slots=True)

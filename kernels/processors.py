@@ -1,8 +1,9 @@
 """Logit processors: they change the logits of a row by a request's parameters and history, before temperature.
 
-Order (vLLM's): logit_bias, min_tokens, repetition penalty, frequency penalty, presence penalty. Only elementwise IEEE
-operations without fusion, so a row's result does not depend on the rows beside it: one that asks for nothing gets
-zeros added and is divided by one. A NaN stays one, so that the row is known to hold no numbers.
+Order (vLLM's): logit_bias, min_tokens, repetition penalty, frequency penalty, presence penalty; then what a grammar
+allows. Only elementwise IEEE operations without fusion, so a row's result does not depend on the rows beside it: one
+that asks for nothing gets zeros added and is divided by one. A NaN stays one, so that the row is known to hold no
+numbers.
 
 What a sequence's history says of each token of the vocabulary lies in columns of a table, which rows of a batch share:
 the nodes of a draft differ in a few drafted tokens only, so these are looked up, and no row has columns of its own.
@@ -84,7 +85,12 @@ class History(NamedTuple):
 
 
 def process_logits_ref(
-    logits: Tensor, history: History, penalties: Tensor, bans_now: Tensor, logit_ids: Tensor | None = None
+    logits: Tensor,
+    history: History,
+    penalties: Tensor,
+    bans_now: Tensor,
+    logit_ids: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Return the processed logits, [num_rows, num_logits] float32, a new tensor.
 
@@ -93,6 +99,8 @@ def process_logits_ref(
         penalties: [3, num_rows] float32, contiguous: repetition (1: none), frequency and presence (0: none).
         bans_now: [num_rows] bool: the token may not end the request.
         logit_ids: [num_logits] int32, ascending, the token of each logit; None: logit i is of token i.
+        allowed: [num_rows, num_words] int32, the tokens that a grammar allows: token i is bit i % 32 of word i // 32;
+            None: all, in every row.
     """
     assert logits.ndim == 2 and len(logits) == len(history.places), (logits.shape, history.places.shape)
     check_token_ids(logits, logit_ids)
@@ -103,6 +111,10 @@ def process_logits_ref(
         scores.masked_fill_(stops & bans_now.unsqueeze(1) & ~scores.isnan(), float("-inf"))
     if counts is not None and prompt_mask is not None:
         _penalize(scores, penalties, prompt_mask, counts)
+    if allowed is not None:
+        ids = torch.arange(scores.shape[1], device=scores.device) if logit_ids is None else logit_ids
+        is_allowed = (allowed[:, ids // 32] >> (ids % 32)) & 1 != 0
+        scores.masked_fill_(~is_allowed & ~scores.isnan(), float("-inf"))
     return scores
 
 

@@ -1,5 +1,5 @@
 """The logit processors of kernels/processors.py in one launch. The columns of a sequence are read where they lie; the
-tokens of its draft are compared with each id.
+tokens of its draft are compared with each id, and what a grammar allows is looked up by the bit.
 
 A row that asks for nothing reads no column but the bias. Differences and divisions round as torch's do.
 """
@@ -21,13 +21,18 @@ from .triton_noise import ids_at
 
 _BLOCK = 1024  # logits of a program
 # One kernel serves all requests: nobody waits for another to be compiled.
-_RUN_TIME = ("num_drafted", "penalizes", "biases", "bans")
-_COLUMNS = ("places_ptr", "drafted_ptr", "is_counted_ptr", "penalties_ptr", "bans_ptr")
+_RUN_TIME = ("num_drafted", "num_words", "penalizes", "biases", "bans", "masks")
+_COLUMNS = ("places_ptr", "drafted_ptr", "is_counted_ptr", "penalties_ptr", "bans_ptr", "allowed_ptr")
 _DTYPES = (torch.bool, torch.int32, torch.float32, torch.bool)  # of TokenColumns
 
 
 def process_logits(
-    logits: Tensor, history: History, penalties: Tensor, bans_now: Tensor, logit_ids: Tensor | None = None
+    logits: Tensor,
+    history: History,
+    penalties: Tensor,
+    bans_now: Tensor,
+    logit_ids: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Return `process_logits_ref`."""
     num_rows, num_logits = logits.shape
@@ -42,6 +47,9 @@ def process_logits(
     assert penalties.shape == (3, num_rows) and penalties.dtype is torch.float32, penalties
     assert penalties.is_contiguous() and bans_now.is_contiguous(), (penalties.stride(), bans_now.stride())
     assert bans_now.shape == (num_rows,) and bans_now.dtype is torch.bool, bans_now
+    if allowed is not None:
+        assert allowed.dtype is torch.int32 and allowed.is_contiguous(), (allowed.dtype, allowed.stride())
+        assert len(allowed) == num_rows and allowed.shape[1] * 32 >= vocab_size, (allowed.shape, vocab_size)
     places, drafted, is_counted = (each.contiguous() for each in history[1:])
     assert drafted.shape == is_counted.shape == (num_rows, drafted.shape[1]), (drafted.shape, is_counted.shape)
     out = torch.empty((num_rows, num_logits), dtype=torch.float32, device=logits.device)
@@ -52,8 +60,10 @@ def process_logits(
     _process_kernel[num_rows, triton.cdiv(num_logits, _BLOCK)](
         logits, out, no_bits if mask is None else mask, out.view(torch.int32) if counts is None else counts,
         out if bias is None else bias, no_bits if stops is None else stops, places, drafted, is_counted,
-        penalties, bans_now, out if logit_ids is None else logit_ids, logits.stride(0), num_logits, vocab_size,
-        drafted.shape[1], int(counts is not None), int(bias is not None), int(stops is not None),
+        penalties, bans_now, out if logit_ids is None else logit_ids,
+        out.view(torch.int32) if allowed is None else allowed, logits.stride(0), num_logits, vocab_size,
+        drafted.shape[1], 0 if allowed is None else allowed.shape[1], int(counts is not None), int(bias is not None),
+        int(stops is not None), int(allowed is not None),
         MAPPED=logit_ids is not None, BLOCK=_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -73,13 +83,16 @@ def _process_kernel(
     penalties_ptr,  # [3, num_rows] float32
     bans_ptr,  # [num_rows] bool
     logit_ids_ptr,  # [num_logits] int32, read if MAPPED
+    allowed_ptr,  # [num_rows, num_words] int32, read if `masks`
     stride,
     num_logits,
     vocab_size,
     num_drafted,
-    penalizes,  # 1 if there are mask and counts, else 0; likewise the next two
+    num_words,
+    penalizes,  # 1 if there are mask and counts, else 0; likewise the next three
     biases,
     bans,
+    masks,
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -110,4 +123,8 @@ def _process_kernel(
             scores = tl.where(is_seen, penalized, scores)
             scores -= counts.to(tl.float32) * frequency
             scores -= tl.where(occurs, 1.0, 0.0) * presence
+    if masks != 0:
+        words = tl.load(allowed_ptr + row * num_words + ids // 32, mask=is_logit, other=0)
+        is_allowed = ((words >> (ids % 32)) & 1) != 0
+        scores = tl.where(is_allowed | (scores != scores), scores, -float("inf"))
     tl.store(out_ptr + row * num_logits + index, scores, mask=is_logit)

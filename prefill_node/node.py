@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from ..engine.progress import ProgressBar
 from ..engine.prompt_executor import BegunTails
 from ..engine.stopping import ended
-from ..engine.work import NO_NUMBERS, FirstTokens, HandoffRows
+from ..engine.work import FirstTokens, HandoffRows, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import OutOfMemory, RequestError
@@ -332,7 +332,7 @@ class PrefillNode:
         if not request.choices:
             return []
         if None in sample.token_ids:  # all choices have the same logits
-            message = NO_NUMBERS.format(position=len(request.token_ids))
+            message = no_token(len(request.token_ids), request.generation.params)
             self._refuse(request, message, code="model_error")
             self._drop(request, set(request.choices), message)
             return []

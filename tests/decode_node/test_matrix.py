@@ -51,7 +51,7 @@ CONFIGURATIONS = [
     for place, (buckets, chunk) in enumerate(itertools.product(BUCKETS, CHUNKS))
     if place != 3 * (index % 2) or "BATON_WHOLE_MATRIX" in os.environ
 ]
-NUM_PAGES = 160
+NUM_PAGES = 190
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePai
 
         def make(model: Path, buckets: tuple[int, ...] = (), *, overlaps: bool = False, **both: Any) -> NodePair:
             monkeypatch.setattr(local_nodes, "graph_sizes", lambda *_: list(buckets))
-            both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 8, **both}
+            both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 10, **both}
             return start(model, prefill=both, decode=both, overlaps=overlaps)
 
         yield make

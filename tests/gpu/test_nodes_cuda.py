@@ -31,7 +31,7 @@ def plain() -> Callable[[], Plain]:
 def test_output_is_that_of_the_cpu(name: str, chunk: int, plain: Callable[[], Plain]) -> None:
     reference = plain()
     torch.backends.cuda.matmul.allow_tf32 = False
-    both = {"device": "cuda", "dtype": "float32", "page_size": PAGE_SIZE, "num_pages": 160, "max_running": 8}
+    both = {"device": "cuda", "dtype": "float32", "page_size": PAGE_SIZE, "num_pages": 190, "max_running": 10}
     both |= {"chunk_tokens": chunk, **SPECULATIONS[name]}
     with preferring("triton"), closing(NodePair(DEMO, prefill=both, decode=both)) as pair:
         for cell in CELLS:

@@ -68,7 +68,7 @@ BOTH = [(case, overlaps) for case in CASES for overlaps in ((False, True) if IS_
 @pytest.mark.parametrize(("case", "overlaps"), BOTH, ids=str)
 def test_output_is_that_of_one_rank(case: Case, overlaps: bool, plain: tuple[Path, Plain], tmp_path: Path) -> None:
     model, reference = plain
-    both = {"page_size": PAGE_SIZE, "num_pages": 160, "max_running": 8, "chunk_tokens": 5}
+    both = {"page_size": PAGE_SIZE, "num_pages": 190, "max_running": 10, "chunk_tokens": 5}
     both |= settings_of(case.drafter, model, tmp_path)
     with node_pairs() as start:
         pair = start(

@@ -87,7 +87,7 @@ def ranks_know_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_is_that_of_one_rank(case: Case, plain: Callable[..., Any], tmp_path: Path) -> None:
     model, reference = plain(case)
-    both = {"page_size": PAGE_SIZE, "num_pages": 160, "max_running": 8, "chunk_tokens": 5}
+    both = {"page_size": PAGE_SIZE, "num_pages": 190, "max_running": 10, "chunk_tokens": 5}
     both |= settings_of(case, model, tmp_path)
     with node_pairs() as start:
         pair = start(model, prefill={**both, "tp": case.prefill_tp}, decode={**both, "tp": case.decode_tp})

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from drawn_places import Place
+from grammars import EOS, OBJECT, WORDS, allowed
 from node_pair import NodePair, Result, params, replace
 
 from baton.decode_node.scheduler import StepPlan
@@ -74,6 +75,8 @@ ASKS = (
         is_late=True,
     ),
     Ask("stopped later", 7, params(20, temperature=1.2, min_tokens=9, draft_steps=2), stop_at=4, is_late=True),
+    Ask("object", 10, params(24, temperature=1.0, grammar=OBJECT, num_logprobs=1, stop_ids=(EOS,))),
+    Ask("words", 5, params(18, grammar=WORDS, min_tokens=9, stop_ids=(EOS,)), is_late=True),
 )
 
 
@@ -162,6 +165,8 @@ def _least_gap(pair: NodePair, case: Case) -> float:
         with torch.inference_mode():
             logits = engine.forward([BatchRow(case.prompt + result.ids[:-1], 0, pages, len(result.ids))])
             batch = SamplingBatch.of(states)
+            if case.params.grammar is not None:
+                batch = batch.within(allowed(engine.model_dir, case.params, result.ids, vocab_size))
             gaps.append(float(tie_gap(logits, batch).min()))
             assert sample(logits, batch).token_ids.tolist() == result.ids or gaps[-1] < LEAST_GAP, case.ask
     engine.pool.release(pages)

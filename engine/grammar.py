@@ -1,0 +1,175 @@
+"""Grammars: which tokens a request may have next.
+
+A grammar is a text that llguidance compiles (https://github.com/guidance-ai/llguidance: Lark, regular expressions and
+JSON schemas). It binds the generated tokens, not the prompt. What it allows depends on the tokenizer, so a node reads
+its checkpoint's own, and every process that samples a request's tokens follows them with a matcher of its own: the same
+tokens give the same masks everywhere.
+
+A mask is a row of bits, 1 for an allowed token: token i is bit i % 32 of word i // 32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import llguidance
+import numpy as np
+from llguidance.numpy import (
+    fill_next_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+from numpy.typing import NDArray
+
+from .background import begin
+from .sampling_state import SamplingState
+
+logger = logging.getLogger(__name__)
+
+Mask: TypeAlias = NDArray[np.int32]  # [..., ceil(vocab_size / 32)]
+MAX_COMPILED = 64  # grammars that are kept, with what their masks have taught them
+
+
+class Matcher:
+    """Follows the generated tokens of one sequence. If it takes too much work to go on, or if llguidance does not take
+    the grammar, the matcher is broken for good."""
+
+    def __init__(self, following: llguidance.LLMatcher | None, state: SamplingState) -> None:
+        """`following`: at the beginning of the text, for this matcher alone; None: the matcher is broken."""
+        params = state.params
+        self._following = following
+        self._num_generated = 0
+        self._min_tokens = params.min_tokens
+        self._stop_ids = [each for each in params.stop_ids if each < state.vocab_size] if params.min_tokens else []
+
+    @property
+    def is_broken(self) -> bool:
+        return self._following is None or self._following.is_error()
+
+    @property
+    def following(self) -> llguidance.LLMatcher:
+        """That of llguidance. The matcher must not be broken."""
+        assert self._following is not None
+        return self._following
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens that were generated. Those behind the end of the text are left out."""
+        self._num_generated += len(token_ids)
+        for token_id in token_ids:
+            if self.is_broken or self.following.is_stopped():
+                return
+            self.following.consume_token(token_id)
+
+    def ban_stops(self, mask: Mask, num_ahead: int) -> None:
+        """Clear the tokens in `mask` [num_words] that would end the request before `min_tokens` are there, of the token
+        that comes `num_ahead` tokens later than the next. If no other is allowed, they stay: a grammar may end."""
+        if not self._stop_ids or self._num_generated + num_ahead >= self._min_tokens:
+            return
+        others = mask.view(np.uint32).copy()
+        for token_id in self._stop_ids:
+            others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        if others.any():
+            mask[:] = others.view(np.int32)
+
+
+class Chain(NamedTuple):
+    """The next token of a sequence and drafts after it, one row of masks for each: node 0 is the next token, and node
+    i + 1 the one after draft i."""
+
+    matcher: Matcher
+    row: int  # of masks, of node 0
+    drafts: Sequence[int] = ()
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and makes matchers. One thread."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Read the tokenizer in the background. `tokenizer`: tokenizer.json. `vocab_size`: number of logits.
+        `eos_token_ids`: the tokens that end a text."""
+        self.num_words = -(-vocab_size // 32)
+        self._vocab_size = vocab_size
+        self._reading: Future[llguidance.LLTokenizer] = begin(
+            lambda: llguidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids)),
+            "tokenizer of grammars",
+        )
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._executor = llguidance.LLExecutor()
+
+    def matcher(self, state: SamplingState, token_ids: Sequence[int]) -> Matcher:
+        """Return the matcher of a sequence after all of its tokens, prompt and output, whose sampling is in `state`."""
+        grammar = state.params.grammar
+        assert grammar is not None, state.params
+        compiled = self._compile(grammar)
+        matcher = Matcher(None if compiled is None else compiled.deep_copy(), state)
+        matcher.accept(token_ids[state.prompt_len :])
+        return matcher
+
+    def fill(self, masks: Mask, chains: Sequence[Chain]) -> None:
+        """Write what each matcher allows at the nodes of its chain into `masks` [num_rows, num_words], up to the first
+        draft that it does not allow. The other rows stay as they are: their nodes are never accepted."""
+        live = [chain for chain in chains if not chain.matcher.is_broken]
+        if not live:
+            return
+        alone = [(each.matcher.following, each.row) for each in live if not each.drafts]
+        with_drafts = [(each.matcher.following, each.row, list(each.drafts)) for each in live if each.drafts]
+        if alone:
+            fill_next_token_bitmask_par(self._executor, alone, masks)
+        if with_drafts:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, with_drafts, masks)
+        for matcher, row, drafts in live:
+            for ahead in range(len(drafts) + 1):
+                matcher.ban_stops(masks[row + ahead], ahead)
+
+    def fill_tree(self, masks: Mask, root: Chain, parents: Sequence[int]) -> None:
+        """Write what a matcher allows at the nodes of a tree, as `fill`: node 0 is the next token, and node i + 1 comes
+        after draft i, whose parent is node `parents[i]`."""
+        matcher, first, drafts = root
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents, 1):
+            children.setdefault(parent, []).append(node)
+
+        def visit(node: int, depth: int) -> None:
+            fill_next_token_bitmask(matcher.following, masks, first + node)
+            matcher.ban_stops(masks[first + node], depth)
+            for child in children.get(node, ()):
+                if matcher.following.try_consume_tokens([drafts[child - 1]]) == 1:
+                    visit(child, depth + 1)
+                    matcher.following.rollback(1)
+
+        if not matcher.is_broken:
+            visit(0, 0)
+
+    def first(self, states: Sequence[SamplingState], token_ids: Sequence[Sequence[int]]) -> tuple[Mask, list[bool]]:
+        """Return what each sequence may have next, [num_states, num_words], and whether its grammar is broken. A
+        sequence without a grammar may have every token."""
+        masks, chains = np.full((len(states), self.num_words), -1, np.int32), list[Chain]()
+        for row, (state, ids) in enumerate(zip(states, token_ids, strict=True)):
+            if state.params.grammar is not None:
+                chains.append(Chain(self.matcher(state, ids), row))
+        self.fill(masks, chains)
+        broken = {chain.row for chain in chains if chain.matcher.is_broken}
+        return masks, [row in broken for row in range(len(states))]
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher | None:
+        """Return the matcher of a grammar at the beginning, which others are copied from. None: the tokenizer cannot be
+        used."""
+        if grammar in self._compiled:
+            self._compiled.move_to_end(grammar)
+            return self._compiled[grammar]
+        try:
+            tokenizer = self._reading.result()
+        except Exception as error:  # whatever llguidance raises for a tokenizer that it does not know
+            logger.error("no request can have a grammar: llguidance cannot use the tokenizer: %s", error)
+            return None
+        compiled = self._compiled[grammar] = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        if compiled.is_error():
+            logger.error("a grammar cannot be used: %s", compiled.get_error().splitlines()[0])
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return compiled
