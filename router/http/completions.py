@@ -4,6 +4,7 @@ body      decoded, checked for what is not served          parameters.py
 group     the nodes that serve its model                   api.py
 admitted  its caller and the waiting queue have room       limits.py
 prompts   texts and messages become token ids              prompts.py
+grammar   what the body asks for is compiled               grammars.py
 serve     one Request per prompt is submitted and
           answered, whole or as a stream                   answers.py, answer_format.py
           whatever still runs then is cancelled
@@ -23,6 +24,7 @@ from .access import CALLER
 from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from .answers import StreamedAnswer, WholeAnswer
 from .api import ARRIVED, Api, request_id
+from .grammars import asked_grammar, grammar_of
 from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
@@ -37,6 +39,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
     rid = api.new_id(http_request, "cmpl")
     body = await api.body(http_request, _completion_decoder)
     check_completion(body)
+    asked_grammar(body)
     group, tokenizer = api.group_of(body.model)
     prompts = prompts_of(body)
     with admitted(api, http_request, body, group, len(prompts)):
@@ -82,6 +85,7 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
     rid = api.new_id(http_request, "chatcmpl")
     body = await api.body(http_request, _chat_decoder)
     check_chat(body)
+    asked_grammar(body)
     group, tokenizer = api.group_of(body.model)
     with admitted(api, http_request, body, group, 1):
         text = chat_text(
@@ -121,6 +125,7 @@ async def _serve(
     dispatcher, config = api.dispatcher, api.config
     timeout = timeout_s(body, config.request_timeout_s)
     seed, options = request_seed(body), text_options(body)
+    grammar = await grammar_of(api, body, group)
     cache_salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
     if body.stream:
         answer = StreamedAnswer(
@@ -133,7 +138,7 @@ async def _serve(
             rid,
             group,
             ids,
-            sampling_params(body, group, len(ids), num_logprobs=answer_format.num_logprobs, seed=seed),
+            sampling_params(body, group, len(ids), num_logprobs=answer_format.num_logprobs, seed=seed, grammar=grammar),
             answer,
             num_choices=body.n or 1,
             options=options,

@@ -33,6 +33,12 @@ _COMMON_NOT_SERVED = (
     NotServed("bad_words", "words cannot be banned; logit_bias makes single tokens unlikely"),
     NotServed("detokenize", "every answer has its text; return_token_ids adds the ids", (None, True)),
     NotServed("prompt_logprobs", "a prompt is scored by echo with logprobs on /v1/completions, without ranks", (None,)),
+    *(
+        NotServed(f"guided_{name}", f"the field is now structured_outputs.{name}", (None,))
+        for name in ("json", "regex", "choice", "grammar", "json_object")
+    ),
+    NotServed("guided_decoding_backend", "there is one backend, llguidance", (None,)),
+    NotServed("guided_whitespace_pattern", "white space of JSON cannot be set", (None,)),
 )
 NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
     CompletionRequest: (*_COMMON_NOT_SERVED, NotServed("suffix", "insertion is not served", (None, ""))),
@@ -66,8 +72,6 @@ def check_completion(body: CompletionRequest) -> None:
 def check_chat(body: ChatRequest) -> None:
     """Raise RequestError for a field that /v1/chat/completions does not serve."""
     _check_common(body)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise RequestError(f"response_format: {body.response_format.type!r} is not served", param="response_format")
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
     if body.continue_final_message and body.add_generation_prompt:
@@ -75,7 +79,7 @@ def check_chat(body: ChatRequest) -> None:
 
 
 def sampling_params(
-    body: CommonRequest, group: NodeGroup, prompt_len: int, *, num_logprobs: int | None, seed: int
+    body: CommonRequest, group: NodeGroup, prompt_len: int, *, num_logprobs: int | None, seed: int, grammar: str | None
 ) -> SamplingParams:
     """Return the parameters for one prompt. Raises RequestError if prompt and max_tokens exceed the context."""
     card = group.card
@@ -107,6 +111,7 @@ def sampling_params(
         num_logprobs=num_logprobs,
         seed=seed,
         draft_steps=body.draft_steps,
+        grammar=grammar,
     )
 
 
