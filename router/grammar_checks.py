@@ -12,7 +12,7 @@ from ..metadata.errors import Overloaded, RequestError, Unavailable
 from .needs import GRAMMAR_PROTOCOL
 from .node import NodeGroup
 from .text.grammar import Grammar, GrammarFault, GrammarSource
-from .text.grammar_process import GrammarProcess, Load
+from .text.grammar_process import GrammarProcess, LoadTokenizer
 
 MAX_WAITING = 64  # grammars that wait for the process
 MAX_KEPT = 256  # grammars that are remembered
@@ -65,7 +65,7 @@ class GrammarChecks:
             if len(self._running) >= MAX_WAITING:
                 raise Overloaded(f"{MAX_WAITING} grammars wait to be checked")
             assert group.tokenizer is not None, "a group that can serve has its tokenizer"
-            load = Load(name, group.tokenizer.data, group.card.vocab_size, tuple(eos))
+            load = LoadTokenizer(name, group.tokenizer.data, group.card.vocab_size, tuple(eos))
             self._executor = self._executor or ThreadPoolExecutor(1, "grammars")
             loop = asyncio.get_running_loop()
             running = self._running[digest] = loop.run_in_executor(self._executor, self._process.convert, load, source)

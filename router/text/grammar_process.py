@@ -4,8 +4,8 @@ A hostile grammar can take any amount of time and memory, and can break the comp
 ends the process when a grammar takes more than MAX_CPU_S of the processor, and refuses it more than MAX_BYTES. The
 process ends by itself when the router has closed its input.
 
-Messages in both directions are MessagePack after their length in four bytes. The router sends a `Load`, or a
-GrammarSource that belongs to the tokenizer of a Load before it; the answer to each is a Grammar or a GrammarFault.
+Messages in both directions are MessagePack after their length in four bytes. The router sends a `LoadTokenizer`, or a
+GrammarSource that belongs to the tokenizer of a LoadTokenizer before it; the answer to each is a Grammar or a GrammarFault.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_TOKENIZERS = 8
 _LEN = 4  # bytes of a message's length
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LoadTokenizer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Read a tokenizer: the contents of tokenizer.json, the number of logits, and the tokens that end a text."""
 
     name: str
@@ -42,14 +42,14 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
     eos_token_ids: tuple[int, ...]
 
 
-class Convert(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Convert a source for the tokenizer that was loaded under a name."""
+class ConvertSource(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """ConvertSource a source for the tokenizer that was loaded under a name."""
 
     name: str
     source: GrammarSource
 
 
-_asked = msgspec.msgpack.Decoder(Load | Convert)
+_asked = msgspec.msgpack.Decoder(LoadTokenizer | ConvertSource)
 _answered = msgspec.msgpack.Decoder(Grammar | GrammarFault)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -62,7 +62,7 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._loaded: set[str] = set()  # names of tokenizers
 
-    def convert(self, load: Load, source: GrammarSource) -> Grammar | GrammarFault:
+    def convert(self, load: LoadTokenizer, source: GrammarSource) -> Grammar | GrammarFault:
         """Return the grammar of a source for a tokenizer, or why it is refused."""
         try:
             process = self._running()
@@ -71,7 +71,7 @@ class GrammarProcess:
                 if isinstance(answer, GrammarFault):
                     return answer
                 self._loaded.add(load.name)
-            return self._ask(process, Convert(load.name, source))
+            return self._ask(process, ConvertSource(load.name, source))
         except (OSError, TimeoutError):
             return GrammarFault(_last_words(self._end()))
 
@@ -102,7 +102,7 @@ class GrammarProcess:
             )
         return self._process
 
-    def _ask(self, process: subprocess.Popen[bytes], message: Load | Convert) -> Grammar | GrammarFault:
+    def _ask(self, process: subprocess.Popen[bytes], message: LoadTokenizer | ConvertSource) -> Grammar | GrammarFault:
         assert process.stdin is not None and process.stdout is not None
         data = _encode(message)
         process.stdin.write(len(data).to_bytes(_LEN, "big") + data)
@@ -156,8 +156,10 @@ def main() -> None:
         sink.flush()
 
 
-def _answer(message: Load | Convert, tokenizers: dict[str, llguidance.LLTokenizer]) -> Grammar | GrammarFault:
-    if isinstance(message, Load):
+def _answer(
+    message: LoadTokenizer | ConvertSource, tokenizers: dict[str, llguidance.LLTokenizer]
+) -> Grammar | GrammarFault:
+    if isinstance(message, LoadTokenizer):
         try:
             tokenizers[message.name] = llguidance.LLTokenizer(
                 message.data.decode(), n_vocab=message.vocab_size, eos_token=list(message.eos_token_ids)

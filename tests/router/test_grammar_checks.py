@@ -13,7 +13,7 @@ from baton.router import grammar_checks
 from baton.router.grammar_checks import GrammarChecks
 from baton.router.node import Node, NodeGroup
 from baton.router.text.grammar import Grammar, GrammarFault, GrammarSource
-from baton.router.text.grammar_process import GrammarProcess, Load
+from baton.router.text.grammar_process import GrammarProcess, LoadTokenizer
 
 from .sites import add_node, make_group, make_hello
 
@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     sources: list[str] = []
     convert = GrammarProcess.convert
 
-    def watched(self: GrammarProcess, load: Load, source: GrammarSource) -> Grammar | GrammarFault:
+    def watched(self: GrammarProcess, load: LoadTokenizer, source: GrammarSource) -> Grammar | GrammarFault:
         sources.append(source.text)
         return convert(self, load, source)
 

@@ -79,7 +79,19 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-101, 101),
     "timeout_s": st.floats(0.05, 4000),
     "chat_template_kwargs": st.dictionaries(st.text(max_size=8), anything, max_size=3),
-    "response_format": st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object"])}),
+    "response_format": st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "json_object", "json_schema"])},
+        optional={"json_schema": st.fixed_dictionaries({"name": text, "schema": anything}) | anything},
+    ),
+    "structured_outputs": st.fixed_dictionaries(
+        {},
+        optional={
+            "json": anything,
+            "regex": text | st.sampled_from(["a+", "(", "[a-z]{3}"]),
+            "choice": st.lists(text, max_size=3) | anything,
+            "grammar": text | st.just('start: "a"'),
+        },
+    ),
 }
 needed = {
     "/v1/completions": ("model", "prompt"),

@@ -14,15 +14,15 @@ import pytest
 
 from baton.router.text import grammar_process
 from baton.router.text.grammar import Grammar, GrammarFault, GrammarSource
-from baton.router.text.grammar_process import MAX_CPU_S, MAX_TOKENIZERS, GrammarProcess, Load
+from baton.router.text.grammar_process import MAX_CPU_S, MAX_TOKENIZERS, GrammarProcess, LoadTokenizer
 
 from ..sites import tokenizer_file
 
 GOOD = GrammarSource("regex", "a+")
 
 
-def load(name: str = "t") -> Load:
-    return Load(name, tokenizer_file(), 420, (1,))
+def load(name: str = "t") -> LoadTokenizer:
+    return LoadTokenizer(name, tokenizer_file(), 420, (1,))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_process_that_dies_is_started_again(process: GrammarProcess) -> None:
 
 
 def test_a_tokenizer_that_the_compiler_does_not_know_is_a_fault(process: GrammarProcess) -> None:
-    fault = process.convert(Load("bad", b'{"version": "1.0"}', 420, (1,)), GOOD)
+    fault = process.convert(LoadTokenizer("bad", b'{"version": "1.0"}', 420, (1,)), GOOD)
     assert isinstance(fault, GrammarFault)
     assert "tokenizer" in fault.words
     assert isinstance(process.convert(load(), GOOD), Grammar)
