@@ -66,24 +66,33 @@ PromptOrOutput = Annotated[
 FinishReason = Literal["stop", "length"]
 IGNORED = frozenset(  # fields that are accepted without effect
     {
+        "cache_control",
+        "inference_geo",
         "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
+        "speed",
         "store",
         "user",
     }
 )
 PARTS_NOT_SERVED = {  # type of a part of a message -> what it holds
     "audio_url": "audio parts",
+    "document": "files",
     "file": "files",
     "image": "images",
     "image_url": "images",
     "input_audio": "audio parts",
     "input_file": "files",
     "input_image": "images",
+    "redacted_thinking": "thoughts",
+    "search_result": "search results",
+    "thinking": "thoughts",
+    "tool_result": "tools",
+    "tool_use": "tools",
     "video_url": "videos",
 }
 

@@ -15,6 +15,7 @@ from ...metadata.errors import RequestError
 from ...metadata.wire.request import MAX_CONTEXT, SamplingParams
 from ..node import NodeGroup
 from ..request import TextOptions
+from .messages_types import CountTokensRequest, MessagesRequest
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -40,6 +41,11 @@ _COMMON_NOT_SERVED = (
     NotServed("guided_decoding_backend", "there is one backend, llguidance", (None,)),
     NotServed("guided_whitespace_pattern", "white space of JSON cannot be set", (None,)),
 )
+_MESSAGES_NOT_SERVED = (
+    NotServed("thinking", "thinking cannot be turned on", (None, {"type": "disabled"})),
+    NotServed("tools", "tools are not served"),
+    NotServed("tool_choice", "tools are not served", (None, {"type": "none"})),
+)
 NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
     CompletionRequest: (*_COMMON_NOT_SERVED, NotServed("suffix", "insertion is not served", (None, ""))),
     ChatRequest: (
@@ -55,7 +61,20 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
         NotServed("web_search_options", "there is no web search"),
         NotServed("modalities", "only text is served", (None, ["text"])),
     ),
+    CountTokensRequest: _MESSAGES_NOT_SERVED,
+    MessagesRequest: (
+        *_MESSAGES_NOT_SERVED,
+        NotServed("container", "containers are not served", (None,)),
+        NotServed("mcp_servers", "tools are not served"),
+    ),
 }
+
+
+def check_served(body: Struct) -> None:
+    """Raise RequestError for a field that asks for something that Baton does not serve."""
+    for name, words, accepted in NOT_SERVED[type(body)]:
+        if getattr(body, name) not in accepted:
+            raise RequestError(f"{name}: {words}", param=name)
 
 
 def check_completion(body: CompletionRequest) -> None:
@@ -151,9 +170,7 @@ def text_options(body: CommonRequest) -> TextOptions:
 def _check_common(body: CommonRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
-    for name, words, accepted in NOT_SERVED[type(body)]:
-        if getattr(body, name) not in accepted:
-            raise RequestError(f"{name}: {words}", param=name)
+    check_served(body)
 
 
 def _max_tokens(body: CommonRequest, prompt_len: int, context_len: int) -> int:

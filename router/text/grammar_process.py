@@ -4,8 +4,8 @@ A hostile grammar can take any amount of time and memory, and can break the comp
 ends the process when a grammar takes more than MAX_CPU_S of the processor, and refuses it more than MAX_BYTES. The
 process ends by itself when the router has closed its input.
 
-Messages in both directions are MessagePack after their length in four bytes. The router sends a `LoadTokenizer`, or a
-GrammarSource that belongs to the tokenizer of a LoadTokenizer before it; the answer to each is a Grammar or a GrammarFault.
+Messages in both directions are MessagePack after their length in four bytes. The router sends a LoadTokenizer, or a
+ConvertSource for a tokenizer that it has sent before. The answer to each is a Grammar or a GrammarFault.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def choices_of(client: openai.OpenAI, **fields: Any) -> list[tuple[str, str]]:
     given |= fields
     answer = client.chat.completions.create(**given)
     whole = [(choice.message.content or "", choice.finish_reason) for choice in answer.choices]
-    texts, ends = {i: "" for i in range(len(whole))}, dict[int, str]()
+    texts, ends = dict.fromkeys(range(len(whole)), ""), dict[int, str]()
     for chunk in client.chat.completions.create(stream=True, **given):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
