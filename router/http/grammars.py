@@ -80,8 +80,6 @@ def _of_outputs(given: StructuredOutputs) -> list[AskedGrammar]:
     schema = bytes(given.json)
     if schema not in (b"", b"null"):
         place = "structured_outputs.json"
-        if schema[:1] not in (b'"', b"{"):
-            raise RequestError(f"{place}: must be a JSON schema, as an object or a string", param="structured_outputs")
         text = _decoded(schema, str, place) if schema[:1] == b'"' else given.json
         asked.append(AskedGrammar(_schema(text, place), place))
     if given.json_object:
@@ -110,7 +108,10 @@ def _tags(structures: list[TagStructure], triggers: list[str]) -> bytes:
 
 
 def _schema(schema: Raw | str, place: str) -> GrammarSource:
-    return _source("json", schema if isinstance(schema, str) else bytes(schema), place)
+    text = schema if isinstance(schema, str) else bytes(schema).decode()
+    if not text.lstrip(" \t\r\n").startswith("{"):
+        raise RequestError(f"{place}: must be a JSON schema, which is an object", param=place.partition(".")[0])
+    return _source("json", text, place)
 
 
 def _source(kind: GrammarKind, text: str | bytes, place: str) -> GrammarSource:

@@ -10,6 +10,7 @@ from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .api import Api, json_response
 from .completions import serve_chat
+from .grammars import asked_grammar
 from .messages_format import MessagesFormat
 from .messages_types import CountTokensRequest, MessagesInput, MessagesRequest, MessageText, TokenCount
 from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
@@ -43,16 +44,14 @@ async def count_tokens(api: Api, http_request: web.Request) -> web.StreamRespons
     body = await api.body(http_request, _count_decoder)
     check_served(body)
     group, tokenizer = api.group_of(body.model)
-    prompt = await chat_prompt(_conversation(body), group, tokenizer)
+    conversation = _conversation(body)
+    with renamed(NAMES):
+        asked_grammar(conversation)
+    prompt = await chat_prompt(conversation, group, tokenizer)
     return json_response(TokenCount(len(prompt.ids)))
 
 
 def _chat_request(body: MessagesRequest) -> ChatRequest:
-    output_format = body.output_config.format if body.output_config is not None else None
-    response_format = None
-    if output_format is not None:
-        schema = JsonSchemaFormat(name="output", schema=output_format.schema)
-        response_format = ResponseFormat(type="json_schema", json_schema=schema)
     return msgspec.structs.replace(
         _conversation(body),
         max_tokens=body.max_tokens,
@@ -61,7 +60,6 @@ def _chat_request(body: MessagesRequest) -> ChatRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
-        response_format=response_format,
     )
 
 
@@ -70,8 +68,16 @@ def _conversation(body: MessagesInput) -> ChatRequest:
     messages = [ChatMessage(each.role, _text_of(each.content)) for each in body.messages]
     if body.system:
         messages.insert(0, ChatMessage("system", _text_of(body.system)))
+    output_format = body.output_config.format if body.output_config is not None else None
+    response_format = None
+    if output_format is not None:
+        schema = JsonSchemaFormat(name="output", schema=output_format.schema)
+        response_format = ResponseFormat(type="json_schema", json_schema=schema)
     return ChatRequest(
-        model=body.model, messages=messages, continue_final_message=body.messages[-1].role == "assistant"
+        model=body.model,
+        messages=messages,
+        continue_final_message=body.messages[-1].role == "assistant",
+        response_format=response_format,
     )
 
 

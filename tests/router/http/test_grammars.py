@@ -67,6 +67,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {}}, "structured_outputs: needs one of json, json_object, regex"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice: excludes structured_outputs"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex: at 1(8): invalid regex"),
+    ({"structured_outputs": {"json": "["}}, "structured_outputs.json: must be a JSON schema"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json: cannot be read"),
     ({"structured_outputs": {"json": 5}}, "structured_outputs.json: must be a JSON schema"),
     ({"structured_outputs": {"json": {"a": "x" * (1 << 17)}}}, "structured_outputs.json: has 131081 bytes; at most"),
