@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
-from .openai_types import NumTokens, Part
+from .openai_types import MessagePart, NumTokens
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class InputPart(Part, frozen=True, forbid_unknown_fields=True):
+class InputPart(MessagePart, frozen=True, forbid_unknown_fields=True):
     """A part of a message; only text. The fields beside it come back with messages that the model wrote."""
 
     type: Literal["input_text", "output_text", "text"]
