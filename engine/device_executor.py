@@ -282,6 +282,10 @@ class DeviceExecutor:
         self._row_buffer.unpack(row)
         return self._row_buffer.get_sampled(self.vocab_size)
 
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        self.engine.grammars.prepare(grammar)
+
     # --- work ---
 
     def _submit_round(self, work: Round) -> _UnderWay:

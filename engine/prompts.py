@@ -95,6 +95,10 @@ class Prompts:
         """Free what is kept of a prompt, if there is anything."""
         self._kept.pop(key, None)
 
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        self.engine.grammars.prepare(grammar)
+
     def _submit(self, chunk: Chunk) -> SubmittedChunk:
         begun, engine = time.monotonic(), self.engine
         rows = [each.row for each in chunk.rows]
