@@ -227,6 +227,9 @@ class DecodeNode:
             num_rounds=rounds.num_verified,
             num_drafted=rounds.num_drafted,
             accepted_at=tuple(rounds.accepted_at),
+            masked_rounds=rounds.masked_rounds,
+            late_masks=rounds.late_masks,
+            mask_seconds=rounds.mask_s,
             idle_rounds=tuple(rounds.idle_rounds),
         )
 

@@ -51,7 +51,7 @@ from .sampling_state import Needs
 from .slots import Slots
 from .step_graphs import StepGraphs
 from .trees import Drafts
-from .work import Accepted, CatchUp, LoadSlot, Recompute, Round, RoundTokens, RoundWork, Scores, catch_up_sizes
+from .work import Accepted, CatchUp, LoadSlot, Masking, Recompute, Round, RoundTokens, RoundWork, Scores, catch_up_sizes
 
 _COUNTS = 2  # numbers of a row before its tokens
 
@@ -74,6 +74,7 @@ class _UnderWay(NamedTuple):
     event: torch.cuda.Event | None  # None: the device is the host
     matchers: list[Matcher | None]  # of the sequences, if any has a grammar, until they have accepted the tokens
     broken: set[int]  # rows whose grammar was broken then
+    masking: Masking | None  # None: no sequence has a grammar
 
 
 class _Graphs(NamedTuple):
@@ -111,6 +112,7 @@ class DeviceExecutor:
         self._under_way: deque[_UnderWay] = deque()
         self._row_buffer = MetadataBuffers(engine.schema)
         self._local_prompts = LocalPrompts(engine, self.slots)
+        self._masking: Masking | None = None  # of the round that is submitted now
         self._scored: _Scored | None = None  # of the last Recompute
         self._chunks_ahead: deque[torch.cuda.Event] = deque()  # of Recomputes, each when it is computed
 
@@ -303,7 +305,8 @@ class DeviceExecutor:
             logprobs = Logprobs(*(to_host(each[:num_rows]) for each in logprobs))
         used, self._used = self._used, []
         matchers = self._masks.of(work.slots) if work.needs.masks else []
-        return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device), matchers, set())
+        masking, self._masking = self._masking, None
+        return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device), matchers, set(), masking)
 
     def _widened(self, work: Round) -> Round:
         """Return a round that is not computed together with a chunk, with as many drafts as the graphs of its steps
@@ -335,11 +338,15 @@ class DeviceExecutor:
         None: no sequence has a grammar."""
         if not work.needs.masks:
             return None
+        verified = recorded_event(self.engine.device)
         if event is not None:
             event.synchronize()
+        begun = time.monotonic()
         for before in self._under_way:
             _accept(before)
-        return to_device(self._masks.fill(self._masks.of(work.slots), drafts), self.engine.device)
+        allowed = self._masks.fill(self._masks.of(work.slots), drafts)
+        self._masking = Masking(time.monotonic() - begun, verified is None or verified.query())
+        return to_device(allowed, self.engine.device)
 
     def _run_both(self, work: Round, chunk: Recompute) -> tuple[Round, RoundResult]:
         """Submit a round and the chunk beside it. Return the round as it was submitted, and its result. Raises
@@ -430,7 +437,7 @@ class DeviceExecutor:
         elif self.drafter is not None and work.row is not None:
             self._row_buffer.unpack(work.row)
             draft = get_draft(self._row_buffer, self.drafter, work.token_ids)
-        self._masks.load(work.slot, work.sampling, work.token_ids)
+        self._masks.load(work.slot, work.sampling)
         self.slots.load(work.slot, len(work.token_ids) - 1, work.token_ids[-1], work.sampling, draft)
 
     # --- steps on the device ---
@@ -478,7 +485,7 @@ def _report(done: _UnderWay) -> RoundTokens:
         count, start = 0 if row in done.broken else min(num_accepted + 1, num_valid), row * num_rows
         num_drafted = min(work.limits[row], num_rows - 1)
         rows.append(Accepted(tokens[:count], logprobs[start : start + count], num_accepted, num_drafted))
-    return RoundTokens(rows)
+    return RoundTokens(rows, done.masking)
 
 
 def _numbers_to_host(numbers: Tensor) -> Tensor:

@@ -113,14 +113,14 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
 
-    def matcher(self, state: SamplingState, token_ids: Sequence[int]) -> Matcher:
-        """Return the matcher of a sequence after all of its tokens, prompt and output, whose sampling is in `state`."""
+    def matcher(self, state: SamplingState) -> Matcher:
+        """Return the matcher of a sequence after the tokens that it has generated."""
         grammar = state.params.grammar
         assert grammar is not None, state.params
         self.prepare(grammar)
         compiled = self._compiled[grammar].result()
         matcher = Matcher(None if compiled is None else compiled.deep_copy(), state)
-        matcher.accept(token_ids[state.prompt_len :])
+        matcher.accept(state.output_ids)
         return matcher
 
     def fill(self, masks: Mask, chains: Sequence[Chain]) -> None:
@@ -158,13 +158,13 @@ class Grammars:
         if not matcher.is_broken:
             visit(0, 0)
 
-    def first(self, states: Sequence[SamplingState], token_ids: Sequence[Sequence[int]]) -> tuple[Mask, list[bool]]:
+    def next(self, states: Sequence[SamplingState]) -> tuple[Mask, list[bool]]:
         """Return what each sequence may have next, [num_states, num_words], and whether its grammar is broken. A
         sequence without a grammar may have every token."""
         masks, chains = np.full((len(states), self.num_words), -1, np.int32), list[Chain]()
-        for row, (state, ids) in enumerate(zip(states, token_ids, strict=True)):
+        for row, state in enumerate(states):
             if state.params.grammar is not None:
-                chains.append(Chain(self.matcher(state, ids), row))
+                chains.append(Chain(self.matcher(state), row))
         self.fill(masks, chains)
         broken = {chain.row for chain in chains if chain.matcher.is_broken}
         return masks, [row in broken for row in range(len(states))]

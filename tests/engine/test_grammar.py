@@ -32,12 +32,12 @@ def grammars(model: Path) -> Grammars:
     return Grammars(model / "tokenizer.json", VOCAB, [EOS])
 
 
-def state(asked: SamplingParams) -> SamplingState:
-    return SamplingState(asked, PROMPT, vocab_size=VOCAB)
+def state(asked: SamplingParams, ids: Sequence[int] = ()) -> SamplingState:
+    return SamplingState(asked, PROMPT, ids, vocab_size=VOCAB)
 
 
 def matcher(grammars: Grammars, asked: SamplingParams, ids: Sequence[int] = ()) -> Matcher:
-    return grammars.matcher(state(asked), [*PROMPT, *ids])
+    return grammars.matcher(state(asked, ids))
 
 
 def tokens(model: Path, text: str) -> list[int]:
@@ -120,7 +120,7 @@ def test_the_end_of_a_grammar_counts_more_than_min_tokens(model: Path, grammars:
 def test_the_first_tokens_of_several_requests(grammars: Grammars) -> None:
     """One without a grammar may have every token. A broken grammar is named, and leaves the others alone."""
     states = [state(params(9)), state(params(9, grammar=WORDS)), state(params(9, grammar="{not a grammar"))]
-    masks, broken = grammars.first(states, [PROMPT] * 3)
+    masks, broken = grammars.next(states)
     assert broken == [False, False, True]
     assert (masks[0] == -1).all() and 0 < len(ids_of(masks[1])) < VOCAB
 

@@ -100,7 +100,7 @@ class Solo:
         states = [SamplingState(p, ids, vocab_size=vocab_size) for ids, p in zip(prompts, params, strict=True)]
         pages = [self._allocate(len(ids) + p.max_tokens + 16) for ids, p in zip(prompts, params, strict=True)]
         extend, logits = self._compute(prompts, pages, chunk)
-        tokens = self._first_tokens(logits, states, prompts)
+        tokens = self._first_tokens(logits, states)
         for state, token in zip(states, tokens, strict=True):
             assert token is not None
             state.append(token)
@@ -113,10 +113,8 @@ class Solo:
             self.rounds.admit(sequence, pack_draft(self.engine.schema, draft.row(row)))
         return started
 
-    def _first_tokens(
-        self, logits: Tensor, states: Sequence[SamplingState], prompts: Sequence[Sequence[int]]
-    ) -> list[int | None]:
-        masks, _ = self.engine.grammars.first(states, prompts)
+    def _first_tokens(self, logits: Tensor, states: Sequence[SamplingState]) -> list[int | None]:
+        masks, _ = self.engine.grammars.next(states)
         batch = SamplingBatch.of(states).within(torch.from_numpy(masks))
         return SubmittedSample.of(logits, batch).read([None] * len(states))[0]
 
