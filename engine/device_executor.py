@@ -329,13 +329,22 @@ class DeviceExecutor:
         drafts, event = proposed.drafts.to_host(), recorded_event(self.engine.device)
         verified = verify(self.engine, proposed)
         allowed = self._allowed(work, drafts, event)
+        assert allowed is not None
         return settle(
-            self.engine, self.drafter, self.slots, inputs, proposed, verified, work.shape, work.needs, allowed
+            self.engine,
+            self.drafter,
+            self.slots,
+            inputs,
+            proposed,
+            verified,
+            work.shape,
+            work.needs,
+            to_device(allowed, self.engine.device),
         )
 
     def _allowed(self, work: Round, drafts: Drafts, event: torch.cuda.Event | None) -> Tensor | None:
-        """Return the tokens that each node of a round may be, for `settle`. `drafts` are on the host after `event`.
-        None: no sequence has a grammar."""
+        """Return the tokens that each node of a round may be, as for `settle`, but on the host. `drafts` are there
+        after `event`. None: no sequence has a grammar."""
         if not work.needs.masks:
             return None
         verified = recorded_event(self.engine.device)
@@ -346,7 +355,7 @@ class DeviceExecutor:
             _accept(before)
         allowed = self._masks.fill(self._masks.of(work.slots), drafts)
         self._masking = Masking(time.monotonic() - begun, verified is None or verified.query())
-        return to_device(allowed, self.engine.device)
+        return allowed
 
     def _run_both(self, work: Round, chunk: Recompute) -> tuple[Round, RoundResult]:
         """Submit a round and the chunk beside it. Return the round as it was submitted, and its result. Raises

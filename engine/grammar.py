@@ -92,7 +92,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Read the tokenizer in the background. `tokenizer`: tokenizer.json. `vocab_size`: number of logits.
-        `eos_token_ids`: the tokens that end a text."""
+        `eos_token_ids`: the tokens that end a text; empty: no request can have a grammar, which must be able to end."""
         self.num_words = -(-vocab_size // 32)
         self._vocab_size = vocab_size
         self._reading: Future[llguidance.LLTokenizer] = begin(

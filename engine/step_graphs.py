@@ -193,8 +193,8 @@ class StepGraphs:
         return None if beside is None or not rows else beside[: sum(len(row.input_ids) for row in rows)]
 
     def settle(self, size: JointSize, needs: Needs, allowed: Tensor | None = None) -> RoundResult:
-        """Submit the rest of the round. `allowed` is as for `round.settle`, and there if `needs` has a grammar. The
-        result is static: read it before the next call."""
+        """Submit the rest of the round. `allowed` is as for `round.settle`, but in pinned memory, and there if `needs`
+        has a grammar. The result is static: read it before the next call."""
         assert (allowed is not None) == needs.masks, needs
         if allowed is not None:
             self._seam.allowed[: len(allowed)].copy_(allowed, non_blocking=True)

@@ -27,6 +27,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
 
 from bench_sequences import run_rounds, start, stop
+from planted_text import PlantedText
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.device_executor import DeviceExecutor
@@ -90,37 +91,45 @@ def table(points: Sequence[Point]) -> str:
 def with_texts(model: Path, directory: Path) -> Path:
     """Return a copy of a planted model, by links, whose tokens are JSON strings and commas."""
     for each in model.iterdir():
-        if each.name != "tokenizer.json":
+        if each.name not in ("tokenizer.json", "config.json"):
             (directory / each.name).symlink_to(each.resolve())
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    write_words(directory / "tokenizer.json", vocab_size)
+    config = json.loads((model / "config.json").read_text())
+    config["eos_token_id"] = write_words(directory / "tokenizer.json", config["vocab_size"])
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
-def write_words(path: Path, vocab_size: int) -> None:
-    """Write a byte-level tokenizer whose token i is the text `"ti",`."""
+def write_words(path: Path, vocab_size: int) -> int:
+    """Write a byte-level tokenizer whose token i is the text `"ti",`. Some ids that no planted text has are the bytes,
+    without which no tokenizer is, and one more, which is returned, ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.BPE(vocab={f'"t{token}",': token for token in range(vocab_size)}, merges=[]))
+    text = PlantedText(vocab_size)
+    *free, end = np.flatnonzero(text.raw_codes >= text.num_codes)[:257].tolist()
+    words = {token: f'"t{token}",' for token in range(vocab_size)}
+    words |= dict(zip(free, sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
+    tokenizer = Tokenizer(models.BPE(vocab={word: token for token, word in words.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.save(str(path), pretty=False)
+    return end
 
 
 def measure(engine: Engine, executor: DeviceExecutor, streams: int, shape: DraftShape, num_rounds: int) -> Point:
     """Time rounds of `streams` sequences, free and bound in turn."""
     stats = NotedStats(executor.shape.num_steps)
     rounds = Rounds(executor, stats)
-    times: dict[SamplingParams, list[float]] = {FREE: [], BOUND: []}
+    times: list[tuple[SamplingParams, list[float]]] = [(FREE, []), (BOUND, [])]
     num_checked = 0
     for turn in range(3):
-        for params in times:
+        for params, seconds in times:
             room = (num_rounds + 16) * shape.num_slots
             sequences = start(engine, rounds, streams, room, seed=turn, params=params)
             run_rounds(rounds, sequences, shape, 8)
-            times[params].append(run_rounds(rounds, sequences, shape, num_rounds))
+            seconds.append(run_rounds(rounds, sequences, shape, num_rounds))
+            assert all(len(each.token_ids) - each.prompt_len >= num_rounds for each in sequences), "a grammar broke"
             num_checked += stop(engine, rounds, sequences)
-    free, bound = (statistics.median(each) * 1e3 for each in times.values())
+    free, bound = (statistics.median(each) * 1e3 for _, each in times)
     fills = [each.fill_s * 1e3 for each in stats.noted]
     late = sum(each.is_late for each in stats.noted) / len(stats.noted)
     return Point(streams, shape.num_steps, free, bound, fills, late, num_checked)

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import llguidance
 from bench_grammar import GRAMMAR, Point, table, write_words
+from planted_text import PlantedText
 
 
 def test_every_text_of_the_words_is_a_list_of_strings(tmp_path: Path) -> None:
-    write_words(tmp_path / "tokenizer.json", 600)
-    tokenizer = llguidance.LLTokenizer(str(tmp_path / "tokenizer.json"), n_vocab=600, eos_token=[0])
+    end = write_words(tmp_path / "tokenizer.json", 1024)
+    tokenizer = llguidance.LLTokenizer(str(tmp_path / "tokenizer.json"), n_vocab=1024, eos_token=[end])
+    ids = PlantedText(1024).continuation([17, 4], 40)
     matcher = llguidance.LLMatcher(tokenizer, GRAMMAR)
-    assert matcher.consume_tokens([17, 599, 1]) and json.loads(f"[{tokenizer.decode_str([17, 599])[:-1]}]")
-    assert tokenizer.decode_str([17, 599]) == '"t17","t599",'
+    for token in ids:
+        assert matcher.compute_bitmask()[token // 8] >> token % 8 & 1 and matcher.consume_token(token)
+    assert json.loads(f"[{tokenizer.decode_str(ids)[:-1]}]") == [f"t{token}" for token in ids]
 
 
 def test_bound_rounds_are_compared_with_free_ones() -> None:

@@ -115,7 +115,7 @@ class Solo:
 
     def _first_tokens(self, logits: Tensor, states: Sequence[SamplingState]) -> list[int | None]:
         masks, _ = self.engine.grammars.next(states)
-        batch = SamplingBatch.of(states).within(torch.from_numpy(masks))
+        batch = SamplingBatch.of(states, self.engine.device).within(torch.from_numpy(masks).to(self.engine.device))
         return SubmittedSample.of(logits, batch).read([None] * len(states))[0]
 
     def round(
