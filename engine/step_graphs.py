@@ -177,7 +177,8 @@ class StepGraphs:
         until the device has read it."""
         self._blocks[size.num_seqs].copy_(inputs)
         if size.shape.num_steps:
-            self._replay(_Key("propose", size.num_seqs, size.shape, _kind(needs.of_drafts)))
+            kind = _kind(needs.of_drafts) if size.num_tokens else EVERYTHING
+            self._replay(_Key("propose", size.num_seqs, size.shape, kind))
         return self._seam.drafts(size.num_seqs, size.shape)
 
     def verify(self, size: JointSize, rows: Sequence[BatchRow] = ()) -> Tensor | None:
@@ -208,9 +209,10 @@ class StepGraphs:
         every = dict.fromkeys((size.num_seqs, size.shape) for size in sizes)
         keys = [_Key("verify", *size) for size in sizes]
         for each in every:
-            kinds = _KINDS if each in joint else _KINDS[-1:]
-            keys += [_Key("propose", *each, kind) for kind in kinds if each[1].num_steps]
-            keys += [_Key("settle", *each, kind) for kind in (*(kinds if each in joint else ()), MASKED)]
+            kinds = _KINDS if each in joint else ()
+            if each[1].num_steps:
+                keys += [_Key("propose", *each, kind) for kind in kinds or (EVERYTHING,)]
+            keys += [_Key("settle", *each, kind) for kind in (*kinds, MASKED)]
         return keys
 
     def _replay(self, key: _Key) -> RoundResult | None:

@@ -352,3 +352,36 @@ def test_graphs_of_the_steps_bring_what_two_forwards_bring(
     assert {size.num_tokens for size in watched.sizes} == {0, *PADDED_CHUNKS}, "rounds with grammars, and with chunks"
     assert {size.shape.num_steps for size in watched.sizes} == {0, direct.solo.rounds.shape.num_steps}
     assert len(host_graphs) == num_captured, "service captures nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("ngram", {}), ("eagle3", {}), ("eagle", TREES)], ids=lambda each: str(each)
+)
+def test_graphs_of_rounds_with_grammars_need_no_chunks(
+    name: str,
+    shape: dict[str, int],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    host_graphs: list[HostGraph],
+) -> None:
+    """On a node that expects no prompts, in every bucket, with any kind of sampling and number of drafts."""
+    model = target_of(name, checkpoint)
+    drafting = settings(name, model, tmp_path, steps=3) | shape
+    direct = World(Solo(model, num_pages=800, **drafting), joins=False)
+    captured = World(Solo(model, num_pages=800, buckets=(1, 2, 5, 10), **drafting), joins=False)
+    captured.solo.executor.warm_up()
+    owned = captured.solo.executor._graphs
+    assert owned is not None and owned.steps is not None
+    watched, num_captured = Watched(owned.steps, monkeypatch), len(host_graphs)
+    tell(monkeypatch, direct.solo)
+
+    def spoil_all(world: World) -> None:
+        if world is captured:
+            spoil(world.solo, world.running[0])
+            watched.poison()
+
+    run([direct, captured], before=spoil_all)
+    assert {size.num_tokens for size in watched.sizes} == {0} and len({size.num_seqs for size in watched.sizes}) > 2
+    assert {size.shape.num_steps for size in watched.sizes} == {0, direct.solo.rounds.shape.num_steps}
+    assert len(host_graphs) == num_captured, "service captures nothing"
