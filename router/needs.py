@@ -1,4 +1,6 @@
-"""Need of a request: the pages and the context that its nodes must have. The queue and the placement use it."""
+"""Need of a request: the pages, the context and the protocol that its nodes must have.
+
+The queue and the placement use it."""
 
 from __future__ import annotations
 
@@ -6,8 +8,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..metadata.handoff.needs import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
+from ..metadata.wire.protocol import PROTOCOL_MIN, fields_since
+from ..metadata.wire.request import SamplingParams
 from .node import Node
 from .request import Request
+
+GRAMMAR_PROTOCOL = fields_since(SamplingParams)["grammar"]  # nodes of an older protocol would ignore a grammar
 
 
 class Need(NamedTuple):
@@ -18,6 +24,7 @@ class Need(NamedTuple):
     decode_pages: int | None  # None: no decode node is needed
     context_len: int  # tokens of the prompt and of the longest output
     local_pages: int = 0  # on a decode node that computes the prompt itself
+    protocol: int = PROTOCOL_MIN  # nodes of an older one would ignore a part of the request
 
     @classmethod
     def of(cls, request: Request, choice: int, *, needs_decode: bool) -> Need:
@@ -29,7 +36,8 @@ class Need(NamedTuple):
         context_len = prompt_len + request.params.max_tokens
         reserved_len = decode_len(num_tokens, PLAIN_ROUNDS_LEN, context_len)
         num_pages = pages_of(reserved_len, page_size)
-        return cls(one, two - one, num_pages if needs_decode else None, context_len, num_pages)
+        protocol = PROTOCOL_MIN if request.params.grammar is None else GRAMMAR_PROTOCOL
+        return cls(one, two - one, num_pages if needs_decode else None, context_len, num_pages, protocol)
 
     def fits_prefill(self, node: Node) -> bool:
         """Whether this prefill node could compute it when idle."""
@@ -55,4 +63,5 @@ class Need(NamedTuple):
         return 1 + (prefill.hello.capacity.request_pages - self.prefill_pages) // self.pages_per_choice
 
     def _fits(self, node: Node) -> bool:
-        return node.hello.capacity.max_running > 0 and self.context_len <= node.hello.model.context_len
+        fits = node.hello.capacity.max_running > 0 and self.context_len <= node.hello.model.context_len
+        return fits and self.protocol <= node.protocol

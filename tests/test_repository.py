@@ -70,7 +70,7 @@ UNTESTED = [
     (_DECLARES, "decode_node", "config main"),
     (_DECLARES, "prefill_node", "config"),
     (_DECLARES, "router", "config effects errors"),
-    (_DECLARES, "router/http", "admin_types api openai_types route"),
+    (_DECLARES, "router/http", "admin_types api messages_types openai_types responses_types route"),
     (_DECLARES, "metadata", "errors"),
     (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),
     (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),

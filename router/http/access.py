@@ -1,4 +1,5 @@
-"""API keys: who may call which route, and how many sequences each key may have running.
+"""API keys: who may call which route, and how many sequences each key may have running. A client sends its key as
+`Authorization: Bearer KEY`, or, as Anthropic's clients do, in the header x-api-key.
 
 A route needs    callers that may use it
 nothing          everybody
@@ -81,7 +82,7 @@ class Access:
             elif not self.is_local:
                 raise Forbidden("this route is closed, since the router has no admin key and is not on loopback")
         if caller is None and self.has_api_keys:
-            raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
+            raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY` or x-api-key")
         return caller or self._anyone
 
     def may_operate(self, caller: Caller) -> bool:
@@ -117,7 +118,9 @@ class Access:
 
     def _known(self, http_request: web.Request) -> Caller | None:
         scheme, _, given = http_request.headers.get("Authorization", "").partition(" ")
-        return self._callers.get(_digest(given.strip())) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            given = http_request.headers.get("x-api-key", "")
+        return self._callers.get(_digest(given.strip()))
 
 
 def _digest(key: str) -> bytes:

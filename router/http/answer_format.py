@@ -13,6 +13,7 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType, structs
 
+from ...metadata.errors import BatonError
 from ...metadata.wire.request import TokenLogprobs
 from ..request import Delta, Request, Sequence
 from ..text.tokenizer import TextTokenizer
@@ -32,7 +33,7 @@ from .openai_types import (
     SpeculationDetails,
     Usage,
 )
-from .sse import event
+from .sse import DONE, error_event, event
 
 _encode = msgspec.json.Encoder().encode
 
@@ -91,9 +92,19 @@ class AnswerFormat(ABC):
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
         """Return the events for new output of a sequence, empty if there is none to show yet."""
 
-    @abstractmethod
     def usage_chunk(self, usage: Usage) -> bytes:
-        """Return the event with the token counts, which follows the output of all sequences."""
+        """Return the event with the token counts, which follows the output of all sequences; empty if the format has
+        none."""
+        del usage
+        return b""
+
+    def ended(self, requests: abc.Sequence[Request], *, with_usage: bool) -> bytes:
+        """Return the events that end a stream."""
+        return (self.usage_chunk(self.usage_of(requests)) if with_usage else b"") + DONE
+
+    def failed(self, error: BatonError) -> bytes:
+        """Return the event that ends a stream that fails."""
+        return error_event(error)
 
     @abstractmethod
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:

@@ -12,7 +12,7 @@ from ...metadata.errors import BatonError
 from ..request import Delta, Request, Sequence
 from .answer_format import AnswerFormat
 from .openai_types import StreamOptions, Usage
-from .sse import DONE, EventStream, error_event
+from .sse import EventStream
 
 
 class WholeAnswer:
@@ -102,11 +102,9 @@ class StreamedAnswer:
         try:
             await self._finished
         except BatonError as error:
-            self._stream.push(error_event(error))
+            self._stream.push(self._format.failed(error))
         else:
-            if self._with_usage:
-                self._stream.push(self._format.usage_chunk(self._format.usage_of(requests)))
-            self._stream.push(DONE)
+            self._stream.push(self._format.ended(requests, with_usage=self._with_usage))
         await self._stream.close()
         return response
 

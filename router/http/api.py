@@ -17,6 +17,7 @@ from ...metadata.wire.node_info import Role
 from ..availability import no_node
 from ..config import RouterConfig
 from ..errors import NotFound
+from ..grammar_checks import GrammarChecks
 from ..metrics import Metrics
 from ..node import ROLES, NodeGroup
 from ..runner import RunningDispatcher
@@ -42,6 +43,7 @@ class Api:
         self.is_draining = False
         self.access = Access(config)
         self.ledgers = Ledgers(dispatcher)
+        self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
         self._bodies = Bodies(config.max_body_bytes)
 

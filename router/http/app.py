@@ -86,21 +86,25 @@ class _Wrapper:
                 response = await handler(request)
         except BatonError as error:
             caller = request.get(CALLER)
-            response = response_of(error, may_operate=caller is not None and access.may_operate(caller))
+            response = self._failed(request, error, may_operate=caller is not None and access.may_operate(caller))
         except web.HTTPException as error:
-            response = response_of(_refusal(request, error))
+            response = self._failed(request, _refusal(request, error))
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except (ConnectionError, TimeoutError):
             raise
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
-            response = response_of(BatonError(INTERNAL))
+            response = self._failed(request, BatonError(INTERNAL))
         self._api.metrics.count_http(response.status)
         called = request_id(request)
         if not response.prepared and called is not None:
             response.headers["x-request-id"] = called
         return response
+
+    @staticmethod
+    def _failed(request: web.Request, error: BatonError, *, may_operate: bool = False) -> web.StreamResponse:
+        return response_of(error, may_operate=may_operate, path=request.path, request_id=request_id(request))
 
     async def label(self, http_request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers that every answer has, streams and errors too."""

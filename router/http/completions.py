@@ -4,12 +4,15 @@ body      decoded, checked for what is not served          parameters.py
 group     the nodes that serve its model                   api.py
 admitted  its caller and the waiting queue have room       limits.py
 prompts   texts and messages become token ids              prompts.py
+grammar   what the body asks for is compiled               grammars.py
 serve     one Request per prompt is submitted and
           answered, whole or as a stream                   answers.py, answer_format.py
           whatever still runs then is cancelled
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 import xxhash
@@ -19,14 +22,16 @@ from ...metadata.errors import BatonError
 from ..node import NodeGroup
 from ..queue import Asked
 from ..request import Request
+from ..text.tokenizer import TextTokenizer
 from .access import CALLER
 from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from .answers import StreamedAnswer, WholeAnswer
 from .api import ARRIVED, Api, request_id
+from .grammars import asked_grammar, grammar_of
 from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
-from .prompts import chat_text, encoded_prompt, prompts_of
+from .prompts import chat_prompt, encoded_prompt, prompts_of
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -37,6 +42,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
     rid = api.new_id(http_request, "cmpl")
     body = await api.body(http_request, _completion_decoder)
     check_completion(body)
+    asked_grammar(body)
     group, tokenizer = api.group_of(body.model)
     prompts = prompts_of(body)
     with admitted(api, http_request, body, group, len(prompts)):
@@ -81,30 +87,26 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
     """POST /v1/chat/completions."""
     rid = api.new_id(http_request, "chatcmpl")
     body = await api.body(http_request, _chat_decoder)
+
+    def format_of(tokenizer: TextTokenizer) -> AnswerFormat:
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return ChatFormat(rid, body.model, tokenizer, num_logprobs=num_logprobs, with_ids=bool(body.return_token_ids))
+
+    return await serve_chat(api, http_request, body, format_of)
+
+
+async def serve_chat(
+    api: Api, http_request: web.Request, body: ChatRequest, format_of: Callable[[TextTokenizer], AnswerFormat]
+) -> web.StreamResponse:
+    """Return the answer to a conversation, in the format of the route that it came by. Raises an error that precedes
+    all output."""
     check_chat(body)
+    asked_grammar(body)
     group, tokenizer = api.group_of(body.model)
     with admitted(api, http_request, body, group, 1):
-        text = chat_text(
-            group,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-            continue_final=bool(body.continue_final_message),
-            options=body.chat_template_kwargs or {},
-        )
-        add_special = bool(body.add_special_tokens)
-        prompt = await encoded_prompt(
-            text,
-            group,
-            tokenizer,
-            "messages",
-            add_special_tokens=add_special,
-            num_kept=body.truncate_prompt_tokens,
-        )
-        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        answer_format = ChatFormat(
-            rid, body.model, tokenizer, num_logprobs=num_logprobs, with_ids=bool(body.return_token_ids)
-        )
-        return await _serve(api, http_request, body, group, answer_format, [(rid, prompt.ids)])
+        prompt = await chat_prompt(body, group, tokenizer)
+        answer_format = format_of(tokenizer)
+        return await _serve(api, http_request, body, group, answer_format, [(answer_format.response_id, prompt.ids)])
 
 
 async def _serve(
@@ -121,6 +123,7 @@ async def _serve(
     dispatcher, config = api.dispatcher, api.config
     timeout = timeout_s(body, config.request_timeout_s)
     seed, options = request_seed(body), text_options(body)
+    grammar = await grammar_of(api, body, group)
     cache_salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
     if body.stream:
         answer = StreamedAnswer(
@@ -133,7 +136,7 @@ async def _serve(
             rid,
             group,
             ids,
-            sampling_params(body, group, len(ids), num_logprobs=answer_format.num_logprobs, seed=seed),
+            sampling_params(body, group, len(ids), num_logprobs=answer_format.num_logprobs, seed=seed, grammar=grammar),
             answer,
             num_choices=body.n or 1,
             options=options,

@@ -55,6 +55,21 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+class MessagesErrorDetail(msgspec.Struct, frozen=True):
+    """Description of one error in Anthropic's shape."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """Body of every answer under /v1/messages that is not a success, and last event of a stream that fails there."""
+
+    error: MessagesErrorDetail
+    request_id: str | None = None
+
+
+MESSAGES_PATH = "/v1/messages"  # errors on it and below it have Anthropic's shape
 INTERNAL = "internal error; the router's log has the details"
 
 _STATUSES: tuple[tuple[type[BatonError], int], ...] = (  # the first class that fits counts
@@ -72,6 +87,15 @@ _STATUSES: tuple[tuple[type[BatonError], int], ...] = (  # the first class that 
 )
 _STATUS_OF_NODE_FAULT = {RequestError.code: 400, OutOfMemory.code: 503, OutOfPages.code: 503, Unavailable.code: 503}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
+_MESSAGES_TYPES = {  # Anthropic's types by status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _PATH = re.compile(r"(?:`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -104,10 +128,19 @@ def body_of(error: BatonError, *, may_operate: bool = False) -> ErrorBody:
     return ErrorBody(ErrorDetail(words, _TYPES.get(status, default_type), param, error.code if status != 400 else None))
 
 
-def response_of(error: BatonError, *, may_operate: bool = False) -> web.Response:
+def messages_body_of(error: BatonError, *, request_id: str | None, may_operate: bool = False) -> MessagesErrorBody:
+    """Return the body of an error in Anthropic's shape."""
+    status, words = status_of(error), body_of(error, may_operate=may_operate).error.message
+    kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return MessagesErrorBody(MessagesErrorDetail(kind, words), request_id)
+
+
+def response_of(
+    error: BatonError, *, may_operate: bool = False, path: str = "", request_id: str | None = None
+) -> web.Response:
     """Return the HTTP response of an error. It has Retry-After if the client may try again.
 
-    If `may_operate`, the caller may read which nodes are at fault.
+    If `may_operate`, the caller may read which nodes are at fault. The path decides about the shape of the body.
     """
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
@@ -121,8 +154,13 @@ def response_of(error: BatonError, *, may_operate: bool = False) -> web.Response
         headers.update(error.headers)
     elif isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    data = msgspec.json.encode(body_of(error, may_operate=may_operate))
-    return web.Response(status=status_of(error), body=data, content_type="application/json", headers=headers)
+    if f"{path}/".startswith(f"{MESSAGES_PATH}/"):
+        body = messages_body_of(error, request_id=request_id, may_operate=may_operate)
+    else:
+        body = body_of(error, may_operate=may_operate)
+    return web.Response(
+        status=status_of(error), body=msgspec.json.encode(body), content_type="application/json", headers=headers
+    )
 
 
 def from_validation(error: msgspec.ValidationError) -> RequestError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from ...metadata.wire.request import MAX_CHOICES, MAX_CONTEXT, MAX_DRAFT_STEPS, MAX_TOP_LOGPROBS, TokenId
 
@@ -66,24 +66,33 @@ PromptOrOutput = Annotated[
 FinishReason = Literal["stop", "length"]
 IGNORED = frozenset(  # fields that are accepted without effect
     {
+        "cache_control",
+        "inference_geo",
         "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
+        "speed",
         "store",
         "user",
     }
 )
 PARTS_NOT_SERVED = {  # type of a part of a message -> what it holds
     "audio_url": "audio parts",
+    "document": "files",
     "file": "files",
     "image": "images",
     "image_url": "images",
     "input_audio": "audio parts",
     "input_file": "files",
     "input_image": "images",
+    "redacted_thinking": "thoughts",
+    "search_result": "search results",
+    "thinking": "thoughts",
+    "tool_result": "tools",
+    "tool_use": "tools",
     "video_url": "videos",
 }
 
@@ -94,6 +103,57 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A JSON schema that the text satisfies. It is always enforced: `strict` has no effect."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    schema: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TagStructure(Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a text: `begin`, JSON of a schema, `end`."""
+
+    begin: Annotated[str, Meta(min_length=1, max_length=1024)]
+    schema: dict[str, Any] = {}
+    end: Annotated[str, Meta(max_length=1024)] = ""
+
+
+TagStructures = Annotated[list[TagStructure], Meta(min_length=1, max_length=256)]
+Triggers = Annotated[list[StopText], Meta(min_length=1, max_length=256)]
+
+
+class StructuralTag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Free text with structures in it: once the model has written a trigger, the rest of a structure that begins with
+    the trigger follows."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: TagStructures
+    triggers: Triggers
+
+
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Format of the text that the model writes."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: TagStructures | None = None
+    triggers: Triggers | None = None
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """vLLM's extension: the language of the text that the model writes, exactly one of these. `json` is a JSON schema;
+    it and `structural_tag` may be written as a string. `grammar` is in Lark's or GBNF's notation."""
+
+    json: Annotated[Raw, Meta(extra_json_schema={"type": ["object", "string", "null"]})] = field(default_factory=Raw)
+    json_object: bool | None = None
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    choice: Annotated[list[StopText], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    structural_tag: StructuralTag | str | None = None
 
 
 class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -111,7 +171,9 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     # vLLM's extensions
+    structured_outputs: StructuredOutputs | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
@@ -129,6 +191,13 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     bad_words: list[str] | None = None
     detokenize: bool | None = None
     prompt_logprobs: int | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
     # Baton's extensions
     draft_steps: DraftSteps = None
     timeout_s: TimeoutS = None
@@ -174,12 +243,6 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: None = None
 
 
-class ResponseFormat(Struct, frozen=True):
-    """Format of the text that the model writes. Only {"type": "text"} is served."""
-
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
-
-
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
@@ -191,7 +254,6 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     # NOT_SERVED
     modalities: list[str] | None = None
     tools: list[Any] | None = None

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from .access import KeyLevel
-from .errors import ErrorBody
 from .openai_types import EXACTLY_ONE_OF, IGNORED
 from .parameters import NOT_SERVED
 from .route import Parameter, Route
@@ -59,18 +58,19 @@ _HEADERS_OF = {
     504: ("x-should-retry",),
 }
 _STREAM = (
-    "Server-sent events, sent if the request has `stream: true`. The `data` of each event is a chunk as JSON. If "
-    "`stream_options.include_usage` is set, a chunk without choices follows that holds the usage. The last event is "
-    "`[DONE]`, or an error as JSON if the request fails after the stream has begun. Lines that begin with a colon are "
-    "comments."
+    "Server-sent events, sent if the request has `stream: true`. The `data` of each event is a chunk as JSON. The last "
+    "event is an error as JSON if the request fails after the stream has begun. Under /v1/completions and "
+    "/v1/chat/completions, a chunk without choices holds the usage if `stream_options.include_usage` is set, and the "
+    "last event is `[DONE]`. Lines that begin with a colon are comments."
 )
 
 
 def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_key: bool = True) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of a router that has these routes and kinds of keys."""
-    kinds: list[Any] = [ErrorBody]
+    kinds: list[Any] = []
     for route in routes:
-        kinds += [kind for kind in (route.body, route.answer, route.chunk) if kind is not None and kind not in kinds]
+        of_route = (route.error, route.body, route.answer, route.chunk)
+        kinds += [kind for kind in of_route if kind is not None and kind not in kinds]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for component in components.values():
         if component.get("additionalProperties") is False:
@@ -146,7 +146,7 @@ class _Writer:
             operation["responses"][str(status)] = {
                 "description": _MEANINGS[status],
                 "headers": _header_refs(*_HEADERS_OF.get(status, ())),
-                "content": self._json(ErrorBody),
+                "content": self._json(route.error),
             }
         if route.body is not None:
             operation["requestBody"] = {"required": route.is_body_required, "content": self._json(route.body)}
@@ -159,12 +159,12 @@ class _Writer:
         if route.text is not None:
             content[route.text] = {"schema": {"type": "string"}}
         if route.chunk is not None:
-            content["text/event-stream"] = {"schema": self._event(route.chunk)}
+            content["text/event-stream"] = {"schema": self._event(route)}
         return {"description": "Success", "headers": _header_refs(), "content": content}
 
-    def _event(self, chunk: Any) -> dict[str, Any]:
+    def _event(self, route: Route) -> dict[str, Any]:
         """Return the schema of one event. In OpenAPI 3.1 the schema of a stream is that of its events."""
-        described = {"chunk": chunk, "error": ErrorBody}
+        described = {"chunk": route.chunk, "error": route.error}
         data: list[dict[str, Any]] = [
             {
                 "title": name,
@@ -174,7 +174,8 @@ class _Writer:
             }
             for name, kind in described.items()
         ]
-        data.append({"title": "end of the stream", "const": "[DONE]"})
+        if route.last_event is not None:
+            data.append({"title": "end of the stream", "const": route.last_event})
         return {
             "description": _STREAM,
             "type": "object",

@@ -15,6 +15,7 @@ from ...metadata.errors import RequestError
 from ...metadata.wire.request import MAX_CONTEXT, SamplingParams
 from ..node import NodeGroup
 from ..request import TextOptions
+from .messages_types import CountTokensRequest, MessagesRequest
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -33,6 +34,17 @@ _COMMON_NOT_SERVED = (
     NotServed("bad_words", "words cannot be banned; logit_bias makes single tokens unlikely"),
     NotServed("detokenize", "every answer has its text; return_token_ids adds the ids", (None, True)),
     NotServed("prompt_logprobs", "a prompt is scored by echo with logprobs on /v1/completions, without ranks", (None,)),
+    *(
+        NotServed(f"guided_{name}", f"the field is now structured_outputs.{name}", (None,))
+        for name in ("json", "regex", "choice", "grammar", "json_object")
+    ),
+    NotServed("guided_decoding_backend", "there is one backend, llguidance", (None,)),
+    NotServed("guided_whitespace_pattern", "white space of JSON cannot be set", (None,)),
+)
+_MESSAGES_NOT_SERVED = (
+    NotServed("thinking", "thinking cannot be turned on", (None, {"type": "disabled"})),
+    NotServed("tools", "tools are not served"),
+    NotServed("tool_choice", "tools are not served", (None, {"type": "none"})),
 )
 NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
     CompletionRequest: (*_COMMON_NOT_SERVED, NotServed("suffix", "insertion is not served", (None, ""))),
@@ -49,7 +61,20 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
         NotServed("web_search_options", "there is no web search"),
         NotServed("modalities", "only text is served", (None, ["text"])),
     ),
+    CountTokensRequest: _MESSAGES_NOT_SERVED,
+    MessagesRequest: (
+        *_MESSAGES_NOT_SERVED,
+        NotServed("container", "containers are not served", (None,)),
+        NotServed("mcp_servers", "tools are not served"),
+    ),
 }
+
+
+def check_served(body: Struct) -> None:
+    """Raise RequestError for a field that asks for something that Baton does not serve."""
+    for name, words, accepted in NOT_SERVED[type(body)]:
+        if getattr(body, name) not in accepted:
+            raise RequestError(f"{name}: {words}", param=name)
 
 
 def check_completion(body: CompletionRequest) -> None:
@@ -66,8 +91,6 @@ def check_completion(body: CompletionRequest) -> None:
 def check_chat(body: ChatRequest) -> None:
     """Raise RequestError for a field that /v1/chat/completions does not serve."""
     _check_common(body)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise RequestError(f"response_format: {body.response_format.type!r} is not served", param="response_format")
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
     if body.continue_final_message and body.add_generation_prompt:
@@ -75,7 +98,7 @@ def check_chat(body: ChatRequest) -> None:
 
 
 def sampling_params(
-    body: CommonRequest, group: NodeGroup, prompt_len: int, *, num_logprobs: int | None, seed: int
+    body: CommonRequest, group: NodeGroup, prompt_len: int, *, num_logprobs: int | None, seed: int, grammar: str | None
 ) -> SamplingParams:
     """Return the parameters for one prompt. Raises RequestError if prompt and max_tokens exceed the context."""
     card = group.card
@@ -107,6 +130,7 @@ def sampling_params(
         num_logprobs=num_logprobs,
         seed=seed,
         draft_steps=body.draft_steps,
+        grammar=grammar,
     )
 
 
@@ -146,9 +170,7 @@ def text_options(body: CommonRequest) -> TextOptions:
 def _check_common(body: CommonRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
-    for name, words, accepted in NOT_SERVED[type(body)]:
-        if getattr(body, name) not in accepted:
-            raise RequestError(f"{name}: {words}", param=name)
+    check_served(body)
 
 
 def _max_tokens(body: CommonRequest, prompt_len: int, context_len: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ...metadata.errors import RequestError
 from ..node import NodeGroup
 from ..text.tokenizer import TextTokenizer
-from .openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest
+from .openai_types import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest
 
 Prompt = str | list[int]  # text, or token ids
 
@@ -61,6 +61,25 @@ async def encoded_prompt(
             ids, text = await tokenizer.encode_end(text, num_kept, add_special_tokens=add_special_tokens), None
     _check_ids(ids, group, param)
     return EncodedPrompt(ids, text)
+
+
+async def chat_prompt(body: ChatRequest, group: NodeGroup, tokenizer: TextTokenizer) -> EncodedPrompt:
+    """Return the prompt of a conversation. Raises RequestError if the model cannot take it."""
+    text = chat_text(
+        group,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+        continue_final=bool(body.continue_final_message),
+        options=body.chat_template_kwargs or {},
+    )
+    return await encoded_prompt(
+        text,
+        group,
+        tokenizer,
+        "messages",
+        add_special_tokens=bool(body.add_special_tokens),
+        num_kept=body.truncate_prompt_tokens,
+    )
 
 
 async def encode(

@@ -60,7 +60,7 @@ def _mended(value: Raw, kind: inspect.Type, path: str) -> Raw:
 
 
 def _mended_object(value: Raw, kind: inspect.StructType, path: str) -> dict[str, Raw]:
-    if kind.cls is TextPart:
+    if issubclass(kind.cls, TextPart):
         _check_part(value, path)
     known = {field.encode_name: field.type for field in kind.fields}
     kept: dict[str, Raw] = {}

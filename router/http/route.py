@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from aiohttp import web
+from msgspec import Struct
 
 from .access import KeyLevel
 from .api import Api
+from .errors import ErrorBody
 
 Handler = Callable[[Api, web.Request], Awaitable[web.StreamResponse]]
 
@@ -33,7 +35,8 @@ class Route:
 
     `answer` is the type of the JSON answer, `text` the media type of an answer that is text, and `chunk` the type of
     the events of a stream; a route may have several of them. `body` is the type of the JSON body of the request, and
-    `statuses` are those of errors that are not already implied by the other fields.
+    `statuses` are those of errors that are not already implied by the other fields. `error` is the type of their body.
+    `last_event` is the data of an event that follows the last chunk.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -50,6 +53,8 @@ class Route:
     text: str | None = None
     chunk: Any = None
     statuses: tuple[int, ...] = ()
+    error: type[Struct] = ErrorBody
+    last_event: str | None = "[DONE]"
 
     @property
     def template(self) -> str:

@@ -12,10 +12,12 @@ from aiohttp import web
 from msgspec import Meta
 
 from ..trace import Explanation, Outcome, RecentRequests
-from . import admin, completions, explain, handoff, models, requests, status, tokenization
+from . import admin, completions, explain, handoff, messages, models, requests, status, tokenization
 from .access import KeyLevel
 from .admin_types import DrainRequest, HandoffAnswer, HealthAnswer, LedgersAnswer, NodesAnswer, NodeState, ReadyAnswer
 from .api import Api, json_response
+from .errors import MessagesErrorBody
+from .messages_types import CountTokensRequest, MessageAnswer, MessageEvent, MessagesRequest, TokenCount
 from .openai_types import (
     CancelledRequest,
     ChatChunk,
@@ -80,6 +82,31 @@ ROUTES: tuple[Route, ...] = (
         body=ChatRequest,
         answer=ChatCompletion,
         chunk=ChatChunk,
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages",
+        handler=messages.messages,
+        operation_id="createMessage",
+        tag="generation",
+        summary="Continue a conversation, in Anthropic's API",
+        body=MessagesRequest,
+        answer=MessageAnswer,
+        chunk=MessageEvent,
+        error=MessagesErrorBody,
+        last_event=None,
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=messages.count_tokens,
+        operation_id="countTokens",
+        tag="generation",
+        summary="Number of tokens of a conversation, in Anthropic's API",
+        body=CountTokensRequest,
+        answer=TokenCount,
+        statuses=(404,),
+        error=MessagesErrorBody,
     ),
     Route(
         method="DELETE",

@@ -32,6 +32,11 @@ def event(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
+def named_event(name: str, value: object) -> bytes:
+    """Return one event that has a name and holds a JSON value."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))
+
+
 def error_event(error: BatonError) -> bytes:
     """Return the event that ends a failed stream."""
     return event(body_of(error))

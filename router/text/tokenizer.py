@@ -36,6 +36,7 @@ class TextTokenizer:
             description: dict[str, Any] = json.loads(data)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ProtocolError(f"the node's tokenizer.json cannot be read: {error}") from None
+        self.data = data
         self.inner.no_truncation()
         self.inner.no_padding()
         decoder: dict[str, Any] = description.get("decoder") or {}

@@ -33,6 +33,10 @@ ARGUED = re.compile(
             "token ids and prompts are mixed",  # the document says what each item may be, not all together
             "the model's chat template refuses",  # the template is the model's
             "has its own field",  # chat_template_kwargs
+            "^structured_outputs[.:]",  # exactly one; what is a grammar is for llguidance to say
+            "^output_config[.]format[.]schema",
+            "^response_format(: type|[.]json_schema[.]schema|: )",  # which fields a type has; and so for the schema
+            "^ignore_eos: excludes",  # a grammar
             "Expected `int[^`]*`, got `float`",  # 5.0 is an integer to JSON Schema, not to the decoder
         )
     )

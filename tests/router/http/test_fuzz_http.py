@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from baton.router.http.messages_types import CountTokensRequest, MessagesRequest
 from baton.router.http.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from baton.router.text.tokenizer import TextTokenizer
 
@@ -29,6 +30,7 @@ SECONDS = float(os.environ.get("BATON_FUZZ_SECONDS", "0"))
 MAX_BODY = 65536
 ROUTES = [
     *[("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")],
+    *[("POST", path) for path in ("/v1/messages", "/v1/messages/count_tokens")],
     *[("GET", path) for path in ("/v1/models", "/v1/models/fake", "/health", "/ready", "/metrics", "/openapi.json")],
     *[("GET", path) for path in ("/debug/nodes", "/debug/handoff", "/debug/requests", "/debug/requests/x")],
     ("DELETE", "/v1/requests/x"),
@@ -63,6 +65,8 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "n": st.integers(1, 4) | st.just(128),
     "best_of": st.integers(1, 4),
     "max_tokens": st.integers(1, 40) | st.just(511),
+    "stop_sequences": st.lists(text, max_size=3),
+    "system": text,
     "max_completion_tokens": st.integers(1, 40),
     "min_tokens": st.integers(0, 40),
     "temperature": st.floats(0, 2),
@@ -79,18 +83,34 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-101, 101),
     "timeout_s": st.floats(0.05, 4000),
     "chat_template_kwargs": st.dictionaries(st.text(max_size=8), anything, max_size=3),
-    "response_format": st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object"])}),
+    "response_format": st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "json_object", "json_schema"])},
+        optional={"json_schema": st.fixed_dictionaries({"name": text, "schema": anything}) | anything},
+    ),
+    "structured_outputs": st.fixed_dictionaries(
+        {},
+        optional={
+            "json": anything,
+            "regex": text | st.sampled_from(["a+", "(", "[a-z]{3}"]),
+            "choice": st.lists(text, max_size=3) | anything,
+            "grammar": text | st.just('start: "a"'),
+        },
+    ),
 }
 needed = {
     "/v1/completions": ("model", "prompt"),
     "/v1/chat/completions": ("model", "messages"),
     "/detokenize": ("tokens",),
+    "/v1/messages": ("model", "messages", "max_tokens"),
+    "/v1/messages/count_tokens": ("model", "messages"),
 }
 kinds = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
 }
 
 
@@ -170,12 +190,13 @@ class Target:
         assert response.status != 500, answer
         if response.status >= 400 and method != "HEAD":
             error = json.loads(answer)["error"]
-            assert set(error) == {"message", "type", "param", "code"}, answer
+            names = {"message", "type"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+            assert set(error) == names, answer
             assert error["message"]
             assert not INSIDES.search(error["message"]), error
         elif response.getheader("Content-Type", "").startswith("text/event-stream"):
-            events = [event.removeprefix(b"data: ") for event in answer.strip().split(b"\n\n")]
-            assert events[-1] == b"[DONE]" or "error" in json.loads(events[-1]), events[-1]
+            last = answer.strip().split(b"\n\n")[-1].rpartition(b"data: ")[2]
+            assert last == b"[DONE]" or "error" in json.loads(last) or json.loads(last)["type"] == "message_stop", last
 
 
 @pytest.fixture(scope="module")

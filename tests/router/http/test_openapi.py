@@ -127,7 +127,6 @@ def test_fields_that_are_refused_are_not_promised() -> None:
             assert field["deprecated"] and field["enum"] == list(each.accepted), each
             assert field["description"].startswith("Not served"), each
     assert schemas["CompletionRequest"]["properties"]["best_of"]["deprecated"]
-    assert schemas["ResponseFormat"]["properties"]["type"]["enum"] == ["text"]
 
 
 def test_the_filters_of_requests_are_declared() -> None:

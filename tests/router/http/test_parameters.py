@@ -159,7 +159,6 @@ def test_wrong_fields_are_refused_by_name(system: System) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"top_logprobs": 3}, "top_logprobs"),

@@ -1,0 +1,116 @@
+"""Structured output: the grammar that nodes get for each field, and bodies that are refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from baton.metadata.wire import messages as m
+
+from ..conftest import System
+from ..test_runner import own
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+BODIES = {
+    "/v1/completions": {"model": "fake", "prompt": "hello", "max_tokens": 100},
+    "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 100},
+}
+
+SERVED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, '"type": "object"'),
+    ({"response_format": FORMAT}, '"required": ["a"]'),
+    ({"response_format": {"type": "structural_tag", **TAG}}, "%json"),
+    ({"structured_outputs": {"json": SCHEMA}}, '"required": ["a"]'),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, '"required": ["a"]'),
+    ({"structured_outputs": {"json_object": True}}, '"type": "object"'),
+    ({"structured_outputs": {"regex": "a+"}}, "/a+/"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, 'start: "yes" | "no"'),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, 'start: "a"'),
+    ({"structured_outputs": {"structural_tag": {"type": "structural_tag", **TAG}}}, "%json"),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, "%json"),
+]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("fields", "part"), SERVED)
+def test_both_nodes_get_the_grammar(system: System, path: str, fields: dict[str, Any], part: str) -> None:
+    status, body, _ = system.router.request("POST", path, {**BODIES[path], **fields})
+    assert status == 200, body
+    asked = [*own(system.cluster.by_name("p0"), m.Prefill), *own(system.cluster.by_name("d0"), m.Reserve)]
+    grammars = {message.request.params.grammar for message in asked}
+    assert len(asked) == 2 and len(grammars) == 1
+    assert part in grammars.pop()
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}])
+def test_without_a_grammar_none_is_sent(system: System, fields: dict[str, Any]) -> None:
+    assert system.complete(**fields)[0] == 200
+    assert [message.request.params.grammar for message in own(system.cluster.by_name("p0"), m.Prefill)] == [None]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema"}}, "response_format: type 'json_schema' needs json_schema"),
+    ({"response_format": {**FORMAT, "type": "text"}}, "response_format: type 'text' has no json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type: Invalid enum value 'xml'"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"items": {"not": {}}}}}},
+        'response_format.json_schema.schema.items: Unimplemented keys: ["not"]',
+    ),
+    ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex: excludes response"),
+    ({"structured_outputs": {}}, "structured_outputs: needs one of json, json_object, regex"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice: excludes structured_outputs"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex: at 1(8): invalid regex"),
+    ({"structured_outputs": {"json": "["}}, "structured_outputs.json: must be a JSON schema"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json: cannot be read"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json: must be a JSON schema"),
+    ({"structured_outputs": {"json": {"a": "x" * (1 << 17)}}}, "structured_outputs.json: has 131081 bytes; at most"),
+    ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs.structural_tag: Expected `object`"),
+    ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx: unknown field; the nearest known field is regex"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos: excludes structured_outputs.regex"),
+    ({"guided_json": SCHEMA}, "guided_json: the field is now structured_outputs.json"),
+    ({"guided_regex": "a"}, "guided_regex: the field is now structured_outputs.regex"),
+    ({"guided_choice": ["a"]}, "guided_choice: the field is now structured_outputs.choice"),
+    ({"guided_grammar": "a"}, "guided_grammar: the field is now structured_outputs.grammar"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED)
+def test_what_cannot_be_served_is_refused_with_its_place(system: System, fields: dict[str, Any], words: str) -> None:
+    for path, body in BODIES.items():
+        status, answer, _ = system.router.request("POST", path, {**body, **fields})
+        assert status == 400, answer
+        assert answer["error"]["message"].startswith(words), answer
+        assert answer["error"]["param"] == words.partition(":")[0].partition(".")[0]
+
+
+def test_streams_go_on_while_a_hostile_schema_is_refused(system: System) -> None:
+    """The event loop never pauses for long, and the schema costs a bounded time."""
+    hostile = {"properties": {f"p{i}": {"type": "string"} for i in range(3500)}}
+    assert system.complete(structured_outputs={"json": SCHEMA})[0] == 200  # the process runs
+    longest, last, is_over = [0.0], [0.0], threading.Event()
+
+    def tick() -> None:
+        now = time.monotonic()
+        longest[0], last[0] = max(longest[0], now - (last[0] or now)), now
+        if not is_over.is_set():
+            loop.call_later(0.001, tick)
+
+    loop = system.router._loop
+    loop.call_soon_threadsafe(tick)
+    begun = time.monotonic()
+    try:
+        status, answer, _ = system.complete(structured_outputs={"json": hostile})
+    finally:
+        is_over.set()
+    assert status == 400
+    assert answer["error"]["message"] == "structured_outputs.json: takes more than 0.5 s to compile; make it smaller"
+    assert time.monotonic() - begun < 10
+    print(f"longest pause {1000 * longest[0]:.1f} ms")
+    assert longest[0] < 0.25  # 50 ms on a machine that does nothing else

@@ -1,0 +1,99 @@
+"""Sources of grammars: what they are converted into, what is refused, and which part is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+import pytest
+
+from baton.router.text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, converted
+
+from ..sites import tokenizer_file
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(tokenizer_file().decode(), n_vocab=420, eos_token=[1])
+
+
+def convert(vocabulary: llguidance.LLTokenizer, kind: GrammarKind, given: Any) -> Grammar | GrammarFault:
+    return converted(GrammarSource(kind, given if isinstance(given, str) else json.dumps(given)), vocabulary)
+
+
+def takes(vocabulary: llguidance.LLTokenizer, grammar: Grammar | GrammarFault, text: str) -> bool:
+    """Return whether a whole text is in the language of a grammar."""
+    assert isinstance(grammar, Grammar), grammar
+    matcher = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = vocabulary.tokenize_str(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": "^[a-z]+$"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+TAG = {"structures": [["<f=a>", {"type": "integer"}, "</f>"]], "triggers": ["<f="]}
+
+LANGUAGES: list[tuple[GrammarKind, Any, list[str], list[str]]] = [
+    ("json", SCHEMA, ['{"name":"ab"}', '{ "name": "a", "age": 3}'], ['{"age":3}', '{"name":"A"}', '{"name":"a"', "[]"]),
+    ("json", {"anyOf": [{"const": 1}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"type": "null"}}}, ["1", "null"], ["2"]),
+    ("regex", r"[a-c]{2}/\d", ["ab/7"], ["ab7", "abc/7", "ab/77"]),
+    ("choice", ["yes", 'n"o', "é\n😀"], ["yes", 'n"o', "é\n😀"], ["y", "yesyes", ""]),
+    ("grammar", 'start: "a" | "b" start', ["a", "bba"], ["b", "aa"]),
+    ("grammar", 'root ::= "a" | "b" root', ["a", "bba"], ["b", "aa"]),
+    ("structural_tag", TAG, ["hello", "x <f=a>12</f> y"], ["x <f=b>", "<f=a>x</f>"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "inside", "outside"), LANGUAGES)
+def test_a_grammar_takes_the_language_of_its_source(
+    vocabulary: llguidance.LLTokenizer, kind: GrammarKind, given: Any, inside: list[str], outside: list[str]
+) -> None:
+    grammar = convert(vocabulary, kind, given)
+    assert [text for text in inside if not takes(vocabulary, grammar, text)] == []
+    assert [text for text in outside if takes(vocabulary, grammar, text)] == []
+
+
+def nested(depth: int) -> str:
+    return '{"not":' * depth + "{}" + "}" * depth
+
+
+FAULTS: list[tuple[GrammarKind, Any, str, str]] = [
+    ("json", {"properties": {"a": {"items": {"not": {}}}}}, ".properties.a.items", 'Unimplemented keys: ["not"]'),
+    ("json", {"properties": {"a b": {"type": "x"}}}, '.properties."a b"', "Invalid type: x"),
+    ("json", {"anyOf": [{"type": "null"}, {"uniqueItems": True}]}, ".anyOf[1]", "uniqueItems"),
+    ("json", {"$ref": "#/$defs/x", "$defs": {"x": {"format": "foo", "type": "string"}}}, ".$defs.x", "Unknown format"),
+    ("json", {"$ref": "#/$defs/y"}, "", "does not exist"),
+    ("json", {"$ref": "https://example.com/schema"}, "", "not present"),
+    ("json", {"properties": {"q": {"type": "string", "pattern": "(?=a)"}}}, ".properties.q", "look-around"),
+    ("json", {"x-guidance": {"lenient": True}, "uniqueItems": True}, ".x-guidance", "cannot be set"),
+    ("json", {"type": "object", "required": ["a"], "additionalProperties": False}, "", "required property 'a'"),
+    ("json", nested(101), "", "more than 100 levels"),
+    ("json", nested(100_000)[:MAX_SOURCE], "", "cannot be read"),
+    ("json", "[1]", "", "cannot be read"),
+    ("json", " " * (MAX_SOURCE + 1), "", "at most 131072"),
+    ("regex", "(a", "", "unclosed group"),
+    ("regex", "a(?!b)", "", "look-around"),
+    ("choice", [], "", "one or more texts"),
+    ("choice", ["a", ""], "", "not empty"),
+    ("choice", ["a"] * 5000, "", "at most 4096"),
+    ("grammar", 'start: "a" | b', "", 'unknown name: "b"'),
+    ("grammar", "nonsense", "", "neither Lark nor GBNF"),
+    ("structural_tag", {**TAG, "triggers": ["<g="]}, ".structures[0].begin", "none of the triggers"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "place", "words"), FAULTS)
+def test_what_cannot_be_served_is_refused_with_its_place(
+    vocabulary: llguidance.LLTokenizer, kind: GrammarKind, given: Any, place: str, words: str
+) -> None:
+    fault = convert(vocabulary, kind, given)
+    assert isinstance(fault, GrammarFault), fault
+    assert fault.place == place
+    assert words in fault.words
+    assert len(fault.words) < 700
