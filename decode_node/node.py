@@ -227,6 +227,9 @@ class DecodeNode:
             num_rounds=rounds.num_verified,
             num_drafted=rounds.num_drafted,
             accepted_at=tuple(rounds.accepted_at),
+            masked_rounds=rounds.masked_rounds,
+            late_masks=rounds.late_masks,
+            mask_seconds=rounds.mask_s,
             idle_rounds=tuple(rounds.idle_rounds),
         )
 
@@ -258,6 +261,7 @@ class DecodeNode:
 
     def _reserve(self, message: Reserve | Compute) -> None:
         for sequence in self._reservations.grant(message):
+            self.executor.expect(sequence.sampling.params.grammar)
             if isinstance(message, Compute):
                 self._start_local(sequence)
             else:

@@ -38,8 +38,7 @@ from .engine import Engine
 from .executor import HostProposer
 from .grammar import Matcher
 from .graphs import RoundGraphs
-from .joint_graphs import JointGraphs
-from .joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes
+from .joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes, sizes_alone
 from .local_prompts import LocalPrompts
 from .logprobs import Logprobs
 from .progress import Progress
@@ -50,8 +49,9 @@ from .round_masks import RoundMasks
 from .round_timing import padding_catch_up, padding_round
 from .sampling_state import Needs
 from .slots import Slots
+from .step_graphs import StepGraphs
 from .trees import Drafts
-from .work import Accepted, CatchUp, LoadSlot, Recompute, Round, RoundTokens, RoundWork, Scores, catch_up_sizes
+from .work import Accepted, CatchUp, LoadSlot, Masking, Recompute, Round, RoundTokens, RoundWork, Scores, catch_up_sizes
 
 _COUNTS = 2  # numbers of a row before its tokens
 
@@ -74,6 +74,7 @@ class _UnderWay(NamedTuple):
     event: torch.cuda.Event | None  # None: the device is the host
     matchers: list[Matcher | None]  # of the sequences, if any has a grammar, until they have accepted the tokens
     broken: set[int]  # rows whose grammar was broken then
+    masking: Masking | None  # None: no sequence has a grammar
 
 
 class _Graphs(NamedTuple):
@@ -81,7 +82,7 @@ class _Graphs(NamedTuple):
 
     rounds: RoundGraphs[DraftShape, RoundResult]
     catching_up: RoundGraphs[int, None]
-    joint: JointGraphs | None  # None: the node does not expect prompts
+    steps: StepGraphs | None  # None: ranks with sequences of their own have none
 
 
 class DeviceExecutor:
@@ -111,6 +112,7 @@ class DeviceExecutor:
         self._under_way: deque[_UnderWay] = deque()
         self._row_buffer = MetadataBuffers(engine.schema)
         self._local_prompts = LocalPrompts(engine, self.slots)
+        self._masking: Masking | None = None  # of the round that is submitted now
         self._scored: _Scored | None = None  # of the last Recompute
         self._chunks_ahead: deque[torch.cuda.Event] = deque()  # of Recomputes, each when it is computed
 
@@ -142,8 +144,8 @@ class DeviceExecutor:
     def joint_sizes(self) -> JointSizes:
         if not captures(self.engine.device):
             return EVERY_SIZE
-        joint = None if self._graphs is None else self._graphs.joint
-        return JointSizes(() if joint is None else joint.sizes, self.shape)
+        steps = None if self._graphs is None else self._graphs.steps
+        return JointSizes(() if steps is None else steps.sizes, self.shape)
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Capture, on CUDA, the graphs of all buckets for every kind of sampling, so that service captures none and
@@ -195,22 +197,22 @@ class DeviceExecutor:
         with suppress(torch.OutOfMemoryError):
             self.slots.allocate_all()
             blocks = self.buckets.allocate_on_device()
-            pool, joint = torch.cuda.graph_pool_handle(), None
+            pool, steps = torch.cuda.graph_pool_handle(), None
             shared = blocks[-1:] if of_largest else blocks, self.slots.padding, pool
             rounds = RoundGraphs("rounds", self._captured_round, *shared)
             catching_up = RoundGraphs("catching up", self._catch_up, *shared)
-            joins = expects_prompts and self.engine.num_pools == 1  # ranks with sequences of their own never do
-            joint_of = joint_sizes(self.buckets.sizes, self.shape) if joins else []
-            if joint_of:
-                joint_of = joint_of[-1:] if of_largest else joint_of
-                joint = JointGraphs(self.engine, self.drafter, self.slots, blocks, joint_of, pool)
+            if self.engine.num_pools == 1:
+                alone = sizes_alone(self.buckets.sizes, self.shape)
+                joint = joint_sizes(self.buckets.sizes, self.shape) if expects_prompts else []
+                sizes = [*joint[-1:], *alone[-1:]] if of_largest else [*joint, *alone]
+                steps = StepGraphs(self.engine, self.drafter, self.slots, blocks, sizes, pool)
             with torch.inference_mode():
                 rounds.capture(shapes, progress)
                 if num_rows:
                     catching_up.capture(num_rows, progress)
-                if joint is not None:
-                    joint.capture(progress)
-            return _Graphs(rounds, catching_up, joint)
+                if steps is not None:
+                    steps.capture(progress)
+            return _Graphs(rounds, catching_up, steps)
         raise ConfigError(
             f"the GPU has no memory left for graphs of rounds of {self.num_slots} sequences; lower max_running (or "
             f"num_pages if it is given), or {SHARING}"
@@ -282,10 +284,15 @@ class DeviceExecutor:
         self._row_buffer.unpack(row)
         return self._row_buffer.get_sampled(self.vocab_size)
 
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        self.engine.grammars.prepare(grammar)
+
     # --- work ---
 
     def _submit_round(self, work: Round) -> _UnderWay:
         if work.beside is None:
+            work = self._widened(work)
             block = self.buckets.fill_round(work)
             self._used.append(block)
             result = self._run_alone(block, work)
@@ -298,47 +305,74 @@ class DeviceExecutor:
             logprobs = Logprobs(*(to_host(each[:num_rows]) for each in logprobs))
         used, self._used = self._used, []
         matchers = self._masks.of(work.slots) if work.needs.masks else []
-        return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device), matchers, set())
+        masking, self._masking = self._masking, None
+        return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device), matchers, set(), masking)
+
+    def _widened(self, work: Round) -> Round:
+        """Return a round that is not computed together with a chunk, with as many drafts as the graphs of its steps
+        have if it has grammars."""
+        has_graphs = self._graphs is not None and self._graphs.steps is not None
+        return widened(work, self.shape) if has_graphs and work.needs.masks and work.shape.num_steps else work
 
     def _run_alone(self, block: InputBlock, work: Round) -> RoundResult:
         """Run a round that has no chunk beside it, or whose chunk is computed."""
         if not work.needs.masks:
             return self.run_round(block, work.shape, work.needs)
+        steps = None if self._graphs is None else self._graphs.steps
+        if steps is not None and block.num_seqs in self.buckets.sizes:
+            size = steps.alone(block.num_seqs, work.shape)
+            drafts, event = steps.propose(size, block, work.needs).to_host(), recorded_event(self.engine.device)
+            steps.verify(size)
+            return steps.settle(size, work.needs, self._allowed(work, drafts, event))
         inputs = block.to(self.engine.device).for_round
         proposed = propose(self.drafter, self.slots, inputs, work.shape, work.needs)
         drafts, event = proposed.drafts.to_host(), recorded_event(self.engine.device)
         verified = verify(self.engine, proposed)
         allowed = self._allowed(work, drafts, event)
+        assert allowed is not None
         return settle(
-            self.engine, self.drafter, self.slots, inputs, proposed, verified, work.shape, work.needs, allowed
+            self.engine,
+            self.drafter,
+            self.slots,
+            inputs,
+            proposed,
+            verified,
+            work.shape,
+            work.needs,
+            to_device(allowed, self.engine.device),
         )
 
     def _allowed(self, work: Round, drafts: Drafts, event: torch.cuda.Event | None) -> Tensor | None:
-        """Return the tokens that each node of a round may be, for `settle`. `drafts` are on the host after `event`.
-        None: no sequence has a grammar."""
+        """Return the tokens that each node of a round may be, as for `settle`, but on the host. `drafts` are there
+        after `event`. None: no sequence has a grammar."""
         if not work.needs.masks:
             return None
+        verified = recorded_event(self.engine.device)
         if event is not None:
             event.synchronize()
+        begun = time.monotonic()
         for before in self._under_way:
             _accept(before)
-        return to_device(self._masks.fill(self._masks.of(work.slots), drafts), self.engine.device)
+        allowed = self._masks.fill(self._masks.of(work.slots), drafts)
+        self._masking = Masking(time.monotonic() - begun, verified is None or verified.query())
+        return allowed
 
     def _run_both(self, work: Round, chunk: Recompute) -> tuple[Round, RoundResult]:
         """Submit a round and the chunk beside it. Return the round as it was submitted, and its result. Raises
         ChunkOutOfMemory."""
         assert not chunk.is_scored, "scores of a chunk beside a round would not be collected"
-        joint = None if self._graphs is None or work.needs.masks else self._graphs.joint
-        size = None if joint is None else joint.fitting(work, chunk.rows)
-        if joint is not None and size is not None:
+        steps = None if self._graphs is None else self._graphs.steps
+        size = None if steps is None else steps.fitting(work, chunk.rows)
+        if size is not None:
             work = widened(work, size.shape)
             block = self.buckets.fill_round(work, size.num_seqs)
         else:
+            work = self._widened(work)
             block = self.buckets.fill_round(work)
         self._used.append(block)
         ways: list[Callable[[], Callable[[], RoundResult]]] = [partial(self._begin_apart, block, work, chunk)]
-        if joint is not None and size is not None and not work.needs.masks:
-            ways.insert(0, partial(self._begin_by_graphs, joint, size, block, work, chunk))
+        if steps is not None and size is not None:
+            ways.insert(0, partial(self._begin_by_graphs, steps, size, block, work, chunk))
         elif not captures(self.engine.device):
             ways.insert(0, partial(self._begin_jointly, block, work, chunk))
         for begin in ways:  # the way that needs less memory last
@@ -359,11 +393,14 @@ class DeviceExecutor:
         return partial(self._run_alone, block, work)
 
     def _begin_by_graphs(
-        self, joint: JointGraphs, size: JointSize, block: InputBlock, work: Round, chunk: Recompute
+        self, steps: StepGraphs, size: JointSize, block: InputBlock, work: Round, chunk: Recompute
     ) -> Callable[[], RoundResult]:
         """Replay graphs that hold both."""
-        self._local_prompts.take(chunk, joint.verify(size, block, chunk.rows, work.needs))
-        return partial(joint.settle, size, work.needs)
+        drafts, event = steps.propose(size, block, work.needs), None
+        if work.needs.masks:
+            drafts, event = drafts.to_host(), recorded_event(self.engine.device)
+        self._local_prompts.take(chunk, steps.verify(size, chunk.rows))
+        return partial(steps.settle, size, work.needs, self._allowed(work, drafts, event))
 
     def _begin_jointly(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
         """Run one forward of both directly."""
@@ -409,7 +446,7 @@ class DeviceExecutor:
         elif self.drafter is not None and work.row is not None:
             self._row_buffer.unpack(work.row)
             draft = get_draft(self._row_buffer, self.drafter, work.token_ids)
-        self._masks.load(work.slot, work.sampling, work.token_ids)
+        self._masks.load(work.slot, work.sampling)
         self.slots.load(work.slot, len(work.token_ids) - 1, work.token_ids[-1], work.sampling, draft)
 
     # --- steps on the device ---
@@ -457,7 +494,7 @@ def _report(done: _UnderWay) -> RoundTokens:
         count, start = 0 if row in done.broken else min(num_accepted + 1, num_valid), row * num_rows
         num_drafted = min(work.limits[row], num_rows - 1)
         rows.append(Accepted(tokens[:count], logprobs[start : start + count], num_accepted, num_drafted))
-    return RoundTokens(rows)
+    return RoundTokens(rows, done.masking)
 
 
 def _numbers_to_host(numbers: Tensor) -> Tensor:

@@ -120,6 +120,10 @@ class Executor(Protocol):
         """Return the first token of a metadata row. Raises ProtocolError if a peer's row cannot be used."""
         ...
 
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        ...
+
 
 class WaitingExecutor(Executor, Protocol):
     """An executor of one rank, whose works wait for those of the other ranks (own_work_executor.py)."""

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 Mask: TypeAlias = NDArray[np.int32]  # [..., ceil(vocab_size / 32)]
 MAX_COMPILED = 64  # grammars that are kept, with what their masks have taught them
+MAX_STEP_ITEMS = 5000  # of llguidance: the most work for a mask, some 0.1 s; a grammar that needs more is broken
 
 
 class Matcher:
@@ -91,23 +92,35 @@ class Grammars:
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Read the tokenizer in the background. `tokenizer`: tokenizer.json. `vocab_size`: number of logits.
-        `eos_token_ids`: the tokens that end a text."""
+        `eos_token_ids`: the tokens that end a text; empty: no request can have a grammar, which must be able to end."""
         self.num_words = -(-vocab_size // 32)
         self._vocab_size = vocab_size
         self._reading: Future[llguidance.LLTokenizer] = begin(
             lambda: llguidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids)),
             "tokenizer of grammars",
         )
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher | None]] = OrderedDict()
+        self._limits = llguidance.LLParserLimits(step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
         self._executor = llguidance.LLExecutor()
 
-    def matcher(self, state: SamplingState, token_ids: Sequence[int]) -> Matcher:
-        """Return the matcher of a sequence after all of its tokens, prompt and output, whose sampling is in `state`."""
+    def prepare(self, grammar: str | None) -> None:
+        """Begin to compile the grammar of a request that comes soon, if it has one. It takes up to half a second."""
+        if grammar is None:
+            return
+        if grammar not in self._compiled:
+            self._compiled[grammar] = begin(lambda: self._compile(grammar), "grammar")
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+
+    def matcher(self, state: SamplingState) -> Matcher:
+        """Return the matcher of a sequence after the tokens that it has generated."""
         grammar = state.params.grammar
         assert grammar is not None, state.params
-        compiled = self._compile(grammar)
+        self.prepare(grammar)
+        compiled = self._compiled[grammar].result()
         matcher = Matcher(None if compiled is None else compiled.deep_copy(), state)
-        matcher.accept(token_ids[state.prompt_len :])
+        matcher.accept(state.output_ids)
         return matcher
 
     def fill(self, masks: Mask, chains: Sequence[Chain]) -> None:
@@ -145,31 +158,29 @@ class Grammars:
         if not matcher.is_broken:
             visit(0, 0)
 
-    def first(self, states: Sequence[SamplingState], token_ids: Sequence[Sequence[int]]) -> tuple[Mask, list[bool]]:
+    def next(self, states: Sequence[SamplingState]) -> tuple[Mask, list[bool]]:
         """Return what each sequence may have next, [num_states, num_words], and whether its grammar is broken. A
         sequence without a grammar may have every token."""
         masks, chains = np.full((len(states), self.num_words), -1, np.int32), list[Chain]()
-        for row, (state, ids) in enumerate(zip(states, token_ids, strict=True)):
+        for row, state in enumerate(states):
             if state.params.grammar is not None:
-                chains.append(Chain(self.matcher(state, ids), row))
+                chains.append(Chain(self.matcher(state), row))
         self.fill(masks, chains)
         broken = {chain.row for chain in chains if chain.matcher.is_broken}
         return masks, [row in broken for row in range(len(states))]
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher | None:
-        """Return the matcher of a grammar at the beginning, which others are copied from. None: the tokenizer cannot be
-        used."""
-        if grammar in self._compiled:
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
+        """Return the matcher of a grammar at the beginning, which others are copied from. None: llguidance does not
+        take the tokenizer or the grammar."""
         try:
             tokenizer = self._reading.result()
         except Exception as error:  # whatever llguidance raises for a tokenizer that it does not know
             logger.error("no request can have a grammar: llguidance cannot use the tokenizer: %s", error)
             return None
-        compiled = self._compiled[grammar] = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        compiled = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+        if not compiled.is_error():
+            compiled.compute_bitmask()
         if compiled.is_error():
             logger.error("a grammar cannot be used: %s", compiled.get_error().splitlines()[0])
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
+            return None
         return compiled

@@ -36,6 +36,12 @@ class JointSize(NamedTuple):
         return self.num_round_rows + self.num_tokens
 
 
+def sizes_alone(buckets: Sequence[int], shape: DraftShape) -> list[JointSize]:
+    """Return the sizes of rounds without a chunk whose steps are graphs, for these numbers of sequences: with as many
+    drafts as there may be, and without."""
+    return [JointSize(num_seqs, each, 0) for num_seqs in buckets for each in sorted({shape.with_steps(0), shape})]
+
+
 @dataclass(frozen=True, slots=True)
 class JointSizes:
     """The sizes that a device is prepared for, smallest first. None: it needs no preparation, so every chunk shares

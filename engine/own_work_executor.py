@@ -220,6 +220,10 @@ class RankQueue:
     def read_row(self, row: bytes) -> Sampled:
         return self._device.read_row(row)
 
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        self._device.expect(grammar)
+
     def take(self, report: Report | None) -> None:
         """Keep a report of this rank until the scheduler collects it."""
         if isinstance(report, Scores):

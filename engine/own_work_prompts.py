@@ -56,3 +56,7 @@ class OwnWorkPrompts:
         """Free what a rank keeps of a prompt."""
         self._keys.discard(key)
         self._executor.run([Forget(key)] * len(self._executor.queues))
+
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        self._engine.grammars.prepare(grammar)

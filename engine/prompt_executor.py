@@ -83,6 +83,10 @@ class PromptStates(Protocol):
         """Free what is kept of a prompt, if there is anything."""
         ...
 
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        ...
+
 
 class PromptExecutor(PromptStates, Protocol):
     """Computes chunks of prompts in the order of submission. One thread."""

@@ -95,6 +95,10 @@ class Prompts:
         """Free what is kept of a prompt, if there is anything."""
         self._kept.pop(key, None)
 
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        self.engine.grammars.prepare(grammar)
+
     def _submit(self, chunk: Chunk) -> SubmittedChunk:
         begun, engine = time.monotonic(), self.engine
         rows = [each.row for each in chunk.rows]
@@ -204,8 +208,7 @@ class SubmittedTails:
         sampling, self._broken = SamplingBatch.of(states, engine.device), [False] * len(states)
         masked = sampling
         if sampling.needs.masks:
-            token_ids = [prompt.token_ids for tail, prompt in zip(tails, prompts, strict=True) for _ in tail.states]
-            masks, self._broken = engine.grammars.first(states, token_ids)
+            masks, self._broken = engine.grammars.next(states)
             masked = sampling.within(to_device(torch.from_numpy(masks), engine.device))
         self._sample = SubmittedSample.of(self._per_choice(logits, range(len(tails))), masked)
         self._handed = [index for index, tail in enumerate(tails) if tail.is_handed_over]

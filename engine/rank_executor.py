@@ -101,6 +101,10 @@ class RankExecutor:
     def read_row(self, row: bytes) -> Sampled:
         return self._own.read_row(row)
 
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        self._own.expect(grammar)
+
 
 class RankPrompts:
     """Computes chunks of prompts on all ranks, which hold the same sequences. Reports are rank 0's."""
@@ -147,3 +151,7 @@ class RankPrompts:
         """Free what the ranks keep of a prompt."""
         self._ranked.send(Forget(key))
         self._own.forget(key)
+
+    def expect(self, grammar: str | None) -> None:
+        """Prepare for a request with this grammar, without waiting; None: it has none."""
+        self._own.expect(grammar)

@@ -8,7 +8,7 @@ the result, so a CUDA graph can hold the whole round. Batches above the largest 
 tensors of their own size. `catch_up` is a second such function: it runs the drafter over rows that rounds without
 drafts left out.
 
-A round has three steps, and each can be a graph of its own (joint_graphs.py):
+A round has three steps, and each can be a graph of its own (step_graphs.py):
 
     propose   reads the slots; the drafter drafts
     verify    the target's forward, which a chunk of prompts may share, so that the weights are read once

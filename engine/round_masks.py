@@ -25,11 +25,11 @@ class RoundMasks:
         self._pinned = pinned
         self._matchers: dict[int, Matcher] = {}  # by slot
 
-    def load(self, slot: int, state: SamplingState, token_ids: Sequence[int]) -> None:
-        """Give the slot to a sequence with these tokens, prompt and output."""
+    def load(self, slot: int, state: SamplingState) -> None:
+        """Give the slot to a sequence."""
         self._matchers.pop(slot, None)
         if state.params.grammar is not None:
-            self._matchers[slot] = self._grammars.matcher(state, token_ids)
+            self._matchers[slot] = self._grammars.matcher(state)
 
     def of(self, slots: Sequence[int]) -> list[Matcher | None]:
         """Return the matchers of the sequences in these slots; None: the sequence has no grammar."""

@@ -1,10 +1,10 @@
-"""Statistics of rounds: how many drafts were made and accepted."""
+"""Statistics of rounds: how many drafts were made and accepted, and what grammars cost."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .work import Accepted
+from .work import Accepted, Masking
 
 
 @dataclass(slots=True)
@@ -15,7 +15,17 @@ class RoundStats:
     num_verified: int = 0  # sequences whose drafts were verified, once per round
     num_drafted: int = 0
     num_accepted: int = 0
+    masked_rounds: int = 0  # with grammars
+    late_masks: int = 0  # of these, the rounds in which the device waited for the masks
+    mask_s: float = 0.0  # that the host took to fill masks
     idle_rounds: list[int] = field(default_factory=list[int])  # by rank, if each has sequences of its own
+
+    def count_masks(self, masking: Masking | None) -> None:
+        """Count what the grammars of a round cost, if it had some."""
+        if masking is not None:
+            self.masked_rounds += 1
+            self.late_masks += masking.is_late
+            self.mask_s += masking.fill_s
 
     def count(self, accepted: Accepted) -> None:
         """Count a round of one sequence, if the sequence could accept a draft."""

@@ -169,11 +169,12 @@ class Rounds:
     def collect(self, submitted: Submitted) -> RoundTokens:
         """Wait for a round. Rounds are collected in the order in which they were submitted. The caller appends the
         tokens, of which the last has no KV yet. A sequence that was released meanwhile has None."""
-        rows = self.executor.collect().rows
+        report = self.executor.collect()
         live = [
             accepted if sequence.slot is not None else None
-            for sequence, accepted in zip(submitted.sequences, rows, strict=True)
+            for sequence, accepted in zip(submitted.sequences, report.rows, strict=True)
         ]
+        self.stats.count_masks(report.masking)
         for accepted in live:
             if accepted is not None:
                 self.stats.count(accepted)

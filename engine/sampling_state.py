@@ -73,7 +73,8 @@ def covering(needs: Needs) -> Needs:
 
 
 class SamplingState:
-    """Parameters and token history of one choice of a request. It holds a history only if a penalty counts it."""
+    """Parameters and token history of one choice of a request. It holds a history only if a penalty or a grammar reads
+    it."""
 
     __slots__ = (
         "banned_ids",
@@ -94,7 +95,7 @@ class SamplingState:
     prompt_len: int
     num_generated: int
     prompt_ids: tuple[int, ...]  # those that a repetition penalty counts; else none
-    output_ids: list[int]  # generated tokens that a penalty counts; else none
+    output_ids: list[int]  # generated tokens, if a penalty or a grammar reads them; else none
     bias: dict[int, float]  # `logit_bias` of ids that have a logit
     banned_ids: tuple[int, ...]  # stop ids that have a logit, if min_tokens bans them at first
     lasting_needs: Needs  # those of every token; `bans` is not among them
@@ -117,7 +118,7 @@ class SamplingState:
         self.prompt_len = len(prompt_ids)
         self.num_generated = len(output_ids)
         self.prompt_ids = tuple(prompt_ids) if params.repetition_penalty != 1.0 else ()
-        self.output_ids = output_ids if self.penalizes else []
+        self.output_ids = output_ids if self._reads_output else []
         self.bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_size}
         self.banned_ids = ()
         if params.min_tokens > 0 and params.grammar is None:  # a grammar's masks ban them, if others are left
@@ -158,8 +159,12 @@ class SamplingState:
         params = self.params
         return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
 
+    @property
+    def _reads_output(self) -> bool:
+        return self.penalizes or self.params.grammar is not None
+
     def append(self, token_id: int) -> None:
         """Record that `token_id` was generated at `position`."""
         self.num_generated += 1
-        if self.penalizes:
+        if self._reads_output:
             self.output_ids.append(token_id)

@@ -156,11 +156,19 @@ class Accepted(NamedTuple):
     num_drafted: int  # at most K: drafts that the sequence could have accepted
 
 
+class Masking(NamedTuple):
+    """What the grammars of a round cost."""
+
+    fill_s: float  # that the host took to fill the masks
+    is_late: bool  # the device had nothing else to do before they were there; always on a CPU
+
+
 @dataclass(frozen=True, slots=True)
 class RoundTokens:
     """The report of a round: what it brought each sequence, in order. None: the sequence has left its slot."""
 
     rows: Sequence[Accepted | None]
+    masking: Masking | None = None  # None: no sequence has a grammar
 
 
 def catch_up_sizes(shape: DraftShape) -> tuple[int, int]:

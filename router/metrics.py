@@ -183,6 +183,9 @@ _COUNTERS = (
     "transfer_seconds",
     "num_rounds",
     "num_drafted",
+    "masked_rounds",
+    "late_masks",
+    "mask_seconds",
 )
 
 

@@ -168,6 +168,9 @@ class NodeStats(Message, frozen=True):
     num_rounds: Count = 0  # speculative rounds, counted once per sequence
     num_drafted: Count = 0
     accepted_at: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()  # accepted drafts by draft position
+    masked_rounds: Annotated[Count, Since(6)] = 0  # with grammars, whose masks the host filled
+    late_masks: Annotated[Count, Since(6)] = 0  # of these, the rounds in which the device waited for the masks
+    mask_seconds: Annotated[Seconds, Since(6)] = 0.0
     # by rank, if each has sequences of its own: rounds in which others had some and this one had none
     idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
 

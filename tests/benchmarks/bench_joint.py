@@ -76,10 +76,10 @@ def _chunk(engine: Engine, num_tokens: int) -> tuple[Running, BatchRow]:
 def _is_joint(rounds: Rounds, sequences: list[Running], shape: DraftShape, chunk: LocalChunk) -> bool:
     """Return whether the executor has graphs that serve the round and the chunk together."""
     graphs = getattr(rounds.executor, "_graphs", None)
-    if graphs is None or graphs.joint is None:
+    if graphs is None or graphs.steps is None:
         return False
     work = rounds.make_round(sequences, shape, [0] * len(sequences))
-    return graphs.joint.fitting(work, chunk.rows) is not None
+    return graphs.steps.fitting(work, chunk.rows) is not None
 
 
 def _median_ms(call: Callable[[], None]) -> float:

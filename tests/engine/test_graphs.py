@@ -16,9 +16,9 @@ from baton.engine.device_executor import DeviceExecutor
 from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.graphs import graph_sizes
-from baton.engine.joint_graphs import JointGraphs
 from baton.engine.joint_sizes import CHUNK_SIZES, JointSize
 from baton.engine.sampling_state import KINDS, Needs, covering
+from baton.engine.step_graphs import StepGraphs
 from baton.kernels.operations import preferring
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS
@@ -110,7 +110,7 @@ def test_a_rehearsal_captures_the_largest_bucket_beside_the_inputs_of_all(
     expects_prompts: bool, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured, joint = list[list[int]](), list[list[JointSize]]()
-    monkeypatch.setattr(JointGraphs, "capture", lambda graphs, *_: joint.append(graphs.sizes))
+    monkeypatch.setattr(StepGraphs, "capture", lambda graphs, *_: joint.append(graphs.sizes))
     monkeypatch.setattr(graphs.RoundGraphs, "capture", lambda graphs, *_: captured.append(list(graphs._inputs)))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=8))

@@ -7,7 +7,17 @@ import itertools
 import pytest
 from imports import check_imports
 
-from baton.engine.sampling_state import EVERYTHING, GREEDY, KINDS, SAMPLED, SCORED, Needs, SamplingState, covering
+from baton.engine.sampling_state import (
+    EVERYTHING,
+    GREEDY,
+    KINDS,
+    MASKED,
+    SAMPLED,
+    SCORED,
+    Needs,
+    SamplingState,
+    covering,
+)
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams
 
 VOCAB = 12
@@ -86,7 +96,7 @@ def test_the_module_imports_no_torch() -> None:
 # --- kinds ---
 
 NUMS = (None, 0, 1, MAX_TOP_LOGPROBS)
-ALL = [Needs(*flags, num) for flags in itertools.product((False, True), repeat=6) for num in NUMS]
+ALL = [Needs(*flags, num) for flags in itertools.product((False, True), repeat=7) for num in NUMS]
 
 
 def does(kind: Needs, needs: Needs) -> bool:
@@ -98,11 +108,11 @@ def does(kind: Needs, needs: Needs) -> bool:
 
 def test_the_least_kind_that_does_all_that_is_asked_serves_it() -> None:
     for needs in ALL:
-        assert covering(needs) == next(kind for kind in KINDS if does(kind, needs)), needs
+        assert covering(needs) == next(kind for kind in (*KINDS, MASKED) if does(kind, needs)), needs
 
 
 def test_each_kind_does_all_that_the_one_before_it_does() -> None:
-    assert all(does(later, kind) and later != kind for kind, later in itertools.pairwise(KINDS))
+    assert all(does(later, kind) and later != kind for kind, later in itertools.pairwise((*KINDS, MASKED)))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +127,7 @@ def test_each_kind_does_all_that_the_one_before_it_does() -> None:
         (Needs(biases=True), EVERYTHING),
         (Needs(bans=True), EVERYTHING),
         (Needs(num_logprobs=0), SCORED),
+        (Needs(masks=True), MASKED),
         (Needs(is_random=True, cuts=True, num_logprobs=MAX_TOP_LOGPROBS), SCORED),
         (Needs(penalizes=True, num_logprobs=1), EVERYTHING),
     ],

@@ -138,3 +138,25 @@ def test_logits_of_some_tokens_are_processed_as_among_all(
         found = function(whole[:, logit_ids], history, *others, logit_ids)
         assert found.dtype is torch.float32
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), function
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_logits", "vocab_size"), [(1, 1), (33, 33), (1056, 1056), (37, 700), (1025, 2500)])
+def test_a_grammar_forbids_tokens_whose_bit_is_not_set(num_logits: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """After everything else, by kernel and reference, for all tokens and for some. A NaN stays one."""
+    logit_ids = some_ids(num_logits, vocab_size).to(DEVICE) if num_logits < vocab_size else None
+    whole, *others = rows(table(vocab_size), vocab_size, 2)
+    whole[:, ::5] = NAN
+    bits = torch.rand(7, -(-vocab_size // 32) * 32, generator=torch.Generator().manual_seed(5)) < 0.3
+    bits[2], bits[4] = True, False
+    weights = (1 << torch.arange(32)).to(torch.int64)
+    words = (bits.view(7, -1, 32) * weights).sum(2)
+    allowed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).to(DEVICE)
+    free = process_logits_ref(whole.to(dtype), *others)
+    expected = free.masked_fill(~bits[:, :vocab_size].to(DEVICE) & ~free.isnan(), -INF)
+    if logit_ids is not None:
+        whole, expected = whole[:, logit_ids].contiguous(), expected[:, logit_ids]
+    for function in (process_logits, process_logits_ref):
+        found = function(whole.to(dtype), *others, logit_ids, allowed)
+        assert torch.equal(found.isnan(), expected.isnan()), function
+        assert torch.equal(found.nan_to_num(0.0, INF, -INF), expected.nan_to_num(0.0, INF, -INF)), function

@@ -23,6 +23,7 @@ OBJECT = llguidance.LLMatcher.grammar_from_json_schema(
         "additionalProperties": False,
     }
 )
+LETTERS = llguidance.LLMatcher.grammar_from_regex(r"([a-f]{1,3} )+")
 WORDS = llguidance.LLMatcher.grammar_from_regex(r"[a-e]{2,4}( [0-9]{1,3}){0,4}")
 
 

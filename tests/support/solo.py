@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from heads import over_all_tokens
+from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine import trees
@@ -29,6 +30,7 @@ from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.rounds import Rounds
 from baton.engine.row_shares import Lens
+from baton.engine.sampling import SubmittedSample
 from baton.engine.sampling_batch import INTS, SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.work import MAX_MISSED, Accepted, BatchRow, RoundTokens
@@ -98,7 +100,7 @@ class Solo:
         states = [SamplingState(p, ids, vocab_size=vocab_size) for ids, p in zip(prompts, params, strict=True)]
         pages = [self._allocate(len(ids) + p.max_tokens + 16) for ids, p in zip(prompts, params, strict=True)]
         extend, logits = self._compute(prompts, pages, chunk)
-        tokens, _ = self.engine.sample(logits, states)
+        tokens = self._first_tokens(logits, states)
         for state, token in zip(states, tokens, strict=True):
             assert token is not None
             state.append(token)
@@ -110,6 +112,11 @@ class Solo:
         for row, sequence in enumerate(started):
             self.rounds.admit(sequence, pack_draft(self.engine.schema, draft.row(row)))
         return started
+
+    def _first_tokens(self, logits: Tensor, states: Sequence[SamplingState]) -> list[int | None]:
+        masks, _ = self.engine.grammars.next(states)
+        batch = SamplingBatch.of(states, self.engine.device).within(torch.from_numpy(masks).to(self.engine.device))
+        return SubmittedSample.of(logits, batch).read([None] * len(states))[0]
 
     def round(
         self, sequences: Sequence[Running], num_steps: int, limits: Sequence[int] | None = None

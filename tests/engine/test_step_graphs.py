@@ -16,19 +16,20 @@ from typing import Any
 import pytest
 import torch
 from drafters import ALL, settings, target_of
+from grammars import LETTERS
 from node_pair import params
 from scratch import check_state
 from solo import POISON, Running, Solo, coach, spoil
 
-from baton.engine import device_executor, graphs, joint_graphs, joint_sizes
+from baton.engine import device_executor, graphs, joint_sizes, step_graphs
 from baton.engine.batch import ForwardBatch
 from baton.engine.draft_shape import DraftShape
-from baton.engine.joint_graphs import JointGraphs
 from baton.engine.joint_sizes import JointSize
 from baton.engine.pages import Owner
 from baton.engine.prompt_graphs import PromptInputs
 from baton.engine.rounds import LocalChunk
 from baton.engine.sampling_state import SamplingState
+from baton.engine.step_graphs import StepGraphs
 from baton.engine.trees import Drafts
 from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
@@ -38,6 +39,7 @@ PAGE = 4  # tokens of a page of Solo
 BOUND = 1e-3
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
+    {"temperature": 1.0, "grammar": LETTERS},
     {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1},
     {"temperature": 1.3, "logit_bias": {7: 2.0}, "presence_penalty": 0.3},
 ]
@@ -48,7 +50,7 @@ TREES = {"draft_topk": 2, "draft_steps": 3}
 
 
 def asked(index: int) -> SamplingParams:
-    return params(90, seed=index, **PARAMS[index % 3])
+    return params(90, seed=index, **PARAMS[index % len(PARAMS)])
 
 
 def prompts() -> list[list[int]]:
@@ -174,7 +176,8 @@ def count_joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     verify = device_executor.verify
 
     def counting(engine: Any, proposed: Any, beside: Any = None) -> Any:
-        joint.append(0 if beside is None else beside.num_tokens)
+        if beside is not None:  # a round with a grammar calls it, too
+            joint.append(beside.num_tokens)
         return verify(engine, proposed, beside)
 
     monkeypatch.setattr(device_executor, "verify", counting)
@@ -263,7 +266,7 @@ def host_graphs(monkeypatch: pytest.MonkeyPatch) -> list[HostGraph]:
     monkeypatch.setattr(device_executor, "captures", lambda device: True)
     monkeypatch.setattr(PromptInputs, "batch", host_batch)
     monkeypatch.setattr(joint_sizes, "CHUNK_SIZES", PADDED_CHUNKS)
-    for module in (graphs, joint_graphs):
+    for module in (graphs, step_graphs):
         monkeypatch.setattr(module, "captured", captured)
     return made
 
@@ -271,11 +274,11 @@ def host_graphs(monkeypatch: pytest.MonkeyPatch) -> list[HostGraph]:
 class Watched:
     """Checks replays of the graphs of an executor, and counts those of rounds with chunks."""
 
-    def __init__(self, graphs: JointGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, graphs: StepGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
         self.graphs, self.sizes = graphs, list[JointSize]()
-        self._replay, self._verify, self._propose = graphs._replay, graphs.verify, joint_graphs.propose
+        self._replay, self._verify, self._propose = graphs._replay, graphs.verify, step_graphs.propose
         self._drafts: Drafts | None = None  # that the drafter proposed last
-        monkeypatch.setattr(joint_graphs, "propose", self._proposing)
+        monkeypatch.setattr(step_graphs, "propose", self._proposing)
         monkeypatch.setattr(graphs, "_replay", self._watched)
         monkeypatch.setattr(graphs, "verify", self._noting)
 
@@ -284,6 +287,7 @@ class Watched:
         for each in (self.graphs._seam.final, self.graphs._seam.extend, self.graphs._seam.beside):
             if each is not None:
                 each.fill_(POISON)
+        self.graphs._seam.allowed.fill_(0)
         self.graphs._seam.tokens.fill_(5)
         self.graphs._seam.parents.fill_(0)
 
@@ -333,8 +337,8 @@ def test_graphs_of_the_steps_bring_what_two_forwards_bring(
     captured = World(Solo(model, num_pages=800, buckets=(5,), **drafting), joins=True)
     captured.solo.executor.warm_up(expects_prompts=True)
     owned = captured.solo.executor._graphs
-    assert owned is not None and owned.joint is not None
-    watched, num_captured = Watched(owned.joint, monkeypatch), len(host_graphs)
+    assert owned is not None and owned.steps is not None
+    watched, num_captured = Watched(owned.steps, monkeypatch), len(host_graphs)
     tell(monkeypatch, direct.solo)
 
     def spoil_all(world: World) -> None:
@@ -343,7 +347,41 @@ def test_graphs_of_the_steps_bring_what_two_forwards_bring(
             watched.poison()
 
     num_beside = run([direct, captured], before=spoil_all)
-    assert 4 < len(watched.sizes) < num_beside, "some rounds and chunks are too large for the graphs"
-    assert {size.num_tokens for size in watched.sizes} == set(PADDED_CHUNKS)
+    num_joint = sum(size.num_tokens > 0 for size in watched.sizes)
+    assert 4 < num_joint < num_beside, "some rounds and chunks are too large for the graphs"
+    assert {size.num_tokens for size in watched.sizes} == {0, *PADDED_CHUNKS}, "rounds with grammars, and with chunks"
+    assert {size.shape.num_steps for size in watched.sizes} == {0, direct.solo.rounds.shape.num_steps}
+    assert len(host_graphs) == num_captured, "service captures nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("ngram", {}), ("eagle3", {}), ("eagle", TREES)], ids=lambda each: str(each)
+)
+def test_graphs_of_rounds_with_grammars_need_no_chunks(
+    name: str,
+    shape: dict[str, int],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    host_graphs: list[HostGraph],
+) -> None:
+    """On a node that expects no prompts, in every bucket, with any kind of sampling and number of drafts."""
+    model = target_of(name, checkpoint)
+    drafting = settings(name, model, tmp_path, steps=3) | shape
+    direct = World(Solo(model, num_pages=800, **drafting), joins=False)
+    captured = World(Solo(model, num_pages=800, buckets=(1, 2, 5, 10), **drafting), joins=False)
+    captured.solo.executor.warm_up()
+    owned = captured.solo.executor._graphs
+    assert owned is not None and owned.steps is not None
+    watched, num_captured = Watched(owned.steps, monkeypatch), len(host_graphs)
+    tell(monkeypatch, direct.solo)
+
+    def spoil_all(world: World) -> None:
+        if world is captured:
+            spoil(world.solo, world.running[0])
+            watched.poison()
+
+    run([direct, captured], before=spoil_all)
+    assert {size.num_tokens for size in watched.sizes} == {0} and len({size.num_seqs for size in watched.sizes}) > 2
     assert {size.shape.num_steps for size in watched.sizes} == {0, direct.solo.rounds.shape.num_steps}
     assert len(host_graphs) == num_captured, "service captures nothing"

@@ -1,15 +1,18 @@
-"""CUDA graphs for a decode round with a chunk of prompts beside it. Both share one forward, so weights are read once.
+"""CUDA graphs for the steps of a decode round that something comes between.
 
-A round is three graphs here, one for each of its steps (round.py):
+A chunk of prompts beside the round shares its forward, so that weights are read once. A grammar says on the host what
+the nodes may be, once the drafts are there (round_masks.py). A round is three graphs then (round.py):
 
     propose   for a bucket, a draft shape and a kind of sampling
-    verify    for a bucket, a draft shape and a number of prompt tokens
+    verify    for a bucket, a draft shape and a number of prompt tokens, which may be 0
     settle    for a bucket, a draft shape and a kind of sampling
 
 All graphs share the memory for what lies between their kernels, so a result in it lasts until the next replay. What one
 step leaves for the next therefore lies in tensors of its own (`_Seam`).
 
-joint_sizes.py says which buckets, draft shapes and numbers of tokens there are. Two kinds of sampling serve all.
+joint_sizes.py says which buckets, draft shapes and numbers of tokens there are with chunks, of which two kinds of
+sampling serve all, and a third those with a grammar. Rounds with a grammar and without a chunk have all buckets, and
+draft nothing or the most.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from .prompt_graphs import PromptInputs
 from .prompt_sizes import bucket
 from .round import Proposed, RoundResult, Verified, no_drafts, propose, read, settle, verify
 from .round_inputs import InputBlock
-from .sampling_state import EVERYTHING, GREEDY, SAMPLED, Needs, covering
+from .sampling_state import EVERYTHING, GREEDY, MASKED, SAMPLED, Needs, covering
 from .slots import Slots
 from .trees import Drafts
 from .work import BatchRow, Round
@@ -45,13 +48,14 @@ _KINDS = (SAMPLED, EVERYTHING)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seam:
-    """The tensors that one step of a round writes and the next step reads. One round runs at a time."""
+    """The tensors that one step of a round, or the host, writes and the next step reads. One round runs at a time."""
 
     tokens: Tensor  # [num_seqs, N] int64, of the largest bucket and drafts
     parents: Tensor  # [num_seqs, N] int64, if the drafts are trees
     final: Tensor  # [num_rows, hidden_size] after the final norm
     extend: Tensor | None  # [num_rows, width] for the drafter; None: it takes none
     beside: Tensor | None  # [num_tokens, width] likewise, of the chunk
+    allowed: Tensor  # [num_rows, num_words] int32, the tokens that grammars allow
 
     @classmethod
     def allocate(cls, engine: Engine, sizes: Sequence[JointSize]) -> _Seam:
@@ -62,24 +66,30 @@ class _Seam:
         tokens = torch.zeros(num_seqs, num_drafts, dtype=torch.int64, device=device)
         final = torch.zeros(num_rows, engine.model_config.hidden_size, dtype=engine.model.dtype, device=device)
         extend, beside = (hidden.allocate("extend", num, device) for num in (num_rows, num_tokens))
-        return cls(tokens, torch.zeros_like(tokens), final, extend, beside)
+        allowed = torch.full((num_rows, engine.grammars.num_words), -1, dtype=torch.int32, device=device)
+        return cls(tokens, torch.zeros_like(tokens), final, extend, beside, allowed)
 
     def put_drafts(self, drafts: Drafts) -> None:
-        self.tokens[: len(drafts.tokens)].copy_(drafts.tokens)
+        num_seqs, num_drafts = drafts.tokens.shape
+        self.tokens[:num_seqs, :num_drafts].copy_(drafts.tokens)
         if drafts.parents is not None:
-            self.parents[: len(drafts.parents)].copy_(drafts.parents)
+            self.parents[:num_seqs, :num_drafts].copy_(drafts.parents)
 
     def proposed(self, rows: RoundRows, shape: DraftShape) -> Proposed:
         """Return the round of `rows` with the drafts that were put here."""
         if not shape.num_steps:
             return Proposed(rows, no_drafts(rows), None)
-        tokens, parents = (each[: len(rows.lengths)] for each in (self.tokens, self.parents))
-        return Proposed.of(rows, Drafts(tokens, None if shape.is_chain else parents), shape)
+        return Proposed.of(rows, self.drafts(len(rows.lengths), shape), shape)
+
+    def drafts(self, num_seqs: int, shape: DraftShape) -> Drafts:
+        """Return the drafts that were put here."""
+        tokens, parents = (each[:num_seqs, : shape.num_drafts] for each in (self.tokens, self.parents))
+        return Drafts(tokens, None if shape.is_chain else parents)
 
     def put_verified(self, verified: Verified) -> None:
         pairs = zip((self.final, self.extend, self.beside), verified, strict=True)
         for kept, new in pairs:
-            assert (kept is None) == (new is None), (kept, new)
+            assert kept is not None or new is None, (kept, new)
             if kept is not None and new is not None:
                 kept[: len(new)].copy_(new)
 
@@ -100,8 +110,9 @@ class _Captured(NamedTuple):
     result: RoundResult | None  # of a settle: static tensors that every replay writes
 
 
-class JointGraphs:
-    """Owns the graphs, their inputs of chunks on the device, and what lies between the steps of a round."""
+class StepGraphs:
+    """Owns the graphs, their inputs of chunks on the device, and what lies between the steps of a round. One round at a
+    time: `propose`, `verify`, `settle`."""
 
     def __init__(
         self,
@@ -113,9 +124,10 @@ class JointGraphs:
         pool: Any,
     ) -> None:
         """`blocks`: inputs of rounds on the device, one for each bucket, which other graphs may use, too. `sizes`: from
-        `joint_sizes`. `pool` (`torch.cuda.graph_pool_handle`) is the memory of all graphs that share it."""
-        assert sizes, "no size is worth a graph"
-        self.sizes = list(sizes)
+        `joint_sizes` and `sizes_alone`. `pool` (`torch.cuda.graph_pool_handle`) is the memory of all graphs that share
+        it."""
+        self.sizes = [size for size in sizes if size.num_tokens]
+        self._alone = [size for size in sizes if not size.num_tokens]
         self._engine, self._drafter, self._slots, self._pool = engine, drafter, slots, pool
         self._blocks = {block.num_seqs: block for block in blocks}
         self._page_size = engine.pool.page_size
@@ -123,7 +135,7 @@ class JointGraphs:
         self._seam = _Seam.allocate(engine, sizes)
         self._prompts = {
             num: PromptInputs.allocate(num, self._num_columns, engine.device)
-            for num in {each.num_tokens for each in sizes}
+            for num in {each.num_tokens for each in self.sizes}
         }
         self._captured: dict[_Key, _Captured] = {}
 
@@ -139,7 +151,7 @@ class JointGraphs:
             block.fill_with_padding(self._slots.padding)
             self._captured[key] = _Captured(*captured(self._step(key, block), self._pool))
         logger.info(
-            "%d graphs of rounds with chunks captured in %.1f s, %d MiB",
+            "%d graphs of rounds with chunks or grammars captured in %.1f s, %d MiB",
             len(self._captured),
             time.monotonic() - started,
             (torch.cuda.memory_reserved() - before) >> 20,
@@ -152,35 +164,56 @@ class JointGraphs:
             return None
         return fitting(self.sizes, len(work.slots), work.shape, num_tokens, len(rows))
 
-    def verify(self, size: JointSize, inputs: InputBlock, rows: Sequence[BatchRow], needs: Needs) -> Tensor | None:
-        """Submit the round's steps up to the forward, which computes `rows`, too. Return the extend states of `rows`
-        [num_tokens, width], valid until the next call; None: the drafter takes none.
+    def alone(self, num_seqs: int, shape: DraftShape) -> JointSize:
+        """Return the size of a round of a bucket that has no chunk: one of `sizes_alone`."""
+        size = JointSize(num_seqs, shape, 0)
+        assert size in self._alone, (size, self._alone)
+        return size
+
+    def propose(self, size: JointSize, inputs: InputBlock, needs: Needs) -> Drafts:
+        """Submit the first step of a round. Return its drafts, which stay until the next round.
 
         `inputs` have the bucket's size and hold a round of `size.shape`. They lie in host memory that stays as it is
         until the device has read it."""
         self._blocks[size.num_seqs].copy_(inputs)
-        chunk = PromptInputs.of(
-            rows, self._page_size, size.num_tokens, self._num_columns, pinned=inputs.block.is_pinned()
-        )
-        self._prompts[size.num_tokens].block.copy_(chunk.block, non_blocking=True)
         if size.shape.num_steps:
-            self._replay(_Key("propose", size.num_seqs, size.shape, _kind(needs)))
+            kind = _kind(needs.of_drafts) if size.num_tokens else EVERYTHING
+            self._replay(_Key("propose", size.num_seqs, size.shape, kind))
+        return self._seam.drafts(size.num_seqs, size.shape)
+
+    def verify(self, size: JointSize, rows: Sequence[BatchRow] = ()) -> Tensor | None:
+        """Submit the forward of the round, which computes `rows`, too. Return the extend states of `rows` [num_tokens,
+        width], valid until the next call; None: the drafter takes none, or there is no row."""
+        if size.num_tokens:
+            chunk = PromptInputs.of(
+                rows, self._page_size, size.num_tokens, self._num_columns, pinned=self._engine.device.type == "cuda"
+            )
+            self._prompts[size.num_tokens].block.copy_(chunk.block, non_blocking=True)
         self._replay(_Key("verify", size.num_seqs, size.shape, size.num_tokens))
         beside = self._seam.beside
-        return None if beside is None else beside[: sum(len(row.input_ids) for row in rows)]
+        return None if beside is None or not rows else beside[: sum(len(row.input_ids) for row in rows)]
 
-    def settle(self, size: JointSize, needs: Needs) -> RoundResult:
-        """Submit the rest of the round that `verify` began. The result is static: read it before the next call."""
+    def settle(self, size: JointSize, needs: Needs, allowed: Tensor | None = None) -> RoundResult:
+        """Submit the rest of the round. `allowed` is as for `round.settle`, but in pinned memory, and there if `needs`
+        has a grammar. The result is static: read it before the next call."""
+        assert (allowed is not None) == needs.masks, needs
+        if allowed is not None:
+            self._seam.allowed[: len(allowed)].copy_(allowed, non_blocking=True)
         result = self._replay(_Key("settle", size.num_seqs, size.shape, _kind(needs)))
         assert result is not None
         return result
 
     def _keys(self) -> list[_Key]:
-        sizes = sorted(self.sizes, key=lambda size: size.num_rows, reverse=True)
-        rounds = list(dict.fromkeys((size.num_seqs, size.shape) for size in sizes))
+        sizes = sorted([*self.sizes, *self._alone], key=lambda size: size.num_rows, reverse=True)
+        joint = dict.fromkeys((size.num_seqs, size.shape) for size in sizes if size.num_tokens)
+        every = dict.fromkeys((size.num_seqs, size.shape) for size in sizes)
         keys = [_Key("verify", *size) for size in sizes]
-        keys += [_Key("propose", *each, kind) for each in rounds for kind in _KINDS if each[1].num_steps]
-        return keys + [_Key("settle", *each, kind) for each in rounds for kind in _KINDS]
+        for each in every:
+            kinds = _KINDS if each in joint else ()
+            if each[1].num_steps:
+                keys += [_Key("propose", *each, kind) for kind in kinds or (EVERYTHING,)]
+            keys += [_Key("settle", *each, kind) for kind in (*kinds, MASKED)]
+        return keys
 
     def _replay(self, key: _Key) -> RoundResult | None:
         found = self._captured[key]
@@ -191,11 +224,12 @@ class JointGraphs:
         """Return what the graph of `key` runs."""
         inputs, shape, seam = block.for_round, key.shape, self._seam
         if isinstance(key.of, int):
-            chunk = self._prompts[key.of]
+            chunk = self._prompts[key.of] if key.of else None
 
             def run_forward() -> None:
                 rows = self._slots.read(inputs.slots, inputs.block_table, GREEDY, with_draft=False)
-                seam.put_verified(verify(self._engine, seam.proposed(rows, shape), chunk.batch(self._page_size)))
+                beside = None if chunk is None else chunk.batch(self._page_size)
+                seam.put_verified(verify(self._engine, seam.proposed(rows, shape), beside))
 
             return run_forward
         kind = key.of
@@ -205,12 +239,16 @@ class JointGraphs:
 
         def run_settle() -> RoundResult:
             rows = read(self._drafter, self._slots, inputs, shape, kind)
-            proposed, verified = seam.proposed(rows, shape), seam.verified(key.num_seqs * (shape.num_drafts + 1))
-            return settle(self._engine, self._drafter, self._slots, inputs, proposed, verified, shape, kind)
+            num_rows = key.num_seqs * (shape.num_drafts + 1)
+            proposed, verified = seam.proposed(rows, shape), seam.verified(num_rows)
+            allowed = seam.allowed[:num_rows] if kind.masks else None
+            return settle(self._engine, self._drafter, self._slots, inputs, proposed, verified, shape, kind, allowed)
 
         return run_propose if key.step == "propose" else run_settle
 
 
 def _kind(needs: Needs) -> Needs:
     """Return the kind of sampling whose graphs do all that `needs` asks for."""
+    if needs.masks:
+        return MASKED
     return SAMPLED if covering(needs) in (GREEDY, SAMPLED) else EVERYTHING

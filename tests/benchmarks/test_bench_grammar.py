@@ -1,0 +1,25 @@
+"""The benchmark of grammars: a planted model's texts are lists of JSON strings, and its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import llguidance
+from bench_grammar import GRAMMAR, Point, table, write_words
+from planted_text import PlantedText
+
+
+def test_every_text_of_the_words_is_a_list_of_strings(tmp_path: Path) -> None:
+    end = write_words(tmp_path / "tokenizer.json", 1024)
+    tokenizer = llguidance.LLTokenizer(str(tmp_path / "tokenizer.json"), n_vocab=1024, eos_token=[end])
+    ids = PlantedText(1024).continuation([17, 4], 40)
+    matcher = llguidance.LLMatcher(tokenizer, GRAMMAR)
+    for token in ids:
+        assert matcher.compute_bitmask()[token // 8] >> token % 8 & 1 and matcher.consume_token(token)
+    assert json.loads(f"[{tokenizer.decode_str(ids)[:-1]}]") == [f"t{token}" for token in ids]
+
+
+def test_bound_rounds_are_compared_with_free_ones() -> None:
+    points = [Point(32, 5, 8.0, 10.0, [1.0, 2.0, 3.0], 0.25, 640)]
+    assert table(points).splitlines()[2:] == ["| 32 | 5 | 8.00 | 10.00 | 0.800 | 2.00 / 2.98 | 25% | 640 |"]

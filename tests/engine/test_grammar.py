@@ -1,0 +1,156 @@
+"""Matchers and their masks, against what llguidance allows one token at a time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import llguidance
+import numpy as np
+import pytest
+from grammars import EOS, OBJECT, WORDS, allowed
+from node_pair import params
+
+from baton.engine import grammar as grammar_file
+from baton.engine.grammar import Chain, Grammars, Matcher
+from baton.engine.sampling_state import SamplingState
+from baton.metadata.wire.request import SamplingParams
+
+VOCAB = 512
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture
+def grammars(model: Path) -> Grammars:
+    return Grammars(model / "tokenizer.json", VOCAB, [EOS])
+
+
+def state(asked: SamplingParams, ids: Sequence[int] = ()) -> SamplingState:
+    return SamplingState(asked, PROMPT, ids, vocab_size=VOCAB)
+
+
+def matcher(grammars: Grammars, asked: SamplingParams, ids: Sequence[int] = ()) -> Matcher:
+    return grammars.matcher(state(asked, ids))
+
+
+def tokens(model: Path, text: str) -> list[int]:
+    return llguidance.LLTokenizer(str(model / "tokenizer.json"), n_vocab=VOCAB, eos_token=EOS).tokenize_str(text)
+
+
+def next_mask(grammars: Grammars, follower: Matcher) -> list[int]:
+    """Return the ids that may come next."""
+    masks = np.full((1, grammars.num_words), -1, np.int32)
+    grammars.fill(masks, [Chain(follower, 0)])
+    return ids_of(masks[0])
+
+
+def ids_of(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+TEXTS = [(OBJECT, '{"id": 17, "tag": "red"}'), (WORDS, "abe 12 7")]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 4, 100])
+@pytest.mark.parametrize(("grammar", "text"), TEXTS)
+def test_a_chain_has_the_masks_of_its_tokens_one_at_a_time(
+    grammar: str, text: str, min_tokens: int, model: Path, grammars: Grammars
+) -> None:
+    """Up to a draft that is not allowed, and from any place in the text. The matcher stays where it was."""
+    asked = params(50, grammar=grammar, min_tokens=min_tokens, stop_ids=(EOS,))
+    ids = tokens(model, text)
+    truth = allowed(model, asked, [*ids, EOS], VOCAB).numpy()
+    for done in (0, 2, len(ids)):
+        follower = matcher(grammars, asked, ids[:done])
+        for drafts in (ids[done:], [*ids[done : done + 2], 511, 4]):
+            masks = np.full((2 + len(drafts) + 1, grammars.num_words), -1, np.int32)
+            for _ in range(2):
+                grammars.fill(masks, [Chain(follower, 2, drafts)])
+                num_right = next((i for i, (a, b) in enumerate(zip(drafts, ids[done:], strict=False)) if a != b), None)
+                last = done + (len(drafts) if num_right is None else num_right)
+                last = min(last, len(ids))
+                np.testing.assert_array_equal(masks[2 : 3 + last - done], truth[done : last + 1])
+                assert (masks[:2] == -1).all()
+
+
+def test_a_tree_has_the_masks_of_each_branch(model: Path, grammars: Grammars) -> None:
+    asked = params(50, grammar=OBJECT, stop_ids=(EOS,))
+    red, green = tokens(model, '{"id": 1, "tag": "red"}'), tokens(model, '{"id": 23')
+    follower = matcher(grammars, asked)
+    #  0 - 1 - 2 - 4 (red)      2 and 3 are children of 1; 5 follows 3, which is not allowed
+    #        - 3 - 5
+    drafts, parents = [red[0], red[1], 511, red[2], red[2]], [0, 1, 1, 2, 3]
+    masks = np.full((1 + len(drafts), grammars.num_words), -1, np.int32)
+    grammars.fill_tree(masks, Chain(follower, 0, drafts), parents)
+    truth = allowed(model, asked, red[:4], VOCAB).numpy()
+    for node, depth in ((0, 0), (1, 1), (2, 2), (4, 3)):
+        np.testing.assert_array_equal(masks[node], truth[depth])
+    assert (masks[[3, 5]] == -1).all() and green
+    assert next_mask(grammars, follower) == ids_of(truth[0]), "the matcher stays where it was"
+
+
+def test_a_matcher_goes_on_from_any_text(model: Path, grammars: Grammars) -> None:
+    """As after a move or a preemption, and as accepted runs bring it."""
+    asked, ids = params(50, grammar=OBJECT), tokens(model, '{"id": 17, "tag": "green", "on": true}')
+    grown = matcher(grammars, asked)
+    for start in range(0, len(ids), 3):
+        assert next_mask(grammars, grown) == next_mask(grammars, matcher(grammars, asked, ids[:start]))
+        grown.accept(ids[start : start + 3])
+    assert next_mask(grammars, grown) == [EOS]
+    grown.accept([EOS, 17, 18])
+    assert not grown.is_broken, "what a round brings behind the end is left out"
+
+
+def test_the_end_of_a_grammar_counts_more_than_min_tokens(model: Path, grammars: Grammars) -> None:
+    asked = params(50, grammar=WORDS, min_tokens=30, stop_ids=(EOS, 3))
+    ids = tokens(model, "ab")
+    assert EOS not in next_mask(grammars, matcher(grammars, asked, ids)), "others are left"
+    assert EOS in next_mask(grammars, matcher(grammars, params(50, grammar=WORDS), ids))
+    done = matcher(grammars, asked, tokens(model, "abcd 1 2 3 444"))
+    assert next_mask(grammars, done) == [EOS]
+
+
+def test_the_first_tokens_of_several_requests(grammars: Grammars) -> None:
+    """One without a grammar may have every token. A broken grammar is named, and leaves the others alone."""
+    states = [state(params(9)), state(params(9, grammar=WORDS)), state(params(9, grammar="{not a grammar"))]
+    masks, broken = grammars.next(states)
+    assert broken == [False, False, True]
+    assert (masks[0] == -1).all() and 0 < len(ids_of(masks[1])) < VOCAB
+
+
+def test_a_grammar_that_takes_too_much_work_breaks_its_matcher_alone(model: Path, grammars: Grammars) -> None:
+    many = " ".join("x?" for _ in range(1500))
+    hostile = llguidance.LLMatcher.grammar_from_lark(f'start: "ab" {many}\nx: "a" | "ab" | x x')
+    follower, other = matcher(grammars, params(9, grammar=hostile)), matcher(grammars, params(9, grammar=WORDS))
+    assert not follower.is_broken
+    follower.accept(tokens(model, "ab"))
+    masks, started = np.full((2, grammars.num_words), -1, np.int32), time.monotonic()
+    grammars.fill(masks, [Chain(follower, 0), Chain(other, 1)])
+    assert time.monotonic() - started < 2.0
+    assert follower.is_broken and not other.is_broken and len(ids_of(masks[1])) < VOCAB
+    follower.accept([1])
+    assert follower.is_broken
+
+
+def test_a_tokenizer_that_llguidance_does_not_know_breaks_every_matcher(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "Unknown"}}))
+    strange = Grammars(tmp_path / "tokenizer.json", VOCAB, [EOS])
+    assert matcher(strange, params(9, grammar=WORDS), [1, 2]).is_broken
+    assert "llguidance cannot use the tokenizer" in caplog.text
+
+
+def test_only_so_many_grammars_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_file, "MAX_COMPILED", 2)
+    texts = [llguidance.LLMatcher.grammar_from_regex(each) for each in ("a", "b", "c")]
+    for text in (*texts[:2], texts[0], texts[2]):
+        assert not matcher(grammars, params(9, grammar=text)).is_broken
+    assert list(grammars._compiled) == [texts[0], texts[2]], "the one that was used longest ago is gone"
