@@ -52,6 +52,7 @@ class GrammarChecks:
         if self._executor is not None:
             self._executor.submit(self._process.join)
             self._executor.shutdown(wait=False)
+            self._executor = None
 
     async def _verdict(self, source: GrammarSource, group: NodeGroup) -> _Verdict:
         eos = group.card.eos_token_ids
