@@ -40,6 +40,8 @@ class GrammarChecks:
         """
         if not any(node.protocol >= GRAMMAR_PROTOCOL for node in group.nodes.values()):
             raise Unavailable(f"{place}: the model's nodes are of an earlier release, which knows no grammars")
+        if not group.card.eos_token_ids:
+            raise RequestError(f"{place}: the model names no token that ends a text", param=place.partition(".")[0])
         verdict = await self._verdict(source, group)
         if isinstance(verdict, GrammarFault):
             param = place.partition(".")[0]

@@ -107,6 +107,15 @@ async def test_nodes_that_know_no_grammars_are_not_asked(checks: GrammarChecks, 
     assert not asked
 
 
+async def test_a_model_that_ends_no_text_gets_no_grammar(checks: GrammarChecks, asked: list[str]) -> None:
+    hello = make_hello("prefill", "p")
+    group = make_group(msgspec.structs.replace(hello, model=msgspec.structs.replace(hello.model, eos_token_ids=())))
+    add_node(group, "prefill", "p")
+    with pytest.raises(RequestError, match="no token that ends a text"):
+        await checks.checked(GOOD, group, "f")
+    assert not asked
+
+
 async def test_nothing_runs_after_the_end(checks: GrammarChecks, group: NodeGroup) -> None:
     await checks.checked(GOOD, group, "f")
     pid = checks._process.pid  # type: ignore[attr-defined]
