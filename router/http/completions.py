@@ -3,6 +3,8 @@
 body      decoded, checked for what is not served          parameters.py
 group     the nodes that serve its model                   api.py
 admitted  its caller and the waiting queue have room       limits.py
+tools     those that the model may call, and how its
+          output is read                                   tools.py, forced_calls.py, output_readings.py
 prompts   texts and messages become token ids              prompts.py
 serve     one Request per prompt is submitted and
           answered, whole or as a stream                   answers.py, answer_format.py
@@ -23,10 +25,21 @@ from .access import CALLER
 from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from .answers import StreamedAnswer, WholeAnswer
 from .api import ARRIVED, Api, request_id
+from .forced_calls import forced_grammar
 from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
-from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
+from .output_readings import markers_of, output_reading, reasoning_parser
+from .parameters import (
+    check_chat,
+    check_completion,
+    request_seed,
+    sampling_params,
+    template_options,
+    text_options,
+    timeout_s,
+)
 from .prompts import chat_text, encoded_prompt, prompts_of
+from .tools import tool_use
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -83,13 +96,15 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
     body = await api.body(http_request, _chat_decoder)
     check_chat(body)
     group, tokenizer = api.group_of(body.model)
+    use = tool_use(body, group.template, api.config.tool_parser)
     with admitted(api, http_request, body, group, 1):
         text = chat_text(
             group,
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
             continue_final=bool(body.continue_final_message),
-            options=body.chat_template_kwargs or {},
+            options=template_options(body, group),
+            tools=None if use is None else use.for_template,
         )
         add_special = bool(body.add_special_tokens)
         prompt = await encoded_prompt(
@@ -101,10 +116,27 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
             num_kept=body.truncate_prompt_tokens,
         )
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        reasoning = None
+        if not body.continue_final_message:
+            reasoning = reasoning_parser(group.template, api.config.reasoning_parser)
         answer_format = ChatFormat(
-            rid, body.model, tokenizer, num_logprobs=num_logprobs, with_ids=bool(body.return_token_ids)
+            rid,
+            body.model,
+            tokenizer,
+            num_logprobs=num_logprobs,
+            with_ids=bool(body.return_token_ids),
+            reading=output_reading(use, reasoning, text, tokenizer, api.config.reasoning_field),
         )
-        return await _serve(api, http_request, body, group, answer_format, [(rid, prompt.ids)])
+        return await _serve(
+            api,
+            http_request,
+            body,
+            group,
+            answer_format,
+            [(rid, prompt.ids)],
+            markers=markers_of(use, reasoning),
+            grammar=None if use is None else await forced_grammar(use, reasoning, text, tokenizer),
+        )
 
 
 async def _serve(
@@ -116,11 +148,16 @@ async def _serve(
     prompts: list[tuple[str, list[int]]],
     *,
     wants_prompt_logprobs: bool = False,
+    markers: frozenset[str] = frozenset(),
+    grammar: str | None = None,
 ) -> web.StreamResponse:
-    """Return the answer for prompts, given as (request id, token ids). Raises an error that precedes all output."""
+    """Return the answer for prompts, given as (request id, token ids). Raises an error that precedes all output.
+
+    `markers`: special tokens that the answer's format reads. `grammar` binds all outputs.
+    """
     dispatcher, config = api.dispatcher, api.config
     timeout = timeout_s(body, config.request_timeout_s)
-    seed, options = request_seed(body), text_options(body)
+    seed, options = request_seed(body), text_options(body, markers)
     cache_salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
     if body.stream:
         answer = StreamedAnswer(
@@ -133,7 +170,7 @@ async def _serve(
             rid,
             group,
             ids,
-            sampling_params(body, group, len(ids), num_logprobs=answer_format.num_logprobs, seed=seed),
+            sampling_params(body, group, len(ids), num_logprobs=answer_format.num_logprobs, seed=seed, grammar=grammar),
             answer,
             num_choices=body.n or 1,
             options=options,

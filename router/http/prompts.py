@@ -9,6 +9,7 @@ from ...metadata.errors import RequestError
 from ..node import NodeGroup
 from ..text.tokenizer import TextTokenizer
 from .openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest
+from .tools import check_history, plain_calls
 
 Prompt = str | list[int]  # text, or token ids
 
@@ -84,16 +85,18 @@ def chat_text(
     add_generation_prompt: bool,
     continue_final: bool = False,
     options: dict[str, Any],
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Return the prompt text of a conversation.
+    """Return the prompt text of a conversation. `tools`: those that the model may call.
 
     A developer's message becomes the system's if the template knows no developer. Raises RequestError if the model has
-    no chat template, or if the template refuses the messages.
+    no chat template, if the tool calls of the messages do not fit together, or if the template refuses the messages.
     """
+    check_history(messages)
     if group.template is None:
         raise RequestError(f"model {group.key.model!r} has no chat template; use /v1/completions", param="messages")
     plain = [_plain(message, knows_developer=group.template.knows_developer) for message in messages]
-    text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options)
+    text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options, tools=tools)
     if continue_final:
         final = str(plain[-1]["content"]).strip()
         end = text.rfind(final)
@@ -129,4 +132,9 @@ def _plain(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
         plain["name"] = message.name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = plain_calls(message)
+    thoughts = message.reasoning_content or message.reasoning
+    if thoughts is not None and message.role == "assistant":
+        plain["reasoning_content"] = thoughts
     return plain

@@ -10,7 +10,7 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "qwen3": Qwen3ReasoningParser,
 }
 _SIGNS = (  # texts of a template that all stand in it -> the parser; the first that fits counts
-    (("<｜Assistant｜>", "</think>"), "deepseek_r1"),
+    (("<\uff5cAssistant\uff5c>", "</think>"), "deepseek_r1"),
     (("<think>", "</think>"), "qwen3"),
 )
 

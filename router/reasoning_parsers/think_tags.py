@@ -45,7 +45,11 @@ class ThinkTagParser(ReasoningParser):
     def grammar(cls, prompt: str, *, literal: Callable[[str], str]) -> str:
         start, is_special = cls._start(prompt), literal(END) != json.dumps(END)
         text = "/(?s:.*)/"
-        closed = f"thought {literal(END)} /\\s*/\nthought: {text}" if is_special else f"thought /\\s*/\nthought[suffix={json.dumps(END)}]: {text}"
+        closed = (
+            f"thought {literal(END)} /\\s*/\nthought: {text}"
+            if is_special
+            else f"thought /\\s*/\nthought[suffix={json.dumps(END)}]: {text}"
+        )
         if start == "answer":
             return 'thoughts: ""'
         if start == "thoughts":

@@ -33,10 +33,10 @@ def parse(name: str, prompt: str, texts: list[str]) -> tuple[str, str]:
         ("qwen3", "assistant\n", "<thi", "", "<thi"),
         ("qwen3", "assistant\n<think>\n", "A\n</think>\n\nB <think>c</think>", "A", "B <think>c</think>"),
         ("qwen3", "assistant\n<think>\n\n</think>\n\n", "\nB</think>", "", "\nB</think>"),
-        ("deepseek_r1", "<｜Assistant｜>", "<think>\nA</think>B", "A", "B"),
-        ("deepseek_r1", "<｜Assistant｜>", "A <think> B</think>C", "A <think> B", "C"),
-        ("deepseek_r1", "<｜Assistant｜><think>\n", "A\n", "A", ""),
-        ("deepseek_r1", "<｜Assistant｜></think>", "B", "", "B"),
+        ("deepseek_r1", "<\uff5cAssistant\uff5c>", "<think>\nA</think>B", "A", "B"),
+        ("deepseek_r1", "<\uff5cAssistant\uff5c>", "A <think> B</think>C", "A <think> B", "C"),
+        ("deepseek_r1", "<\uff5cAssistant\uff5c><think>\n", "A\n", "A", ""),
+        ("deepseek_r1", "<\uff5cAssistant\uff5c></think>", "B", "", "B"),
     ],
 )
 def test_thoughts_and_answer(name: str, prompt: str, text: str, thoughts: str, answer: str) -> None:
@@ -50,7 +50,7 @@ def test_thoughts_and_answer(name: str, prompt: str, text: str, thoughts: str, a
     ("template", "name"),
     [
         ("<|im_start|>{{ message.content.split('</think>') }}<think>", "qwen3"),
-        ("{{ '<｜Assistant｜><think>' }}{{ content.split('</think>') }}", "deepseek_r1"),
+        ("{{ '<\uff5cAssistant\uff5c><think>' }}{{ content.split('</think>') }}", "deepseek_r1"),
         ("<|im_start|>", None),
     ],
 )
