@@ -313,7 +313,7 @@ class ChatFormat(AnswerFormat):
         return b"".join(events)
 
     def _opening(self, index: int, sequence: Sequence, usage: Usage | UnsetType | None) -> bytes:
-        delta = ChatDelta(content="", role="assistant")
+        delta = ChatDelta(content="" if self._reading is None else None, role="assistant")
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
         prompt_ids = sequence.request.prompt_ids if self._with_ids else None
         return event(self._body([choice], None if usage is not UNSET else UNSET, prompt_ids))

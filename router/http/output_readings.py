@@ -13,7 +13,7 @@ from .tools import NO_PARSER, ToolUse
 
 
 def reasoning_parser(template: ChatTemplate | None, flag: str | None) -> type[ReasoningParser] | None:
-    """Return the parser of a model's thoughts, None if it has none. `flag`: the value of --reasoning-parser, if given."""
+    """Return the parser of a model's thoughts, None if it has none. `flag`: the value of --reasoning-parser."""
     name = flag or (template.reasoning_parser if template is not None else None)
     return None if name is None or name == NO_PARSER else REASONING_PARSERS[name]
 

@@ -91,7 +91,10 @@ def sampling_params(
     seed: int,
     grammar: str | None = None,
 ) -> SamplingParams:
-    """Return the parameters for one prompt. `grammar` binds the output. Raises RequestError if prompt and max_tokens exceed the context."""
+    """Return the parameters for one prompt. `grammar` binds the output.
+
+    Raises RequestError if prompt and max_tokens exceed the context.
+    """
     card = group.card
     defaults = card.defaults
     eos = () if body.ignore_eos else card.eos_token_ids

@@ -29,8 +29,8 @@ class ThinkTagParser(ReasoningParser):
     def __init__(self, prompt: str) -> None:
         self._at: Literal["undecided", "thoughts", "behind", "answer"] = self._start(prompt)
         self._may_open = self._at == "thoughts"  # <think> may follow, although the thoughts have begun
-        self._text = ""  # not yet understood
-        self._space = ""  # white space that is dropped if no thought follows
+        self._text: str = ""  # not yet understood
+        self._space: str = ""  # white space that is dropped if no thought follows
         self._has_thoughts = False
         self._is_last = False
 

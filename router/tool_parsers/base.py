@@ -15,7 +15,8 @@ Rules of every parser:
 - A call is broken if its text ends early (at max_tokens) or is not what the format demands. The arguments that a
   parser has given of it are the beginning of a JSON object, and never a whole one.
 - Text that only looks like a call before the tool's name is known is content.
-- White space before a call, between calls, and at the end after a call is dropped. All other text is content.
+- White space before a call, between calls, and at the end after a call is dropped, and so is a closing mark that is cut
+  off. All other text is content.
 - Raw control characters in JSON strings are escaped: models write them, and JSON forbids them.
 """
 
@@ -24,19 +25,22 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 Schema = Mapping[str, Any]  # JSON schema of a tool's arguments
 MAX_NAME = 256  # characters of a tool's name
 
 
-class Content(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Content:
     """Text for the reader."""
 
     text: str
 
 
-class CallBegin(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallBegin:
     """A call begins. `index` counts the calls of the output from 0."""
 
     index: int
@@ -44,20 +48,23 @@ class CallBegin(NamedTuple):
     name: str
 
 
-class CallArguments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallArguments:
     """The next part of a call's arguments."""
 
     index: int
     text: str
 
 
-class CallEnd(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallEnd:
     """A call is whole."""
 
     index: int
 
 
-class CallBroken(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallBroken:
     """A call never becomes whole. `text` is all that the model wrote of it."""
 
     index: int
@@ -84,12 +91,12 @@ class ToolParser(ABC):
         """`tools`: the JSON schema of the arguments of each tool, by its name. `new_id` returns the ids of calls."""
         self._tools = tools
         self._new_id = new_id or self.make_id
-        self._text = ""  # not yet understood
+        self._text: str = ""  # not yet understood
         self._is_last = False  # no more text follows
         self._raw = ""  # what has been read of the present call
         self._num_calls = 0
         self._is_open = False  # a call has begun and has not ended
-        self._space = ""  # white space that is dropped if a call follows
+        self._space: str = ""  # white space that is dropped if a call follows
         self._is_after_call = False  # no content since the last call
         self._has_content = False
         self._events: list[Event] = []

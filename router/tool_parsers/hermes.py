@@ -40,7 +40,8 @@ class HermesParser(JsonCallParser):
             rest = self._text.lstrip()
             if rest.startswith(END):
                 self._text = rest[len(END) :]
-            elif not self._is_last and END.startswith(rest):
+            elif END.startswith(rest):
+                self._text = "" if self._is_last else self._text
                 return False
             self._is_behind = False
             return True

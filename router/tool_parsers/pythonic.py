@@ -192,7 +192,8 @@ class PythonicParser(ToolParser):
             return True
         if rest[0] == "]":
             behind = rest[1:].lstrip()
-            if not self._is_last and END.startswith(behind):
+            if END.startswith(behind) and behind != END:
+                self._text = "" if self._is_last else self._text
                 return False
             self._text = behind.removeprefix(END) if behind.startswith(END) else rest[1:]
         self._at = _At.CONTENT

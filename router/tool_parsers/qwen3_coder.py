@@ -113,7 +113,7 @@ class Qwen3CoderParser(ToolParser):
         properties = self._schema.get("properties")
         known = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
         self._types = types_of(known[key[1]], self._schema) if key[1] in known else frozenset({"string"})
-        is_string = self._types == {"string"}
+        is_string = self._types == frozenset({"string"})
         self._call_arguments(f"{', ' if self._has_arguments else '{'}{json.dumps(key[1])}: {_quote(is_string)}")
         self._has_arguments, self._value = True, None if is_string else ""
         self._is_fresh, self._at = True, _At.VALUE
@@ -165,7 +165,8 @@ class Qwen3CoderParser(ToolParser):
         rest = self._text.lstrip()
         if rest.startswith(END):
             self._text = rest[len(END) :]
-        elif not self._is_last and END.startswith(rest):
+        elif END.startswith(rest):
+            self._text = "" if self._is_last else self._text
             return False
         self._at = _At.CONTENT
         return True
@@ -239,10 +240,11 @@ def json_of(text: str, types: frozenset[str]) -> str:
 _CLASSES: dict[str, type | tuple[type, ...]] = {"integer": int, "number": (int, float), "object": dict, "array": list}
 
 
-def _literal(text: str) -> dict[Any, Any] | list[Any] | None:
+def _literal(text: str) -> object:
     """Return a dictionary or list that is written in Python's way and can be JSON; else None."""
     if not text.startswith(("{", "[")):
         return None
+    value: object
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -250,7 +252,7 @@ def _literal(text: str) -> dict[Any, Any] | list[Any] | None:
         json.dumps(value, allow_nan=False).encode()
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
-    return value if isinstance(value, (dict, list)) else None
+    return value
 
 
 def _referred(reference: str, root: Schema) -> object:
@@ -259,7 +261,7 @@ def _referred(reference: str, root: Schema) -> object:
         return None
     found: object = root
     for part in reference[2:].split("/"):
-        found = cast("dict[str, Any]", found).get(part) if isinstance(found, dict) else None
+        found = found.get(part) if isinstance(found, dict) else None
     return found
 
 

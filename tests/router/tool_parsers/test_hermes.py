@@ -15,6 +15,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     ("text", "content", "calls"),
     [
         (f"{NOW}\nDone. ", "Done. ", [Call("now", "{}")]),
+        (NOW[:-4], "", [Call("now", "{}")]),
         (f"A\n{NOW}\nB\n{NOW}", "A\nB", [Call("now", "{}"), Call("now", "{}")]),
         ("use the <tool_call> mark", "use the <tool_call> mark", []),
         ('<tool_call>{"name":"now"}', "", [Call("now", "{}")]),
