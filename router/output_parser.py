@@ -44,8 +44,8 @@ class OutputParser:
 class ThoughtCounter:
     """Counts the tokens of one output that are thoughts, with the marks around them.
 
-    A token counts if the output is inside thoughts before or after it. So the count does not depend on how many tokens
-    arrive at once.
+    A token counts if the output is inside thoughts before or after it, or in a mark that opens them. So the count does
+    not depend on how many tokens arrive at once.
     """
 
     def __init__(self, reasoning: ReasoningParser, detokenizer: Detokenizer) -> None:
@@ -53,13 +53,18 @@ class ThoughtCounter:
         self._reasoning = reasoning
         self._detokenizer = detokenizer
         self._num_read = 0
+        self._num_undecided = 0  # tokens that may be a mark
         self._num_thoughts = 0
 
     def count(self, received: abc.Sequence[int]) -> int:
         """Return the number of thought tokens among all token ids of the output so far."""
         for token_id in received[self._num_read :]:
-            before = self._reasoning.is_thinking
+            before = self._reasoning.place
             self._reasoning.feed(self._detokenizer.step(token_id))
-            self._num_thoughts += before or self._reasoning.is_thinking
+            self._num_undecided += 1
+            if "thoughts" in (before, self._reasoning.place):
+                self._num_thoughts += self._num_undecided
+            if self._reasoning.place != "undecided":
+                self._num_undecided = 0
         self._num_read = len(received)
         return self._num_thoughts

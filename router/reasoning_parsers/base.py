@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 
 class Thought(NamedTuple):
@@ -25,6 +25,7 @@ class Answer(NamedTuple):
 
 
 Part = Thought | Answer
+Place = Literal["undecided", "thoughts", "answer"]  # undecided: a mark may be incomplete, and no answer has begun
 
 
 class ReasoningParser(ABC):
@@ -47,8 +48,8 @@ class ReasoningParser(ABC):
 
     @property
     @abstractmethod
-    def is_thinking(self) -> bool:
-        """Whether the text so far ends inside thoughts."""
+    def place(self) -> Place:
+        """Where the text so far ends."""
 
     @abstractmethod
     def feed(self, text: str) -> list[Part]:

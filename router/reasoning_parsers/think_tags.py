@@ -14,17 +14,16 @@ from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from ..tool_parsers.base import possible_start
-from .base import Answer, Part, ReasoningParser, Thought
+from .base import Answer, Part, Place, ReasoningParser, Thought
 
 BEGIN, END = "<think>", "</think>"
-_Start = Literal["undecided", "thoughts", "answer"]
 
 
 class ThinkTagParser(ReasoningParser):
     """Parser of thoughts between tags, if the prompt does not end with a tag: as `_default` says."""
 
     markers = (BEGIN, END)
-    _default: ClassVar[_Start] = "undecided"
+    _default: ClassVar[Place] = "undecided"
 
     def __init__(self, prompt: str) -> None:
         self._at: Literal["undecided", "thoughts", "behind", "answer"] = self._start(prompt)
@@ -35,7 +34,7 @@ class ThinkTagParser(ReasoningParser):
         self._is_last = False
 
     @classmethod
-    def _start(cls, prompt: str) -> _Start:
+    def _start(cls, prompt: str) -> Place:
         end = prompt.rstrip()
         if end.endswith(BEGIN):
             return "thoughts"
@@ -57,8 +56,8 @@ class ThinkTagParser(ReasoningParser):
         return f"thoughts: ({literal(BEGIN)} whole)?\nwhole: {closed}"
 
     @property
-    def is_thinking(self) -> bool:
-        return self._at == "thoughts"
+    def place(self) -> Place:
+        return "answer" if self._at == "behind" else self._at
 
     def feed(self, text: str) -> list[Part]:
         self._text += text
