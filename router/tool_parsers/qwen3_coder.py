@@ -259,9 +259,9 @@ def _referred(reference: str, root: Schema) -> object:
     """Return what a reference like #/$defs/NAME points to; None if it points nowhere."""
     if not reference.startswith("#/"):
         return None
-    found: object = root
+    found = cast("object", root)
     for part in reference[2:].split("/"):
-        found = found.get(part) if isinstance(found, dict) else None
+        found = cast("dict[str, Any]", found).get(part) if isinstance(found, dict) else None
     return found
 
 
