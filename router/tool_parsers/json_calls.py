@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 from .base import MAX_NAME, Schema, ToolParser
-from .json_text import JsonValue, Status, parsed
+from .json_text import JsonStatus, JsonValue, parsed
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -24,7 +24,7 @@ class JsonCall:
                  "name", "status")  # fmt: skip
 
     def __init__(self, *, is_strict: bool = False) -> None:
-        self.status = Status.OPEN
+        self.status = JsonStatus.OPEN
         self.name: str | None = None  # when it is known
         self._is_strict = is_strict
         self._expects: Literal["{", "key", ":", "value", ","] = "{"
@@ -39,7 +39,7 @@ class JsonCall:
     def read(self, text: str, start: int = 0) -> int:
         """Read `text` from `start` on, and return where the object ends or the first wrong character is."""
         at = start
-        while at < len(text) and self.status is Status.OPEN:
+        while at < len(text) and self.status is JsonStatus.OPEN:
             if self._value is not None:
                 at = self._read_value(self._value, text, at)
             elif text[at] in " \t\r\n":
@@ -49,7 +49,7 @@ class JsonCall:
             elif self._takes(text[at]):
                 at += 1
             else:
-                self.status = Status.BROKEN
+                self.status = JsonStatus.BROKEN
         return at
 
     def take(self) -> str:
@@ -78,7 +78,7 @@ class JsonCall:
         if self.name is None:
             return False
         self._given += self._tail if self._has_arguments else "{}"
-        self.status = Status.DONE
+        self.status = JsonStatus.DONE
         return True
 
     def _read_value(self, value: JsonValue, text: str, at: int) -> int:
@@ -89,9 +89,9 @@ class JsonCall:
             self._given += piece
         else:
             self._part += piece
-        if value.status is Status.BROKEN:
-            self.status = Status.BROKEN
-        elif value.status is Status.DONE:
+        if value.status is JsonStatus.BROKEN:
+            self.status = JsonStatus.BROKEN
+        elif value.status is JsonStatus.DONE:
             self._value = None
             if self._key is None:
                 self._take_key()
@@ -104,7 +104,7 @@ class JsonCall:
         is_known = key in ("name", *_ARGUMENTS, *(() if not self._is_strict else ("type", "id")))
         is_double = (key == "name" and self.name is not None) or (key in _ARGUMENTS and self._has_arguments)
         if is_double or (self._is_strict and not is_known):
-            self.status = Status.BROKEN
+            self.status = JsonStatus.BROKEN
         self._key, self._expects = key, ":"
 
     def _take_value(self, key: str, *, is_object: bool) -> None:
@@ -114,7 +114,7 @@ class JsonCall:
             if isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable():
                 self.name = name
             else:
-                self.status = Status.BROKEN
+                self.status = JsonStatus.BROKEN
         elif key in _ARGUMENTS:
             self._has_arguments = True
             if not is_object:
@@ -132,7 +132,7 @@ class JsonCall:
         if is_object:
             self._given = str(value).strip()
         else:
-            self.status = Status.BROKEN
+            self.status = JsonStatus.BROKEN
 
 
 class JsonCallParser(ToolParser):
@@ -161,15 +161,15 @@ class JsonCallParser(ToolParser):
         name = call.name
         if name is not None and not self._is_open:  # also if the text after the name is broken
             if self._is_strict and name not in self._tools:
-                call.status = Status.BROKEN
+                call.status = JsonStatus.BROKEN
             else:
                 self._call_begins(name)
         if self._is_open:
             self._call_arguments(call.take())
-        if call.status is Status.OPEN:
+        if call.status is JsonStatus.OPEN:
             return
         self._call = None
-        is_whole = call.status is Status.DONE
+        is_whole = call.status is JsonStatus.DONE
         if is_whole:
             self._call_ends()
         elif not self._is_open:

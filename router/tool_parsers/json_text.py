@@ -15,7 +15,7 @@ _WORD_PART = re.compile(r"[A-Za-z0-9+.\-]+")
 _WORD = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
 
-class Status(Enum):
+class JsonStatus(Enum):
     """Whether a value goes on, is whole, or can never be valid."""
 
     OPEN = auto()
@@ -42,7 +42,7 @@ class JsonValue:
     __slots__ = ("_closers", "_expects", "_is_key", "_num_hex", "_word", "status")
 
     def __init__(self) -> None:
-        self.status = Status.OPEN
+        self.status = JsonStatus.OPEN
         self._expects = _Expects.VALUE
         self._closers: list[str] = []  # of the open objects and lists
         self._is_key = False  # the present string is a key
@@ -55,7 +55,7 @@ class JsonValue:
         Returns where it stopped, and the valid JSON that it has read: raw control characters in strings are escaped.
         """
         at, parts = start, list[str]()
-        while at < len(text) and self.status is Status.OPEN:
+        while at < len(text) and self.status is JsonStatus.OPEN:
             at = self._read_string(text, at, parts) if self._in_string else self._read_other(text, at, parts)
         return at, "".join(parts)
 
@@ -85,14 +85,14 @@ class JsonValue:
             elif char in '"\\/bfnrt':
                 self._expects = _Expects.STRING
             else:
-                self.status = Status.BROKEN
+                self.status = JsonStatus.BROKEN
                 return at
         elif char in "0123456789abcdefABCDEF":
             self._num_hex -= 1
             if self._num_hex == 0:
                 self._expects = _Expects.STRING
         else:
-            self.status = Status.BROKEN
+            self.status = JsonStatus.BROKEN
             return at
         parts.append(char)
         return at + 1
@@ -103,10 +103,10 @@ class JsonValue:
             if part is not None:
                 self._word += part[0]
                 if len(self._word) > MAX_WORD:
-                    self.status = Status.BROKEN
+                    self.status = JsonStatus.BROKEN
                 return part.end()
             if _WORD.fullmatch(self._word) is None:
-                self.status = Status.BROKEN
+                self.status = JsonStatus.BROKEN
                 return at
             parts.append(self._word)
             self._end_value()
@@ -133,7 +133,7 @@ class JsonValue:
             self._expects, self._word = _Expects.WORD, ""
             return at
         else:
-            self.status = Status.BROKEN
+            self.status = JsonStatus.BROKEN
             return at
         parts.append(char)
         return at + 1
@@ -142,7 +142,7 @@ class JsonValue:
         if self._closers:
             self._expects = _Expects.COMMA_OR_END
         else:
-            self.status = Status.DONE
+            self.status = JsonStatus.DONE
 
 
 _VALUES = (_Expects.VALUE, _Expects.VALUE_OR_END)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from .base import Schema, possible_start
 from .json_calls import JsonCallParser, arguments_rule, call_rules
-from .json_text import JsonValue, Status
+from .json_text import JsonStatus, JsonValue
 
 BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _HEAD = re.compile(r"([A-Za-z0-9_.:/\-]{1,256})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_\-]{0,256})\s*)?(?:\[ARGS\]\s*)?(?=\{)")
@@ -117,9 +117,9 @@ class MistralParser(JsonCallParser):
         end, piece = arguments.read(self._text, 0)
         self._consume(end)
         self._call_arguments(piece)
-        if arguments.status is Status.DONE:
+        if arguments.status is JsonStatus.DONE:
             self._call_ends()
-        if arguments.status is not Status.OPEN:
+        if arguments.status is not JsonStatus.OPEN:
             self._arguments = None
 
     def _skip_broken(self) -> bool:

@@ -24,7 +24,7 @@ from baton.router.http.openai_types import ChatRequest, CompletionRequest, Detok
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import RunningRouter, System
-from .test_tools import TEMPLATE
+from .chats import TEMPLATE
 
 SECONDS = float(os.environ.get("BATON_FUZZ_SECONDS", "0"))
 MAX_BODY = 65536

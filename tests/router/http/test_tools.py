@@ -9,34 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from baton.metadata.wire import messages
-from baton.metadata.wire.request import unpack_ids
-
 from ..conftest import System
-
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-NOW: Any = {"type": "function", "function": {"name": "now"}}
-USER: Any = {"role": "user", "content": "hello"}
-
-
-def call(name: str, arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
-
+from .chats import NOW, TEMPLATE, USER, WEATHER, call, prompt_of, say
 
 PARIS = call("get_weather", {"city": "Paris é"})
 
@@ -52,11 +26,6 @@ def hermes(make_system: Callable[..., System]) -> Iterator[System]:
 def client(hermes: System) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{hermes.router.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def say(system: System, text: str) -> None:
-    ids = system.say(text)
-    system.cluster.script = lambda prompt, choice: ids
 
 
 def ask(client: openai.OpenAI, **more: Any) -> Any:
@@ -78,11 +47,6 @@ def accumulate(chunks: Any) -> tuple[str, dict[int, dict[str, str]], list[str]]:
                 calls[delta.index]["arguments"] += delta.function.arguments or ""
             reasons += [choice.finish_reason] if choice.finish_reason else []
     return content, calls, reasons
-
-
-def prompt_of(system: System) -> str:
-    sent = system.cluster.by_name("p0").got(messages.Prefill)[-1].request
-    return system.tokenizer.decode(unpack_ids(sent.prompt_ids))
 
 
 def test_calls_are_in_the_message(hermes: System, client: openai.OpenAI) -> None:
@@ -194,50 +158,16 @@ def test_log_probabilities_and_ids_of_all_tokens_are_kept(hermes: System, client
     assert sum(len(choice.logprobs.content) for choice in choices if choice.logprobs) == len(ids)
 
 
-@pytest.mark.parametrize("is_parallel", [None, False])
-def test_required_calls_are_forced_by_a_grammar(
-    hermes: System, client: openai.OpenAI, is_parallel: bool | None
-) -> None:
-    say(hermes, PARIS)
-    answer = ask(client, tool_choice="required", parallel_tool_calls=is_parallel)
-    assert answer.choices[0].finish_reason == "tool_calls"
-    grammar = hermes.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
-    assert accepts(hermes, grammar, PARIS)
-    assert accepts(hermes, grammar, call("now", {}))
-    assert accepts(hermes, grammar, f"{PARIS}\n{PARIS}") == (is_parallel is None)
-    assert not accepts(hermes, grammar, "hello")
-    assert not accepts(hermes, grammar, call("get_weather", {"town": "Paris"}))
-    assert not accepts(hermes, grammar, call("now", {"a": 1}))
-
-
-def test_a_named_tool_is_forced_by_a_grammar(hermes: System, client: openai.OpenAI) -> None:
-    say(hermes, call("now", {}))
-    answer = ask(client, tool_choice={"type": "function", "function": {"name": "now"}})
-    assert answer.choices[0].finish_reason == "tool_calls"
-    grammar = hermes.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
-    assert accepts(hermes, grammar, call("now", {}))
-    assert not accepts(hermes, grammar, PARIS)
-    assert not accepts(hermes, grammar, call("now", {}) + "\n" + call("now", {}))
-    ask(client)
-    assert hermes.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar is None
-
-
-def accepts(system: System, grammar: str, text: str) -> bool:
-    """Whether a grammar allows exactly this text, by the tokens of the system's tokenizer."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    ids = system.tokenizer.inner.encode(text).ids
-    matcher = LLMatcher(LLTokenizer(system.cluster.tokenizer.decode(), n_vocab=420, eos_token=1), grammar)
-    assert not matcher.get_error()
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
 ASSISTANT: Any = {
     "role": "assistant",
     "content": None,
     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
 }
 CUSTOM: Any = {"type": "custom", "custom": {"name": "f"}}
+
+
+def function(parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +177,7 @@ CUSTOM: Any = {"type": "custom", "custom": {"name": "f"}}
         ({"tools": [CUSTOM]}, "tools", "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
         ({"tools": [NOW, NOW]}, "tools", "tools[1].function.name: 'now' is there twice"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools", "parameters"),
+        ({"tools": [function([1])]}, "tools", "parameters"),
         ({"tool_choice": "always"}, "tool_choice", "always"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "there is no tool 'f'"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice"),
@@ -256,11 +186,15 @@ CUSTOM: Any = {"type": "custom", "custom": {"name": "f"}}
         ({"functions": [{"name": "f"}]}, "functions", "given as tools"),
         ({"function_call": {"name": "f"}}, "function_call", "tool_choice"),
         (
-            {"tool_choice": "required", "tools": [NOW, {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]},
+            {"tool_choice": "required", "tools": [NOW, function({"type": "objekt"})]},
             "tools",
             "tools[1].function.parameters: Invalid type: objekt",
         ),
-        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages", "messages[1].tool_call_id: a message of a tool"),
+        (
+            {"messages": [USER, {"role": "tool", "content": "x"}]},
+            "messages",
+            "messages[1].tool_call_id: a message of a tool needs it",
+        ),
         (
             {"messages": [USER, ASSISTANT, {"role": "tool", "tool_call_id": "b", "content": "x"}]},
             "messages",
@@ -269,7 +203,7 @@ CUSTOM: Any = {"type": "custom", "custom": {"name": "f"}}
         ({"messages": [{**USER, "tool_calls": ASSISTANT["tool_calls"]}]}, "messages", "messages[0].tool_calls"),
         ({"messages": [{**USER, "tool_call_id": "a"}]}, "messages", "messages[0].tool_call_id"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]}]},
+            {"messages": [{**ASSISTANT, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]}]},
             "messages",
             "messages[0].tool_calls[0].function.arguments: it must be a JSON object",
         ),
@@ -277,7 +211,7 @@ CUSTOM: Any = {"type": "custom", "custom": {"name": "f"}}
         ({"reasoning_effort": "high"}, "reasoning_effort", "knows no effort"),
         ({"thinking_budget": 5}, "thinking_budget", "cannot be set"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(hermes: System, more: dict[str, Any], param: str, words: str) -> None:
     body = {"model": "fake", "messages": [USER], "tools": [NOW], **more}
     status, answer, _ = hermes.router.request("POST", "/v1/chat/completions", body)

@@ -9,10 +9,9 @@ import openai
 import pytest
 
 from baton.metadata.wire import messages
-from baton.router.http.forced_calls import literal_of
 
 from ..conftest import System
-from .test_tools import NOW, TEMPLATE, USER, accepts, call, prompt_of, say
+from .chats import NOW, TEMPLATE, USER, accepts, call, prompt_of, say
 
 QWEN3 = (
     TEMPLATE
@@ -115,30 +114,9 @@ def test_calls_follow_thoughts(make_qwen3: Callable[..., System]) -> None:
     assert not accepts(system, grammar, "I think " + call("now", {}))
 
 
-def test_the_grammar_begins_where_the_prompt_ends(make_qwen3: Callable[..., System]) -> None:
-    system = make_qwen3(template=QWEN3 + "{% if enable_thinking is not defined %}<think>\n{% endif %}")
-    say(system, f"Hm.</think>{call('now', {})}")
-    ask(system, tools=[NOW], tool_choice="required")
-    grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
-    assert accepts(system, grammar, f"Hm.\n</think>\n\n{call('now', {})}")
-    assert not accepts(system, grammar, call("now", {}))
-    options = {"chat_template_kwargs": {"enable_thinking": False}}
-    ask(system, tools=[NOW], tool_choice="required", extra_body=options)
-    grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
-    assert not accepts(system, grammar, f"Hm.\n</think>\n\n{call('now', {})}")
-    assert accepts(system, grammar, call("now", {}))
-
-
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_histories_may_hold_thoughts(make_qwen3: Callable[..., System], field: str) -> None:
     system = make_qwen3(template="{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% endfor %}")
     say(system, "Yes.")
     ask(system, messages=[USER, {"role": "assistant", "content": "A", field: "B"}])
     assert prompt_of(system) == "|helloB|A"
-
-
-def test_marks_that_are_special_tokens_are_literal_tokens(make_qwen3: Callable[..., System]) -> None:
-    system = make_qwen3()
-    literal = literal_of(system.tokenizer)
-    assert literal("<|im_end|>") == "<[3]>"
-    assert literal("<think>") == '"<think>"'
