@@ -152,7 +152,7 @@ class Door:
             priority=priority,
             dispatched_at=None,
             deadline=None,
-            params=SimpleNamespace(max_tokens=100),
+            params=SimpleNamespace(max_tokens=100, grammar=None),
             is_canary=False,
             num_generated=10,
         )
@@ -332,7 +332,7 @@ class Waiting:
             group=group,
             prompt_ids=[5] * 160,
             cache_salt="",
-            params=SimpleNamespace(max_tokens=100),
+            params=SimpleNamespace(max_tokens=100, grammar=None),
             needs_prompt_logprobs=False,
             sequences=[SimpleNamespace(received=[], num_left=100 if needs_decode else 1, finish_reason=None)],
         )
