@@ -28,6 +28,7 @@ _NOT_SERVED = {  # first segments of paths of OpenAI's that Baton does not have 
     "/v1/files": "files are",
     "/v1/images": "images are",
     "/v1/moderations": "moderations are",
+    "/v1/responses": "stored responses are",
 }
 _BY_TEMPLATE = {(route.method, route.template): route for route in ROUTES}
 

@@ -223,7 +223,11 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
     suffix: str | None = None
 
 
-class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
+class MessagePart(Struct, frozen=True):
+    """Base of the parts of messages. Parts of PARTS_NOT_SERVED are refused as such."""
+
+
+class TextPart(MessagePart, frozen=True, forbid_unknown_fields=True):
     """A part of a message; only text."""
 
     type: Literal["text"]

@@ -232,8 +232,8 @@ def _annotate(kind: Any, components: dict[str, Any]) -> None:
             "deprecated": True,
             "description": f"Not served: {each.words}. Only values that ask for nothing are accepted.",
         }
-    for name in IGNORED & fields.keys():
-        fields[name] = fields[name] | {"description": "Accepted for OpenAI's clients, without effect."}
+    for name in IGNORED & fields.keys() - {each.name for each in NOT_SERVED.get(kind, ())}:
+        fields[name] = fields[name] | {"description": "Accepted for clients that send it, without effect."}
 
 
 def _null(is_null: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..node import NodeGroup
 from ..request import TextOptions
 from .messages_types import CountTokensRequest, MessagesRequest
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
+from .responses_types import ResponsesRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
@@ -74,6 +75,21 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
         *_MESSAGES_NOT_SERVED,
         NotServed("container", "containers are not served", (None,)),
         NotServed("mcp_servers", "tools are not served"),
+    ),
+    ResponsesRequest: (
+        NotServed("background", "responses are not computed in the background", (None, False)),
+        NotServed("context_management", "contexts are not managed"),
+        NotServed("conversation", "conversations are not stored; send the messages in `input`", (None,)),
+        NotServed("include", "there is nothing to include", (None, [], ["reasoning.encrypted_content"])),
+        NotServed("max_tool_calls", "tools are not served", (None,)),
+        NotServed("previous_response_id", "responses are not stored; send the messages in `input`", (None,)),
+        NotServed("prompt", "prompts are not stored", (None,)),
+        NotServed("reasoning", "reasoning cannot be set", (None, {})),
+        NotServed("store", "responses are not stored", (None, False)),
+        NotServed("tool_choice", "tools are not served", (None, "auto", "none")),
+        NotServed("tools", "tools are not served"),
+        NotServed("top_logprobs", "log-probabilities are served by /v1/chat/completions", (None, 0)),
+        NotServed("truncation", "an input that is too long is refused", (None, "disabled")),
     ),
 }
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw, inspect
 
 from ...metadata.errors import RequestError
-from .openai_types import PARTS_NOT_SERVED, TextPart
+from .openai_types import PARTS_NOT_SERVED, MessagePart
 
 MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that would take long
 _LONGEST_NAME = 64  # of a field that a sentence repeats or compares
@@ -60,7 +60,7 @@ def _mended(value: Raw, kind: inspect.Type, path: str) -> Raw:
 
 
 def _mended_object(value: Raw, kind: inspect.StructType, path: str) -> dict[str, Raw]:
-    if issubclass(kind.cls, TextPart):
+    if issubclass(kind.cls, MessagePart):
         _check_part(value, path)
     known = {field.encode_name: field.type for field in kind.fields}
     kept: dict[str, Raw] = {}

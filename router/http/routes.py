@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from ..trace import Explanation, Outcome, RecentRequests
-from . import admin, completions, explain, handoff, messages, models, requests, status, tokenization
+from . import admin, completions, explain, handoff, messages, models, requests, responses, status, tokenization
 from .access import KeyLevel
 from .admin_types import DrainRequest, HandoffAnswer, HealthAnswer, LedgersAnswer, NodesAnswer, NodeState, ReadyAnswer
 from .api import Api, json_response
@@ -36,6 +36,7 @@ from .openai_types import (
     Version,
 )
 from .openapi import document, package_version
+from .responses_types import ResponseAnswer, ResponseEvent, ResponsesRequest
 from .route import Parameter, Route
 
 _Name = Annotated[str, Meta(min_length=1)]
@@ -107,6 +108,18 @@ ROUTES: tuple[Route, ...] = (
         answer=TokenCount,
         statuses=(404,),
         error=MessagesErrorBody,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses",
+        handler=responses.responses,
+        operation_id="createResponse",
+        tag="generation",
+        summary="Continue a conversation, in OpenAI's Responses API",
+        body=ResponsesRequest,
+        answer=ResponseAnswer,
+        chunk=ResponseEvent,
+        last_event=None,
     ),
     Route(
         method="DELETE",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -60,8 +61,15 @@ def demo(shared: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def client(demo: Cluster) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key="none", max_retries=0)
+def client(demo: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(demo: Cluster) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=demo.base_url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def choices_of(client: openai.OpenAI, **fields: Any) -> list[tuple[str, str]]:
@@ -103,3 +111,59 @@ def test_the_clients_own_parser_gets_its_model(client: openai.OpenAI) -> None:
         model="demo", messages=ASKED, response_format=Animal, temperature=1, seed=1, max_tokens=600
     )
     assert isinstance(answer.choices[0].message.parsed, Animal)
+
+
+def test_three_apis_give_one_text(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    """Greedy text, its end and its counts are the same by chat completions, messages and responses, whole and
+    streamed, with a stop string and without."""
+    for num_tokens, stop in ((40, None), (40, "e"), (7, None)):
+        chat = client.chat.completions.create(
+            model="demo", messages=ASKED, temperature=0, max_completion_tokens=num_tokens, stop=stop
+        )
+        text, finish = chat.choices[0].message.content, chat.choices[0].finish_reason
+        assert chat.usage is not None
+        counts = (chat.usage.prompt_tokens, chat.usage.completion_tokens)
+
+        given: dict[str, Any] = {"model": "demo", "messages": ASKED, "max_tokens": num_tokens}
+        given |= {"extra_body": {"temperature": 0}, "stop_sequences": [stop] if stop else []}
+        with claude.messages.stream(**given) as stream:
+            streamed = stream.get_final_message()
+        for message in (claude.messages.create(**given), streamed):
+            assert "".join(block.text for block in message.content if block.type == "text") == text
+            reason = "max_tokens" if finish == "length" else "stop_sequence" if stop else "end_turn"
+            assert (message.stop_reason, message.stop_sequence) == (reason, stop if reason == "stop_sequence" else None)
+            num_prompt = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+            assert (num_prompt, message.usage.output_tokens) == counts
+        assert claude.messages.count_tokens(model="demo", messages=ASKED).input_tokens == counts[0]
+        if stop is not None:
+            continue  # responses have no stop strings
+        given = {"model": "demo", "input": ASKED, "temperature": 0, "max_output_tokens": num_tokens}
+        *_, last = client.responses.create(stream=True, **given)
+        assert last.type in ("response.completed", "response.incomplete")
+        for response in (client.responses.create(**given), last.response):
+            assert response.output_text == text
+            assert response.status == ("incomplete" if finish == "length" else "completed")
+            assert response.usage is not None
+            assert (response.usage.input_tokens, response.usage.output_tokens) == counts
+
+
+def test_structured_output_of_the_other_apis(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    response = client.responses.parse(model="demo", input=ASKED, text_format=Animal, temperature=1)
+    assert isinstance(response.output_parsed, Animal)
+    with client.responses.stream(model="demo", input=ASKED, text_format=Animal, temperature=1) as events:
+        assert isinstance(events.get_final_response().output_parsed, Animal)
+    message = claude.messages.create(
+        model="demo",
+        max_tokens=300,
+        messages=ASKED,
+        output_config={"format": {"type": "json_schema", "schema": SCHEMAS["flat"]}},
+    )
+    (block,) = message.content
+    assert block.type == "text"
+    jsonschema.validate(json.loads(block.text), SCHEMAS["flat"])
+
+
+def test_streams_end_well_when_their_client_leaves(demo: Cluster, claude: anthropic.Anthropic) -> None:
+    with claude.messages.stream(model="demo", max_tokens=1000, messages=ASKED) as stream:
+        next(iter(stream.text_stream))
+    wait_until(lambda: not held(demo.ledger()), lambda: f"idle books: {held(demo.ledger())}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,12 +19,12 @@ from baton.router.config import RouterConfig
 from baton.router.dispatcher import Dispatcher
 from baton.router.effects import Effect, Error, Send
 from baton.router.metrics import Metrics
-from baton.router.needs import Need
+from baton.router.needs import GRAMMAR_PROTOCOL, Need
 from baton.router.node import Node
 from baton.router.queue import Entry
 from baton.router.request import Request
 
-from .sites import make_group, make_hello, text_tokenizer
+from .sites import make_group, make_hello, make_request, text_tokenizer
 
 STATS = NodeStats()
 METRICS = Metrics()
@@ -208,3 +209,17 @@ def test_an_error_names_the_pages_of_one_rank() -> None:
             node.hello = make_hello(role, node.node_id, num_pages=60, context_len=2000, num_pools=2)
     with pytest.raises(RequestError, match=r"needs 32 pages of 16 tokens; the largest prefill pool has 30"):
         site.dispatcher.submit(site.request("r", 500, 8), 0.0)
+
+
+def test_only_nodes_that_know_grammars_fit_a_request_with_one() -> None:
+    """Older nodes would ignore the grammar."""
+    group = make_group()
+    old, new = (
+        Node(msgspec.structs.replace(make_hello("decode", name), protocol_max=protocol, protocol=protocol), group, 0.0)
+        for name, protocol in (("old", GRAMMAR_PROTOCOL - 1), ("new", GRAMMAR_PROTOCOL))
+    )
+    for grammar, fits in ((None, [True, True]), ("start: /a/", [False, True])):
+        request = make_request(group, params={"grammar": grammar})
+        need = Need.of(request, 0, needs_decode=True)
+        for fit in (need.fits_decode, need.fits_prefill, need.fits_local):
+            assert [fit(old), fit(new)] == fits, grammar

@@ -35,6 +35,7 @@ ARGUED = re.compile(
             "has its own field",  # chat_template_kwargs
             "^structured_outputs[.:]",  # exactly one; what is a grammar is for llguidance to say
             "^output_config[.]format[.]schema",
+            "^text[.]format",
             "^response_format(: type|[.]json_schema[.]schema|: )",  # which fields a type has; and so for the schema
             "^ignore_eos: excludes",  # a grammar
             "only a message of",  # a field of messages with another role

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from baton.router.http.messages_types import CountTokensRequest, MessagesRequest
 from baton.router.http.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from baton.router.http.responses_types import ResponsesRequest
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import RunningRouter, System
@@ -31,7 +32,7 @@ SECONDS = float(os.environ.get("BATON_FUZZ_SECONDS", "0"))
 MAX_BODY = 65536
 ROUTES = [
     *[("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")],
-    *[("POST", path) for path in ("/v1/messages", "/v1/messages/count_tokens")],
+    *[("POST", path) for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")],
     *[("GET", path) for path in ("/v1/models", "/v1/models/fake", "/health", "/ready", "/metrics", "/openapi.json")],
     *[("GET", path) for path in ("/debug/nodes", "/debug/handoff", "/debug/requests", "/debug/requests/x")],
     ("DELETE", "/v1/requests/x"),
@@ -89,6 +90,9 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 40) | st.just(511),
     "stop_sequences": st.lists(text, max_size=3),
     "system": text,
+    "input": text | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": text}), max_size=3),
+    "max_output_tokens": st.integers(1, 40),
+    "text": st.fixed_dictionaries({"format": st.fixed_dictionaries({"type": st.just("json_object")})}),
     "max_completion_tokens": st.integers(1, 40),
     "min_tokens": st.integers(0, 40),
     "temperature": st.floats(0, 2),
@@ -130,6 +134,7 @@ needed = {
     "/detokenize": ("tokens",),
     "/v1/messages": ("model", "messages", "max_tokens"),
     "/v1/messages/count_tokens": ("model", "messages"),
+    "/v1/responses": ("model", "input"),
 }
 kinds = {
     "/v1/completions": CompletionRequest,
@@ -138,6 +143,7 @@ kinds = {
     "/detokenize": DetokenizeRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/responses": ResponsesRequest,
 }
 
 
@@ -223,7 +229,8 @@ class Target:
             assert not INSIDES.search(error["message"]), error
         elif response.getheader("Content-Type", "").startswith("text/event-stream"):
             last = answer.strip().split(b"\n\n")[-1].rpartition(b"data: ")[2]
-            assert last == b"[DONE]" or "error" in json.loads(last) or json.loads(last)["type"] == "message_stop", last
+            ends = {"message_stop", "response.completed", "response.incomplete", "response.failed"}
+            assert last == b"[DONE]" or "error" in json.loads(last) or json.loads(last)["type"] in ends, last
 
 
 @pytest.fixture(scope="module")

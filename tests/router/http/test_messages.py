@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -18,8 +18,19 @@ from ..test_runner import own
 BODY: dict[str, Any] = {"model": "fake", "max_tokens": 100, "messages": [{"role": "user", "content": "hello"}]}
 
 
+_clients: list[anthropic.Anthropic] = []
+
+
 def client_of(router: RunningRouter, key: str = "none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=router.url, api_key=key, max_retries=0)
+    _clients.append(anthropic.Anthropic(base_url=router.url, api_key=key, max_retries=0))
+    return _clients[-1]
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _clients:
+        _clients.pop().close()
 
 
 def events_of(system: System, **fields: Any) -> list[tuple[str, dict[str, Any]]]:

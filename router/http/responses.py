@@ -1,0 +1,72 @@
+"""POST /v1/responses of OpenAI's API, without a store. A body becomes that of a chat completion and is served as one
+(completions.py)."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from ...metadata.errors import RequestError
+from ..text.tokenizer import TextTokenizer
+from .answer_format import AnswerFormat
+from .api import Api
+from .completions import serve_chat
+from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
+from .parameters import check_served
+from .renamed import renamed
+from .responses_format import ResponsesFormat
+from .responses_types import InputItem, ResponsesRequest, TextFormat
+
+NAMES = {  # fields of a chat completion -> what they are called here
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+}
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+
+
+async def responses(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses."""
+    rid = api.new_id(http_request, "resp")
+    body = await api.body(http_request, _decoder)
+    check_served(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: needs stream to be true", param="stream_options")
+
+    def format_of(tokenizer: TextTokenizer) -> AnswerFormat:
+        return ResponsesFormat(rid, body, tokenizer)
+
+    with renamed(NAMES):
+        return await serve_chat(api, http_request, _chat_request(body), format_of)
+
+
+def _chat_request(body: ResponsesRequest) -> ChatRequest:
+    """Return the body as that of a chat completion, with the instructions as the first message."""
+    items = [InputItem("user", body.input)] if isinstance(body.input, str) else body.input
+    messages = [ChatMessage(item.role, _text_of(item)) for item in items]
+    if body.instructions:
+        messages.insert(0, ChatMessage("system", body.instructions))
+    return ChatRequest(
+        model=body.model,
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        stream=body.stream,
+        response_format=_response_format(body.text.format) if body.text and body.text.format else None,
+    )
+
+
+def _text_of(item: InputItem) -> str:
+    return item.content if isinstance(item.content, str) else "\n".join(part.text for part in item.content)
+
+
+def _response_format(given: TextFormat) -> ResponseFormat:
+    schema = None if bytes(given.schema) in (b"", b"null") else given.schema
+    if (schema is not None) != (given.type == "json_schema"):
+        words = "needs schema" if schema is None else "has no schema; type 'json_schema' has it"
+        raise RequestError(f"text.format: type {given.type!r} {words}", param="text")
+    if schema is None:
+        return ResponseFormat(type=given.type)
+    return ResponseFormat(type=given.type, json_schema=JsonSchemaFormat(name=given.name or "output", schema=schema))

@@ -1,0 +1,58 @@
+"""Events of /v1/responses without a router."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.metadata.errors import Overloaded
+from baton.router.http.responses_format import ResponsesFormat
+from baton.router.http.responses_types import ResponsesRequest
+from baton.router.request import Delta, Request
+
+from ..sites import make_group, make_request
+
+
+@pytest.fixture
+def request_() -> Request:
+    return make_request(make_group(), prompt_len=7)
+
+
+def new_format(request_: Request) -> ResponsesFormat:
+    assert request_.group.tokenizer is not None
+    return ResponsesFormat("resp-1", ResponsesRequest(model="fake", input="x"), request_.group.tokenizer)
+
+
+def data_of(events: bytes) -> list[dict[str, Any]]:
+    return [json.loads(block.partition("data: ")[2]) for block in events.decode().split("\n\n") if block]
+
+
+def test_output_without_text_yet_writes_no_delta(request_: Request) -> None:
+    answers, sequence = new_format(request_), request_.sequences[0]
+    opening = data_of(answers.chunk(0, sequence, Delta("", [5], []), None))
+    assert [each["sequence_number"] for each in opening] == [0, 1, 2, 3]
+    assert opening[0]["response"]["status"] == "in_progress" and opening[0]["response"]["usage"] is None
+    assert answers.chunk(0, sequence, Delta("", [6], []), None) == b""
+    (delta,) = data_of(answers.chunk(0, sequence, Delta('é"\n', [6], []), None))
+    assert (delta["delta"], delta["sequence_number"], delta["item_id"]) == ('é"\n', 4, "msg-1")
+
+
+def test_the_end_holds_all_text_and_counts(request_: Request) -> None:
+    request_.num_cached = 5
+    answers, sequence = new_format(request_), request_.sequences[0]
+    for text in ("a", "", "b"):
+        answers.chunk(0, sequence, Delta(text, [5], [], "length"), None)
+    response = data_of(answers.ended([request_], with_usage=False))[-1]["response"]
+    assert response["output"][0]["content"][0]["text"] == "ab"
+    assert response["usage"]["input_tokens"] == 7
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 5}
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_a_failed_stream_ends_with_the_error(request_: Request) -> None:
+    (event,) = data_of(new_format(request_).failed(Overloaded("full")))
+    assert event["type"] == "response.failed"
+    assert event["response"]["error"] == {"code": "overloaded", "message": "full"}
+    assert event["response"]["output"] == []
