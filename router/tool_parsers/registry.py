@@ -23,6 +23,7 @@ _SIGNS = (  # texts of a template that all stand in it -> the parser; the first 
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>", "arg_key"), None),  # GLM's, which no parser here reads
     (("<tool_call>", "arguments"), "hermes"),
+    (("<TOOLCALL>",), None),  # Nemotron's
     (("[TOOL_CALLS]",), "mistral"),
     (("func_name1(",), "pythonic"),
     (("<|python_start|>",), "pythonic"),

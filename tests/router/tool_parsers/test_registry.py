@@ -167,6 +167,7 @@ def test_ids_are_new_and_of_the_familys_form(name: str) -> None:
         ("you MUST put it in the format of [func_name1(params_name1=params_value1...)]", "pythonic"),
         ("<|start|>assistant<|channel|>commentary to={{ name }}<|message|>", "harmony"),
         ("<tool_call>{{ name }}<arg_key>arguments", None),
+        ("<|start_header_id|><TOOLCALL>{{ parameters }}", None),
         ("<|im_start|>{{ message.content }}", None),
     ],
 )
