@@ -169,4 +169,6 @@ def _plain(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
     thoughts = message.reasoning_content or message.reasoning
     if thoughts is not None and message.role == "assistant":
         plain["reasoning_content"] = thoughts
+        if not (plain["content"] and message.tool_calls):
+            plain["thinking"] = thoughts  # gpt-oss' name; its template refuses it beside content and calls
     return plain

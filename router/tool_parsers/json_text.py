@@ -60,6 +60,11 @@ class JsonValue:
         return at, "".join(parts)
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether the value has not begun."""
+        return self._expects is _Expects.VALUE and not self._closers and self.status is JsonStatus.OPEN
+
+    @property
     def _in_string(self) -> bool:
         return self._expects in (_Expects.STRING, _Expects.ESCAPE, _Expects.HEX)
 

@@ -45,7 +45,7 @@ class MistralParser(JsonCallParser):
         if literal(ARGS) == json.dumps(ARGS):  # not a special token: the older form
             alternatives, rules = call_rules(tools, "arguments")
             repeated = 'call (", " call)*' if may_repeat else "call"
-            return "\n".join([f'calls: {literal(BEGIN)} "[" {repeated} "]"', f"call: {alternatives}", *rules])
+            return "\n".join([f'calls: {literal(BEGIN)} " "? "[" {repeated} "]"', f"call: {alternatives}", *rules])
         calls = [
             f"{literal(BEGIN)} {json.dumps(name)} {literal(ARGS)} arguments_{index}" for index, name in enumerate(tools)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import ToolParser
+from .harmony import HarmonyParser
 from .hermes import HermesParser
 from .llama3_json import Llama3JsonParser
 from .mistral import MistralParser
@@ -10,6 +11,7 @@ from .pythonic import PythonicParser
 from .qwen3_coder import Qwen3CoderParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "harmony": HarmonyParser,
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
@@ -17,9 +19,11 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "qwen3_coder": Qwen3CoderParser,
 }
 _SIGNS = (  # texts of a template that all stand in it -> the parser; the first that fits counts
+    (("<|channel|>", "<|message|>"), "harmony"),
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>", "arg_key"), None),  # GLM's, which no parser here reads
     (("<tool_call>", "arguments"), "hermes"),
+    (("<TOOLCALL>",), None),  # Nemotron's
     (("[TOOL_CALLS]",), "mistral"),
     (("func_name1(",), "pythonic"),
     (("<|python_start|>",), "pythonic"),

@@ -13,6 +13,7 @@ from baton.router.http.forced_calls import literal_of
 from ..conftest import System
 from .chats import NOW, TEMPLATE, USER, WEATHER, accepts, call, say
 
+NOW_TWICE = ", ".join(['{"name": "now", "arguments": {}}'] * 2)
 PARIS = call("get_weather", {"city": "Paris é"})
 THINKING = TEMPLATE + (
     "{# <think></think> #}{% if enable_thinking is not defined %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
@@ -58,7 +59,7 @@ def test_a_named_tool(make_chat: Callable[[str], System]) -> None:
 @pytest.mark.parametrize(
     ("template", "texts"),
     [
-        ("[TOOL_CALLS]", ['[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]']),
+        ("[TOOL_CALLS]", [f"[TOOL_CALLS]{space}[{NOW_TWICE}]" for space in ("", " ")]),
         ("<|start_header_id|>parameters", ['{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}']),
     ],
 )

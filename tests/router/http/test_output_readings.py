@@ -7,10 +7,13 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
 
 from baton.metadata.wire import messages
+from baton.router.text.tokenizer import TextTokenizer
 
-from ..conftest import System
+from ..conftest import RunningRouter, System
 from .chats import NOW, TEMPLATE, USER, accepts, call, prompt_of, say
 
 QWEN3 = (
@@ -120,3 +123,43 @@ def test_histories_may_hold_thoughts(make_qwen3: Callable[..., System], field: s
     say(system, "Yes.")
     ask(system, messages=[USER, {"role": "assistant", "content": "A", field: "B"}])
     assert prompt_of(system) == "|helloB|A"
+
+
+HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
+
+
+def test_marks_that_are_special_tokens_are_read_and_others_are_not_shown(
+    make_router: Callable[..., RunningRouter], tokenizer_file: bytes
+) -> None:
+    inner = tokenizers.Tokenizer.from_buffer(tokenizer_file)
+    inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in HARMONY])
+    data = inner.to_str().encode()
+    tokenizer = TextTokenizer(data)
+    eos = tuple(tokenizer.special_by_text[mark] for mark in ("<|return|>", "<|call|>"))
+    template = (
+        TEMPLATE.replace("<|im_start|>", "<|start|>").replace("<|im_end|>", "<|end|>") + "{# <|channel|><|message|> #}"
+    )
+    given: Any = {"template": template, "vocab_size": 440, "context_len": 4096, "eos": eos}
+    system = System(make_router(), tokenizer, data, **given)
+    try:
+        system.up()
+        thoughts = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        ids = inner.encode(f"{thoughts}<|channel|>final<|message|>Ye<|im_end|>s.<|return|>").ids
+        system.cluster.script = lambda prompt, choice: ids
+        answer = ask(system)
+        message = answer.choices[0].message
+        assert (message.content, message.model_extra["reasoning_content"]) == ("Yes.", "Hm.")
+        assert answer.usage.completion_tokens_details.reasoning_tokens == len(inner.encode(thoughts).ids) - len(
+            inner.encode("<|start|>assistant").ids
+        )
+        text = f"{thoughts}<|channel|>commentary to=functions.now <|constrain|>json<|message|>{{}}"
+        ids = inner.encode(text + "<|call|>").ids
+        answer = ask(system, tools=[NOW], tool_choice="required")
+        assert answer.choices[0].message.tool_calls[0].function.name == "now"
+        assert answer.choices[0].finish_reason == "tool_calls"
+        grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+        matcher = LLMatcher(LLTokenizer(data.decode(), n_vocab=440, eos_token=eos[1]), grammar)
+        assert matcher.try_consume_tokens(ids[:-1]) == len(ids) - 1, matcher.get_error()
+        assert matcher.is_accepting()
+    finally:
+        system.cluster.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from ..conftest import System
@@ -88,6 +89,18 @@ def test_the_clients_own_stream_helper_puts_calls_together(hermes: System, clien
     assert message.content is None
     assert message.tool_calls is not None
     assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris é"}
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+
+
+def test_the_clients_own_parse_helper_reads_arguments(hermes: System, client: openai.OpenAI) -> None:
+    say(hermes, call("Weather", {"city": "Paris"}))
+    tools = [openai.pydantic_function_tool(Weather)]
+    answer = client.chat.completions.parse(model="fake", messages=[USER], tools=tools)
+    (made,) = answer.choices[0].message.tool_calls or ()
+    assert made.function.parsed_arguments == Weather(city="Paris")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -220,12 +233,25 @@ def test_what_is_refused(hermes: System, more: dict[str, Any], param: str, words
     assert words in answer["error"]["message"], answer
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_deep_schemas_and_arguments_never_fail_inside(hermes: System, choice: str) -> None:
+    say(hermes, call("now", {}))
+    for depth in (50, 200, *range(600, 1200, 20)):
+        nested = '{"a":' * depth + "1" + "}" * depth
+        made = {"id": "a", "function": {"name": "now", "arguments": nested}}
+        body = {"model": "fake", "messages": [USER], "tool_choice": choice, "tools": [function("NESTED")]}
+        data = json.dumps(body).replace('"NESTED"', nested).encode()
+        assert hermes.router.request("POST", "/v1/chat/completions", data)[0] in (200, 400), depth
+        body = {"model": "fake", "messages": [{"role": "assistant", "tool_calls": [made]}], "max_tokens": 1}
+        assert hermes.router.request("POST", "/v1/chat/completions", body)[0] in (200, 400), depth
+
+
 def test_without_a_parser_tools_are_refused(make_system: Callable[..., System]) -> None:
     body = {"model": "fake", "messages": [USER], "tools": [NOW]}
     unknown = make_system(template="{{ tools }}{{ messages }}").up()
     status, answer, _ = unknown.router.request("POST", "/v1/chat/completions", body)
     assert status == 400
-    assert "--tool-parser and one of hermes, " in answer["error"]["message"]
+    assert "--tool-parser and one of harmony, hermes, " in answer["error"]["message"]
     assert unknown.router.request("POST", "/v1/chat/completions", {**body, "tool_choice": "none"})[0] == 200
     off = make_system(router={"tool_parser": "none"}, template=TEMPLATE).up()
     assert "reads no calls" in off.router.request("POST", "/v1/chat/completions", body)[1]["error"]["message"]

@@ -12,6 +12,7 @@ from baton.router.reasoning_parsers.registry import REASONING_PARSERS, parser_fo
     [
         ("<|im_start|>{{ message.content.split('</think>') }}<think>", "qwen3"),
         ("{{ '<\uff5cAssistant\uff5c><think>' }}{{ content.split('</think>') }}", "deepseek_r1"),
+        ("<|start|>assistant<|channel|>final<|message|>", "harmony"),
         ("<|im_start|>", None),
     ],
 )

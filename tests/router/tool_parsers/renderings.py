@@ -1,5 +1,6 @@
 """Assistant messages with tool calls, as the published chat templates of each family write them.
 
+harmony       openai/gpt-oss-20b (the head as the model writes it)
 hermes        NousResearch/Hermes-2-Pro, Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-8B
 llama3_json   meta-llama/Llama-3.1-8B-Instruct (one call; several are divided by "; ", as the model writes them)
 mistral       mistralai/Mistral-7B-Instruct-v0.3 (a list), Mistral-Small-3.2 (names and marks)
@@ -18,6 +19,13 @@ Calls = Sequence[tuple[str, dict[str, Any]]]  # name and arguments
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)  # what tojson does in Hugging Face's environment of templates
+
+
+def harmony(content: str, calls: Calls) -> str:
+    return content + "".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(arguments)}<|call|>"
+        for name, arguments in calls
+    )
 
 
 def hermes(content: str, calls: Calls) -> str:
@@ -63,6 +71,7 @@ def qwen3_coder(content: str, calls: Calls) -> str:
 
 
 RENDERINGS: dict[str, tuple[str, Callable[[str, Calls], str]]] = {  # -> name of the parser, rendering
+    "harmony": ("harmony", harmony),
     "hermes": ("hermes", hermes),
     "llama3_json": ("llama3_json", llama3_json),
     "mistral": ("mistral", mistral),

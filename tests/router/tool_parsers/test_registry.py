@@ -121,7 +121,7 @@ def test_damaged_texts_keep_the_promises(family: str, data: st.DataObject) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(
-    family=st.sampled_from(["hermes", "llama3_json", "mistral", "mistral_list", "pythonic"]),
+    family=st.sampled_from(["harmony", "hermes", "llama3_json", "mistral", "mistral_list", "pythonic"]),
     arguments=st.dictionaries(
         st.from_regex(r"[a-z_]{1,8}", fullmatch=True),
         st.recursive(
@@ -165,7 +165,9 @@ def test_ids_are_new_and_of_the_familys_form(name: str) -> None:
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
         ('<|start_header_id|> Respond in the format {"name": function name, "parameters": ...}', "llama3_json"),
         ("you MUST put it in the format of [func_name1(params_name1=params_value1...)]", "pythonic"),
+        ("<|start|>assistant<|channel|>commentary to={{ name }}<|message|>", "harmony"),
         ("<tool_call>{{ name }}<arg_key>arguments", None),
+        ("<|start_header_id|><TOOLCALL>{{ parameters }}", None),
         ("<|im_start|>{{ message.content }}", None),
     ],
 )
