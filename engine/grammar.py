@@ -78,7 +78,7 @@ class Matcher:
             mask[:] = others.view(np.int32)
 
 
-class Chain(NamedTuple):
+class DraftChain(NamedTuple):
     """The next token of a sequence and drafts after it, one row of masks for each: node 0 is the next token, and node
     i + 1 the one after draft i."""
 
@@ -123,7 +123,7 @@ class Grammars:
         matcher.accept(state.output_ids)
         return matcher
 
-    def fill(self, masks: Mask, chains: Sequence[Chain]) -> None:
+    def fill(self, masks: Mask, chains: Sequence[DraftChain]) -> None:
         """Write what each matcher allows at the nodes of its chain into `masks` [num_rows, num_words], up to the first
         draft that it does not allow. The other rows stay as they are: their nodes are never accepted."""
         live = [chain for chain in chains if not chain.matcher.is_broken]
@@ -139,7 +139,7 @@ class Grammars:
             for ahead in range(len(drafts) + 1):
                 matcher.ban_stops(masks[row + ahead], ahead)
 
-    def fill_tree(self, masks: Mask, root: Chain, parents: Sequence[int]) -> None:
+    def fill_tree(self, masks: Mask, root: DraftChain, parents: Sequence[int]) -> None:
         """Write what a matcher allows at the nodes of a tree, as `fill`: node 0 is the next token, and node i + 1 comes
         after draft i, whose parent is node `parents[i]`."""
         matcher, first, drafts = root
@@ -161,10 +161,10 @@ class Grammars:
     def next(self, states: Sequence[SamplingState]) -> tuple[Mask, list[bool]]:
         """Return what each sequence may have next, [num_states, num_words], and whether its grammar is broken. A
         sequence without a grammar may have every token."""
-        masks, chains = np.full((len(states), self.num_words), -1, np.int32), list[Chain]()
+        masks, chains = np.full((len(states), self.num_words), -1, np.int32), list[DraftChain]()
         for row, state in enumerate(states):
             if state.params.grammar is not None:
-                chains.append(Chain(self.matcher(state), row))
+                chains.append(DraftChain(self.matcher(state), row))
         self.fill(masks, chains)
         broken = {chain.row for chain in chains if chain.matcher.is_broken}
         return masks, [row in broken for row in range(len(states))]

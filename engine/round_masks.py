@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .grammar import Chain, Grammars, Mask, Matcher
+from .grammar import DraftChain, Grammars, Mask, Matcher
 from .sampling_state import SamplingState
 from .trees import Drafts
 
@@ -44,7 +44,7 @@ class RoundMasks:
         masks: Mask = allowed.numpy()
         rows = drafts.tokens.tolist()
         chains = [
-            Chain(matcher, index * num_nodes, rows[index])
+            DraftChain(matcher, index * num_nodes, rows[index])
             for index, matcher in enumerate(matchers)
             if matcher is not None
         ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
 from .http.origin import allowed_hosts, allowed_origins
 from .prompt_placement import LocalPrefill
+from .reasoning_parsers.registry import REASONING_PARSERS
+from .tool_parsers.registry import TOOL_PARSERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,20 @@ class RouterConfig(ProcessConfig):
         "never",
         "let decode nodes compute prompts: never (only if no prefill node is there), always, or auto (those prompts "
         "whose first two tokens they bring sooner; --max-gap-ms of decode nodes bounds what that costs other streams)",
+    )
+    tool_parser: str | None = setting(
+        None,
+        "read tool calls in this format; none refuses tools (default: the format that the model's chat template shows)",
+        choices=(*TOOL_PARSERS, "none"),
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "divide thoughts from answers in this format; none leaves thoughts in the text (default: the format that the "
+        "model's chat template shows)",
+        choices=(*REASONING_PARSERS, "none"),
+    )
+    reasoning_field: Literal["reasoning_content", "reasoning"] = setting(
+        "reasoning_content", "give thoughts in this field of messages and deltas"
     )
     canary_interval_s: float = setting(
         30.0, "send a canary request to a pair of nodes that served nobody for this many seconds"

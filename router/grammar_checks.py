@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,7 +45,7 @@ class GrammarChecks:
             raise RequestError(f"{place}: the model names no token that ends a text", param=place.partition(".")[0])
         verdict = await self._verdict(source, group)
         if isinstance(verdict, GrammarFault):
-            param = place.partition(".")[0]
+            param = re.split(r"[.\[]", place, maxsplit=1)[0]
             raise RequestError(f"{place}{verdict.place}: {verdict.words}", param=param)
         return verdict.text
 

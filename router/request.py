@@ -44,11 +44,13 @@ class Delta(NamedTuple):
 
 
 class TextOptions(NamedTuple):
-    """Options for turning ids into the text that the client sees."""
+    """Options for turning ids into text. Special tokens whose text is one of `markers` are in it in any case, since a
+    parser reads them."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    markers: frozenset[str] = frozenset()
 
 
 class Listener(Protocol):
@@ -164,7 +166,9 @@ class Sequence:
         self._include_stop = options.include_stop
         tokenizer = request.group.tokenizer
         assert tokenizer is not None, "a request before its group's tokenizer"
-        self._detokenizer = make_detokenizer(tokenizer, request.prompt_ids, skip_special=options.skip_special)
+        self._detokenizer = make_detokenizer(
+            tokenizer, request.prompt_ids, skip_special=options.skip_special, markers=options.markers
+        )
         self._stops = StopStrings(options.stops, include=options.include_stop)
 
     @property

@@ -15,8 +15,10 @@ from msgspec import UNSET, UnsetType, structs
 
 from ...metadata.errors import BatonError
 from ...metadata.wire.request import TokenLogprobs
+from ..output_parser import ThoughtCounter
 from ..request import Delta, Request, Sequence
 from ..text.tokenizer import TextTokenizer
+from .chat_output import ChatOutput, OutputReading
 from .logprobs import LegacyColumns, chat_logprobs
 from .openai_types import (
     AssistantMessage,
@@ -28,6 +30,7 @@ from .openai_types import (
     ChatLogprobs,
     Completion,
     CompletionChoice,
+    CompletionTokensDetails,
     LegacyLogprobs,
     PromptTokensDetails,
     SpeculationDetails,
@@ -217,16 +220,44 @@ class CompletionFormat(AnswerFormat):
 
 
 class ChatFormat(AnswerFormat):
-    """Answers of /v1/chat/completions."""
+    """Answers of /v1/chat/completions. If `reading` is given, outputs hold thoughts or tool calls, which are read."""
 
     _chunk_object = "chat.completion.chunk"
     _text_start = b'"delta":{"content":'
     _text_end = b'},"logprobs":null,"finish_reason":null'
 
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        tokenizer: TextTokenizer,
+        *,
+        num_logprobs: int | None,
+        with_ids: bool,
+        reading: OutputReading | None = None,
+    ) -> None:
+        super().__init__(response_id, model, tokenizer, num_logprobs=num_logprobs, with_ids=with_ids)
+        self._reading = reading
+        self._outputs: dict[int, ChatOutput] = {}  # by index
+        self._counters: dict[Sequence, ThoughtCounter] = {}
+
+    def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
+        usage = super().usage_of(requests)
+        if self._reading is None or self._reading.new_counter is None:
+            return usage
+        num_thoughts = 0
+        for sequence in (sequence for request in requests for sequence in request.sequences):
+            if sequence not in self._counters:
+                self._counters[sequence] = self._reading.new_counter(sequence)
+            num_thoughts += self._counters[sequence].count(sequence.received)
+        return structs.replace(usage, completion_tokens_details=CompletionTokensDetails(num_thoughts))
+
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
         if index not in self._prefixes:
             self._prepare(index)
             return self._opening(index, sequence, usage) + self.chunk(index, sequence, delta, usage)
+        if self._reading is not None:
+            return self._read_chunks(self._reading, index, delta, usage)
         text = self._text_chunk(index, delta, usage)
         if text is not None:
             return text
@@ -247,12 +278,16 @@ class ChatFormat(AnswerFormat):
         choices: list[ChatChoice] = []
         for index, (_, delta) in enumerate(outputs):
             assert delta.finish_reason is not None, f"sequence {index} of {self.response_id} has not ended"
+            message, finish_reason = AssistantMessage(content=delta.text), delta.finish_reason
+            if self._reading is not None:
+                output = ChatOutput(self._reading)
+                message, finish_reason = output.message(delta.text), output.finish_reason(delta.finish_reason)
             choices.append(
                 ChatChoice(
                     index=index,
-                    message=AssistantMessage(content=delta.text),
+                    message=message,
                     logprobs=self._logprobs(delta),
-                    finish_reason=delta.finish_reason,
+                    finish_reason=finish_reason,
                     stop_reason=delta.stop_reason,
                     token_ids=delta.token_ids if self._with_ids else None,
                 )
@@ -268,8 +303,28 @@ class ChatFormat(AnswerFormat):
         )
         return _encode(body)
 
+    def _read_chunks(self, reading: OutputReading, index: int, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        """Return the events of an output that is read. Log-probabilities and ids of the new tokens are in the first."""
+        output = self._outputs.setdefault(index, ChatOutput(reading))
+        deltas = output.deltas(delta.text, is_last=delta.finish_reason is not None)
+        if not deltas and (delta.finish_reason is not None or self.num_logprobs is not None or self._with_ids):
+            deltas = [ChatDelta()]
+        events = list[bytes]()
+        for place, each in enumerate(deltas):
+            is_first, reason = place == 0, delta.finish_reason if place == len(deltas) - 1 else None
+            choice = ChatChunkChoice(
+                index=index,
+                delta=each,
+                logprobs=self._logprobs(delta) if is_first else None,
+                finish_reason=None if reason is None else output.finish_reason(reason),
+                stop_reason=None if reason is None else delta.stop_reason,
+                token_ids=(delta.token_ids if is_first else []) if self._with_ids else None,
+            )
+            events.append(event(self._body([choice], usage)))
+        return b"".join(events)
+
     def _opening(self, index: int, sequence: Sequence, usage: Usage | UnsetType | None) -> bytes:
-        delta = ChatDelta(content="", role="assistant")
+        delta = ChatDelta(content="" if self._reading is None else None, role="assistant")
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
         prompt_ids = sequence.request.prompt_ids if self._with_ids else None
         return event(self._body([choice], None if usage is not UNSET else UNSET, prompt_ids))

@@ -3,6 +3,8 @@
 body      decoded, checked for what is not served          parameters.py
 group     the nodes that serve its model                   api.py
 admitted  its caller and the waiting queue have room       limits.py
+tools     those that the model may call, and how its
+          output is read                                   tools.py, forced_calls.py, output_readings.py
 prompts   texts and messages become token ids              prompts.py
 grammar   what the body asks for is compiled               grammars.py
 serve     one Request per prompt is submitted and
@@ -27,11 +29,14 @@ from .access import CALLER
 from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from .answers import StreamedAnswer, WholeAnswer
 from .api import ARRIVED, Api, request_id
+from .forced_calls import forced_grammar
 from .grammars import asked_grammar, grammar_of
 from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
+from .output_readings import OutputReading, markers_of, output_reading, reasoning_parser
 from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
 from .prompts import chat_prompt, encoded_prompt, prompts_of
+from .tools import tool_use
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -80,6 +85,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             answer_format,
             [(rid, prompt.ids) for rid, prompt in zip(rids, encoded, strict=True)],
             wants_prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            grammar=await grammar_of(api, body, group),
         )
 
 
@@ -88,25 +94,51 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
     rid = api.new_id(http_request, "chatcmpl")
     body = await api.body(http_request, _chat_decoder)
 
-    def format_of(tokenizer: TextTokenizer) -> AnswerFormat:
-        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return ChatFormat(rid, body.model, tokenizer, num_logprobs=num_logprobs, with_ids=bool(body.return_token_ids))
+    def format_of(tokenizer: TextTokenizer, reading: OutputReading | None) -> AnswerFormat:
+        return ChatFormat(
+            rid,
+            body.model,
+            tokenizer,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            with_ids=bool(body.return_token_ids),
+            reading=reading,
+        )
 
     return await serve_chat(api, http_request, body, format_of)
 
 
 async def serve_chat(
-    api: Api, http_request: web.Request, body: ChatRequest, format_of: Callable[[TextTokenizer], AnswerFormat]
+    api: Api,
+    http_request: web.Request,
+    body: ChatRequest,
+    format_of: Callable[[TextTokenizer, OutputReading | None], AnswerFormat],
 ) -> web.StreamResponse:
-    """Return the answer to a conversation, in the format of the route that it came by. Raises an error that precedes
-    all output."""
+    """Return the answer to a conversation, in the format of the route that it came by; it is given how outputs are
+    read. Raises an error that precedes all output."""
     check_chat(body)
     asked_grammar(body)
     group, tokenizer = api.group_of(body.model)
+    use = tool_use(body, group.template, api.config.tool_parser)
     with admitted(api, http_request, body, group, 1):
-        prompt = await chat_prompt(body, group, tokenizer)
-        answer_format = format_of(tokenizer)
-        return await _serve(api, http_request, body, group, answer_format, [(answer_format.response_id, prompt.ids)])
+        prompt = await chat_prompt(body, group, tokenizer, None if use is None else use.for_template)
+        reasoning = None
+        if not body.continue_final_message:
+            reasoning = reasoning_parser(group.template, api.config.reasoning_parser)
+        reading = output_reading(use, reasoning, prompt.text, tokenizer, api.config.reasoning_field)
+        answer_format = format_of(tokenizer, reading)
+        grammar = await grammar_of(api, body, group)
+        if use is not None:
+            grammar = await forced_grammar(api, use, reasoning, prompt.text, group, tokenizer)
+        return await _serve(
+            api,
+            http_request,
+            body,
+            group,
+            answer_format,
+            [(answer_format.response_id, prompt.ids)],
+            markers=markers_of(use, reasoning),
+            grammar=grammar,
+        )
 
 
 async def _serve(
@@ -118,12 +150,16 @@ async def _serve(
     prompts: list[tuple[str, list[int]]],
     *,
     wants_prompt_logprobs: bool = False,
+    markers: frozenset[str] = frozenset(),
+    grammar: str | None,
 ) -> web.StreamResponse:
-    """Return the answer for prompts, given as (request id, token ids). Raises an error that precedes all output."""
+    """Return the answer for prompts, given as (request id, token ids). Raises an error that precedes all output.
+
+    `markers`: special tokens that the answer's format reads. `grammar` binds all outputs.
+    """
     dispatcher, config = api.dispatcher, api.config
     timeout = timeout_s(body, config.request_timeout_s)
-    seed, options = request_seed(body), text_options(body)
-    grammar = await grammar_of(api, body, group)
+    seed, options = request_seed(body), text_options(body, markers)
     cache_salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
     if body.stream:
         answer = StreamedAnswer(

@@ -9,6 +9,7 @@ from aiohttp import web
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .api import Api, json_response
+from .chat_output import OutputReading
 from .completions import serve_chat
 from .grammars import asked_grammar
 from .messages_format import MessagesFormat
@@ -32,7 +33,7 @@ async def messages(api: Api, http_request: web.Request) -> web.StreamResponse:
     body = await api.body(http_request, _messages_decoder)
     check_served(body)
 
-    def format_of(tokenizer: TextTokenizer) -> AnswerFormat:
+    def format_of(tokenizer: TextTokenizer, _: OutputReading | None) -> AnswerFormat:
         return MessagesFormat(rid, body.model, tokenizer, num_logprobs=None, with_ids=False)
 
     with renamed(NAMES):

@@ -2,7 +2,7 @@
 
 Decoding is strict: unknown fields are refused by name unless they are null (refused_bodies.py), and `null` is accepted
 for optional fields. Fields that OpenAI's clients send and that have no effect here are accepted (IGNORED). Fields that
-ask for something that Baton cannot do, such as `tools`, are declared here and refused in words by parameters.py
+ask for something that Baton cannot do, such as `audio`, are declared here and refused in words by parameters.py
 (NOT_SERVED). The OpenAPI document is generated from these types.
 """
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from ...metadata.wire.request import MAX_CHOICES, MAX_CONTEXT, MAX_DRAFT_STEPS, MAX_TOP_LOGPROBS, TokenId
+from .tool_types import MAX_CALLS, ToolCall, ToolCallDelta, ToolChoice, Tools
 
 MAX_STOPS = 16
 MAX_PROMPTS = 256
@@ -64,12 +65,12 @@ PromptOrOutput = Annotated[
     Meta(description="0 needs `echo`: the answer is then the prompt alone, scored if `logprobs` is set."),
 ]
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 IGNORED = frozenset(  # fields that are accepted without effect
     {
         "cache_control",
         "inference_geo",
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -234,7 +235,8 @@ class TextPart(MessagePart, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. Clients send the fields typed `null` back with an assistant's message."""
+    """One message. Clients send the fields typed `null` back with an assistant's message. `reasoning` is another name
+    of `reasoning_content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -244,7 +246,9 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -257,16 +261,19 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     # NOT_SERVED
     modalities: list[str] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: str | None = None
+    thinking_budget: Any = None
+    thinking_token_budget: Any = None
+    max_thinking_tokens: Any = None
     verbosity: str | None = None
     web_search_options: Any = None
 
@@ -338,6 +345,12 @@ class SpeculationDetails(Struct, frozen=True, kw_only=True):
     accept_length: float
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    """`reasoning_tokens` of the output are thoughts, with the marks around them."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Token counts. A prompt that several choices share counts once. `speculation` is present if a node speculated."""
 
@@ -345,6 +358,7 @@ class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
     speculation: SpeculationDetails | None = None
 
 
@@ -405,11 +419,15 @@ class Completion(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AssistantMessage(Struct, frozen=True, kw_only=True):
-    """The message that the model wrote."""
+    """The message that the model wrote. `content` is null if there are only tool calls or thoughts. The thoughts are in
+    `reasoning_content` or `reasoning`, as the router is configured."""
 
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -418,7 +436,7 @@ class ChatChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
@@ -436,10 +454,13 @@ class ChatCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChatDelta(Struct, frozen=True, omit_defaults=True):
-    """Text that a chunk adds to the message; the first chunk has the role."""
+    """What a chunk adds to the message; the first chunk has the role."""
 
     content: str | None = None
     role: Literal["assistant"] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -448,7 +469,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

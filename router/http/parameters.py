@@ -51,13 +51,21 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
     CompletionRequest: (*_COMMON_NOT_SERVED, NotServed("suffix", "insertion is not served", (None, ""))),
     ChatRequest: (
         *_COMMON_NOT_SERVED,
-        NotServed("tools", "tools are not served"),
-        NotServed("tool_choice", "tools are not served", (None, [], "none")),
-        NotServed("functions", "functions are not served"),
-        NotServed("function_call", "functions are not served"),
+        NotServed("functions", "functions are given as tools"),
+        NotServed("function_call", "the choice of a function is given as tool_choice", (None, [], "none")),
         NotServed("audio", "only text is served"),
         NotServed("prediction", "predicted outputs are not served"),
-        NotServed("reasoning_effort", "the effort of reasoning cannot be set", (None,)),
+        NotServed(
+            "thinking_budget", "the length of thoughts cannot be set; max_tokens bounds all of the output", (None,)
+        ),
+        NotServed(
+            "thinking_token_budget",
+            "the length of thoughts cannot be set; max_tokens bounds all of the output",
+            (None,),
+        ),
+        NotServed(
+            "max_thinking_tokens", "the length of thoughts cannot be set; max_tokens bounds all of the output", (None,)
+        ),
         NotServed("verbosity", "verbosity cannot be set", (None,)),
         NotServed("web_search_options", "there is no web search"),
         NotServed("modalities", "only text is served", (None, ["text"])),
@@ -114,9 +122,18 @@ def check_chat(body: ChatRequest) -> None:
 
 
 def sampling_params(
-    body: CommonRequest, group: NodeGroup, prompt_len: int, *, num_logprobs: int | None, seed: int, grammar: str | None
+    body: CommonRequest,
+    group: NodeGroup,
+    prompt_len: int,
+    *,
+    num_logprobs: int | None,
+    seed: int,
+    grammar: str | None,
 ) -> SamplingParams:
-    """Return the parameters for one prompt. Raises RequestError if prompt and max_tokens exceed the context."""
+    """Return the parameters for one prompt. `grammar` binds the output.
+
+    Raises RequestError if prompt and max_tokens exceed the context.
+    """
     card = group.card
     defaults = card.defaults
     eos = () if body.ignore_eos else card.eos_token_ids
@@ -173,14 +190,30 @@ def request_seed(body: CommonRequest) -> int:
     return secrets.randbits(62) if body.seed is None else body.seed % 2**62
 
 
-def text_options(body: CommonRequest) -> TextOptions:
-    """Return the options for turning ids into text."""
+def text_options(body: CommonRequest, markers: Iterable[str] = ()) -> TextOptions:
+    """Return the options for turning ids into text. `markers` are texts that a parser must see."""
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return TextOptions(
         stops=tuple(dict.fromkeys(stops)),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
+        markers=frozenset(markers),
     )
+
+
+def template_options(body: ChatRequest, group: NodeGroup) -> dict[str, Any]:
+    """Return the variables that the body gives to the chat template. Raises RequestError for an effort of reasoning
+    that the template does not use."""
+    options = body.chat_template_kwargs or {}
+    if body.reasoning_effort is None:
+        return options
+    if "reasoning_effort" in options:
+        raise RequestError("chat_template_kwargs: reasoning_effort has its own field", param="chat_template_kwargs")
+    if group.template is None or not group.template.knows("reasoning_effort"):
+        raise RequestError(
+            "reasoning_effort: the model's chat template knows no effort of reasoning", param="reasoning_effort"
+        )
+    return {**options, "reasoning_effort": body.reasoning_effort}
 
 
 def _check_common(body: CommonRequest) -> None:

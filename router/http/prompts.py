@@ -9,8 +9,17 @@ from ...metadata.errors import RequestError
 from ..node import NodeGroup
 from ..text.tokenizer import TextTokenizer
 from .openai_types import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest
+from .parameters import template_options
+from .tools import check_history, plain_calls
 
 Prompt = str | list[int]  # text, or token ids
+
+
+class ChatPrompt(NamedTuple):
+    """The prompt of a conversation."""
+
+    text: str  # whole, also if the beginning of its tokens was cut off
+    ids: list[int]
 
 
 class EncodedPrompt(NamedTuple):
@@ -63,16 +72,20 @@ async def encoded_prompt(
     return EncodedPrompt(ids, text)
 
 
-async def chat_prompt(body: ChatRequest, group: NodeGroup, tokenizer: TextTokenizer) -> EncodedPrompt:
-    """Return the prompt of a conversation. Raises RequestError if the model cannot take it."""
+async def chat_prompt(
+    body: ChatRequest, group: NodeGroup, tokenizer: TextTokenizer, tools: list[dict[str, Any]] | None = None
+) -> ChatPrompt:
+    """Return the prompt of a conversation. `tools`: those that the model may call. Raises RequestError if the model
+    cannot take it."""
     text = chat_text(
         group,
         body.messages,
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final=bool(body.continue_final_message),
-        options=body.chat_template_kwargs or {},
+        options=template_options(body, group),
+        tools=tools,
     )
-    return await encoded_prompt(
+    encoded = await encoded_prompt(
         text,
         group,
         tokenizer,
@@ -80,6 +93,7 @@ async def chat_prompt(body: ChatRequest, group: NodeGroup, tokenizer: TextTokeni
         add_special_tokens=bool(body.add_special_tokens),
         num_kept=body.truncate_prompt_tokens,
     )
+    return ChatPrompt(text, encoded.ids)
 
 
 async def encode(
@@ -103,16 +117,18 @@ def chat_text(
     add_generation_prompt: bool,
     continue_final: bool = False,
     options: dict[str, Any],
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Return the prompt text of a conversation.
+    """Return the prompt text of a conversation. `tools`: those that the model may call.
 
     A developer's message becomes the system's if the template knows no developer. Raises RequestError if the model has
-    no chat template, or if the template refuses the messages.
+    no chat template, if the tool calls of the messages do not fit together, or if the template refuses the messages.
     """
+    check_history(messages)
     if group.template is None:
         raise RequestError(f"model {group.key.model!r} has no chat template; use /v1/completions", param="messages")
     plain = [_plain(message, knows_developer=group.template.knows_developer) for message in messages]
-    text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options)
+    text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options, tools=tools)
     if continue_final:
         final = str(plain[-1]["content"]).strip()
         end = text.rfind(final)
@@ -148,4 +164,11 @@ def _plain(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
         plain["name"] = message.name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = plain_calls(message)
+    thoughts = message.reasoning_content or message.reasoning
+    if thoughts is not None and message.role == "assistant":
+        plain["reasoning_content"] = thoughts
+        if not (plain["content"] and message.tool_calls):
+            plain["thinking"] = thoughts  # gpt-oss' name; its template refuses it beside content and calls
     return plain

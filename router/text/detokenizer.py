@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 from tokenizers.decoders import DecodeStream
@@ -34,11 +35,23 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special: bool) -> Detokenizer:
-    """Return the detokenizer for an output that follows `prompt_ids`."""
+def make_detokenizer(
+    tokenizer: TextTokenizer,
+    prompt_ids: Sequence[int],
+    *,
+    skip_special: bool,
+    markers: AbstractSet[str] = frozenset(),
+) -> Detokenizer:
+    """Return the detokenizer for an output that follows `prompt_ids`.
+
+    If `skip_special`, special tokens are left out, except for those whose text is one of `markers`.
+    """
+    skipped = frozenset[int]()
+    if skip_special:
+        skipped = tokenizer.special_ids.difference(map(tokenizer.special_by_text.get, markers))
     if tokenizer.is_byte_level:
-        return ByteLevelDetokenizer(tokenizer, skip_special=skip_special)
-    return WindowDetokenizer(tokenizer, prompt_ids, skip_special=skip_special)
+        return ByteLevelDetokenizer(tokenizer, skipped)
+    return WindowDetokenizer(tokenizer, prompt_ids, skipped)
 
 
 class ByteLevelDetokenizer:
@@ -46,9 +59,10 @@ class ByteLevelDetokenizer:
 
     __slots__ = ("_bytes_of", "_decoder", "_skipped")
 
-    def __init__(self, tokenizer: TextTokenizer, *, skip_special: bool) -> None:
+    def __init__(self, tokenizer: TextTokenizer, skipped: AbstractSet[int]) -> None:
+        """`skipped`: ids of tokens that are left out of the text."""
         self._bytes_of = tokenizer.byte_level_bytes
-        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, token_id: int) -> str:
@@ -63,16 +77,19 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """Detokenizer for any vocabulary, by DecodeStream."""
 
-    __slots__ = ("_context", "_held", "_skip_special", "_stream", "_tokenizer")
+    __slots__ = ("_context", "_held", "_skipped", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special: bool) -> None:
+    def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], skipped: AbstractSet[int]) -> None:
+        """`skipped`: ids of tokens that are left out of the text."""
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._context = list(prompt_ids[-CONTEXT:])
+        self._skipped = skipped
+        self._context = [token_id for token_id in prompt_ids[-CONTEXT:] if token_id not in skipped]
         self._held: list[int] = []
-        self._stream = DecodeStream(self._context, skip_special)
+        self._stream = DecodeStream(self._context, skip_special_tokens=False)
 
     def step(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
         delta = self._stream.step(self._tokenizer.inner, token_id)
         self._held.append(token_id)
         if delta is not None:
@@ -81,7 +98,7 @@ class WindowDetokenizer:
         if len(self._held) < MAX_HELD:
             return ""
         delta = self.flush()
-        self._stream = DecodeStream(self._context, self._skip_special)
+        self._stream = DecodeStream(self._context, skip_special_tokens=False)
         return delta
 
     def flush(self) -> str:
@@ -97,4 +114,4 @@ class WindowDetokenizer:
         self._held.clear()
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+        return self._tokenizer.decode(ids)

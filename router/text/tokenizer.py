@@ -16,12 +16,14 @@ import tokenizers
 import xxhash
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Const, Node
+from jinja2.nodes import Const, Name, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...metadata.errors import ProtocolError, RequestError
 from ...metadata.wire.node_info import ModelCard
+from ..reasoning_parsers.registry import parser_for_template as reasoning_parser_for
+from ..tool_parsers.registry import parser_for_template as tool_parser_for
 
 MAX_TOKENIZER_BYTES = 256 << 20
 
@@ -70,6 +72,12 @@ class TextTokenizer:
         """Ids of special tokens, which `skip_special_tokens` leaves out of text."""
         added = self.inner.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def special_by_text(self) -> dict[str, int]:
+        """Ids of special tokens by their text."""
+        added = self.inner.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text."""
@@ -144,21 +152,36 @@ class ChatTemplate:
         except TemplateError as error:
             raise ProtocolError(f"the model's chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
-        constants = environment.parse(source).find_all(Const)
-        self.knows_developer = any(constant.value == "developer" for constant in constants)  # as a role of messages
+        tree = environment.parse(source)
+        self.knows_developer = any(each.value == "developer" for each in tree.find_all(Const))  # as a role of messages
+        self._variables = {each.name for each in tree.find_all(Name) if each.ctx == "load"}
+        self.knows_tools = "tools" in self._variables
+        self.tool_parser = tool_parser_for(source)  # names of parsers; None if it does not tell
+        self.reasoning_parser = reasoning_parser_for(source)
 
     @classmethod
     def of(cls, card: ModelCard) -> ChatTemplate | None:
         """Return the template of a model, None if it has none."""
         return cls(card.chat_template, card.special_tokens) if card.chat_template else None
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
+    def knows(self, variable: str) -> bool:
+        """Whether the template uses a variable of this name."""
+        return variable in self._variables
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """Return the prompt text of a conversation. Raises RequestError if the template refuses it."""
         given: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         taken = sorted(given.keys() & options.keys())
         if taken:
             raise RequestError(f"chat_template_kwargs: {taken[0]} has its own field", param="chat_template_kwargs")
-        variables = {**options, **self._special_tokens, "tools": None, "documents": None, **given}
+        variables = {**options, **self._special_tokens, "tools": tools, "documents": None, **given}
         try:
             return self._template.render(variables)
         except Exception as error:  # templates are foreign code and may raise anything

@@ -14,7 +14,7 @@ from grammars import EOS, OBJECT, WORDS, allowed
 from node_pair import params
 
 from baton.engine import grammar as grammar_file
-from baton.engine.grammar import Chain, Grammars, Matcher
+from baton.engine.grammar import DraftChain, Grammars, Matcher
 from baton.engine.sampling_state import SamplingState
 from baton.metadata.wire.request import SamplingParams
 
@@ -47,7 +47,7 @@ def tokens(model: Path, text: str) -> list[int]:
 def next_mask(grammars: Grammars, follower: Matcher) -> list[int]:
     """Return the ids that may come next."""
     masks = np.full((1, grammars.num_words), -1, np.int32)
-    grammars.fill(masks, [Chain(follower, 0)])
+    grammars.fill(masks, [DraftChain(follower, 0)])
     return ids_of(masks[0])
 
 
@@ -72,7 +72,7 @@ def test_a_chain_has_the_masks_of_its_tokens_one_at_a_time(
         for drafts in (ids[done:], [*ids[done : done + 2], 511, 4]):
             masks = np.full((2 + len(drafts) + 1, grammars.num_words), -1, np.int32)
             for _ in range(2):
-                grammars.fill(masks, [Chain(follower, 2, drafts)])
+                grammars.fill(masks, [DraftChain(follower, 2, drafts)])
                 num_right = next((i for i, (a, b) in enumerate(zip(drafts, ids[done:], strict=False)) if a != b), None)
                 last = done + (len(drafts) if num_right is None else num_right)
                 last = min(last, len(ids))
@@ -88,7 +88,7 @@ def test_a_tree_has_the_masks_of_each_branch(model: Path, grammars: Grammars) ->
     #        - 3 - 5
     drafts, parents = [red[0], red[1], 511, red[2], red[2]], [0, 1, 1, 2, 3]
     masks = np.full((1 + len(drafts), grammars.num_words), -1, np.int32)
-    grammars.fill_tree(masks, Chain(follower, 0, drafts), parents)
+    grammars.fill_tree(masks, DraftChain(follower, 0, drafts), parents)
     truth = allowed(model, asked, red[:4], VOCAB).numpy()
     for node, depth in ((0, 0), (1, 1), (2, 2), (4, 3)):
         np.testing.assert_array_equal(masks[node], truth[depth])
@@ -132,7 +132,7 @@ def test_a_grammar_that_takes_too_much_work_breaks_its_matcher_alone(model: Path
     assert not follower.is_broken
     follower.accept(tokens(model, "ab"))
     masks, started = np.full((2, grammars.num_words), -1, np.int32), time.monotonic()
-    grammars.fill(masks, [Chain(follower, 0), Chain(other, 1)])
+    grammars.fill(masks, [DraftChain(follower, 0), DraftChain(other, 1)])
     assert time.monotonic() - started < 2.0
     assert follower.is_broken and not other.is_broken and len(ids_of(masks[1])) < VOCAB
     follower.accept([1])

@@ -108,6 +108,7 @@ class FakeCluster:
     context_len: int = 512
     vocab_size: int = 420
     eos: tuple[int, ...] = (1,)
+    template: str = TEMPLATE
     behaviour: Behaviour = field(default_factory=Behaviour)
     nodes: list[FakeNode] = field(default_factory=list)
 
@@ -125,7 +126,7 @@ class FakeCluster:
             eos_token_ids=self.eos,
             bos_token_id=0,
             tokenizer_digest=xxhash.xxh3_128_hexdigest(self.tokenizer),
-            chat_template=TEMPLATE,
+            chat_template=self.template,
             special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
             defaults={},
         )

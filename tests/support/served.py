@@ -255,6 +255,11 @@ class Served:
 
     # --- clients ---
 
+    @property
+    def url(self) -> str:
+        """Where the router serves HTTP."""
+        return self._router.url
+
     def ask(self, **body: Any) -> Stream:
         """Send a streamed completion request."""
         port = int(self._router.url.rpartition(":")[2])

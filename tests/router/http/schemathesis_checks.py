@@ -38,6 +38,15 @@ ARGUED = re.compile(
             "^text[.]format",
             "^response_format(: type|[.]json_schema[.]schema|: )",  # which fields a type has; and so for the schema
             "^ignore_eos: excludes",  # a grammar
+            "only a message of",  # a field of messages with another role
+            "a message of a tool needs it",  # tool_call_id
+            "no call before it has the id",  # tool_call_id and the messages before
+            "it must be a JSON object as text",  # arguments
+            "is there twice",  # names of tools
+            "there is no tool",  # tool_choice and tools
+            "required needs tools",  # tool_choice and tools
+            "has no place for tools",  # the template is the model's
+            "knows no effort of reasoning",
             "Expected `int[^`]*`, got `float`",  # 5.0 is an integer to JSON Schema, not to the decoder
         )
     )

@@ -26,6 +26,7 @@ from baton.router.http.responses_types import ResponsesRequest
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import RunningRouter, System
+from .chats import TEMPLATE
 
 SECONDS = float(os.environ.get("BATON_FUZZ_SECONDS", "0"))
 MAX_BODY = 65536
@@ -54,9 +55,30 @@ anything = st.recursive(
 )
 text = st.one_of(st.just("hello"), st.text(max_size=40), st.just("word " * 800))
 token_ids = st.lists(st.integers(-1, 430), max_size=20)
+tool_name = st.sampled_from(["f", "g", "f", "a b"])
+tool_call = st.fixed_dictionaries(
+    {
+        "id": st.sampled_from(["a", "b"]),
+        "function": st.fixed_dictionaries({"name": tool_name}, optional={"arguments": text | st.just("{}") | anything}),
+    }
+)
+tool = st.fixed_dictionaries(
+    {
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries(
+            {"name": tool_name}, optional={"parameters": anything, "strict": st.booleans()}
+        ),
+    }
+)
 message = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", "assistant", "tool", "emperor"])},
-    optional={"content": text | anything, "name": text, "tool_calls": anything, "refusal": anything},
+    optional={
+        "content": text | anything,
+        "name": text,
+        "tool_calls": st.lists(tool_call, max_size=2) | anything,
+        "tool_call_id": st.sampled_from(["a", "b"]),
+        "refusal": anything,
+    },
 )
 likely: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["fake", "fake", "fake", "other", ""]),
@@ -100,6 +122,11 @@ likely: dict[str, st.SearchStrategy[Any]] = {
             "grammar": text | st.just('start: "a"'),
         },
     ),
+    "tools": st.lists(tool, max_size=2),
+    "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}])
+    | anything,
+    "parallel_tool_calls": st.booleans(),
+    "reasoning_effort": st.sampled_from(["low", "high"]),
 }
 needed = {
     "/v1/completions": ("model", "prompt"),
@@ -210,7 +237,7 @@ class Target:
 def target(tokenizer: TextTokenizer, tokenizer_file: bytes) -> Iterator[Target]:
     router = RunningRouter(max_body_bytes=MAX_BODY, max_waiting=512)
     output = [300, 301, 302, 303, 1] * 128
-    system = System(router, tokenizer, tokenizer_file, script=lambda prompt, choice: output)
+    system = System(router, tokenizer, tokenizer_file, script=lambda prompt, choice: output, template=TEMPLATE)
     system.behaviour.step_tokens = 64
     system.up()
     target = Target(system)

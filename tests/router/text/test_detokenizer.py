@@ -78,3 +78,19 @@ def test_special_tokens_are_skipped_on_request() -> None:
     end = BYTE_LEVEL.inner.token_to_id("<|im_end|>")
     assert deltas(BYTE_LEVEL, [end], [], skip_special=True) == ["", ""]
     assert deltas(BYTE_LEVEL, [end], [], skip_special=False) == ["<|im_end|>", ""]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, FALLBACK], ids=["byte", "fallback"])
+def test_special_tokens_that_a_parser_reads_are_shown(tokenizer: TextTokenizer) -> None:
+    by_text = tokenizer.special_by_text
+    word = tokenizer.inner.encode("hello").ids
+    ids = [*word, by_text["<s>"], *word, by_text["</s>"], *word]
+    shown: dict[frozenset[str], str] = {}
+    for markers in (frozenset[str](), frozenset({"<s>", "unknown"}), frozenset({"<s>", "</s>"})):
+        detokenizer = make_detokenizer(tokenizer, [by_text["<s>"]], skip_special=True, markers=markers)
+        text = "".join(map(detokenizer.step, ids)) + detokenizer.flush()
+        shown[markers] = text.replace(" ", "")
+    assert list(shown.values()) == ["hellohellohello", "hello<s>hellohello", "hello<s>hello</s>hello"]
+    alike = make_detokenizer(tokenizer, [], skip_special=False, markers=frozenset({"<s>"}))
+    text = "".join(map(alike.step, ids)) + alike.flush()
+    assert text.replace(" ", "") == "hello<s>hello</s>hello"

@@ -89,3 +89,34 @@ def test_an_error_in_a_template_is_an_error_of_the_messages(source: str) -> None
 def test_a_template_that_does_not_compile_is_refused() -> None:
     with pytest.raises(ProtocolError, match="compile"):
         ChatTemplate("{% for %}", {})
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("source", "knows_tools"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}", True),
+        ("no tools here{% set tools = 1 %}", False),
+        ("{# tools #}{{ messages[0].tools }}", False),
+    ],
+)
+def test_a_template_knows_its_variables(source: str, knows_tools: bool) -> None:
+    template = ChatTemplate(source, {})
+    assert template.knows_tools == template.knows("tools") == knows_tools
+    assert not template.knows("reasoning_effort")
+    given = template.render([{"role": "user", "content": "x"}], add_generation_prompt=True, options={}, tools=[TOOL])
+    assert ('"name": "f"' in given) == knows_tools
+
+
+def test_tools_are_no_option_of_the_template() -> None:
+    template = ChatTemplate("{{ tools }}", {})
+    assert template.render([], add_generation_prompt=True, options={"tools": 5}) == "None"
+
+
+def test_a_template_names_its_parsers() -> None:
+    template = ChatTemplate("<tool_call>{{ call.arguments }}</tool_call>{# <think></think> #}", {})
+    assert (template.tool_parser, template.reasoning_parser) == ("hermes", "qwen3")
+    assert ChatTemplate("{{ messages }}", {}).tool_parser is None

@@ -1,0 +1,144 @@
+"""The message of one chat output: the events of its parser as deltas of a stream, or as the whole message.
+
+    Thought                    reasoning_content, or reasoning
+    Content                    content
+    CallBegin, CallArguments   tool_calls
+    CallBroken                 stream: nothing, so the call's arguments stay incomplete
+                               whole message: its text is content, and the call is left out
+
+The finish reason is tool_calls if the model stopped by itself and made a whole call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
+
+from msgspec import UNSET, Struct
+
+from ...metadata.wire.request import FinishReason
+from ..output_parser import OutputEvent, OutputParser, ThoughtCounter
+from ..reasoning_parsers.base import Thought
+from ..request import Sequence
+from ..tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
+from .openai_types import AssistantMessage, ChatDelta, ChatFinishReason
+from .tool_types import CalledFunction, FunctionDelta, ToolCall, ToolCallDelta
+
+ReasoningField = Literal["reasoning_content", "reasoning"]
+
+
+class OutputReading(NamedTuple):
+    """How the outputs of one request are read. Each output gets parsers of its own."""
+
+    new_parser: Callable[[], OutputParser]
+    new_counter: Callable[[Sequence], ThoughtCounter] | None  # None: no thoughts
+    reasoning_field: ReasoningField
+    is_parallel: bool  # False: calls after the first are left out
+
+
+class _Draft(Struct):
+    """A delta that is being put together: thoughts, content and calls, which are read in this order."""
+
+    thoughts: str = ""
+    content: str = ""
+    calls: list[ToolCallDelta] = []
+
+
+class ChatOutput:
+    """The message of one output, as it comes."""
+
+    def __init__(self, reading: OutputReading) -> None:
+        self._parser = reading.new_parser()
+        self._field = reading.reasoning_field
+        self._is_parallel = reading.is_parallel
+        self._has_call = False  # a whole one
+
+    def deltas(self, text: str, *, is_last: bool) -> list[ChatDelta]:
+        """Return what the next part of the text adds to the message."""
+        drafts = list[_Draft]()
+        for event in self._events(text, is_last=is_last):
+            draft = drafts[-1] if drafts else None
+            match event:
+                case Thought():
+                    if draft is None or draft.content or draft.calls:
+                        drafts.append(draft := _Draft())
+                    draft.thoughts += event.text
+                case Content():
+                    if draft is None or draft.calls:
+                        drafts.append(draft := _Draft())
+                    draft.content += event.text
+                case CallBegin() | CallArguments():
+                    if draft is None:
+                        drafts.append(draft := _Draft())
+                    _add_call(draft.calls, event)
+                case CallEnd():
+                    self._has_call = True
+                case CallBroken():
+                    pass
+        return [self._delta(draft) for draft in drafts]
+
+    def message(self, text: str) -> AssistantMessage:
+        """Return the message of a whole output."""
+        thoughts, content, calls = "", "", list[tuple[CallBegin, str]]()
+        for event in self._events(text, is_last=True):
+            match event:
+                case Thought():
+                    thoughts += event.text
+                case Content():
+                    content += event.text
+                case CallBegin():
+                    calls.append((event, ""))
+                case CallArguments():
+                    calls[-1] = calls[-1][0], calls[-1][1] + event.text
+                case CallEnd():
+                    self._has_call = True
+                case CallBroken():
+                    calls.pop()
+                    content += event.text
+        return AssistantMessage(
+            content=content if content or not (calls or thoughts) else None,
+            reasoning_content=thoughts if thoughts and self._field == "reasoning_content" else UNSET,
+            reasoning=thoughts if thoughts and self._field == "reasoning" else UNSET,
+            tool_calls=[
+                ToolCall(id=begin.call_id, function=CalledFunction(begin.name, arguments), type="function")
+                for begin, arguments in calls
+            ]
+            or UNSET,
+        )
+
+    def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
+        """Return the finish reason of the message. `reason`: that of the output."""
+        return "tool_calls" if reason == "stop" and self._has_call else reason
+
+    def _events(self, text: str, *, is_last: bool) -> Iterable[OutputEvent]:
+        events = self._parser.feed(text)
+        if is_last:
+            events += self._parser.finish()
+        for event in events:
+            is_call = isinstance(event, CallBegin | CallArguments | CallEnd | CallBroken)
+            if self._is_parallel or not is_call or event.index == 0:
+                yield event
+
+    def _delta(self, draft: _Draft) -> ChatDelta:
+        thoughts = draft.thoughts or None
+        return ChatDelta(
+            content=draft.content or None,
+            reasoning_content=thoughts if self._field == "reasoning_content" else None,
+            reasoning=thoughts if self._field == "reasoning" else None,
+            tool_calls=draft.calls or None,
+        )
+
+
+def _add_call(calls: list[ToolCallDelta], event: CallBegin | CallArguments) -> None:
+    """Add an event to the deltas of calls. Arguments join the delta of the same call."""
+    if isinstance(event, CallBegin):
+        function = FunctionDelta(name=event.name, arguments="")
+        calls.append(ToolCallDelta(index=event.index, id=event.call_id, type="function", function=function))
+        return
+    if not calls or calls[-1].index != event.index:
+        calls.append(ToolCallDelta(index=event.index, function=FunctionDelta(arguments=event.text)))
+        return
+    last = calls[-1]
+    before = "" if last.function.arguments is UNSET else last.function.arguments
+    function = FunctionDelta(name=last.function.name, arguments=f"{before}{event.text}")
+    calls[-1] = ToolCallDelta(index=last.index, id=last.id, type=last.type, function=function)

@@ -1,0 +1,79 @@
+"""Types of OpenAI's tools: those that a request offers, its choice, and the calls of messages and of streams."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+MAX_TOOLS = 512
+MAX_CALLS = 512  # of one message
+
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/\-]{1,128}$")]
+CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that the model may call. `parameters` is the JSON schema of its arguments. The schema binds the model
+    if a call is required; `strict` has no further effect."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool. Only functions are served."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class FunctionChoice(Struct, frozen=True, forbid_unknown_fields=True):
+    """The name of the function that must be called."""
+
+    name: str
+
+
+class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A choice of one tool, which must be called once."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
+class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a message calls. `arguments` is a JSON object as text; histories may also hold the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tool call of an assistant's message. `index` is there only because clients send streamed calls back."""
+
+    id: CallId
+    function: CalledFunction
+    type: Literal["function"] | None = None
+    index: int | None = None
+
+
+class FunctionDelta(Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to a call: the name first, then parts of the arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the call with this index. The first delta of a call has its id."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET

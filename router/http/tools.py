@@ -1,0 +1,156 @@
+"""Tools of a request: which ones the model may call, how its calls are read, and the grammar that forces a call.
+
+    tool_choice    tools in the prompt    calls are read    the output is bound by a grammar
+    none           no                     no                no
+    auto           yes                    yes               no
+    required       yes                    yes               to one call or more
+    a tool         yes                    yes               to one call of that tool
+
+`auto` is the default if there are tools. If `parallel_tool_calls` is false, a grammar allows one call, and with `auto`
+further calls are left out of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import to_builtins
+
+from ...metadata.errors import RequestError
+from ..text.tokenizer import ChatTemplate
+from ..tool_parsers.base import ToolParser
+from ..tool_parsers.registry import TOOL_PARSERS
+from .openai_types import ChatMessage, ChatRequest
+from .tool_types import CalledFunction, FunctionTool, NamedTool, Tool
+
+NO_PARSER = "none"  # value of --tool-parser and --reasoning-parser that turns them off
+
+
+class ToolUse(NamedTuple):
+    """Tools that the model may call. `forced` are those of which it must call one; empty: it may also write text."""
+
+    tools: Sequence[Tool]
+    parser: type[ToolParser]
+    parser_name: str
+    forced: Sequence[Tool]
+    is_parallel: bool
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The schema of the arguments of each tool, by its name."""
+        return {tool.function.name: _schema_of(tool.function) for tool in self.tools}
+
+    @property
+    def forced_schemas(self) -> dict[str, dict[str, Any]]:
+        """The same of the tools of which one must be called."""
+        return {tool.function.name: _schema_of(tool.function) for tool in self.forced}
+
+    @property
+    def for_template(self) -> list[dict[str, Any]]:
+        """The tools as chat templates expect them."""
+        return [to_builtins(tool) for tool in self.tools]
+
+
+def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None) -> ToolUse | None:
+    """Return the tools that the model may call; None if there are none. `flag`: the value of --tool-parser, if given.
+
+    Raises RequestError for tools that exclude each other or other fields, a choice that is none of them, and a model
+    whose calls cannot be read.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise RequestError(f"tools[{index}].function.name: {name!r} is there twice", param="tools")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        known = ", ".join(names) or "none"
+        raise RequestError(
+            f"tool_choice: there is no tool {choice.function.name!r}; the tools are: {known}", param="tool_choice"
+        )
+    if choice == "required" and not tools:
+        raise RequestError("tool_choice: required needs tools", param="tool_choice")
+    if not tools or choice == "none":
+        return None
+    if body.response_format is not None and body.response_format.type != "text":
+        raise RequestError(
+            "response_format: excludes tools; leave one of them out, or set tool_choice to none",
+            param="response_format",
+        )
+    if template is None or not template.knows_tools:
+        raise RequestError("tools: the model's chat template has no place for tools", param="tools")
+    parser_name = flag or template.tool_parser
+    if parser_name is None or parser_name == NO_PARSER:
+        why = "its chat template does not tell how it writes calls" if flag is None else "the router reads no calls"
+        raise RequestError(
+            f"tools: calls of this model cannot be read: {why}; start the router with --tool-parser and one of "
+            f"{', '.join(TOOL_PARSERS)}, or set tool_choice to none",
+            param="tools",
+        )
+    forced: Sequence[Tool] = []
+    if choice == "required":
+        forced = tools
+    elif isinstance(choice, NamedTool):
+        forced = [tool for tool in tools if tool.function.name == choice.function.name]
+    is_parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+    return ToolUse(tools, TOOL_PARSERS[parser_name], parser_name, forced, is_parallel)
+
+
+def check_history(messages: Sequence[ChatMessage]) -> None:
+    """Raise RequestError for a message whose tool calls, or whose answer to one, do not fit the messages before it."""
+    known = set[str]()
+    for index, message in enumerate(messages):
+        if message.tool_calls and message.role != "assistant":
+            raise _history_error(f"messages[{index}].tool_calls: only a message of the assistant has tool calls")
+        for place, call in enumerate(message.tool_calls or ()):
+            _arguments_of(call.function, f"messages[{index}].tool_calls[{place}].function.arguments")
+            known.add(call.id)
+        if message.role != "tool":
+            if message.tool_call_id is not None:
+                raise _history_error(f"messages[{index}].tool_call_id: only a message of a tool has it")
+        elif message.tool_call_id is None:
+            raise _history_error(f"messages[{index}].tool_call_id: a message of a tool needs it")
+        elif message.tool_call_id not in known:
+            raise _history_error(
+                f"messages[{index}].tool_call_id: no call before it has the id {message.tool_call_id!r}"
+            )
+
+
+def plain_calls(message: ChatMessage) -> list[dict[str, Any]]:
+    """Return the tool calls of a message as chat templates expect them: arguments are objects."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": _arguments_of(call.function, "messages")},
+        }
+        for call in message.tool_calls or ()
+    ]
+
+
+def _history_error(words: str) -> RequestError:
+    return RequestError(words, param="messages")
+
+
+def _arguments_of(function: CalledFunction, path: str) -> dict[str, Any]:
+    """Return the arguments of a call. Raises RequestError if they are no JSON object."""
+    arguments = function.arguments
+    if isinstance(arguments, dict):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        return _decode_object(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        raise _history_error(f"{path}: it must be a JSON object as text") from None
+
+
+def _schema_of(function: FunctionTool) -> dict[str, Any]:
+    """Return the schema of a function's arguments. They are always an object; without a schema, an empty one."""
+    if function.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **function.parameters}
+
+
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode

@@ -1,0 +1,60 @@
+"""Reasoning parsers: they divide the text of a model into its thoughts and its answer, part by part.
+
+The result, with neighbouring parts joined, does not depend on how the text is divided. The marks around thoughts are in
+neither. White space around thoughts, and before the answer after them, is dropped. An output that ends inside thoughts
+has no answer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+
+class Thought(NamedTuple):
+    """A part of the thoughts."""
+
+    text: str
+
+
+class AnswerText(NamedTuple):
+    """A part of the answer. It may hold tool calls, which a tool-call parser reads."""
+
+    text: str
+
+
+Part = Thought | AnswerText
+Place = Literal["undecided", "thoughts", "answer"]  # undecided: a mark may be incomplete, and no answer has begun
+
+
+class ReasoningParser(ABC):
+    """Parser of one output. `markers`: texts of the format that may be special tokens, which the parser must see."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def __init__(self, prompt: str) -> None:
+        """`prompt`: the prompt's text, whose end may open or close the thoughts."""
+
+    @classmethod
+    def grammar(cls, prompt: str, *, literal: Callable[[str], str]) -> str | None:
+        """Return the Lark rule `thoughts` of llguidance: all that may stand between this prompt and the answer.
+
+        None: this format has no grammar. `literal` returns the Lark form of a fixed text or special token.
+        """
+        del prompt, literal
+        return None
+
+    @property
+    @abstractmethod
+    def place(self) -> Place:
+        """Where the text so far ends."""
+
+    @abstractmethod
+    def feed(self, text: str) -> list[Part]:
+        """Take the next part of the text and return what it brings."""
+
+    @abstractmethod
+    def finish(self) -> list[Part]:
+        """The output has ended. Return the rest."""

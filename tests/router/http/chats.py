@@ -1,0 +1,55 @@
+"""Chats with tools that several test files share: a template of Hermes' format, tools, and what nodes say and get."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from baton.metadata.wire import messages
+from baton.metadata.wire.request import unpack_ids
+
+from ..conftest import System
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+USER: Any = {"role": "user", "content": "hello"}
+
+
+def call(name: str, arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
+
+
+def say(system: System, text: str) -> None:
+    ids = system.say(text)
+    system.cluster.script = lambda prompt, choice: ids
+
+
+def prompt_of(system: System) -> str:
+    sent = system.cluster.by_name("p0").got(messages.Prefill)[-1].request
+    return system.tokenizer.decode(unpack_ids(sent.prompt_ids))
+
+
+def accepts(system: System, grammar: str, text: str) -> bool:
+    """Whether a grammar allows exactly this text, by the tokens of the system's tokenizer."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    ids = system.tokenizer.inner.encode(text).ids
+    matcher = LLMatcher(LLTokenizer(system.cluster.tokenizer.decode(), n_vocab=420, eos_token=1), grammar)
+    assert not matcher.get_error()
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -1,0 +1,96 @@
+"""Grammars that force calls: what they allow, checked by llguidance with the tokens of a real tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from baton.metadata.wire import messages
+from baton.router.http.forced_calls import literal_of
+
+from ..conftest import System
+from .chats import NOW, TEMPLATE, USER, WEATHER, accepts, call, say
+
+NOW_TWICE = ", ".join(['{"name": "now", "arguments": {}}'] * 2)
+PARIS = call("get_weather", {"city": "Paris é"})
+THINKING = TEMPLATE + (
+    "{# <think></think> #}{% if enable_thinking is not defined %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+def grammar_of(system: System, text: str, **more: Any) -> Any:
+    """Let the nodes say a text for a chat with both tools, and return the grammar that they got."""
+    say(system, text)
+    body = {"model": "fake", "messages": [USER], "tools": [WEATHER, NOW], **more}
+    status, answer, _ = system.router.request("POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    return system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+
+
+@pytest.fixture
+def make_chat(make_system: Callable[..., System]) -> Callable[[str], System]:
+    return lambda template: make_system(template=template, context_len=4096).up()
+
+
+@pytest.mark.parametrize("is_parallel", [None, False])
+def test_required_calls(make_chat: Callable[[str], System], is_parallel: bool | None) -> None:
+    system = make_chat(TEMPLATE)
+    grammar = grammar_of(system, PARIS, tool_choice="required", parallel_tool_calls=is_parallel)
+    assert accepts(system, grammar, PARIS)
+    assert accepts(system, grammar, call("now", {}))
+    assert accepts(system, grammar, f"{PARIS}\n{PARIS}") == (is_parallel is None)
+    assert not accepts(system, grammar, "hello")
+    assert not accepts(system, grammar, call("get_weather", {"town": "Paris"}))
+    assert not accepts(system, grammar, call("now", {"a": 1}))
+
+
+def test_a_named_tool(make_chat: Callable[[str], System]) -> None:
+    system = make_chat(TEMPLATE)
+    choice = {"type": "function", "function": {"name": "now"}}
+    grammar = grammar_of(system, call("now", {}), tool_choice=choice)
+    assert accepts(system, grammar, call("now", {}))
+    assert not accepts(system, grammar, PARIS)
+    assert not accepts(system, grammar, call("now", {}) + "\n" + call("now", {}))
+    assert grammar_of(system, PARIS) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        ("[TOOL_CALLS]", [f"[TOOL_CALLS]{space}[{NOW_TWICE}]" for space in ("", " ")]),
+        ("<|start_header_id|>parameters", ['{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}']),
+    ],
+)
+def test_other_formats(make_chat: Callable[[str], System], template: str, texts: list[str]) -> None:
+    system = make_chat(TEMPLATE.replace("tool_call", "call") + f"{{# {template} #}}")
+    grammar = grammar_of(system, texts[0], tool_choice="required")
+    for text in texts:
+        assert accepts(system, grammar, text)
+        assert not accepts(system, grammar, text.replace("now", "then"))
+
+
+def test_thoughts_may_come_first(make_chat: Callable[[str], System]) -> None:
+    """A grammar begins where the prompt ends: before, inside or behind thoughts."""
+    before = make_chat(TEMPLATE + "{# <think></think> #}")
+    grammar = grammar_of(before, call("now", {}), tool_choice="required")
+    assert accepts(before, grammar, f"<think>\nI could {PARIS}.\n</think>\n\n{PARIS}")
+    assert accepts(before, grammar, PARIS)
+    assert not accepts(before, grammar, "<think>\nNo.\n</think>\n\nNo.")
+    assert not accepts(before, grammar, "I think " + PARIS)
+    inside = make_chat(THINKING)
+    grammar = grammar_of(inside, f"Hm.</think>{PARIS}", tool_choice="required")
+    assert accepts(inside, grammar, f"Hm.\n</think>\n\n{PARIS}")
+    assert not accepts(inside, grammar, PARIS)
+    options = {"enable_thinking": False}
+    grammar = grammar_of(inside, PARIS, tool_choice="required", chat_template_kwargs=options)
+    assert accepts(inside, grammar, PARIS)
+    assert not accepts(inside, grammar, f"Hm.\n</think>\n\n{PARIS}")
+
+
+def test_marks_that_are_special_tokens_are_literal_tokens(make_chat: Callable[[str], System]) -> None:
+    system = make_chat(TEMPLATE)
+    literal = literal_of(system.tokenizer)
+    assert literal("<|im_end|>") == "<[3]>"
+    assert literal("<think>") == '"<think>"'

@@ -1,0 +1,165 @@
+"""Thoughts in chat completions: their field, their tokens, and tool calls and grammars after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.metadata.wire import messages
+from baton.router.text.tokenizer import TextTokenizer
+
+from ..conftest import RunningRouter, System
+from .chats import NOW, TEMPLATE, USER, accepts, call, prompt_of, say
+
+QWEN3 = (
+    TEMPLATE
+    + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    + "{# <think> {{ message.reasoning_content }} #}{{ reasoning_effort }}"
+)
+TEXT = "<think>\nIt may rain.\n</think>\n\nYes."
+
+
+@pytest.fixture
+def make_qwen3(make_system: Callable[..., System]) -> Callable[..., System]:
+    return lambda **more: make_system(**{"template": QWEN3, "context_len": 4096, **more}).up()
+
+
+def ask(system: System, **more: Any) -> Any:
+    with openai.OpenAI(base_url=f"{system.router.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(**{"model": "fake", "messages": [USER], **more})
+        return list(answer) if more.get("stream") else answer
+
+
+def num_tokens(system: System, text: str) -> int:
+    return len(system.tokenizer.inner.encode(text).ids)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_have_a_field_of_their_own(make_qwen3: Callable[..., System], field: str) -> None:
+    system = make_qwen3(router={"reasoning_field": field})
+    say(system, TEXT)
+    answer = ask(system)
+    message = answer.choices[0].message
+    other = {"reasoning", "reasoning_content"} - {field}
+    assert (message.content, message.model_extra[field]) == ("Yes.", "It may rain.")
+    assert not other & message.model_extra.keys()
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(system.say(TEXT))
+    assert answer.usage.completion_tokens_details.reasoning_tokens == num_tokens(system, TEXT.partition("\n\n")[0])
+
+
+@pytest.mark.parametrize("step_tokens", [1, 4, 1000])
+def test_thoughts_are_streamed(make_qwen3: Callable[..., System], step_tokens: int) -> None:
+    system = make_qwen3()
+    system.behaviour.step_tokens = step_tokens
+    say(system, TEXT)
+    chunks = ask(system, stream=True, n=2, stream_options={"include_usage": True})
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices if choice.index == 1]
+    kinds = ["thought" if (each.model_extra or {}).get("reasoning_content") else "text" for each in deltas[1:-1]]
+    assert "".join((each.model_extra or {}).get("reasoning_content") or "" for each in deltas) == "It may rain."
+    assert "".join(each.content or "" for each in deltas) == "Yes."
+    assert kinds == sorted(kinds, key=lambda kind: kind == "text")
+    usage = chunks[-1].usage
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * num_tokens(system, TEXT.partition("\n\n")[0])
+
+
+def test_thinking_can_be_off(make_qwen3: Callable[..., System]) -> None:
+    system = make_qwen3()
+    say(system, "Yes. </think>")
+    answer = ask(system, extra_body={"chat_template_kwargs": {"enable_thinking": False}}, reasoning_effort="low")
+    assert prompt_of(system).endswith("<think>\n\n</think>\n\nlow")
+    assert answer.choices[0].message.content == "Yes. </think>"
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_an_output_that_ends_in_thoughts_has_no_content(make_qwen3: Callable[..., System]) -> None:
+    system = make_qwen3()
+    ids = system.say(TEXT)[: num_tokens(system, "<think>\nIt may")]
+    system.cluster.script = lambda prompt, choice: ids
+    answer = ask(system, max_tokens=len(ids))
+    message = answer.choices[0].message
+    assert (message.content, message.model_extra["reasoning_content"]) == (None, "It may")
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(ids)
+
+
+def test_the_parser_can_be_named_or_off(make_qwen3: Callable[..., System]) -> None:
+    off = make_qwen3(router={"reasoning_parser": "none"})
+    say(off, TEXT)
+    answer = ask(off)
+    assert answer.choices[0].message.content == TEXT
+    assert answer.usage.completion_tokens_details is None
+    named = make_qwen3(router={"reasoning_parser": "deepseek_r1"}, template="{{ messages }}")
+    say(named, "It may rain.</think>Yes.")
+    assert ask(named).choices[0].message.content == "Yes."
+
+
+def test_calls_follow_thoughts(make_qwen3: Callable[..., System]) -> None:
+    """A call that the model only thinks of is none."""
+    system = make_qwen3()
+    text = f"<think>\nI could {call('now', {})}.\n</think>\n\n{call('now', {})}"
+    say(system, text)
+    answer = ask(system, tools=[NOW], tool_choice="required")
+    message = answer.choices[0].message
+    assert message.content is None
+    assert message.model_extra["reasoning_content"] == f"I could {call('now', {})}."
+    assert [each.function.name for each in message.tool_calls] == ["now"]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+    assert accepts(system, grammar, text)
+    assert accepts(system, grammar, call("now", {}))
+    assert not accepts(system, grammar, "<think>\nNo.\n</think>\n\nNo.")
+    assert not accepts(system, grammar, "I think " + call("now", {}))
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_histories_may_hold_thoughts(make_qwen3: Callable[..., System], field: str) -> None:
+    system = make_qwen3(template="{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% endfor %}")
+    say(system, "Yes.")
+    ask(system, messages=[USER, {"role": "assistant", "content": "A", field: "B"}])
+    assert prompt_of(system) == "|helloB|A"
+
+
+HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
+
+
+def test_marks_that_are_special_tokens_are_read_and_others_are_not_shown(
+    make_router: Callable[..., RunningRouter], tokenizer_file: bytes
+) -> None:
+    inner = tokenizers.Tokenizer.from_buffer(tokenizer_file)
+    inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in HARMONY])
+    data = inner.to_str().encode()
+    tokenizer = TextTokenizer(data)
+    eos = tuple(tokenizer.special_by_text[mark] for mark in ("<|return|>", "<|call|>"))
+    template = (
+        TEMPLATE.replace("<|im_start|>", "<|start|>").replace("<|im_end|>", "<|end|>") + "{# <|channel|><|message|> #}"
+    )
+    given: Any = {"template": template, "vocab_size": 440, "context_len": 4096, "eos": eos}
+    system = System(make_router(), tokenizer, data, **given)
+    try:
+        system.up()
+        thoughts = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        ids = inner.encode(f"{thoughts}<|channel|>final<|message|>Ye<|im_end|>s.<|return|>").ids
+        system.cluster.script = lambda prompt, choice: ids
+        answer = ask(system)
+        message = answer.choices[0].message
+        assert (message.content, message.model_extra["reasoning_content"]) == ("Yes.", "Hm.")
+        assert answer.usage.completion_tokens_details.reasoning_tokens == len(inner.encode(thoughts).ids) - len(
+            inner.encode("<|start|>assistant").ids
+        )
+        text = f"{thoughts}<|channel|>commentary to=functions.now <|constrain|>json<|message|>{{}}"
+        ids = inner.encode(text + "<|call|>").ids
+        answer = ask(system, tools=[NOW], tool_choice="required")
+        assert answer.choices[0].message.tool_calls[0].function.name == "now"
+        assert answer.choices[0].finish_reason == "tool_calls"
+        grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+        matcher = LLMatcher(LLTokenizer(data.decode(), n_vocab=440, eos_token=eos[1]), grammar)
+        assert matcher.try_consume_tokens(ids[:-1]) == len(ids) - 1, matcher.get_error()
+        assert matcher.is_accepting()
+    finally:
+        system.cluster.close()

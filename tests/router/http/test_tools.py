@@ -1,0 +1,263 @@
+"""Tools in chat completions, called by OpenAI's own client. Fake nodes write texts of Hermes' format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from ..conftest import System
+from .chats import NOW, TEMPLATE, USER, WEATHER, call, prompt_of, say
+
+PARIS = call("get_weather", {"city": "Paris é"})
+
+
+@pytest.fixture
+def hermes(make_system: Callable[..., System]) -> Iterator[System]:
+    system = make_system(template=TEMPLATE, context_len=4096).up()
+    yield system
+    system.router.wait_idle()
+
+
+@pytest.fixture
+def client(hermes: System) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{hermes.router.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    return client.chat.completions.create(**{"model": "fake", "messages": [USER], "tools": [WEATHER, NOW], **more})
+
+
+def accumulate(chunks: Any) -> tuple[str, dict[int, dict[str, str]], list[str]]:
+    """Return content, calls by index, and finish reasons of a stream."""
+    content, calls, reasons = "", dict[int, dict[str, str]](), list[str]()
+    for chunk in chunks:
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            for delta in choice.delta.tool_calls or ():
+                if delta.index not in calls:
+                    assert delta.type == "function"
+                    calls[delta.index] = {"id": delta.id, "name": delta.function.name, "arguments": ""}
+                else:
+                    assert (delta.id, delta.type, delta.function.name) == (None, None, None)
+                calls[delta.index]["arguments"] += delta.function.arguments or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    return content, calls, reasons
+
+
+def test_calls_are_in_the_message(hermes: System, client: openai.OpenAI) -> None:
+    say(hermes, f"Let me look.\n{PARIS}\n{call('now', {})}")
+    answer = ask(client)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    assert [(each.type, each.function.name) for each in choice.message.tool_calls] == [
+        ("function", "get_weather"),
+        ("function", "now"),
+    ]
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris é"}
+    assert len({each.id for each in choice.message.tool_calls}) == 2
+    assert answer.usage.completion_tokens_details is None
+    shown = prompt_of(hermes).split("<|im_end|>")[0]
+    assert shown == "<|im_start|>system\n" + "".join(json.dumps(tool) + "\n" for tool in (WEATHER, NOW))
+
+
+@pytest.mark.parametrize("step_tokens", [1, 3, 1000])
+def test_calls_are_streamed(hermes: System, client: openai.OpenAI, step_tokens: int) -> None:
+    hermes.behaviour.step_tokens = step_tokens
+    say(hermes, f"Let me look.\n{PARIS}\n{call('now', {})}\n")
+    content, calls, reasons = accumulate(ask(client, stream=True))
+    assert content == "Let me look."
+    assert reasons == ["tool_calls"]
+    assert [each["name"] for each in calls.values()] == ["get_weather", "now"]
+    assert json.loads(calls[0]["arguments"]) == {"city": "Paris é"}
+    assert calls[1]["arguments"] == "{}"
+
+
+def test_the_clients_own_stream_helper_puts_calls_together(hermes: System, client: openai.OpenAI) -> None:
+    say(hermes, PARIS)
+    given: Any = {"model": "fake", "messages": [USER], "tools": [WEATHER]}
+    with client.chat.completions.stream(**given) as stream:
+        kinds = {event.type for event in stream}
+        message = stream.get_final_completion().choices[0].message
+    assert "tool_calls.function.arguments.done" in kinds
+    assert message.content is None
+    assert message.tool_calls is not None
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris é"}
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+
+
+def test_the_clients_own_parse_helper_reads_arguments(hermes: System, client: openai.OpenAI) -> None:
+    say(hermes, call("Weather", {"city": "Paris"}))
+    tools = [openai.pydantic_function_tool(Weather)]
+    answer = client.chat.completions.parse(model="fake", messages=[USER], tools=tools)
+    (made,) = answer.choices[0].message.tool_calls or ()
+    assert made.function.parsed_arguments == Weather(city="Paris")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_of_two_turns(hermes: System, client: openai.OpenAI, stream: bool) -> None:
+    say(hermes, PARIS)
+    if stream:
+        _, calls, _ = accumulate(ask(client, stream=True))
+        made = {"id": calls[0]["id"], "type": "function", "function": {k: calls[0][k] for k in ("name", "arguments")}}
+        said: Any = {"role": "assistant", "tool_calls": [made]}
+    else:
+        said = ask(client).choices[0].message.model_dump()
+    say(hermes, "It rains.")
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "rain"}
+    answer = ask(client, messages=[USER, said, result])
+    assert answer.choices[0].message.content == "It rains."
+    assert answer.choices[0].finish_reason == "stop"
+    shown = prompt_of(hermes)
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call><|im_end|>' in shown
+    assert shown.endswith("<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_no_parallel_calls(hermes: System, client: openai.OpenAI) -> None:
+    say(hermes, f"{PARIS}\n{call('now', {})}")
+    assert len(ask(client, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+    _, calls, _ = accumulate(ask(client, parallel_tool_calls=False, stream=True))
+    assert len(calls) == 1
+
+
+def test_choice_none_leaves_tools_out(hermes: System, client: openai.OpenAI) -> None:
+    say(hermes, PARIS)
+    answer = ask(client, tool_choice="none")
+    assert answer.choices[0].message.content == PARIS
+    assert answer.choices[0].message.tool_calls is None
+    assert "get_weather" not in prompt_of(hermes)
+
+
+def test_a_call_that_max_tokens_cuts_off(hermes: System, client: openai.OpenAI) -> None:
+    """A whole answer has its text as content, a stream the beginning of its arguments."""
+    num_tokens = len(hermes.say(PARIS.partition("aris")[0])) - 1
+    hermes.cluster.script = lambda prompt, choice: hermes.say(PARIS)[:num_tokens]
+    choice = ask(client, max_tokens=num_tokens).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert PARIS.startswith(choice.message.content)
+    content, calls, reasons = accumulate(ask(client, max_tokens=num_tokens, stream=True))
+    assert (content, reasons) == ("", ["length"])
+    assert calls[0]["arguments"] == '{"city": "P'
+
+
+def test_broken_json(hermes: System, client: openai.OpenAI) -> None:
+    text = '<tool_call>\n{"name": "now", "arguments": {oops}}\n</tool_call>'
+    say(hermes, text)
+    choice = ask(client).choices[0]
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", text, None)
+    content, calls, reasons = accumulate(ask(client, stream=True))
+    assert (content, calls[0]["arguments"], reasons) == ("", "{", ["stop"])
+
+
+def test_log_probabilities_and_ids_of_all_tokens_are_kept(hermes: System, client: openai.OpenAI) -> None:
+    say(hermes, f"So: {PARIS}")
+    ids = hermes.say(f"So: {PARIS}")
+    more = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+    whole = ask(client, **more).choices[0]
+    assert len(whole.logprobs.content) == len(ids)
+    assert whole.model_extra["token_ids"] == ids
+    choices = [choice for chunk in ask(client, stream=True, **more) for choice in chunk.choices]
+    assert [each for choice in choices for each in (choice.model_extra or {}).get("token_ids") or ()] == ids
+    assert sum(len(choice.logprobs.content) for choice in choices if choice.logprobs) == len(ids)
+
+
+ASSISTANT: Any = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+}
+CUSTOM: Any = {"type": "custom", "custom": {"name": "f"}}
+
+
+def function(parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"tools": "x"}, "tools", "array"),
+        ({"tools": [CUSTOM]}, "tools", "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
+        ({"tools": [NOW, NOW]}, "tools", "tools[1].function.name: 'now' is there twice"),
+        ({"tools": [function([1])]}, "tools", "parameters"),
+        ({"tool_choice": "always"}, "tool_choice", "always"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "there is no tool 'f'"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
+        ({"functions": [{"name": "f"}]}, "functions", "given as tools"),
+        ({"function_call": {"name": "f"}}, "function_call", "tool_choice"),
+        (
+            {"tool_choice": "required", "tools": [NOW, function({"type": "objekt"})]},
+            "tools",
+            "tools[1].function.parameters: Invalid type: objekt",
+        ),
+        (
+            {"messages": [USER, {"role": "tool", "content": "x"}]},
+            "messages",
+            "messages[1].tool_call_id: a message of a tool needs it",
+        ),
+        (
+            {"messages": [USER, ASSISTANT, {"role": "tool", "tool_call_id": "b", "content": "x"}]},
+            "messages",
+            "messages[2].tool_call_id: no call before it has the id 'b'",
+        ),
+        ({"messages": [{**USER, "tool_calls": ASSISTANT["tool_calls"]}]}, "messages", "messages[0].tool_calls"),
+        ({"messages": [{**USER, "tool_call_id": "a"}]}, "messages", "messages[0].tool_call_id"),
+        (
+            {"messages": [{**ASSISTANT, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]}]},
+            "messages",
+            "messages[0].tool_calls[0].function.arguments: it must be a JSON object",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages", "function"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "knows no effort"),
+        ({"thinking_budget": 5}, "thinking_budget", "cannot be set"),
+    ],
+)
+def test_what_is_refused(hermes: System, more: dict[str, Any], param: str, words: str) -> None:
+    body = {"model": "fake", "messages": [USER], "tools": [NOW], **more}
+    status, answer, _ = hermes.router.request("POST", "/v1/chat/completions", body)
+    assert status == 400, answer
+    assert answer["error"]["param"] == param, answer
+    assert words in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_deep_schemas_and_arguments_never_fail_inside(hermes: System, choice: str) -> None:
+    say(hermes, call("now", {}))
+    for depth in (50, 200, *range(600, 1200, 20)):
+        nested = '{"a":' * depth + "1" + "}" * depth
+        made = {"id": "a", "function": {"name": "now", "arguments": nested}}
+        body = {"model": "fake", "messages": [USER], "tool_choice": choice, "tools": [function("NESTED")]}
+        data = json.dumps(body).replace('"NESTED"', nested).encode()
+        assert hermes.router.request("POST", "/v1/chat/completions", data)[0] in (200, 400), depth
+        body = {"model": "fake", "messages": [{"role": "assistant", "tool_calls": [made]}], "max_tokens": 1}
+        assert hermes.router.request("POST", "/v1/chat/completions", body)[0] in (200, 400), depth
+
+
+def test_without_a_parser_tools_are_refused(make_system: Callable[..., System]) -> None:
+    body = {"model": "fake", "messages": [USER], "tools": [NOW]}
+    unknown = make_system(template="{{ tools }}{{ messages }}").up()
+    status, answer, _ = unknown.router.request("POST", "/v1/chat/completions", body)
+    assert status == 400
+    assert "--tool-parser and one of harmony, hermes, " in answer["error"]["message"]
+    assert unknown.router.request("POST", "/v1/chat/completions", {**body, "tool_choice": "none"})[0] == 200
+    off = make_system(router={"tool_parser": "none"}, template=TEMPLATE).up()
+    assert "reads no calls" in off.router.request("POST", "/v1/chat/completions", body)[1]["error"]["message"]
+    given = make_system(router={"tool_parser": "pythonic"}, template="{{ tools }}{{ messages }}").up()
+    say(given, "[now()]")
+    status, answer, _ = given.router.request("POST", "/v1/chat/completions", body)
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+    status, answer, _ = given.router.request("POST", "/v1/chat/completions", {**body, "tool_choice": "required"})
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
