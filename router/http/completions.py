@@ -29,7 +29,7 @@ from .access import CALLER
 from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from .answers import StreamedAnswer, WholeAnswer
 from .api import ARRIVED, Api, request_id
-from .forced_calls import forced_grammar
+from .forced_calls import forced_grammar, literal_of
 from .grammars import asked_grammar, grammar_of
 from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
@@ -126,9 +126,11 @@ async def serve_chat(
             reasoning = reasoning_parser(group.template, api.config.reasoning_parser)
         reading = output_reading(use, reasoning, prompt.text, tokenizer, api.config.reasoning_field)
         answer_format = format_of(tokenizer, reading)
-        grammar = await grammar_of(api, body, group)
+        thoughts = "" if reasoning is None else reasoning.grammar(prompt.text, literal=literal_of(tokenizer))
         if use is not None:
-            grammar = await forced_grammar(api, use, reasoning, prompt.text, group, tokenizer)
+            grammar = await forced_grammar(api, use, thoughts, group, tokenizer)
+        else:
+            grammar = await grammar_of(api, body, group, thoughts)
         return await _serve(
             api,
             http_request,
