@@ -41,6 +41,8 @@ class GrammarChecks:
         """
         if not any(node.protocol >= GRAMMAR_PROTOCOL for node in group.nodes.values()):
             raise Unavailable(f"{place}: the model's nodes are of an earlier release, which knows no grammars")
+        if not group.card.eos_token_ids:
+            raise RequestError(f"{place}: the model names no token that ends a text", param=place.partition(".")[0])
         verdict = await self._verdict(source, group)
         if isinstance(verdict, GrammarFault):
             param = re.split(r"[.\[]", place, maxsplit=1)[0]
@@ -53,6 +55,7 @@ class GrammarChecks:
         if self._executor is not None:
             self._executor.submit(self._process.join)
             self._executor.shutdown(wait=False)
+            self._executor = None
 
     async def _verdict(self, source: GrammarSource, group: NodeGroup) -> _Verdict:
         eos = group.card.eos_token_ids
