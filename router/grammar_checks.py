@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,7 +43,7 @@ class GrammarChecks:
             raise Unavailable(f"{place}: the model's nodes are of an earlier release, which knows no grammars")
         verdict = await self._verdict(source, group)
         if isinstance(verdict, GrammarFault):
-            param = place.partition(".")[0]
+            param = re.split(r"[.\[]", place)[0]
             raise RequestError(f"{place}{verdict.place}: {verdict.words}", param=param)
         return verdict.text
 
