@@ -78,6 +78,11 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
             "response_format: excludes tools; leave one of them out, or set tool_choice to none",
             param="response_format",
         )
+    if body.structured_outputs is not None:
+        raise RequestError(
+            "structured_outputs: excludes tools; leave one of them out, or set tool_choice to none",
+            param="structured_outputs",
+        )
     if template is None or not template.knows_tools:
         raise RequestError("tools: the model's chat template has no place for tools", param="tools")
     parser_name = flag or template.tool_parser
@@ -93,6 +98,10 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
         forced = tools
     elif isinstance(choice, NamedTool):
         forced = [tool for tool in tools if tool.function.name == choice.function.name]
+    if forced and body.ignore_eos:
+        raise RequestError(
+            "ignore_eos: excludes a tool_choice that forces calls, whose end is the end of the text", param="ignore_eos"
+        )
     is_parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
     return ToolUse(tools, TOOL_PARSERS[parser_name], parser_name, forced, is_parallel)
 

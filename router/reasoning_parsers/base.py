@@ -46,6 +46,12 @@ class ReasoningParser(ABC):
         del prompt, literal
         return None
 
+    @classmethod
+    def answer_head(cls, *, literal: Callable[[str], str]) -> str:
+        """Return the Lark items between `thoughts` and a plain answer; empty if there are none."""
+        del literal
+        return ""
+
     @property
     @abstractmethod
     def place(self) -> Place:

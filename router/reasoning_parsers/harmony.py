@@ -49,6 +49,10 @@ class HarmonyReasoningParser(ReasoningParser):
         )
         return f"thoughts: ({thought})*"
 
+    @classmethod
+    def answer_head(cls, *, literal: Callable[[str], str]) -> str:
+        return f'{literal(CHANNEL)} "final" {literal(MESSAGE)}'
+
     @property
     def place(self) -> Place:
         if self._at in ("between", "head"):
