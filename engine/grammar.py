@@ -26,6 +26,7 @@ from llguidance.numpy import (
 )
 from numpy.typing import NDArray
 
+from ..metadata.wire.request import MAX_STEP_ITEMS
 from .background import begin
 from .sampling_state import SamplingState
 
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 Mask: TypeAlias = NDArray[np.int32]  # [..., ceil(vocab_size / 32)]
 MAX_COMPILED = 64  # grammars that are kept, with what their masks have taught them
-MAX_STEP_ITEMS = 5000  # of llguidance: the most work for a mask, some 0.1 s; a grammar that needs more is broken
 
 
 class Matcher:

@@ -20,6 +20,7 @@ MAX_TEXT = 4096  # characters of a Text
 MAX_TOP_LOGPROBS = 20
 MAX_DRAFT_STEPS = 15  # tokens drafted in a round
 MAX_GRAMMAR = 256 * 1024  # characters of a grammar
+MAX_STEP_ITEMS = 5000  # of llguidance: the most work for a mask of a grammar, some 0.1 s
 MAX_PREEMPTIONS = 8  # listed one by one; of more, neighbours are added up
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]

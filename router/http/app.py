@@ -13,7 +13,7 @@ from .access import CALLER, KeyLevel
 from .api import Api, request_id
 from .connection import SERVER
 from .cross_origin import CrossOriginChecks
-from .errors import INTERNAL, HttpRefusal, response_of
+from .errors import INTERNAL, HttpRefusal, is_messages, response_of
 from .route import Handler
 from .routes import ROUTES, client_routes
 from .sse import limit_unread
@@ -110,6 +110,8 @@ class _Wrapper:
     async def label(self, http_request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers that every answer has, streams and errors too."""
         response.headers["Server"] = SERVER
+        if is_messages(http_request.path) and "x-request-id" in response.headers:
+            response.headers["request-id"] = response.headers["x-request-id"]  # Anthropic's clients read this
         self._checks.label(http_request, response)
 
 

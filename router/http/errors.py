@@ -128,6 +128,11 @@ def body_of(error: BatonError, *, may_operate: bool = False) -> ErrorBody:
     return ErrorBody(ErrorDetail(words, _TYPES.get(status, default_type), param, error.code if status != 400 else None))
 
 
+def is_messages(path: str) -> bool:
+    """Return whether answers of a path are Anthropic's: /v1/messages and what is below it."""
+    return f"{path}/".startswith(f"{MESSAGES_PATH}/")
+
+
 def messages_body_of(error: BatonError, *, request_id: str | None, may_operate: bool = False) -> MessagesErrorBody:
     """Return the body of an error in Anthropic's shape."""
     status, words = status_of(error), body_of(error, may_operate=may_operate).error.message
@@ -154,7 +159,7 @@ def response_of(
         headers.update(error.headers)
     elif isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    if f"{path}/".startswith(f"{MESSAGES_PATH}/"):
+    if is_messages(path):
         body = messages_body_of(error, request_id=request_id, may_operate=may_operate)
     else:
         body = body_of(error, may_operate=may_operate)

@@ -9,7 +9,6 @@ import msgspec
 
 from ...metadata.errors import RequestError
 from ..node import NodeGroup
-from ..reasoning_parsers.base import ReasoningParser
 from ..text.grammar import GrammarSource
 from ..text.tokenizer import TextTokenizer
 from .api import Api
@@ -17,39 +16,28 @@ from .tools import ToolUse
 
 
 async def forced_grammar(
-    api: Api,
-    use: ToolUse,
-    reasoning: type[ReasoningParser] | None,
-    prompt: str,
-    group: NodeGroup,
-    tokenizer: TextTokenizer,
+    api: Api, use: ToolUse, thoughts: str | None, group: NodeGroup, tokenizer: TextTokenizer
 ) -> str | None:
-    """Return the Lark grammar of an output that must call a tool; None if it need not.
+    """Return the grammar of an output that must call a tool; None if it need not. `thoughts` are as for `grammar_of`.
 
     Raises RequestError if the format has no grammar, or if a tool's schema cannot be one.
     """
     if not use.forced:
         return None
-    literal = literal_of(tokenizer)
-    calls = use.parser.grammar(use.forced_schemas, may_repeat=use.is_parallel, literal=literal)
+    calls = use.parser.grammar(use.forced_schemas, may_repeat=use.is_parallel, literal=literal_of(tokenizer))
     if calls is None:
         raise RequestError(
             f"tool_choice: a call cannot be forced in the format {use.parser_name}; use auto", param="tool_choice"
         )
-    rules = ["start: calls", calls]
-    if reasoning is not None:
-        thoughts = reasoning.grammar(prompt, literal=literal)
-        if thoughts is None:
-            raise RequestError(
-                "tool_choice: a call cannot be forced after this model's thoughts; use auto", param="tool_choice"
-            )
-        rules = ["start: thoughts calls", thoughts, calls]
-    grammar = "\n".join(rules)
+    if thoughts is None:
+        raise RequestError(
+            "tool_choice: a call cannot be forced after this model's thoughts; use auto", param="tool_choice"
+        )
     for index, tool in enumerate(use.tools):
         if tool in use.forced:
             schema = GrammarSource("json", msgspec.json.encode(use.schemas[tool.function.name]).decode())
             await api.grammars.checked(schema, group, f"tools[{index}].function.parameters")
-    return await api.grammars.checked(GrammarSource("grammar", grammar), group, "tools")
+    return await api.grammars.checked(GrammarSource("grammar", f"start: calls\n{calls}", thoughts), group, "tools")
 
 
 def literal_of(tokenizer: TextTokenizer) -> Callable[[str], str]:

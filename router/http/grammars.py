@@ -44,13 +44,18 @@ def asked_grammar(body: CommonRequest) -> AskedGrammar | None:
     return asked[0]
 
 
-async def grammar_of(api: Api, body: CommonRequest, group: NodeGroup) -> str | None:
+async def grammar_of(api: Api, body: CommonRequest, group: NodeGroup, thoughts: str | None = "") -> str | None:
     """Return the grammar that the nodes get for a body, None if it asks for none. Raises RequestError for one that
-    cannot be served."""
+    cannot be served. `thoughts`: the Lark rule of what the model may write before its answer; empty: nothing; None:
+    that has no grammar."""
     asked = asked_grammar(body)
     if asked is None:
         return None
-    return await api.grammars.checked(asked.source, group, asked.place)
+    if thoughts is None:
+        param = asked.place.partition(".")[0]
+        raise RequestError(f"{asked.place}: an answer behind this model's thoughts cannot be bound", param=param)
+    source = msgspec.structs.replace(asked.source, thoughts=thoughts)
+    return await api.grammars.checked(source, group, asked.place)
 
 
 def _of_format(given: ResponseFormat) -> list[AskedGrammar]:

@@ -10,6 +10,7 @@ from ...metadata.errors import RequestError
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .api import Api
+from .chat_output import OutputReading
 from .completions import serve_chat
 from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from .parameters import check_served
@@ -34,7 +35,7 @@ async def responses(api: Api, http_request: web.Request) -> web.StreamResponse:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
 
-    def format_of(tokenizer: TextTokenizer) -> AnswerFormat:
+    def format_of(tokenizer: TextTokenizer, _: OutputReading | None) -> AnswerFormat:
         return ResponsesFormat(rid, body, tokenizer)
 
     with renamed(NAMES):

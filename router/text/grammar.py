@@ -20,7 +20,7 @@ import msgspec
 from llguidance import StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
-from ...metadata.wire.request import MAX_GRAMMAR
+from ...metadata.wire.request import MAX_GRAMMAR, MAX_STEP_ITEMS
 
 GrammarKind: TypeAlias = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
@@ -43,10 +43,12 @@ _T = TypeVar("_T")
 
 class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     """A grammar as the client wrote it. `text`: a JSON schema, a regular expression, a JSON list of texts, a grammar in
-    Lark's or GBNF's notation, or a JSON object {"structures": [[begin, schema, end], ...], "triggers": [...]}."""
+    Lark's or GBNF's notation, or a JSON object {"structures": [[begin, schema, end], ...], "triggers": [...]}.
+    `thoughts`: the Lark rule `thoughts` of what the model may write before; empty: nothing."""
 
     kind: GrammarKind
     text: str
+    thoughts: str = ""
 
 
 class GrammarFault(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -85,7 +87,7 @@ def converted(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> Gramm
     try:
         if len(source.text) > MAX_SOURCE:
             raise _Refused(f"has {len(source.text)} characters; at most {MAX_SOURCE} are allowed")
-        text = _text_of(source, tokenizer)
+        text = _behind(source.thoughts, _text_of(source, tokenizer))
         if len(text) > MAX_GRAMMAR:
             raise _Refused(f"is a grammar of {len(text)} characters; at most {MAX_GRAMMAR} are allowed")
         words = _compile(text, tokenizer)
@@ -114,6 +116,15 @@ def _text_of(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> str:
             return _tag_grammar(_decoded(source.text, _Tags), tokenizer)
 
 
+def _behind(thoughts: str, grammar: str) -> str:
+    """Return the grammar of a text behind thoughts."""
+    if not thoughts:
+        return grammar
+    answer = json.loads(grammar)["grammars"][0] if grammar.lstrip().startswith("{") else {"lark_grammar": grammar}
+    first = {"lark_grammar": f"start: thoughts @answer\n{thoughts}"}
+    return json.dumps({"grammars": [first, {**answer, "name": "answer"}]}, ensure_ascii=False)
+
+
 def _decoded(text: str, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(text, type=kind)
@@ -123,7 +134,8 @@ def _decoded(text: str, kind: type[_T]) -> _T:
 
 def _compile(grammar: str, tokenizer: llguidance.LLTokenizer) -> str | None:
     """Return the error of a grammar, None if it compiles and allows a first token."""
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    limits = llguidance.LLParserLimits(step_max_items=MAX_STEP_ITEMS)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher.get_error() if matcher.is_error() else None

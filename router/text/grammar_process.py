@@ -61,6 +61,7 @@ class GrammarProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._loaded: set[str] = set()  # names of tokenizers
+        self._is_closed = False
 
     def convert(self, load: LoadTokenizer, source: GrammarSource) -> Grammar | GrammarFault:
         """Return the grammar of a source for a tokenizer, or why it is refused."""
@@ -82,15 +83,17 @@ class GrammarProcess:
 
     def close(self) -> None:
         """Let the process end. Another thread may call it; the thread of `convert` calls `join` after it."""
+        self._is_closed = True
         if self._process is not None:
             self._process.kill()
 
     def join(self) -> None:
         """Wait for the end of the process, and free its pipes."""
-        if self._process is not None:
-            self._end()
+        self._end()
 
     def _running(self) -> subprocess.Popen[bytes]:
+        if self._is_closed:
+            raise BrokenPipeError("the router is shutting down")
         if self._process is not None and (self._process.poll() is not None or len(self._loaded) >= MAX_TOKENIZERS):
             self._end()
         if self._process is None:
@@ -112,10 +115,11 @@ class GrammarProcess:
         return _answered.decode(_read(process.stdout, size, until))
 
     def _end(self) -> int:
-        """End the process and return its exit status."""
+        """End the process, if there is one, and return its exit status."""
         process, self._process = self._process, None
         self._loaded.clear()
-        assert process is not None
+        if process is None:
+            return 0
         process.kill()
         for stream in (process.stdin, process.stdout):
             assert stream is not None

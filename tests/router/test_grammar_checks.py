@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -104,3 +105,26 @@ async def test_nodes_that_know_no_grammars_are_not_asked(checks: GrammarChecks, 
     with pytest.raises(Unavailable, match="earlier release"):
         await checks.checked(GOOD, group, "f")
     assert not asked
+
+
+async def test_a_model_that_ends_no_text_gets_no_grammar(checks: GrammarChecks, asked: list[str]) -> None:
+    hello = make_hello("prefill", "p")
+    group = make_group(msgspec.structs.replace(hello, model=msgspec.structs.replace(hello.model, eos_token_ids=())))
+    add_node(group, "prefill", "p")
+    with pytest.raises(RequestError, match="no token that ends a text"):
+        await checks.checked(GOOD, group, "f")
+    assert not asked
+
+
+async def test_nothing_runs_after_the_end(checks: GrammarChecks, group: NodeGroup) -> None:
+    await checks.checked(GOOD, group, "f")
+    pid = checks._process.pid  # type: ignore[attr-defined]
+    executor = checks._executor  # type: ignore[attr-defined]
+    assert pid is not None and executor is not None
+    late = [asyncio.ensure_future(checks.checked(GrammarSource("regex", text), group, "f")) for text in "bcd"]
+    await asyncio.sleep(0)
+    checks.close()
+    assert {type(each) for each in await asyncio.gather(*late, return_exceptions=True)} <= {RequestError, str}
+    executor.shutdown(wait=True)
+    assert not Path(f"/proc/{pid}").exists()
+    assert checks._process.pid is None  # type: ignore[attr-defined]

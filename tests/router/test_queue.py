@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from baton.metadata.errors import Overloaded, RequestError, Unavailable
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.router.errors import NodeFault
 from baton.router.prompt_placement import GroupFacts
 from baton.router.queue import (
@@ -279,7 +280,7 @@ def node(num_pages: int = 100) -> Any:
     capacity = Capacity(num_pages=num_pages, page_size=16, max_running=8)
     model = SimpleNamespace(context_len=1000)
     hello = SimpleNamespace(capacity=capacity, model=model)
-    return SimpleNamespace(hello=hello, routing_id=b"d0", welcomed_at=0.0)
+    return SimpleNamespace(hello=hello, routing_id=b"d0", welcomed_at=0.0, protocol=PROTOCOL_MAX)
 
 
 def give_pages(of: Any, num_pages: int) -> None:

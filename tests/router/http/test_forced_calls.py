@@ -89,6 +89,29 @@ def test_thoughts_may_come_first(make_chat: Callable[[str], System]) -> None:
     assert not accepts(inside, grammar, f"Hm.\n</think>\n\n{PARIS}")
 
 
+FORMATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_object"}}, '{"a": 1}', "a"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "no", "never"),
+    ({"structured_outputs": {"regex": "[0-9]{2}"}}, "17", "1"),
+    ({"structured_outputs": {"grammar": 'start: "x" | "yy"'}}, "yy", "y"),
+]
+
+
+@pytest.mark.parametrize(("asked", "right", "wrong"), FORMATS)
+def test_a_format_binds_the_answer_and_not_the_thoughts(
+    make_chat: Callable[[str], System], asked: dict[str, Any], right: str, wrong: str
+) -> None:
+    inside = make_chat(THINKING)
+    say(inside, f"Hm.</think>{right}")
+    body = {"model": "fake", "messages": [USER], **asked}
+    status, answer, _ = inside.router.request("POST", "/v1/chat/completions", body)
+    assert status == 200 and answer["choices"][0]["message"]["content"] == right, answer
+    grammar = inside.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+    assert grammar is not None
+    assert accepts(inside, grammar, f"Hm, {wrong}?\n</think>\n\n{right}")
+    assert not accepts(inside, grammar, f"Hm.</think>{wrong}") and not accepts(inside, grammar, right)
+
+
 def test_marks_that_are_special_tokens_are_literal_tokens(make_chat: Callable[[str], System]) -> None:
     system = make_chat(TEMPLATE)
     literal = literal_of(system.tokenizer)

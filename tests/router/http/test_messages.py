@@ -52,6 +52,7 @@ def prompt_of(system: System) -> str:
 
 def test_the_official_client_gets_a_message(system: System) -> None:
     answer = client_of(system.router).messages.create(**BODY)
+    assert answer._request_id == answer.id
     assert answer.id.startswith("msg-") and (answer.type, answer.role, answer.model) == ("message", "assistant", "fake")
     assert [(block.type, block.text) for block in answer.content if block.type == "text"] == [("text", system.text)]
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
+import jsonschema
 import llguidance
+import numpy as np
 import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from baton.router.reasoning_parsers.harmony import HarmonyReasoningParser
+from baton.router.reasoning_parsers.think_tags import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 from baton.router.text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, converted
 
 from ..sites import tokenizer_file
@@ -97,3 +105,127 @@ def test_what_cannot_be_served_is_refused_with_its_place(
     assert fault.place == place
     assert words in fault.words
     assert len(fault.words) < 700
+
+
+scalars = st.sampled_from([None, True, 0, -3, 2.5, "", "red", "a b"])
+strings = st.fixed_dictionaries(
+    {"type": st.just("string")},
+    optional={"minLength": st.integers(0, 3), "maxLength": st.integers(3, 6)},
+) | st.fixed_dictionaries(
+    {"type": st.just("string")},
+    optional={
+        "pattern": st.sampled_from(["^[a-f]{2}$", "[0-9]+", "^(yes|no)"]),
+        "format": st.sampled_from(["date", "ipv4", "uuid"]),  # in a time, jsonschema knows no leap second
+    },
+)
+numbers = st.fixed_dictionaries(
+    {"type": st.sampled_from(["integer", "number"])},
+    optional={"minimum": st.integers(-20, 5), "maximum": st.integers(5, 40), "multipleOf": st.sampled_from([1, 5])},
+)
+leaves = st.one_of(
+    st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"type": ["integer", "null"]}]),
+    strings,
+    numbers,
+    st.builds(lambda values: {"enum": values}, st.lists(scalars, min_size=1, max_size=3)),
+    scalars.map(lambda value: {"const": value}),
+)
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = st.dictionaries(st.sampled_from(["a", "b", "name", "x y"]), inner, max_size=3)
+    return st.builds(
+        lambda properties, required, more: {
+            "type": "object",
+            "properties": properties,
+            "required": sorted(properties)[:required],
+            "additionalProperties": more,
+        },
+        names,
+        st.integers(0, 3),
+        st.just(False) | inner,
+    )
+
+
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        objects(inner),
+        st.fixed_dictionaries(
+            {"type": st.just("array"), "items": inner},
+            optional={"minItems": st.integers(0, 2), "maxItems": st.integers(2, 3)},
+        ),
+        st.builds(lambda several: {"anyOf": several}, st.lists(inner, min_size=1, max_size=3)),
+        st.just({"$ref": "#/$defs/one"}),
+    ),
+    max_leaves=5,
+)
+
+
+def written(vocabulary: llguidance.LLTokenizer, grammar: Grammar, chance: random.Random) -> str | None:
+    """Return a text that a model without any sense writes under a grammar, None if it does not come to an end."""
+    matcher = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0)
+    ids: list[int] = []
+    for _ in range(400):
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        assert allowed, (ids, grammar)
+        token_id = 1 if 1 in allowed and chance.random() < 0.5 else chance.choice(allowed)
+        if token_id == 1:
+            return vocabulary.decode_bytes(ids).decode()
+        assert matcher.consume_token(token_id)
+        ids.append(token_id)
+    return None
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(schema=schemas, one=leaves, seed=st.integers(0, 1 << 30))
+def test_what_a_model_writes_under_a_schema_satisfies_it(
+    vocabulary: llguidance.LLTokenizer, schema: dict[str, Any], one: dict[str, Any], seed: int
+) -> None:
+    schema = {**schema, "$defs": {"one": one}}
+    grammar = convert(vocabulary, "json", schema)
+    if isinstance(grammar, GrammarFault):
+        assert grammar.words.startswith("Unsatisfiable schema"), (grammar, schema)
+        return
+    text = written(vocabulary, grammar, random.Random(seed))
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+
+
+@pytest.mark.parametrize(("kind", "given", "inside", "outside"), LANGUAGES)
+def test_thoughts_may_come_before_every_kind(
+    vocabulary: llguidance.LLTokenizer, kind: GrammarKind, given: Any, inside: list[str], outside: list[str]
+) -> None:
+    text = given if isinstance(given, str) else json.dumps(given)
+    for parser, prompt, before in (
+        (Qwen3ReasoningParser, "assistant\n", ("", "<think>\nhm {}\n</think>\n\n")),
+        (Qwen3ReasoningParser, "<think>\n\n</think>\n\n", ("",)),
+        (DeepSeekR1ReasoningParser, "assistant\n", ("hm</think>",)),
+    ):
+        grammar = converted(GrammarSource(kind, text, parser.grammar(prompt, literal=json.dumps)), vocabulary)
+        for lead in before:
+            assert [each for each in inside if not takes(vocabulary, grammar, lead + each)] == []
+            assert [each for each in outside if takes(vocabulary, grammar, lead + each)] == []
+        if kind != "structural_tag":  # which allows any text around its tags
+            assert not takes(vocabulary, grammar, "<think>\nhm")
+
+
+def test_harmony_binds_the_final_message() -> None:
+    inner = tokenizers.Tokenizer.from_buffer(tokenizer_file())
+    inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in HarmonyReasoningParser.markers])
+    vocabulary = llguidance.LLTokenizer(inner.to_str(), n_vocab=440, eos_token=[1])
+    ids = {mark: f"<[{inner.token_to_id(mark)}]>" for mark in HarmonyReasoningParser.markers}
+    thoughts = HarmonyReasoningParser.answer_grammar("", literal=lambda text: ids[text])
+    assert thoughts is not None
+    grammar = converted(GrammarSource("choice", '["yes"]', thoughts), vocabulary)
+    assert isinstance(grammar, Grammar)
+    analysis, final = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    for text, is_allowed in (
+        (f"{analysis}{final}yes", True),
+        (f"{final}yes", True),
+        (f"{final}no", False),
+        ("yes", False),
+    ):
+        encoded, matcher = inner.encode(text).ids, llguidance.LLMatcher(vocabulary, grammar.text)
+        assert (matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()) == is_allowed
+    assert HarmonyReasoningParser.answer_grammar("", literal=json.dumps) is None
