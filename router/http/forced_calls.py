@@ -27,7 +27,8 @@ async def forced_grammar(
     calls = use.parser.grammar(use.forced_schemas, may_repeat=use.is_parallel, literal=literal_of(tokenizer))
     if calls is None:
         raise RequestError(
-            f"tool_choice: a call cannot be forced in the format {use.parser_name}; use auto", param="tool_choice"
+            f"tool_choice: a call of these tools cannot be forced in the format {use.parser_name}; use auto",
+            param="tool_choice",
         )
     if thoughts is None:
         raise RequestError(
