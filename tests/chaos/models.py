@@ -18,13 +18,21 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 import drafters  # noqa: E402
+import llguidance  # noqa: E402
 from checkpoints import make_checkpoint  # noqa: E402
+from grammars import EOS  # noqa: E402
 from matrix import Ask, Plain  # noqa: E402
 from node_pair import params  # noqa: E402
 from streams import Known  # noqa: E402
 
+from baton.router.text.grammar import Grammar, GrammarSource, converted  # noqa: E402
+
 CONTEXT = 0.5  # factor of the attention and MLP output of each layer; 0: only the last token counts
 ALGORITHMS = ("none", "ngram", "eagle", "eagle3", "mtp3", "standalone", "frozen-kv-mtp")
+BOUND: dict[str, dict[str, Any]] = {  # structured_outputs of requests by name
+    "bound": {"regex": "([a-f]{1,3}( [0-9]{1,2})?[.,] ){40,60}"},
+    "list": {"json": {"type": "array", "items": {"enum": ["red", 12, {"on": True}]}, "minItems": 20, "maxItems": 40}},
+}
 ASKS = (
     Ask("greedy", 40, params(180)),
     Ask("sampled", 90, params(120, temperature=0.9, top_p=0.95)),
@@ -35,6 +43,21 @@ ASKS = (
     Ask("one token", 25, params(1)),
     Ask("never drafted", 25, params(110, temperature=0.8, presence_penalty=0.5, draft_steps=0)),
 )
+
+
+def bound_asks(target: Path) -> list[Ask]:
+    """Return the requests that a grammar binds, greedy and sampled. The model's end is theirs, too."""
+    tokenizer = llguidance.LLTokenizer(str(target / "tokenizer.json"), n_vocab=512, eos_token=EOS)
+    sources = {
+        "bound": GrammarSource("regex", BOUND["bound"]["regex"]),
+        "list": GrammarSource("json", json.dumps(BOUND["list"]["json"])),
+    }
+    grammars = {name: converted(source, tokenizer) for name, source in sources.items()}
+    texts = {name: each.text for name, each in grammars.items() if isinstance(each, Grammar)}
+    return [
+        Ask("bound", 35, params(150, grammar=texts["bound"], stop_ids=(EOS,))),
+        Ask("list", 50, params(160, temperature=1.0, grammar=texts["list"], stop_ids=(EOS,))),
+    ]
 
 
 def make_target(directory: Path) -> Path:
@@ -73,7 +96,7 @@ def known_answers(target: Path) -> dict[str, Known]:
     """
     path = target.parent / "answers.json"
     if not path.exists():
-        path.write_text(json.dumps([_answer(case) for case in Plain.of(target, ASKS).cases]))
+        path.write_text(json.dumps([_answer(case) for case in Plain.of(target, (*ASKS, *bound_asks(target))).cases]))
     return {each["name"]: _known(each) for each in json.loads(path.read_text())}
 
 
@@ -95,6 +118,8 @@ def _answer(case: Any) -> dict[str, Any]:
         "ignore_eos": True,
         "return_token_ids": True,
     }
+    if case.ask.name in BOUND:
+        body |= {"ignore_eos": False, "stop_token_ids": [], "structured_outputs": BOUND[case.ask.name]}
     ends = [(result.ended.reason, result.ended.stop_id) for result in case.expected]
     return {"name": case.ask.name, "body": body, "ids": [result.ids for result in case.expected], "ends": ends}
 
