@@ -42,11 +42,10 @@ class GrammarChecks:
         if not any(node.protocol >= GRAMMAR_PROTOCOL for node in group.nodes.values()):
             raise Unavailable(f"{place}: the model's nodes are of an earlier release, which knows no grammars")
         if not group.card.eos_token_ids:
-            raise RequestError(f"{place}: the model names no token that ends a text", param=place.partition(".")[0])
+            raise RequestError(f"{place}: the model names no token that ends a text", param=_field(place))
         verdict = await self._verdict(source, group)
         if isinstance(verdict, GrammarFault):
-            param = re.split(r"[.\[]", place, maxsplit=1)[0]
-            raise RequestError(f"{place}{verdict.place}: {verdict.words}", param=param)
+            raise RequestError(f"{place}{verdict.place}: {verdict.words}", param=_field(place))
         return verdict.text
 
     def close(self) -> None:
@@ -60,7 +59,7 @@ class GrammarChecks:
     async def _verdict(self, source: GrammarSource, group: NodeGroup) -> _Verdict:
         eos = group.card.eos_token_ids
         name = f"{group.key.tokenizer}:{group.card.vocab_size}:{eos}"
-        parts = "\n".join((name, source.kind, f"{len(source.before)}", source.before, source.text))
+        parts = "\n".join((name, source.kind, f"{len(source.thoughts)}", source.thoughts, source.text))
         digest = xxhash.xxh3_128_hexdigest(parts.encode("utf-8", "surrogatepass"))
         if digest in self._known:
             self._known.move_to_end(digest)
@@ -90,3 +89,8 @@ class GrammarChecks:
 
 def _num_characters(verdict: _Verdict) -> int:
     return len(verdict.text) if isinstance(verdict, Grammar) else len(verdict.words) + len(verdict.place)
+
+
+def _field(place: str) -> str:
+    """Return the field of the body in which a path begins."""
+    return re.split(r"[.\[]", place, maxsplit=1)[0]

@@ -33,6 +33,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _AFTER_VALUE = (PARAMETER, FUNCTION_END, END)
 _NAME = re.compile(rf"\s*([^\s<>]{{1,{MAX_NAME}}})\s*>")
 _MAY_BE_NAME = re.compile(rf"\s*[^\s<>]{{0,{MAX_NAME}}}\s*")
+_KEY = re.compile(rf"[^\s<>]{{1,{MAX_NAME}}}")
 _MAX_SCHEMAS = 64  # that are looked at for the type of one value
 
 
@@ -60,6 +61,22 @@ class Qwen3CoderParser(ToolParser):
         self._value: str | None = None  # what has come of it; None: it is a string and given as it comes
         self._is_fresh = False  # nothing of the present value has been read
         self._has_arguments = False
+
+    @classmethod
+    def grammar(cls, tools: Mapping[str, Schema], *, may_repeat: bool, literal: Callable[[str], str]) -> str | None:
+        """Return the rules of calls whose parameters come in the order of the schema. None if a schema demands what
+        plain text between marks cannot tell, such as a pattern of a string."""
+        calls, rules = list[str](), list[str]()
+        for index, (name, schema) in enumerate(tools.items()):
+            parameters = _parameter_rules(index, schema)
+            if parameters is None:
+                return None
+            items, more = parameters
+            head, tail = json.dumps(f"\n{FUNCTION}{name}>\n"), json.dumps(f"{FUNCTION_END}\n")
+            calls.append(" ".join([literal(BEGIN), head, *items, tail, literal(END)]))
+            rules += more
+        repeated = 'call ("\\n" call)*' if may_repeat else "call"
+        return "\n".join([f"calls: {repeated}", f"call: {' | '.join(calls)}", *rules])
 
     def _advance(self) -> bool:
         return _STEPS[self._at](self)
@@ -193,6 +210,47 @@ _STEPS: dict[_At, Callable[[Qwen3CoderParser], bool]] = {
     _At.BROKEN: Qwen3CoderParser._read_broken,  # pyright: ignore[reportPrivateUsage]
     _At.BEHIND: Qwen3CoderParser._read_behind,  # pyright: ignore[reportPrivateUsage]
 }
+
+
+def _parameter_rules(index: int, schema: Schema) -> tuple[list[str], list[str]] | None:
+    """Return the Lark items of all parameters of a tool, and the rules that they name; None if there are none."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    known = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "$schema"}
+    if not isinstance(properties, dict) or not isinstance(required, list) or schema.keys() - known:
+        return None
+    named = cast("dict[str, Any]", properties)
+    if any(key not in named for key in cast("list[Any]", required)):
+        return None
+    items, rules = list[str](), list[str]()
+    for place, (key, value) in enumerate(named.items()):
+        rule = _value_rule(f"value_{index}_{place}", value, schema)
+        if rule is None or _KEY.fullmatch(key) is None:
+            return None
+        rules.append(rule)
+        item = f"{json.dumps(f'{PARAMETER}{key}>')} {json.dumps(chr(10))} value_{index}_{place}"
+        items.append(f"({item})" if key in required else f"({item})?")
+    return items, rules
+
+
+def _value_rule(name: str, schema: object, root: Schema) -> str | None:
+    """Return the Lark rule of a value and its closing mark; None if there is none."""
+    if not isinstance(schema, dict):
+        return None
+    fields, end = cast("dict[str, Any]", schema), f"\n{PARAMETER_END}\n"
+    types = types_of(fields, root)
+    if types == frozenset({"string"}):
+        options = [fields["const"]] if "const" in fields else fields.get("enum")
+        if fields.keys() - {"type", "description", "title", "default", "examples", "enum", "const"}:
+            return None
+        if options is None:
+            return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
+        if not isinstance(options, list) or not all(isinstance(each, str) for each in cast("list[Any]", options)):
+            return None
+        return f"{name}: ({' | '.join(map(json.dumps, cast('list[str]', options)))}) {json.dumps(end)}"
+    if not types or "string" in types:
+        return None
+    whole = {**fields, "$defs": root["$defs"]} if "$defs" in root else fields
+    return f"{name}: {name}_json {json.dumps(end)}\n{name}_json: %json {json.dumps(whole)}"
 
 
 def types_of(schema: object, root: Schema) -> frozenset[str]:

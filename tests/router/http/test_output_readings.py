@@ -163,3 +163,19 @@ def test_marks_that_are_special_tokens_are_read_and_others_are_not_shown(
         assert matcher.is_accepting()
     finally:
         system.cluster.close()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json": {"type": "object"}}}],
+    ids=["response_format", "structured_outputs"],
+)
+def test_a_chat_with_a_schema_may_think(make_qwen3: Callable[..., System], asked: dict[str, Any]) -> None:
+    system = make_qwen3()
+    say(system, '<think>hm</think>\n{"a": 1}')
+    answer = ask(system, extra_body=asked)
+    message = answer.choices[0].message
+    assert (message.content, message.model_extra["reasoning_content"]) == ('{"a": 1}', "hm")
+    grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+    assert accepts(system, grammar, '<think>hm</think>\n{"a": 1}')
+    assert not accepts(system, grammar, "<think>hm</think>\nhello")

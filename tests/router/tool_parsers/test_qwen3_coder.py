@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 
+from baton.router.tool_parsers.base import CallArguments, CallBegin, CallEnd
 from baton.router.tool_parsers.qwen3_coder import Qwen3CoderParser, json_of, types_of
 
+from ..sites import tokenizer_file
 from .calls import TOOLS, Call, Parsed, parse_all_ways
 
 NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
@@ -64,3 +69,75 @@ def test_types_of_a_schema_that_names_itself_are_unknown() -> None:
     loop = {"$defs": {"a": {"$ref": "#/$defs/a"}, "b": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}}}
     assert types_of({"$ref": "#/$defs/a"}, loop) == frozenset()
     assert types_of({"$ref": "#/$defs/b"}, loop) == frozenset()
+
+
+FORCED: dict[str, dict[str, Any]] = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "x"},
+            "unit": {"enum": ["C", "F"], "type": "string"},
+            "days": {"type": "integer", "maximum": 9},
+            "place": {"$ref": "#/$defs/place"},
+            "note": {"type": ["null", "boolean"]},
+        },
+        "required": ["text", "days"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+    },
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+
+
+def written(name: str, **values: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        (written("f", text="a\n b </parameter>", days="3"), True),
+        (written("f", text="", unit="C", days="3", place='{"x": 1.5}', note="null"), True),
+        (f"{written('now')}\n{written('f', text='a', days='3')}", True),
+        (written("now"), True),
+        (written("f", days="3"), False),
+        (written("f", text="a", days="10"), False),
+        (written("f", text="a", unit="K", days="3"), False),
+        (written("f", text="a", days="3", place="{}"), False),
+        (written("f", text="a", days="three"), False),
+        (written("now", a="1"), False),
+        (written("g"), False),
+        ("hello", False),
+    ],
+)
+def test_the_grammar_allows_calls_that_fit_the_schema(text: str, is_allowed: bool) -> None:
+    """What it allows, the parser reads as valid arguments."""
+    rules = Qwen3CoderParser.grammar(FORCED, may_repeat=True, literal=json.dumps)
+    tokenizer = tokenizer_file().decode()
+    matcher = LLMatcher(LLTokenizer(tokenizer, n_vocab=420, eos_token=1), f"start: calls\n{rules}")
+    assert not matcher.get_error()
+    ids = Tokenizer.from_str(tokenizer).encode(text).ids
+    assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == is_allowed
+    if is_allowed:
+        parser = Qwen3CoderParser(FORCED)
+        events = [*parser.feed(text), *parser.finish()]
+        names = [event.name for event in events if isinstance(event, CallBegin)]
+        arguments = "".join(event.text for event in events if isinstance(event, CallArguments))
+        jsonschema.validate(json.loads(arguments.removeprefix("{}") or "{}"), FORCED[names[-1]])
+        assert sum(isinstance(event, CallEnd) for event in events) == len(names) == text.count("<tool_call>")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "x"}}},
+        {"properties": {"a": {"type": ["string", "integer"]}}},
+        {"properties": {"a": {}}},
+        {"properties": {"a b": {"type": "integer"}}},
+        {"properties": {}, "required": ["a"]},
+        {"properties": {}, "minProperties": 1},
+        {"anyOf": [{"required": ["a"]}]},
+    ],
+)
+def test_schemas_that_plain_text_cannot_tell_have_no_grammar(parameters: dict[str, Any]) -> None:
+    assert Qwen3CoderParser.grammar({"f": parameters}, may_repeat=False, literal=json.dumps) is None
