@@ -65,7 +65,8 @@ def _chat_request(body: MessagesRequest) -> ChatRequest:
 
 
 def _conversation(body: MessagesInput) -> ChatRequest:
-    """Return the messages of a body, the system's first. An assistant's last message is continued."""
+    """Return the messages of a body, the system's first. An assistant's last message is continued. Templates that let
+    the model think, unless `enable_thinking` is false, are told when thinking is disabled."""
     messages = [ChatMessage(each.role, _text_of(each.content)) for each in body.messages]
     if body.system:
         messages.insert(0, ChatMessage("system", _text_of(body.system)))
@@ -78,6 +79,7 @@ def _conversation(body: MessagesInput) -> ChatRequest:
         model=body.model,
         messages=messages,
         continue_final_message=body.messages[-1].role == "assistant",
+        chat_template_kwargs=None if body.thinking is None else {"enable_thinking": False},
         response_format=response_format,
     )
 

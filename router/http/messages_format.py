@@ -11,7 +11,7 @@ from ...metadata.errors import BatonError
 from ..request import Delta, Request, Sequence
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
-from .answer_text import AnswerText
+from .bare_answer import BareAnswer
 from .chat_output import OutputReading
 from .errors import messages_body_of
 from .messages_types import (
@@ -39,7 +39,7 @@ class MessagesFormat(AnswerFormat):
 
     def __init__(self, response_id: str, model: str, tokenizer: TextTokenizer, reading: OutputReading | None) -> None:
         super().__init__(response_id, model, tokenizer, num_logprobs=None, with_ids=False)
-        self._text = AnswerText(reading)
+        self._text = BareAnswer(reading)
         self._end: Delta | None = None  # the last output of a stream
 
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:

@@ -84,7 +84,6 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
         NotServed("max_tool_calls", "tools are not served", (None,)),
         NotServed("previous_response_id", "responses are not stored; send the messages in `input`", (None,)),
         NotServed("prompt", "prompts are not stored", (None,)),
-        NotServed("reasoning", "reasoning cannot be set", (None, {})),
         NotServed("store", "responses are not stored", (None, False)),
         NotServed("tool_choice", "tools are not served", (None, "auto", "none")),
         NotServed("tools", "tools are not served"),

@@ -21,6 +21,7 @@ from .responses_types import InputItem, ResponsesRequest, TextFormat
 NAMES = {  # fields of a chat completion -> what they are called here
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning.effort",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
 }
@@ -55,6 +56,7 @@ def _chat_request(body: ResponsesRequest) -> ChatRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         stream=body.stream,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         response_format=_response_format(body.text.format) if body.text and body.text.format else None,
     )
 

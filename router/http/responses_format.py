@@ -12,7 +12,7 @@ from ...metadata.errors import BatonError
 from ..request import Delta, Request, Sequence
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
-from .answer_text import AnswerText
+from .bare_answer import BareAnswer
 from .chat_output import OutputReading
 from .errors import body_of
 from .openai_types import CompletionTokensDetails, Usage
@@ -42,7 +42,7 @@ class ResponsesFormat(AnswerFormat):
     ) -> None:
         super().__init__(response_id, body.model, tokenizer, num_logprobs=None, with_ids=False)
         self._body = body
-        self._text = AnswerText(reading)
+        self._text = BareAnswer(reading)
         self._item_id = f"msg-{response_id.partition('-')[2]}"
         self._place: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         self._num_events = 0

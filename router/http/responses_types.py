@@ -47,6 +47,12 @@ class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
     format: TextFormat | None = None
 
 
+class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the thoughts before the answer, which are left out of it."""
+
+    effort: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+
+
 class ResponsesStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """`include_obfuscation` has no effect."""
 
@@ -65,6 +71,7 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     text: TextConfig | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
+    reasoning: ReasoningConfig | None = None
     # NOT_SERVED
     background: bool | None = None
     context_management: list[Any] | None = None
@@ -73,7 +80,6 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_tool_calls: int | None = None
     previous_response_id: str | None = None
     prompt: Any = None
-    reasoning: dict[str, Any] | None = None
     store: bool | None = None
     tool_choice: Any = None
     tools: list[Any] | None = None

@@ -115,7 +115,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv-1"}, "conversation: "),
     ({"background": True}, "background: "),
     ({"tools": [{"type": "function"}]}, "tools: tools are not served"),
-    ({"reasoning": {"effort": "low"}}, "reasoning: "),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort: the model's chat template knows no effort"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary: unknown field"),
     ({"input": []}, "input: "),
     ({"input": [{"type": "function_call_output", "role": "user", "content": ""}]}, "input[0].type: Invalid enum"),
     (

@@ -6,7 +6,7 @@ from ..request import Delta, Sequence
 from .chat_output import ChatOutput, OutputReading
 
 
-class AnswerText:
+class BareAnswer:
     """The answer in one output, as it comes. `reading`: how outputs are read; None: all of the text is the answer."""
 
     def __init__(self, reading: OutputReading | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ..conftest import System
-from .chats import USER, say
+from .chats import USER, prompt_of, say
 from .test_output_readings import QWEN3, TEXT, num_tokens
 
 
@@ -38,6 +38,21 @@ def test_messages_leave_thoughts_out(thinker: System) -> None:
         if "index" in event and "delta" in event
     ]
     assert "".join(deltas) == "Yes."
+
+
+def test_disabled_thinking_reaches_the_template(thinker: System) -> None:
+    body = {"model": "fake", "messages": [USER], "max_tokens": 100, "thinking": {"type": "disabled"}}
+    assert thinker.router.request("POST", "/v1/messages", body)[0] == 200
+    assert prompt_of(thinker).endswith("<think>\n\n</think>\n\n")
+    del body["max_tokens"]
+    _, count, _ = thinker.router.request("POST", "/v1/messages/count_tokens", body)
+    assert count["input_tokens"] == num_tokens(thinker, prompt_of(thinker))
+
+
+def test_the_effort_of_reasoning_reaches_the_template(thinker: System) -> None:
+    body = {"model": "fake", "input": "hello", "reasoning": {"effort": "low"}}
+    assert thinker.router.request("POST", "/v1/responses", body)[0] == 200
+    assert "low" in prompt_of(thinker)
 
 
 def test_responses_leave_thoughts_out_and_count_them(thinker: System) -> None:
