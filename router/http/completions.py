@@ -6,7 +6,7 @@ admitted  its caller and the waiting queue have room       limits.py
 tools     those that the model may call, and how its
           output is read                                   tools.py, forced_calls.py, output_readings.py
 prompts   texts and messages become token ids              prompts.py
-grammar   what the body asks for is compiled               grammars.py, thoughts_first.py
+grammar   what the body asks for is compiled               grammars.py
 serve     one Request per prompt is submitted and
           answered, whole or as a stream                   answers.py, answer_format.py
           whatever still runs then is cancelled
@@ -29,14 +29,13 @@ from .access import CALLER
 from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from .answers import StreamedAnswer, WholeAnswer
 from .api import ARRIVED, Api, request_id
-from .forced_calls import forced_grammar
+from .forced_calls import forced_grammar, literal_of
 from .grammars import asked_grammar, grammar_of
 from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 from .output_readings import OutputReading, markers_of, output_reading, reasoning_parser
 from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
 from .prompts import chat_prompt, encoded_prompt, prompts_of
-from .thoughts_first import thoughts_first
 from .tools import tool_use
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -127,11 +126,13 @@ async def serve_chat(
             reasoning = reasoning_parser(group.template, api.config.reasoning_parser)
         reading = output_reading(use, reasoning, prompt.text, tokenizer, api.config.reasoning_field)
         answer_format = format_of(tokenizer, reading)
-        before = thoughts_first(reasoning, prompt.text, tokenizer, of_calls=use is not None)
+        literal = literal_of(tokenizer)
         if use is not None:
-            grammar = await forced_grammar(api, use, before, group, tokenizer)
+            thoughts = "" if reasoning is None else reasoning.grammar(prompt.text, literal=literal)
+            grammar = await forced_grammar(api, use, thoughts, group, tokenizer)
         else:
-            grammar = await grammar_of(api, body, group, before)
+            thoughts = "" if reasoning is None else reasoning.answer_grammar(prompt.text, literal=literal)
+            grammar = await grammar_of(api, body, group, thoughts)
         return await _serve(
             api,
             http_request,

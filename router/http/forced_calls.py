@@ -16,9 +16,9 @@ from .tools import ToolUse
 
 
 async def forced_grammar(
-    api: Api, use: ToolUse, before: str | None, group: NodeGroup, tokenizer: TextTokenizer
+    api: Api, use: ToolUse, thoughts: str | None, group: NodeGroup, tokenizer: TextTokenizer
 ) -> str | None:
-    """Return the grammar of an output that must call a tool; None if it need not. `before` is as for `grammar_of`.
+    """Return the grammar of an output that must call a tool; None if it need not. `thoughts` are as for `grammar_of`.
 
     Raises RequestError if the format has no grammar, or if a tool's schema cannot be one.
     """
@@ -30,7 +30,7 @@ async def forced_grammar(
             f"tool_choice: a call of these tools cannot be forced in the format {use.parser_name}; use auto",
             param="tool_choice",
         )
-    if before is None:
+    if thoughts is None:
         raise RequestError(
             "tool_choice: a call cannot be forced after this model's thoughts; use auto", param="tool_choice"
         )
@@ -38,7 +38,7 @@ async def forced_grammar(
         if tool in use.forced:
             schema = GrammarSource("json", msgspec.json.encode(use.schemas[tool.function.name]).decode())
             await api.grammars.checked(schema, group, f"tools[{index}].function.parameters")
-    return await api.grammars.checked(GrammarSource("grammar", f"start: calls\n{calls}", before), group, "tools")
+    return await api.grammars.checked(GrammarSource("grammar", f"start: calls\n{calls}", thoughts), group, "tools")
 
 
 def literal_of(tokenizer: TextTokenizer) -> Callable[[str], str]:

@@ -33,8 +33,8 @@ async def messages(api: Api, http_request: web.Request) -> web.StreamResponse:
     body = await api.body(http_request, _messages_decoder)
     check_served(body)
 
-    def format_of(tokenizer: TextTokenizer, _: OutputReading | None) -> AnswerFormat:
-        return MessagesFormat(rid, body.model, tokenizer, num_logprobs=None, with_ids=False)
+    def format_of(tokenizer: TextTokenizer, reading: OutputReading | None) -> AnswerFormat:
+        return MessagesFormat(rid, body.model, tokenizer, reading)
 
     with renamed(NAMES):
         return await serve_chat(api, http_request, _chat_request(body), format_of)

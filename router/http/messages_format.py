@@ -9,7 +9,10 @@ from msgspec import UnsetType
 
 from ...metadata.errors import BatonError
 from ..request import Delta, Request, Sequence
+from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
+from .answer_text import AnswerText
+from .chat_output import OutputReading
 from .errors import messages_body_of
 from .messages_types import (
     BlockStart,
@@ -32,9 +35,12 @@ _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","inde
 
 
 class MessagesFormat(AnswerFormat):
-    """Answers of /v1/messages. They have one sequence and one block of text."""
+    """Answers of /v1/messages. They have one sequence and one block of text. Thoughts are left out."""
 
-    _end: Delta | None = None  # the last output
+    def __init__(self, response_id: str, model: str, tokenizer: TextTokenizer, reading: OutputReading | None) -> None:
+        super().__init__(response_id, model, tokenizer, num_logprobs=None, with_ids=False)
+        self._text = AnswerText(reading)
+        self._end: Delta | None = None  # the last output of a stream
 
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
         del index, usage
@@ -43,7 +49,8 @@ class MessagesFormat(AnswerFormat):
             message = self._message([], None, self.usage_of([sequence.request]))
             opening = _events(MessageStart(message), BlockStart(0, OutputText("")), Ping())
         self._end = delta
-        return opening + (_DELTA + b'"text":' + _encode(delta.text) + b"}}\n\n" if delta.text else b"")
+        text = self._text.of(delta)
+        return opening + (_DELTA + b'"text":' + _encode(text) + b"}}\n\n" if text else b"")
 
     def ended(self, requests: abc.Sequence[Request], *, with_usage: bool) -> bytes:
         del with_usage  # it always has it
@@ -56,7 +63,8 @@ class MessagesFormat(AnswerFormat):
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         ((_, delta),) = outputs
-        return _encode(self._message([OutputText(delta.text)] if delta.text else [], delta, usage))
+        text = self._text.of(delta)
+        return _encode(self._message([OutputText(text)] if text else [], delta, usage))
 
     def _message(self, content: list[OutputText], end: Delta | None, usage: Usage) -> MessageAnswer:
         reason = None if end is None else _reason_of(end)

@@ -35,8 +35,8 @@ async def responses(api: Api, http_request: web.Request) -> web.StreamResponse:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
 
-    def format_of(tokenizer: TextTokenizer, _: OutputReading | None) -> AnswerFormat:
-        return ResponsesFormat(rid, body, tokenizer)
+    def format_of(tokenizer: TextTokenizer, reading: OutputReading | None) -> AnswerFormat:
+        return ResponsesFormat(rid, body, tokenizer, reading)
 
     with renamed(NAMES):
         return await serve_chat(api, http_request, _chat_request(body), format_of)

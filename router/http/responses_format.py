@@ -12,11 +12,14 @@ from ...metadata.errors import BatonError
 from ..request import Delta, Request, Sequence
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
+from .answer_text import AnswerText
+from .chat_output import OutputReading
 from .errors import body_of
-from .openai_types import Usage
+from .openai_types import CompletionTokensDetails, Usage
 from .responses_types import (
     IncompleteDetails,
     InputDetails,
+    OutputDetails,
     OutputMessage,
     ResponseAnswer,
     ResponseEvent,
@@ -32,11 +35,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponsesFormat(AnswerFormat):
-    """Answers of /v1/responses. They have one sequence, one message and one part of text."""
+    """Answers of /v1/responses. They have one sequence, one message and one part of text. Thoughts are left out."""
 
-    def __init__(self, response_id: str, body: ResponsesRequest, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, response_id: str, body: ResponsesRequest, tokenizer: TextTokenizer, reading: OutputReading | None
+    ) -> None:
         super().__init__(response_id, body.model, tokenizer, num_logprobs=None, with_ids=False)
         self._body = body
+        self._text = AnswerText(reading)
         self._item_id = f"msg-{response_id.partition('-')[2]}"
         self._place: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         self._num_events = 0
@@ -47,10 +53,16 @@ class ResponsesFormat(AnswerFormat):
         del index, sequence, usage
         opening = b"" if self._end is not None else self._opening()
         self._end = delta
-        if not delta.text:
+        text = self._text.of(delta)
+        if not text:
             return opening
-        self._texts.append(delta.text)
-        return opening + self._event("response.output_text.delta", delta=delta.text, logprobs=[], **self._place)
+        self._texts.append(text)
+        return opening + self._event("response.output_text.delta", delta=text, logprobs=[], **self._place)
+
+    def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
+        num_thoughts = sum(self._text.num_thoughts(request.sequences[0]) for request in requests)
+        details = CompletionTokensDetails(num_thoughts)
+        return msgspec.structs.replace(super().usage_of(requests), completion_tokens_details=details)
 
     def ended(self, requests: abc.Sequence[Request], *, with_usage: bool) -> bytes:
         del with_usage  # it always has it
@@ -77,7 +89,7 @@ class ResponsesFormat(AnswerFormat):
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         ((_, delta),) = outputs
         status = _status_of(delta)
-        return _encode(self._response(status, [self._item(status, delta.text)], usage))
+        return _encode(self._response(status, [self._item(status, self._text.of(delta))], usage))
 
     def _opening(self) -> bytes:
         empty = self._response("in_progress", [], None)
@@ -133,9 +145,11 @@ def _status_of(end: Delta) -> Status:
 
 
 def _usage_of(usage: Usage) -> ResponseUsage:
+    thoughts = usage.completion_tokens_details
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputDetails(usage.prompt_tokens_details.cached_tokens),
         output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputDetails(0 if thoughts is None else thoughts.reasoning_tokens),
         total_tokens=usage.total_tokens,
     )

@@ -47,10 +47,12 @@ class ReasoningParser(ABC):
         return None
 
     @classmethod
-    def answer_head(cls, *, literal: Callable[[str], str]) -> str:
-        """Return the Lark items between `thoughts` and a plain answer; empty if there are none."""
-        del literal
-        return ""
+    def answer_grammar(cls, prompt: str, *, literal: Callable[[str], str]) -> str | None:
+        """Return the rule `thoughts` of all that may stand between this prompt and the text of an answer without calls.
+
+        It differs from `grammar` if such a text has a mark before it.
+        """
+        return cls.grammar(prompt, literal=literal)
 
     @property
     @abstractmethod

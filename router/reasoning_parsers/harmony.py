@@ -50,8 +50,9 @@ class HarmonyReasoningParser(ReasoningParser):
         return f"thoughts: ({thought})*"
 
     @classmethod
-    def answer_head(cls, *, literal: Callable[[str], str]) -> str:
-        return f'{literal(CHANNEL)} "final" {literal(MESSAGE)}'
+    def answer_grammar(cls, prompt: str, *, literal: Callable[[str], str]) -> str | None:
+        thoughts = cls.grammar(prompt, literal=literal)
+        return None if thoughts is None else f'{thoughts} {literal(CHANNEL)} "final" {literal(MESSAGE)}'
 
     @property
     def place(self) -> Place:

@@ -44,11 +44,11 @@ _T = TypeVar("_T")
 class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     """A grammar as the client wrote it. `text`: a JSON schema, a regular expression, a JSON list of texts, a grammar in
     Lark's or GBNF's notation, or a JSON object {"structures": [[begin, schema, end], ...], "triggers": [...]}.
-    `before`: the Lark rule `before` of what the model may write before such a text; empty: nothing."""
+    `thoughts`: the Lark rule `thoughts` of what the model may write before; empty: nothing."""
 
     kind: GrammarKind
     text: str
-    before: str = ""
+    thoughts: str = ""
 
 
 class GrammarFault(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -87,7 +87,7 @@ def converted(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> Gramm
     try:
         if len(source.text) > MAX_SOURCE:
             raise _Refused(f"has {len(source.text)} characters; at most {MAX_SOURCE} are allowed")
-        text = _behind(source.before, _text_of(source, tokenizer))
+        text = _behind(source.thoughts, _text_of(source, tokenizer))
         if len(text) > MAX_GRAMMAR:
             raise _Refused(f"is a grammar of {len(text)} characters; at most {MAX_GRAMMAR} are allowed")
         words = _compile(text, tokenizer)
@@ -116,13 +116,13 @@ def _text_of(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> str:
             return _tag_grammar(_decoded(source.text, _Tags), tokenizer)
 
 
-def _behind(before: str, grammar: str) -> str:
-    """Return the grammar of a text of `grammar` behind one of the rule `before`."""
-    if not before:
+def _behind(thoughts: str, grammar: str) -> str:
+    """Return the grammar of a text behind thoughts."""
+    if not thoughts:
         return grammar
     is_json = grammar.lstrip().startswith("{")  # no grammar in Lark begins so
     answer, *others = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
-    first = {"lark_grammar": f"start: before @answer\n{before}"}
+    first = {"lark_grammar": f"start: thoughts @answer\n{thoughts}"}
     return json.dumps({"grammars": [first, {**answer, "name": "answer"}, *others]}, ensure_ascii=False)
 
 

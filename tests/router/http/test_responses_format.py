@@ -22,7 +22,7 @@ def request_() -> Request:
 
 def new_format(request_: Request) -> ResponsesFormat:
     assert request_.group.tokenizer is not None
-    return ResponsesFormat("resp-1", ResponsesRequest(model="fake", input="x"), request_.group.tokenizer)
+    return ResponsesFormat("resp-1", ResponsesRequest(model="fake", input="x"), request_.group.tokenizer, None)
 
 
 def data_of(events: bytes) -> list[dict[str, Any]]:

@@ -10,9 +10,12 @@ import jsonschema
 import llguidance
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from baton.router.reasoning_parsers.harmony import HarmonyReasoningParser
+from baton.router.reasoning_parsers.think_tags import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 from baton.router.text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, converted
 
 from ..sites import tokenizer_file
@@ -187,3 +190,42 @@ def test_what_a_model_writes_under_a_schema_satisfies_it(
     text = written(vocabulary, grammar, random.Random(seed))
     if text is not None:
         jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+
+
+@pytest.mark.parametrize(("kind", "given", "inside", "outside"), LANGUAGES)
+def test_thoughts_may_come_before_every_kind(
+    vocabulary: llguidance.LLTokenizer, kind: GrammarKind, given: Any, inside: list[str], outside: list[str]
+) -> None:
+    text = given if isinstance(given, str) else json.dumps(given)
+    for parser, prompt, before in (
+        (Qwen3ReasoningParser, "assistant\n", ("", "<think>\nhm {}\n</think>\n\n")),
+        (Qwen3ReasoningParser, "<think>\n\n</think>\n\n", ("",)),
+        (DeepSeekR1ReasoningParser, "assistant\n", ("hm</think>",)),
+    ):
+        grammar = converted(GrammarSource(kind, text, parser.grammar(prompt, literal=json.dumps)), vocabulary)
+        for lead in before:
+            assert [each for each in inside if not takes(vocabulary, grammar, lead + each)] == []
+            assert [each for each in outside if takes(vocabulary, grammar, lead + each)] == []
+        if kind != "structural_tag":  # which allows any text around its tags
+            assert not takes(vocabulary, grammar, "<think>\nhm")
+
+
+def test_harmony_binds_the_final_message() -> None:
+    inner = tokenizers.Tokenizer.from_buffer(tokenizer_file())
+    inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in HarmonyReasoningParser.markers])
+    vocabulary = llguidance.LLTokenizer(inner.to_str(), n_vocab=440, eos_token=[1])
+    ids = {mark: f"<[{inner.token_to_id(mark)}]>" for mark in HarmonyReasoningParser.markers}
+    thoughts = HarmonyReasoningParser.answer_grammar("", literal=lambda text: ids[text])
+    assert thoughts is not None
+    grammar = converted(GrammarSource("choice", '["yes"]', thoughts), vocabulary)
+    assert isinstance(grammar, Grammar)
+    analysis, final = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    for text, is_allowed in (
+        (f"{analysis}{final}yes", True),
+        (f"{final}yes", True),
+        (f"{final}no", False),
+        ("yes", False),
+    ):
+        encoded, matcher = inner.encode(text).ids, llguidance.LLMatcher(vocabulary, grammar.text)
+        assert (matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()) == is_allowed
+    assert HarmonyReasoningParser.answer_grammar("", literal=json.dumps) is None
