@@ -18,13 +18,13 @@ class Thought(NamedTuple):
     text: str
 
 
-class AnswerText(NamedTuple):
+class AnswerPart(NamedTuple):
     """A part of the answer. It may hold tool calls, which a tool-call parser reads."""
 
     text: str
 
 
-Part = Thought | AnswerText
+Part = Thought | AnswerPart
 Place = Literal["undecided", "thoughts", "answer"]  # undecided: a mark may be incomplete, and no answer has begun
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..tool_parsers.base import possible_start
-from .base import AnswerText, Part, Place, ReasoningParser, Thought
+from .base import AnswerPart, Part, Place, ReasoningParser, Thought
 
 START, END, CHANNEL, MESSAGE = "<|start|>", "<|end|>", "<|channel|>", "<|message|>"
 CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"
@@ -99,7 +99,7 @@ class HarmonyReasoningParser(ReasoningParser):
         self._text, self._is_new = rest, True
         channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(f" {head}")
         if recipient is not None:
-            parts.append(AnswerText(f"{CHANNEL}commentary to={recipient[1]}{MESSAGE}"))
+            parts.append(AnswerPart(f"{CHANNEL}commentary to={recipient[1]}{MESSAGE}"))
             self._at = "tool"
         else:
             self._at = "thoughts" if channel is not None and channel[1] == "analysis" else "answer"
@@ -116,7 +116,7 @@ class HarmonyReasoningParser(ReasoningParser):
         if found[1] in _CLOSES:
             self._text = self._text[len(found[1]) :]
         if self._at == "tool":
-            parts.append(AnswerText(CALL))
+            parts.append(AnswerPart(CALL))
         self._at = "between"
         return True
 
@@ -127,4 +127,4 @@ class HarmonyReasoningParser(ReasoningParser):
             text = f"\n\n{text}" if self._is_new and self._at in self._given else text
             self._given.add(self._at)
             self._is_new = False
-        parts.append(Thought(text) if self._at == "thoughts" else AnswerText(text))
+        parts.append(Thought(text) if self._at == "thoughts" else AnswerPart(text))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from ..tool_parsers.base import possible_start
-from .base import AnswerText, Part, Place, ReasoningParser, Thought
+from .base import AnswerPart, Part, Place, ReasoningParser, Thought
 
 BEGIN, END = "<think>", "</think>"
 
@@ -82,7 +82,7 @@ class ThinkTagParser(ReasoningParser):
                 self._at = "answer" if self._text else "behind"
                 return bool(self._text)
             case "answer":
-                parts.append(AnswerText(self._text))
+                parts.append(AnswerPart(self._text))
                 self._text = ""
                 return False
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.reasoning_parsers.base import AnswerText, Part, Thought
+from baton.router.reasoning_parsers.base import AnswerPart, Part, Thought
 from baton.router.reasoning_parsers.registry import REASONING_PARSERS
 
 
 def joined(parts: list[Part]) -> tuple[str, str]:
     """Return thoughts and answer. No thought may follow an answer of these formats."""
     kinds = [type(part) for part in parts]
-    assert kinds == sorted(kinds, key=lambda kind: kind is AnswerText)
+    assert kinds == sorted(kinds, key=lambda kind: kind is AnswerPart)
     assert all(part.text for part in parts)
     thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
-    return thoughts, "".join(part.text for part in parts if isinstance(part, AnswerText))
+    return thoughts, "".join(part.text for part in parts if isinstance(part, AnswerPart))
 
 
 def parse(name: str, prompt: str, texts: list[str]) -> tuple[str, str]:
