@@ -33,8 +33,12 @@ def test_a_pair_drafts_as_its_kind_says(timed: tuple[str, TimedPair]) -> None:
     assert (pair.prefill.cache.pool.page_size, pair.decode.executor.engine.pool.page_size) == (4, 4)
     run = pair.generate(PROMPTS, EACH, 2)
     assert [len(output) for output in run.outputs] == [16] * 3 and run.num_tokens == 45
-    assert run.steps[0] == (3 if kind == "fixed" else 0) and max(run.steps) == pair.num_steps
     assert pair.num_steps == (0 if kind == "off" else 3)
+    assert run.steps[0] == (3 if kind == "fixed" else 0)
+    if kind == "adaptive":
+        assert 0 < max(run.steps) <= 3, "it tries drafts, as many as the times of this machine say"
+    else:
+        assert max(run.steps) == pair.num_steps
     again = pair.generate(PROMPTS, EACH, 2)
     assert again.outputs == run.outputs and 0.0 < again.seconds < 60.0
     caches = [node.cache.ledger() for node in (pair.prefill, pair.decode)]

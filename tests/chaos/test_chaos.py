@@ -34,7 +34,7 @@ SET = (
 RANK_SET = (
     Scenario(0, 22, "page flip", "pulling", "decode-1"),
     Scenario(1, 31, "rank kill", "pulling", "decode-1"),  # with this seed, at the first page that a rank has pulled
-    Scenario(2, 37, "rank kill", "pulling", "prefill-1"),  # and here at the first pull that comes
+    Scenario(2, 42, "rank kill", "pulling", "prefill-1"),  # and here at the first pull that comes
     Scenario(3, 26, "partition cut", "pulling", "decode-1"),
     Scenario(4, 25, "rank stop", "decoding", "prefill-1"),
 )

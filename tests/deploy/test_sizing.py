@@ -147,7 +147,8 @@ def test_a_wrong_trace_is_named(text: str, times: str, tmp_path: Path, capsys: p
 
 
 def test_a_minute_of_traffic_takes_less_than_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """So ten minutes take less than 20 s. CPU time: other work on the machine is not the command's."""
+    """So ten minutes take less than 20 s. CPU time, and in units of a loop that takes 0.2 s where the command may take
+    two: other work on the machine, and a slower machine, are not the command's fault."""
     load = ["--rate", "24", "--prompt-len", "1024", "--tokens", "512", "--seconds", "60", "--max-running", "256"]
 
     def once() -> float:
@@ -155,7 +156,14 @@ def test_a_minute_of_traffic_takes_less_than_two_seconds(capsys: pytest.CaptureF
         assert cli.main(["plan", "--gpus", "4", "--model", "llama-3.1-8b-h200", *load]) == 0
         return time.process_time() - began
 
-    assert min(once() for _ in range(3)) < 2
+    def loop() -> float:
+        began, counts = time.process_time(), dict[int, int]()
+        for number in range(2_000_000):
+            counts[number & 1023] = counts.get(number * 7 & 1023, 0) + 1
+        return time.process_time() - began
+
+    times = [(once(), loop()) for _ in range(3)]  # ratios of about 8
+    assert min(ours for ours, _ in times) < 12 * min(unit for _, unit in times), times
 
 
 def test_a_plan_needs_no_torch() -> None:
