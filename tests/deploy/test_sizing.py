@@ -146,10 +146,10 @@ def test_a_wrong_trace_is_named(text: str, times: str, tmp_path: Path, capsys: p
     assert f"--trace {tmp_path / 'trace'}" in capsys.readouterr().err
 
 
-def test_a_minute_of_traffic_takes_less_than_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """So ten minutes take less than 20 s. CPU time, and in units of a loop that takes 0.2 s where the command may take
-    two: other work on the machine, and a slower machine, are not the command's fault."""
-    load = ["--rate", "24", "--prompt-len", "1024", "--tokens", "512", "--seconds", "60", "--max-running", "256"]
+def test_ten_minutes_of_traffic_take_less_than_twenty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twenty seconds of traffic are tried. CPU time, in units of a loop that takes 0.2 s where ten minutes may take 20:
+    other work on the machine, and a slower machine, are not the command's fault."""
+    load = ["--rate", "24", "--prompt-len", "1024", "--tokens", "512", "--seconds", "20", "--max-running", "256"]
 
     def once() -> float:
         began = time.process_time()
@@ -162,8 +162,8 @@ def test_a_minute_of_traffic_takes_less_than_two_seconds(capsys: pytest.CaptureF
             counts[number & 1023] = counts.get(number * 7 & 1023, 0) + 1
         return time.process_time() - began
 
-    times = [(once(), loop()) for _ in range(3)]  # ratios of about 8
-    assert min(ours for ours, _ in times) < 12 * min(unit for _, unit in times), times
+    times = [(once(), loop()) for _ in range(3)]
+    assert min(ours for ours, _ in times) < 20 / 30 / 0.2 * min(unit for _, unit in times), times
 
 
 def test_a_plan_needs_no_torch() -> None:
