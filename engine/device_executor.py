@@ -305,7 +305,7 @@ class DeviceExecutor:
             logprobs = Logprobs(*(to_host(each[:num_rows]) for each in logprobs))
         used, self._used = self._used, []
         matchers = self._masks.of(work.slots) if work.needs.masks else []
-        masking, self._masking = self._masking, None
+        masking, self._masking = self._masking if work.needs.masks else None, None
         return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device), matchers, set(), masking)
 
     def _widened(self, work: Round) -> Round:

@@ -94,7 +94,6 @@ class Grammars:
         """Read the tokenizer in the background. `tokenizer`: tokenizer.json. `vocab_size`: number of logits.
         `eos_token_ids`: the tokens that end a text; empty: no request can have a grammar, which must be able to end."""
         self.num_words = -(-vocab_size // 32)
-        self._vocab_size = vocab_size
         self._reading: Future[llguidance.LLTokenizer] = begin(
             lambda: llguidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids)),
             "tokenizer of grammars",
