@@ -23,7 +23,7 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
@@ -168,7 +168,7 @@ class RoundTokens:
     """The report of a round: what it brought each sequence, in order. None: the sequence has left its slot."""
 
     rows: Sequence[Accepted | None]
-    masking: Masking | None = None  # None: no sequence has a grammar
+    masking: Masking | None = field(default=None, compare=False)  # None: no sequence has a grammar
 
 
 def catch_up_sizes(shape: DraftShape) -> tuple[int, int]:

@@ -131,8 +131,10 @@ class GrammarProcess:
 def _read(stream: IO[bytes], size: int, until: float) -> bytes:
     """Read exactly `size` bytes. Raises TimeoutError at the time `until`, BrokenPipeError if the process has ended."""
     data, fd = b"", stream.fileno()
+    poller = select.poll()  # `select` itself takes no number above 1,023, which a busy router has
+    poller.register(fd, select.POLLIN)
     while len(data) < size:
-        if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+        if not poller.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
         part = os.read(fd, size - len(data))
         if not part:

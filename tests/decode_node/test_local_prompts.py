@@ -34,7 +34,7 @@ def make_pair() -> Iterator[MakePair]:
     with node_pairs() as start:
 
         def make(model: Path, *, decode: dict[str, Any] | None = None, overlaps: bool = False, **both: Any) -> NodePair:
-            both = {"page_size": PAGE_SIZE, "num_pages": 200, "max_running": 8, "chunk_tokens": 6, **both}
+            both = {"page_size": PAGE_SIZE, "num_pages": 240, "max_running": 10, "chunk_tokens": 6, **both}
             return start(model, prefill=both, decode={**both, **(decode or {})}, overlaps=overlaps)
 
         yield make
@@ -334,7 +334,7 @@ def test_an_operators_bound_without_room_keeps_prompts_from_most_rounds(
     pair.submit("same", range(1, 40), params(5))
     same = pair.run()
     with node_pairs() as start_pair:
-        both = {"page_size": PAGE_SIZE, "num_pages": 200, "max_running": 8, "chunk_tokens": 6}
+        both = {"page_size": PAGE_SIZE, "num_pages": 240, "max_running": 10, "chunk_tokens": 6}
         bounded = start_pair(model, prefill=both, decode={**both, "max_gap_ms": 1e-3}, overlaps=False)
         bounded.submit("stream", range(1, 12), params(60))
         bounded.step_until(lambda: len(bounded.decode.scheduler.running) == 1)

@@ -55,7 +55,7 @@ def make_pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], 
             if name not in ("ngram", "standalone"):
                 unlike = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}
                 settings["draft_model"] = str(write_head(tmp_path / name, name, model, **unlike))
-            both = {"page_size": PAGE_SIZE, "num_pages": 200, "max_running": 8, "chunk_tokens": 6, **settings}
+            both = {"page_size": PAGE_SIZE, "num_pages": 240, "max_running": 10, "chunk_tokens": 6, **settings}
             return start(model, prefill=both, decode=both, is_adaptive=True, overlaps=overlaps)
 
         yield make

@@ -77,7 +77,7 @@ def test_a_graph_of_every_bucket_step_and_kind_is_captured_and_service_captures_
     before = captures.copy()
     for block in blocks:
         for step in (0, 2):
-            for needs in ALL[::5]:
+            for needs in (each for each in ALL[::5] if not each.masks):  # step_graphs.py has those with a grammar
                 name = f"{block.num_seqs} {step} {KINDS.index(covering(needs))}"
                 assert owner.replay(block, step, needs) == name and replayed[-1] == name
     assert captures == before
@@ -121,4 +121,4 @@ def test_a_rehearsal_captures_the_largest_bucket_beside_the_inputs_of_all(
         executor.rehearse(expects_prompts=expects_prompts)
     assert len(prompts) == expects_prompts
     assert captured == [[5]]
-    assert joint == ([[JointSize(5, DraftShape(0), CHUNK_SIZES[-1])]] if expects_prompts else [])
+    assert joint == ([[JointSize(5, DraftShape(0), CHUNK_SIZES[-1])]] if expects_prompts else [[]])
