@@ -155,14 +155,16 @@ def test_a_try_after_rounds_without_drafts_is_run(
 def test_a_draft_that_is_the_target_is_always_accepted_after_catching_up(
     plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair
 ) -> None:
-    """Promise P2 holds over rounds without drafts, because the drafter catches up on every row."""
+    """Promise P2 holds over rounds without drafts, because the drafter catches up on every row. It excludes grammars,
+    which a drafter does not know."""
     model, reference = plain("standalone")
     pair = make_pair("standalone", model, draft_model=str(model))
     caught_up = count_caught_up(pair)
     force_steps(pair, lambda index: SCHEDULES["catches up"][index % 12])
     for turn in ("first", "second"):
         for case in reference.cases:
-            pair.submit(f"{case.ask.name} {turn}", case.prompt, case.params, n=case.ask.n)
+            if case.params.grammar is None:
+                pair.submit(f"{case.ask.name} {turn}", case.prompt, case.params, n=case.ask.n)
         start_together(pair)
         pair.run()
     stats = pair.decode.rounds.stats
