@@ -54,7 +54,7 @@ class Matcher:
 
     @property
     def following(self) -> llguidance.LLMatcher:
-        """That of llguidance. The matcher must not be broken."""
+        """The matcher of llguidance, which this one wraps. It exists unless this one is broken."""
         assert self._following is not None
         return self._following
 
@@ -139,8 +139,8 @@ class Grammars:
                 matcher.ban_stops(masks[row + ahead], ahead)
 
     def fill_tree(self, masks: Mask, root: DraftChain, parents: Sequence[int]) -> None:
-        """Write what a matcher allows at the nodes of a tree, as `fill`: node 0 is the next token, and node i + 1 comes
-        after draft i, whose parent is node `parents[i]`."""
+        """Write the masks of a tree, as `fill` writes those of chains. Draft i follows node `parents[i]`; the mask of
+        node 0 is for the next token, and that of node i + 1 for the token after draft i."""
         matcher, first, drafts = root
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents, 1):

@@ -1,4 +1,4 @@
-"""The grammars of running sequences: what each node of a round may be.
+"""Masks of the sequences that run: they say which tokens the grammars allow at each node of a round.
 
 A round with grammars waits for its drafts on the host, in the middle (round.py). By then the round before is done, so
 the matchers first go on by what that brought. They fill the masks while the device verifies the drafts.

@@ -1,4 +1,4 @@
-"""CUDA graphs for the steps of a decode round that something comes between.
+"""CUDA graphs for the single steps of a decode round, if one graph cannot hold the whole round.
 
 A chunk of prompts beside the round shares its forward, so that weights are read once. A grammar says on the host what
 the nodes may be, once the drafts are there (round_masks.py). A round is three graphs then (round.py):

@@ -157,7 +157,7 @@ class Accepted(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """What the grammars of a round cost."""
+    """Costs of the masks of a round with grammars."""
 
     fill_s: float  # that the host took to fill the masks
     is_late: bool  # the device had nothing else to do before they were there; always on a CPU

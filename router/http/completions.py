@@ -161,16 +161,11 @@ async def _serve(
 
     `markers`: special tokens that the answer's format reads. `grammar` binds all outputs.
     """
-    dispatcher, config = api.dispatcher, api.config
-    timeout = timeout_s(body, config.request_timeout_s)
+    dispatcher = api.dispatcher
+    timeout = timeout_s(body, api.config.request_timeout_s)
     seed, options = request_seed(body), text_options(body, markers)
     cache_salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
-    if body.stream:
-        answer = StreamedAnswer(
-            http_request, answer_format, body.stream_options, config.max_unread_bytes, dispatcher.set_paused
-        )
-    else:
-        answer = WholeAnswer(answer_format)
+    answer = _new_answer(api, http_request, body, answer_format)
     requests = [
         Request(
             rid,
@@ -207,3 +202,13 @@ async def _serve(
     finally:
         for request in requests:
             dispatcher.cancel(request, reason)
+
+
+def _new_answer(
+    api: Api, http_request: web.Request, body: CommonRequest, answer_format: AnswerFormat
+) -> StreamedAnswer | WholeAnswer:
+    """Return the answer that the body asks for: a stream, or a whole one."""
+    if not body.stream:
+        return WholeAnswer(answer_format)
+    max_unread_bytes, set_paused = api.config.max_unread_bytes, api.dispatcher.set_paused
+    return StreamedAnswer(http_request, answer_format, body.stream_options, max_unread_bytes, set_paused)

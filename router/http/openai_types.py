@@ -454,7 +454,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChatDelta(Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to the message; the first chunk has the role."""
+    """The part of a message that a chunk adds. The first chunk has the role."""
 
     content: str | None = None
     role: Literal["assistant"] | None = None

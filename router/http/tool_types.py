@@ -48,7 +48,8 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a message calls. `arguments` is a JSON object as text; histories may also hold the object itself."""
+    """A function that a message calls. `arguments` is a JSON object as text; histories may also hold the object
+    itself."""
 
     name: str
     arguments: str | dict[str, Any] = ""

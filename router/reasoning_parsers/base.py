@@ -32,6 +32,8 @@ class ReasoningParser(ABC):
     """Parser of one output. `markers`: texts of the format that may be special tokens, which the parser must see."""
 
     markers: ClassVar[tuple[str, ...]] = ()
+    _text = ""  # that is not read yet
+    _is_last = False  # no text follows
 
     @abstractmethod
     def __init__(self, prompt: str) -> None:
@@ -59,10 +61,19 @@ class ReasoningParser(ABC):
     def place(self) -> Place:
         """Where the text so far ends."""
 
-    @abstractmethod
     def feed(self, text: str) -> list[Part]:
         """Take the next part of the text and return what it brings."""
+        self._text += text
+        parts = list[Part]()
+        while self._text and self._advance(parts):
+            pass
+        return parts
 
-    @abstractmethod
     def finish(self) -> list[Part]:
         """The output has ended. Return the rest."""
+        self._is_last = True
+        return self.feed("")
+
+    @abstractmethod
+    def _advance(self, parts: list[Part]) -> bool:
+        """Read the beginning of `_text`. Return False if more text is needed to go on."""

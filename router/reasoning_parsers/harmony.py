@@ -60,19 +60,7 @@ class HarmonyReasoningParser(ReasoningParser):
             return "undecided"
         return "thoughts" if self._at == "thoughts" else "answer"
 
-    def feed(self, text: str) -> list[Part]:
-        self._text += text
-        parts = list[Part]()
-        while self._text and self._advance(parts):
-            pass
-        return parts
-
-    def finish(self) -> list[Part]:
-        self._is_last = True
-        return self.feed("")
-
     def _advance(self, parts: list[Part]) -> bool:
-        """Read the beginning of `_text`. Return False if more text is needed to go on."""
         match self._at:
             case "between":
                 return self._begin()

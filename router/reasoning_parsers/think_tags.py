@@ -59,19 +59,7 @@ class ThinkTagParser(ReasoningParser):
     def place(self) -> Place:
         return "answer" if self._at == "behind" else self._at
 
-    def feed(self, text: str) -> list[Part]:
-        self._text += text
-        parts = list[Part]()
-        while self._text and self._advance(parts):
-            pass
-        return parts
-
-    def finish(self) -> list[Part]:
-        self._is_last = True
-        return self.feed("")
-
     def _advance(self, parts: list[Part]) -> bool:
-        """Read the beginning of `_text`. Return False if more text is needed to go on."""
         match self._at:
             case "undecided":
                 return self._open(otherwise="answer")

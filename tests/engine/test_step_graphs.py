@@ -317,6 +317,27 @@ class Watched:
         return result
 
 
+def run_watched(
+    direct: World, captured: World, monkeypatch: pytest.MonkeyPatch, host_graphs: list[HostGraph]
+) -> tuple[Watched, int]:
+    """Run both worlds; before each step, spoil what the graphs of the second must not read. Return its record, and the
+    number of steps with a chunk."""
+    owned = captured.solo.executor._graphs
+    assert owned is not None and owned.steps is not None
+    watched, num_captured = Watched(owned.steps, monkeypatch), len(host_graphs)
+    tell(monkeypatch, direct.solo)
+
+    def spoil_all(world: World) -> None:
+        if world is captured:
+            spoil(world.solo, world.running[0])
+            watched.poison()
+
+    num_beside = run([direct, captured], before=spoil_all)
+    assert {size.shape.num_steps for size in watched.sizes} == {0, direct.solo.rounds.shape.num_steps}
+    assert len(host_graphs) == num_captured, "service captures nothing"
+    return watched, num_beside
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [*[(name, {}) for name in GRAPHED], ("eagle", TREES)],
@@ -336,22 +357,10 @@ def test_graphs_of_the_steps_bring_what_two_forwards_bring(
     direct = World(Solo(model, num_pages=800, **drafting), joins=False)
     captured = World(Solo(model, num_pages=800, buckets=(5,), **drafting), joins=True)
     captured.solo.executor.warm_up(expects_prompts=True)
-    owned = captured.solo.executor._graphs
-    assert owned is not None and owned.steps is not None
-    watched, num_captured = Watched(owned.steps, monkeypatch), len(host_graphs)
-    tell(monkeypatch, direct.solo)
-
-    def spoil_all(world: World) -> None:
-        if world is captured:
-            spoil(world.solo, world.running[0])
-            watched.poison()
-
-    num_beside = run([direct, captured], before=spoil_all)
+    watched, num_beside = run_watched(direct, captured, monkeypatch, host_graphs)
     num_joint = sum(size.num_tokens > 0 for size in watched.sizes)
     assert 4 < num_joint < num_beside, "some rounds and chunks are too large for the graphs"
     assert {size.num_tokens for size in watched.sizes} == {0, *PADDED_CHUNKS}, "rounds with grammars, and with chunks"
-    assert {size.shape.num_steps for size in watched.sizes} == {0, direct.solo.rounds.shape.num_steps}
-    assert len(host_graphs) == num_captured, "service captures nothing"
 
 
 @pytest.mark.parametrize(
@@ -371,17 +380,5 @@ def test_graphs_of_rounds_with_grammars_need_no_chunks(
     direct = World(Solo(model, num_pages=800, **drafting), joins=False)
     captured = World(Solo(model, num_pages=800, buckets=(1, 2, 5, 10), **drafting), joins=False)
     captured.solo.executor.warm_up()
-    owned = captured.solo.executor._graphs
-    assert owned is not None and owned.steps is not None
-    watched, num_captured = Watched(owned.steps, monkeypatch), len(host_graphs)
-    tell(monkeypatch, direct.solo)
-
-    def spoil_all(world: World) -> None:
-        if world is captured:
-            spoil(world.solo, world.running[0])
-            watched.poison()
-
-    run([direct, captured], before=spoil_all)
+    watched, _ = run_watched(direct, captured, monkeypatch, host_graphs)
     assert {size.num_tokens for size in watched.sizes} == {0} and len({size.num_seqs for size in watched.sizes}) > 2
-    assert {size.shape.num_steps for size in watched.sizes} == {0, direct.solo.rounds.shape.num_steps}
-    assert len(host_graphs) == num_captured, "service captures nothing"
