@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..wire.frames import decode_frame, encode
 from ..wire.messages import Pages, Pull, ToDecode, ToPrefill, to_prefill_decoder
 from ..wire.protocol import PROTOCOL_MIN
 from .data_socket import bind_data_socket
-from .decode_peers import DecodePeer, DecodePeers
+from .decode_peers import MAX_LINKS, DecodePeer, DecodePeers
 from .endpoint import Endpoint
 from .offers import unpack_column
 from .pages import OfferedPages
@@ -55,6 +56,7 @@ class ServedLinks:
         self.socket = bind_data_socket(address_of_rank(bind_host, end.shard.rank), end.keys, end.context)
         self.address = bound_address(self.socket)
         self.peers = DecodePeers(end, pages, lease_s, (self.address, *rank_addresses))
+        self._closed: deque[Holder] = deque(maxlen=MAX_LINKS)  # what was under way on these still arrives
 
     def close_unlisted(self) -> None:
         """Close the links to decode nodes that are not in the allow-list any more."""
@@ -78,7 +80,11 @@ class ServedLinks:
             except zmq.Again:
                 return True
             try:
-                num_bytes += answer(received.sender, self._decode(received))
+                message = self._decode(received)
+                if self._is_closed(received.sender) and not isinstance(message, LinkHello):
+                    self._refuse(received.sender)
+                else:
+                    num_bytes += answer(received.sender, message)
             except ProtocolError as error:
                 self.dropped.add(received.sender, error)
             if num_bytes > POLL_BYTES:
@@ -86,10 +92,10 @@ class ServedLinks:
         return False
 
     def peer(self, holder: Holder, message: ToPrefill) -> DecodePeer:
-        """Return the decode node that sent a message. If its link is closed, tell it so, and raise ProtocolError."""
+        """Return the decode node that sent a message. If its link is not open, tell it so, and raise ProtocolError."""
         peer = self.peers.by_link.get(holder)
         if peer is None:  # it may be a link of an earlier epoch
-            self.send(holder, LinkRefused(reason="this link was closed; open a new one"))
+            self._refuse(holder)
             raise ProtocolError(f"{type(message).__name__} before LinkHello")
         return peer
 
@@ -136,12 +142,20 @@ class ServedLinks:
 
     def forget(self, holder: Holder, reason: str) -> None:
         """Close a link."""
-        self.peers.by_link.pop(holder, None)
+        if self.peers.by_link.pop(holder, None) is not None:
+            self._closed.append(holder)
         self._on_closed(holder, reason)
 
     def close(self) -> None:
         """Close the socket. No decode node is told, because this epoch is over."""
         self.socket.close(linger=0)
+
+    def _is_closed(self, holder: Holder) -> bool:
+        """Whether this link was open. The router may say that a node is gone before its last messages are read."""
+        return holder not in self.peers.by_link and holder in self._closed
+
+    def _refuse(self, holder: Holder) -> None:
+        self.send(holder, LinkRefused(reason="this link was closed; open a new one"))
 
     def _decode(self, received: Received) -> ToPrefill:
         message = decode_frame(to_prefill_decoder, received.body)

@@ -71,3 +71,14 @@ def test_a_handler_that_refuses_messages_costs_nothing_but_them(of: Links) -> No
     assert of.client.ask_offers(unit())
     spin([], lambda _: of.links.drain(refuse) and of.links.dropped.count >= 1)
     assert of.links.peers.by_link and of.closed == []
+
+
+def test_what_was_under_way_on_a_closed_link_is_not_malformed(of: Links) -> None:
+    """A decode node that leaves drops its tickets, and the router may say that it is gone before that is read."""
+    spin([of.client], lambda _: of.client._links.by_epoch[of.server.end.epoch].transport)
+    [link] = of.client._links.by_epoch.values()
+    of.links.close_peer(of.client.end.epoch)
+    answered: list[Any] = []
+    assert of.client.ask_offers(unit())
+    spin([of.client], lambda _: of.links.drain(lambda _, message: answered.append(message) or 0) and not link.transport)
+    assert answered == [] and of.links.dropped.count == 0
