@@ -171,6 +171,8 @@ class TicketBook:
             return self._ended.pop(unit)[0]
         held = [of for claims in self._parked.values() for of in claims]
         claims = self._parked.get(unit, {})
+        if holder in claims and claims[holder].num_cached_pages == num_cached_pages:
+            return None  # a decode node that was held up asks again
         if len(held) >= MAX_PARKED or held.count(holder) >= MAX_PARKED_OF_ONE or holder in claims:
             raise ProtocolError(f"claim of {unit} cannot be parked", rid=unit.rid)
         self._parked[unit] = claims | {holder: ParkedClaim(num_cached_pages, claimant, self._clock() + self._lease_s)}

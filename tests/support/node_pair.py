@@ -326,7 +326,9 @@ class NodePair:
     def _merge(
         self, unit: Unit, first: int, ids: list[int], logprobs: list[TokenLogprobs], ended: Ended | None
     ) -> None:
-        result = self.results[unit.rid, unit.choice]
+        result = self.results.get((unit.rid, unit.choice))
+        if result is None:
+            return  # these came before the node read that the test cancels the choice
         if not result.ids and first:
             result.ids = [-1] * first  # received by an earlier attempt
         assert first <= len(result.ids), (unit, first, result)

@@ -201,6 +201,14 @@ def test_a_claim_is_parked_once(book):
     assert book.open(U, 4).num_cached_pages == 0
 
 
+def test_a_parked_claim_that_is_repeated_waits_on_and_no_longer(book, clock):
+    book.claim(U, LINK, 0)
+    clock.now += 0.9
+    assert book.claim(U, LINK, 0) is None
+    clock.now += 0.1
+    assert book.expire() == ([UnitClaim(U, LINK)], [])
+
+
 def test_revoking_an_unclaimed_ticket_ends_it_and_answers_the_late_claim(book, clock):
     book.open(U, 4)
     assert book.revoke(U, True, "stop") is None
@@ -429,7 +437,7 @@ def test_claims_that_are_refused_name_their_request(book):
     book.open(V, 4, "e1")
     parked = Unit("parked", 0, 0)
     book.claim(parked, LINK, 0)
-    for unit, holder, have in ((U, OTHER, 0), (V, LINK, 0), (parked, LINK, 0)):
+    for unit, holder, have in ((U, OTHER, 0), (V, LINK, 0), (parked, LINK, 1)):
         with pytest.raises(ProtocolError) as raised:
             book.claim(unit, holder, have)
         assert raised.value.rid == unit.rid
