@@ -63,7 +63,7 @@ class Checkpoint:
         for spec in specs:
             tensor = self._file_of[spec.name].get_slice(self._stored_name[spec.name])
             shape = tuple(tensor.get_shape())
-            if shape != spec.shape:
+            if shape != spec.shape and not (spec.shape == () and shape == (1,)):  # one number, in both spellings
                 raise ModelError(
                     f"{self.model_dir}: {spec.name} has shape {list(shape)}, config.json calls for {list(spec.shape)}"
                 )

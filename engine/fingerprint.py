@@ -19,8 +19,9 @@ def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
     XXH3-128 over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read.
     `config`: as read already, for a drafter's head. Raises ModelError as loading does."""
     fields = asdict(config or read_model_config(model_dir))
-    if fields["experts"] is None:  # a field that releases without experts do not have; nodes of both must agree
-        del fields["experts"]
+    for name in ("experts", "quantization"):  # fields that earlier releases do not have; nodes of both must agree
+        if fields[name] is None:
+            del fields[name]
     digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
     tensors = {name: value for path in safetensors_files(model_dir) for name, value in tensor_digests(path).items()}
     for name in sorted(tensors):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..metadata.handoff.hidden_layout import spec_hidden_size
+from .quantization import Quantization
 from .rope import RopeConfig
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -49,6 +50,7 @@ class ModelConfig:
     hc_mult: int = 1  # residual streams; 1 where config.json says none, null, 0 or 1
     hands_over_collapsed: bool = False  # the family has streams and hands the collapsed state to drafters
     experts: ExpertsConfig | None = None
+    quantization: Quantization | None = None  # of the linear layers
 
     @property
     def spec_hidden_size(self) -> int:

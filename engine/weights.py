@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from ..metadata.errors import ModelError
 from .checkpoint import Checkpoint, TensorSpec
 from .model_config import ModelConfig
-from .products.base import Split, WeightShard, WeightSource
+from .products.base import Split, StoredTensor, WeightShard, WeightSource
 from .products.linear import Linear
 from .products.registry import choose, stored_tensors
 from .progress import Progress
+from .quantization import Quantization
 from .ranks import ONE_RANK, Ranks
 
 
@@ -29,6 +29,7 @@ class Weights(ABC):
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks = ONE_RANK  # that divide the weights
+    quantization: Quantization | None = None  # of the linear layers
 
     @abstractmethod
     def has(self, name: str) -> bool:
@@ -62,8 +63,9 @@ class Weights(ABC):
 class ListedWeights(Weights):
     """Lists the tensors that are asked for, in `specs`. What it returns has shapes but no values."""
 
-    def __init__(self, names: Collection[str] = ()) -> None:
+    def __init__(self, names: Collection[str] = (), quantization: Quantization | None = None) -> None:
         """`names`: tensors of the checkpoint, which decide the formats and the biases that are listed."""
+        self.quantization = quantization
         self.dtype, self.device = torch.float32, torch.device("meta")
         self.specs: list[TensorSpec] = []
         self._names = names
@@ -79,8 +81,8 @@ class ListedWeights(Weights):
         self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
     ) -> Linear:
         del split  # the checkpoint holds whole weights
-        for specs in _stored_specs(self, out_sizes, in_size):
-            self.specs += specs.values()
+        for name, tensors in _stored(self, out_sizes, in_size, self.quantization).items():
+            self.specs += [TensorSpec(f"{name}.{last}", each.shape, each.dtypes) for last, each in tensors.items()]
         total = sum(out_sizes.values())
         biases = None
         if _has_bias(self, out_sizes, bias):
@@ -101,11 +103,12 @@ class CheckpointWeights(Weights):
         bytes_total: int = 0,
         prefixes: tuple[str, ...] = ("",),
         ranks: Ranks = ONE_RANK,
+        quantization: Quantization | None = None,
     ) -> None:
         """`progress(bytes_done, bytes_total)` is called after each tensor and layer. `prefixes`: what may stand before
         a name in this checkpoint; the last one counts if the tensor is missing. `ranks`: those that divide the
         weights."""
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.quantization = dtype, device, quantization
         self.checkpoint = checkpoint
         self.asked: set[str] = set()  # names of the checkpoint
         self._prefixes, self.ranks = prefixes, ranks
@@ -129,7 +132,11 @@ class CheckpointWeights(Weights):
         self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
     ) -> Linear:
         shard = self.ranks.shard(split)
-        source = _StoredWeight(self, out_sizes, in_size, has_bias=_has_bias(self, out_sizes, bias), shard=shard)
+        quantization = self.quantization
+        if quantization is not None and quantization.is_online and (split is None or split.divides == "vocab"):
+            quantization = None  # a router of experts, or the head
+        has_bias = _has_bias(self, out_sizes, bias)
+        source = _StoredWeight(self, out_sizes, in_size, quantization, has_bias=has_bias, shard=shard)
         product = choose(source)  # at once: plain and packed forms of more than one layer never exist together
         self._count(source.bytes_read)
         return Linear(product if shard is None else self.ranks.join(product, shard))
@@ -158,22 +165,24 @@ class _StoredWeight(WeightSource):
         weights: CheckpointWeights,
         projections: Mapping[str, int],
         in_size: int,
+        quantization: Quantization | None,
         *,
         has_bias: bool,
         shard: WeightShard | None = None,
     ) -> None:
         """`projections` and `in_size` have the sizes in the checkpoint."""
-        self.out_sizes, self.in_size = tuple(projections.values()), in_size
+        self.out_sizes, self.in_size, self._in_size = tuple(projections.values()), in_size, in_size
         if shard is not None and shard.dim == 0:
             self.out_sizes = tuple(shard.part_len(size, index) for index, size in enumerate(self.out_sizes))
         elif shard is not None:
             self.in_size //= shard.size
             has_bias = has_bias and shard.rank == 0  # the sum over the ranks has it once
         self._projections, self._shard = projections, shard
-        self.dtype, self.device = weights.dtype, weights.device
+        self.dtype, self.device, self.quantization = weights.dtype, weights.device, quantization
+        self.divides_columns = shard is not None and shard.dim == 1
         self.bytes_read = 0
         self._weights, self._names, self._has_bias = weights, tuple(projections), has_bias
-        self._specs = _stored_specs(weights, projections, in_size)
+        self._stored = _stored(weights, projections, in_size, quantization)
         self._fused: dict[str, Tensor] = {}
 
     @property
@@ -185,16 +194,25 @@ class _StoredWeight(WeightSource):
 
     def parts(self, name: str) -> list[Tensor]:
         if name == "bias":
-            specs = [TensorSpec(f"{name}.bias", (out_size,)) for name, out_size in self._projections.items()]
+            tensors = [StoredTensor((out_size,)) for out_size in self._projections.values()]
         else:
-            specs = [each[name] for each in self._specs]
+            tensors = [each[name] for each in self._stored.values()]
+        specs = [
+            TensorSpec(f"{projection}.{name}", each.shape, each.dtypes)
+            for projection, each in zip(self._projections, tensors, strict=True)
+        ]
         parts = self._weights.stored(specs)
         self.bytes_read += sum(part.nbytes for part in parts)
-        if self._shard is None or (name == "bias" and self._shard.dim == 1):
+        shard = self._shard
+        if shard is None or (name == "bias" and shard.dim == 1):
             return parts
-        if name not in ("weight", "bias"):
-            raise ModelError(f"{self._names[0]}.{name} belongs to a format that ranks cannot divide; use one rank")
-        return [self._shard.take(part, index) for index, part in enumerate(parts)]
+        if name in ("weight", "bias"):
+            return [shard.take(part, index) for index, part in enumerate(parts)]
+        wholes = [(out_size, self._in_size)[shard.dim] for out_size in self._projections.values()]
+        return [
+            shard.take_scales(part, index, whole, each.block[shard.dim])
+            for index, (part, whole, each) in enumerate(zip(parts, wholes, tensors, strict=True))
+        ]
 
     def fused(self, name: str) -> Tensor:
         if name not in self._fused:
@@ -207,17 +225,16 @@ class _StoredWeight(WeightSource):
         return self._fused[name]
 
 
-def _stored_specs(weights: Weights, projections: Mapping[str, int], in_size: int) -> list[dict[str, TensorSpec]]:
-    """Return the tensors that hold the weight of each projection, by the last part of their names. All projections of
-    a layer are in one format."""
+def _stored(
+    weights: Weights, projections: Mapping[str, int], in_size: int, quantization: Quantization | None
+) -> dict[str, Mapping[str, StoredTensor]]:
+    """Return the tensors that hold the weight of each projection, by its name and the last part of theirs. All
+    projections of a layer are in one format."""
 
     def has(last: str) -> bool:
         return all(weights.has(f"{name}.{last}") for name in projections)
 
-    return [
-        {last: TensorSpec(f"{name}.{last}", *tensor) for last, tensor in stored_tensors(has, out, in_size).items()}
-        for name, out in projections.items()
-    ]
+    return {name: stored_tensors(has, out_size, in_size, quantization) for name, out_size in projections.items()}
 
 
 def _has_bias(weights: Weights, projections: Collection[str], bias: bool | None) -> bool:

@@ -32,6 +32,7 @@ Kind = Literal["triton", "numba", "torch"]
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _FLOAT32 = frozenset({torch.float32})
+_FP8 = frozenset({torch.float8_e4m3fn})
 _INT32 = frozenset({torch.int32})
 
 
@@ -77,6 +78,10 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "linear_parts": (_triton("triton_linear"),),
         "sum_parts": (_triton("triton_linear"),),
         "fuses": (_triton("triton_linear"),),
+        # fp8.py
+        "round_rows": (_triton("triton_fp8", _FLOATS),),
+        "round_to_scale": (_triton("triton_fp8", _FLOATS),),
+        "fp8_linear": (_triton("triton_fp8", _FP8),),
         # processors.py, sample.py, best_tokens.py, noise.py, logprobs.py
         "process_logits": (_triton("triton_processors", _FLOATS),),
         "perturbed_argmax": (_triton("triton_sample", _FLOATS),),

@@ -70,7 +70,10 @@ class FrozenKvHead:
     def __init__(self, file: FrozenKvFile, target: DecoderModel, ranks: Ranks = ONE_RANK) -> None:
         """Read the tensors, or this rank's share of them. Raises ModelError for those that are missing or of a wrong
         shape."""
-        config, tensors = file.config, HeadTensors(file.directory, target.dtype, target.device, ranks)
+        config, tensors = (
+            file.config,
+            HeadTensors(file.directory, target.dtype, target.device, ranks, file.config.quantization),
+        )
         size, width, inner = config.hidden_size, target.config.hidden_size, config.intermediate_size
         self._config, self._target_layers, self._target = tensors.own(config), file.target_layers, target
         self._rotary = RotaryEmbedding(target.config.rope, config.head_dim, target.device)

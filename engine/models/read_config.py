@@ -10,6 +10,7 @@ from ..config_file import ConfigFile
 from ..model_config import CheckpointDtype, ModelConfig
 from ..rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
 from .family import NUM_EXPERTS, ModelFamily
+from .read_quantization import read_quantization
 from .registry import FAMILIES
 
 
@@ -59,6 +60,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         hc_mult=_hc_mult(raw, family),
         hands_over_collapsed=family.hands_over_collapsed,
         experts=None if family.read_experts is None else family.read_experts(raw),
+        quantization=read_quantization(raw, path),
     )
 
 
@@ -77,8 +79,6 @@ def _family(raw: ConfigFile, architecture: str | None) -> ModelFamily:
 
 
 def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
-    if raw.get("quantization_config") is not None:
-        raise raw.error("quantization_config", "is not served; use the checkpoint in bfloat16, float16 or float32")
     if raw.get("hidden_act") not in (None, "silu"):
         raise raw.error("hidden_act", "is not served; only silu is")
     for key in NUM_EXPERTS:

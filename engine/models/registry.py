@@ -22,6 +22,8 @@ from .qwen3_moe import QWEN3_MOE
 
 logger = logging.getLogger(__name__)
 
+_UNUSED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")  # scales of a KV cache in FP8
+
 FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, HYPER_LLAMA)}
 
 
@@ -51,14 +53,22 @@ def load_model(
             checkpoint.model_dir,
             checkpoint.num_left_out,
         )
-    weights = CheckpointWeights(checkpoint, dtype, torch.device(device), progress, bytes_total, ranks=ranks)
+    weights = CheckpointWeights(
+        checkpoint,
+        dtype,
+        torch.device(device),
+        progress,
+        bytes_total,
+        ranks=ranks,
+        quantization=config.quantization,
+    )
     return family.read(config, weights)
 
 
 def tensor_specs(config: ModelConfig, names: Collection[str] = ()) -> list[TensorSpec]:
     """Return every tensor of a checkpoint of this configuration. `names`: tensors that the checkpoint has, which tell
     the formats of its weights; plain weights unless told otherwise."""
-    listed = ListedWeights(names)
+    listed = ListedWeights(names, config.quantization)
     _family(config).read(config, listed)
     return listed.specs
 
@@ -74,7 +84,7 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[Ten
     """Raise ModelError for a tensor in the model's layers that is not used: the output would be wrong."""
     layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
     unknown = checkpoint.names - {spec.name for spec in specs}
-    unknown = {name for name in unknown if name.startswith(layers) and not name.endswith("rotary_emb.inv_freq")}
+    unknown = {name for name in unknown if name.startswith(layers) and not name.endswith(_UNUSED)}
     if unknown:
         raise ModelError(
             f"{checkpoint.model_dir} has tensors that {config.architecture} does not use "

@@ -12,6 +12,7 @@ from ..checkpoint import Checkpoint
 from ..model_config import ModelConfig
 from ..products.base import VOCAB
 from ..products.linear import Linear
+from ..quantization import Quantization
 from ..ranks import ONE_RANK, Ranks
 from ..weights import CheckpointWeights
 
@@ -19,9 +20,19 @@ from ..weights import CheckpointWeights
 class HeadTensors(CheckpointWeights):
     """The tensors of one directory, in `dtype` on `device`."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ONE_RANK,
+        quantization: Quantization | None = None,
+    ) -> None:
         """Raises ModelError if the files are missing or damaged."""
-        super().__init__(Checkpoint(directory), dtype, device, prefixes=("", "model."), ranks=ranks)
+        prefixes = ("", "model.")
+        super().__init__(
+            Checkpoint(directory), dtype, device, prefixes=prefixes, ranks=ranks, quantization=quantization
+        )
 
     def ids(self, name: str) -> torch.Tensor:
         """Return a tensor of whole numbers, as int64."""

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ...kernels.norm import Norm
 from ...kernels.silu import silu_mul
+from ...metadata.errors import ModelError
 from ..checkpoint import FLOATS
+from ..quantization import Quantization
 
 
 class StoredTensor(NamedTuple):
@@ -23,6 +25,7 @@ class StoredTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS  # names of safetensors that the format reads
+    block: tuple[int, int] = (1, 1)  # rows and columns of the weight that one number of it belongs to
 
 
 class Split(NamedTuple):
@@ -67,15 +70,32 @@ class WeightShard(NamedTuple):
 
     def take(self, stored: Tensor, index: int) -> Tensor:
         """Return this rank's part of dimension `dim` of projection `index`: a view, or a copy with zeros appended."""
-        count, whole = self.count(index), stored.shape[self.dim]
+        whole = stored.shape[self.dim]
         length = self.part_len(whole, index)
-        start = self.rank * count // self.size * length
+        start = self._start(length, index)
         if start + length <= whole:
             return stored.narrow(self.dim, start, length)
         part = stored.new_zeros([*stored.shape[: self.dim], length, *stored.shape[self.dim + 1 :]])
         own = max(0, whole - start)
         part.narrow(self.dim, 0, own).copy_(stored.narrow(self.dim, whole - own, own))
         return part
+
+    def take_scales(self, stored: Tensor, index: int, whole: int, block: int) -> Tensor:
+        """Return this rank's part of the scales of projection `index`, whose dimension `dim` has length `whole`. A
+        scale belongs to `block` rows or columns. Raises ModelError if a block would belong to two ranks."""
+        if stored.ndim == 0 or stored.shape[self.dim] == 1:
+            return stored
+        length = self.part_len(whole, index)
+        start = self._start(length, index)
+        if start % block or (length % block and start + length < whole):
+            raise ModelError(
+                f"{self.size} ranks cannot share {whole} {'columns' if self.dim else 'rows'} of a weight whose scales "
+                f"belong to {block} of them; use fewer ranks"
+            )
+        return stored.narrow(self.dim, start // block, -(-length // block))
+
+    def _start(self, length: int, index: int) -> int:
+        return self.rank * self.count(index) // self.size * length
 
 
 class WeightSource(ABC):
@@ -87,6 +107,8 @@ class WeightSource(ABC):
     in_size: int
     dtype: torch.dtype  # of the model's computation
     device: torch.device
+    quantization: Quantization | None = None  # that this layer may have
+    divides_columns: bool = False  # it is a rank's share, and other ranks have the other columns
 
     @property
     def is_float32_on_cpu(self) -> bool:
@@ -112,6 +134,29 @@ class WeightSource(ABC):
         a second call returns the same tensor."""
 
 
+class GivenWeight(WeightSource):
+    """A weight that is in memory, in the dtype and on the device of the model."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_sizes, self.in_size = (weight.shape[0],), weight.shape[1]
+        self.dtype, self.device = weight.dtype, weight.device
+        self._weight, self._bias = weight, bias
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def has(self, name: str) -> bool:
+        return name == "weight"
+
+    def parts(self, name: str) -> list[Tensor]:
+        return [self.fused(name)]
+
+    def fused(self, name: str) -> Tensor:
+        assert name == "weight", name
+        return self._weight
+
+
 class Sum(Protocol):
     """A sum over ranks, such as that of a `Group`."""
 
@@ -134,9 +179,12 @@ class Product(ABC):
     out_size: int
 
     @classmethod
-    def tensors(cls, out_size: int, in_size: int) -> Mapping[str, StoredTensor]:
+    def tensors(
+        cls, out_size: int, in_size: int, quantization: Quantization | None
+    ) -> Mapping[str, StoredTensor] | None:
         """Return the tensors of one projection that the format reads, by the last part of their names; the bias is not
-        among them."""
+        among them. None: it is no format of this quantization."""
+        del quantization  # its models have plain layers, too
         return {"weight": StoredTensor((out_size, in_size))}
 
     @classmethod

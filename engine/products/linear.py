@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...kernels.norm import Norm
-from .base import Product, WeightSource
+from .base import GivenWeight, Product
 from .dense import DenseProduct
 from .registry import choose
 
@@ -24,7 +24,7 @@ class Linear:
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return the layer of a weight [out_size, in_size] in the model's dtype, by the format that serves it best."""
-        return cls(choose(_GivenWeight(weight, bias)))
+        return cls(choose(GivenWeight(weight, bias)))
 
     @classmethod
     def dense(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -42,26 +42,3 @@ class Linear:
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """Return the product, [num_rows, in_size] -> [num_rows, out_size]; `norm` and `residual` only if it `fuses`."""
         return self.product(x, norm=norm, residual=residual)
-
-
-class _GivenWeight(WeightSource):
-    """A weight that is in memory, in the dtype and on the device of the model."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_sizes, self.in_size = (weight.shape[0],), weight.shape[1]
-        self.dtype, self.device = weight.dtype, weight.device
-        self._weight, self._bias = weight, bias
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self._bias
-
-    def has(self, name: str) -> bool:
-        return name == "weight"
-
-    def parts(self, name: str) -> list[Tensor]:
-        return [self.fused(name)]
-
-    def fused(self, name: str) -> Tensor:
-        assert name == "weight", name
-        return self._weight

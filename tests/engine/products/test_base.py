@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.products.base import Product, WeightSource
+from baton.engine.quantization import ONLINE_FP8
 from baton.kernels.norm import Norm
 from baton.kernels.silu import silu_mul_ref
 
@@ -45,5 +46,5 @@ def test_a_norm_is_refused() -> None:
 
 
 def test_a_plain_weight_is_read_unless_a_format_says_otherwise() -> None:
-    [(name, stored)] = Plain.tensors(12, 8).items()
+    [(name, stored)] = Plain.tensors(12, 8, ONLINE_FP8).items()
     assert (name, stored.shape, set(stored.dtypes)) == ("weight", (12, 8), {"F32", "BF16", "F16"})

@@ -22,6 +22,7 @@ from baton.engine.products import registry
 from baton.engine.products.base import Product, StoredTensor, WeightSource
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
+from baton.engine.quantization import Quantization
 from baton.kernels.norm import Norm
 from baton.metadata.errors import ModelError
 
@@ -40,7 +41,8 @@ class ScaledProduct(Product):
     out_size: int
 
     @classmethod
-    def tensors(cls, out_size: int, in_size: int) -> Mapping[str, StoredTensor]:
+    def tensors(cls, out_size: int, in_size: int, quantization: Quantization | None) -> Mapping[str, StoredTensor]:
+        del quantization
         return {
             "weight": StoredTensor((out_size, in_size), ("F8_E4M3",)),
             "weight_scale": StoredTensor((), FLOATS),

@@ -1,0 +1,117 @@
+"""Reading of a checkpoint's quantization: `quantization_config` of config.json, or ModelOpt's hf_quant_config.json.
+
+    fp8                   DeepSeek's blocks of 128 x 128, and one scale per tensor
+    compressed-tensors    8-bit floats: per tensor, per channel, or in blocks; activations rounded, or left in 16 bits
+    modelopt              FP8: one scale per tensor for weights and for activations
+
+Everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from ...kernels.fp8 import BLOCK
+from ...metadata.errors import ModelError
+from ..config_file import ConfigFile
+from ..quantization import Quantization, Rounding
+
+_KEY = "quantization_config"
+_Fields = dict[str, Any]
+
+
+def read_quantization(raw: ConfigFile, model_dir: Path) -> Quantization | None:
+    """Return how the linear layers are quantized; None: they are not. Raises ModelError for what is not served."""
+    path = model_dir / "hf_quant_config.json"
+    if raw.get(_KEY) is None and path.exists():
+        fields = ConfigFile(path).get("quantization")
+        return _modelopt(_Reader(path, "quantization", fields if isinstance(fields, dict) else {}))
+    if raw.get(_KEY) is None:
+        return None
+    if not isinstance(raw.get(_KEY), dict):
+        raise raw.error(_KEY, "must be an object")
+    reader = _Reader(raw.path, _KEY, raw.get(_KEY))
+    method = reader.get("quant_method")
+    kinds = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt}
+    if method not in kinds:
+        raise reader.error("quant_method", f"{', '.join(kinds)} are")
+    return kinds[method](reader)
+
+
+class _Reader:
+    """The fields of a quantization, whose errors name file, key and value."""
+
+    def __init__(self, path: Path, place: str, fields: _Fields) -> None:
+        self.path, self._place, self._fields = path, place, fields
+
+    def get(self, key: str) -> Any:
+        return self._fields.get(key)
+
+    def inner(self, key: str, name: str | None = None) -> _Reader | None:
+        """Return the object at `key`, None if it is null or absent. `name`: how it is called here."""
+        fields = self.get(key)
+        if fields is not None and not isinstance(fields, dict):
+            raise self.error(key, "an object is")
+        return None if fields is None else _Reader(self.path, f"{self._place}.{name or key}", cast(_Fields, fields))
+
+    def error(self, key: str, served: str) -> ModelError:
+        return ModelError(f"{self.path}: {self._place}.{key} = {self.get(key)!r} is not served; {served}")
+
+    def require(self, key: str, *served: Any) -> Any:
+        """Return the value at `key`, which must be one of these."""
+        if self.get(key) not in served:
+            raise self.error(key, f"{' and '.join(map(repr, served))} {'is' if len(served) == 1 else 'are'}")
+        return self.get(key)
+
+
+def _fp8(reader: _Reader) -> Quantization:
+    reader.require("fmt", None, "e4m3")
+    is_static = reader.require("activation_scheme", "dynamic", "static", None) == "static"
+    if reader.get("weight_block_size") is None:
+        return Quantization("tensor", "stored" if is_static else "rows")
+    reader.require("weight_block_size", [BLOCK, BLOCK])
+    if is_static:
+        raise reader.error("activation_scheme", "'dynamic' is, beside weight_block_size")
+    is_power = reader.require("scale_fmt", None, "float", "ue8m0") == "ue8m0"
+    return Quantization("blocks", "groups", "weight_scale_inv", has_power_of_two_scales=is_power)
+
+
+def _compressed_tensors(reader: _Reader) -> Quantization:
+    reader.require("quantization_status", None, "compressed", "frozen")
+    groups = reader.inner("config_groups")
+    names = [] if groups is None else list(reader.get("config_groups"))
+    if groups is None or len(names) != 1:
+        raise reader.error("config_groups", "one group is")
+    group = groups.inner(names[0])
+    assert group is not None, names
+    weights, inputs = group.inner("weights"), group.inner("input_activations")
+    if weights is None:
+        raise group.error("weights", "8-bit floats are")
+    for each in (weights, inputs):
+        if each is not None:
+            each.require("num_bits", 8)
+            each.require("type", "float")
+            each.require("symmetric", True, None)
+    strategy = weights.require("strategy", "tensor", "channel", "block")
+    if inputs is None:
+        rounding: Rounding = "none"
+    elif strategy == "block":
+        inputs.require("strategy", "group")
+        inputs.require("group_size", BLOCK)
+        rounding = "groups"
+    else:
+        is_dynamic = inputs.require("dynamic", True, False, None)
+        inputs.require("strategy", *(("token", "tensor") if is_dynamic else ("tensor",)))
+        rounding = "rows" if is_dynamic else "stored"
+    if strategy == "block":
+        weights.require("block_structure", [BLOCK, BLOCK], f"{BLOCK}x{BLOCK}")
+        if rounding == "none":
+            raise group.error("input_activations", "activations in groups are, beside weights in blocks")
+        return Quantization("blocks", "groups")
+    return Quantization("rows" if strategy == "channel" else "tensor", rounding)
+
+
+def _modelopt(reader: _Reader) -> Quantization:
+    reader.require("quant_algo", "FP8")
+    return Quantization("tensor", "stored")

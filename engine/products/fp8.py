@@ -1,0 +1,166 @@
+"""Products of FP8 weights (kernels/fp8.py), in the formats that engine/quantization.py lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ...kernels.fp8 import BLOCK, E4M3, dequantized, fp8_linear, round_rows, round_to_scale
+from ...kernels.norm import Norm
+from ...metadata.errors import ModelError
+from ..quantization import Quantization
+from .base import GivenWeight, Product, StoredTensor, WeightSource
+from .blocked import BlockedProduct
+from .dense import DenseProduct
+
+_STORED = ("F8_E4M3",)
+
+
+class Fp8Weight(NamedTuple):
+    """A weight with its scales, as `fp8_linear` takes them."""
+
+    values: Tensor  # [out_size, in_size] float8_e4m3fn
+    scales: Tensor  # [ceil(out_size / BLOCK) or out_size, ceil(in_size / group)] float32
+    group: int  # columns that share a scale
+
+
+class RowRounding(NamedTuple):
+    """How the rows x of a product are rounded to e4m3. `group` 0: they are not."""
+
+    group: int  # columns that share a scale
+    has_power_of_two_scales: bool
+    stored: Tensor | None  # [] float32: the scale of all rows
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the values and the scales of rows [num_rows, in_size], as `fp8_linear` takes them. The stored scale is
+        left to the product."""
+        if not self.group:
+            return x, None
+        if self.stored is not None:
+            return round_to_scale(x, self.stored), None
+        return round_rows(x, self.group, has_power_of_two_scales=self.has_power_of_two_scales)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Product(Product):
+    """The weight in FP8, on any device."""
+
+    weight: Fp8Weight
+    rounding: RowRounding
+    bias: Tensor | None  # [out_size]
+    in_size: int
+    out_size: int
+
+    @classmethod
+    def tensors(
+        cls, out_size: int, in_size: int, quantization: Quantization | None
+    ) -> Mapping[str, StoredTensor] | None:
+        if quantization is None:
+            return None
+        if quantization.is_online:
+            return {"weight": StoredTensor((out_size, in_size))}
+        scales = {
+            "blocks": StoredTensor((-(-out_size // BLOCK), -(-in_size // BLOCK)), block=(BLOCK, BLOCK)),
+            "rows": StoredTensor((out_size, 1)),
+            "tensor": StoredTensor(()),
+        }
+        stored = {"weight": StoredTensor((out_size, in_size), _STORED)}
+        stored[quantization.scale_name] = scales[quantization.weight_scale]
+        if quantization.rounding == "stored":
+            stored["input_scale"] = StoredTensor(())
+        return stored
+
+    @classmethod
+    def build(cls, source: WeightSource) -> Self:
+        quantization = source.quantization
+        assert quantization is not None, "no format without a quantization"
+        if quantization.rounding == "rows" and source.divides_columns:
+            raise ModelError(
+                "FP8 with one scale for each row of activations cannot be divided among ranks, which would need the "
+                "largest number of all ranks in every layer; use one rank, or a checkpoint with blocks or stored scales"
+            )
+        weight = _rounded(source) if quantization.is_online else _stored(source, quantization)
+        rounding = _rounding(source, quantization)
+        if rounding.stored is not None:
+            weight = weight._replace(scales=weight.scales * rounding.stored)
+        return cls(weight, rounding, source.bias, source.in_size, sum(source.out_sizes))
+
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        assert norm is None and residual is None, "nothing is fused here"
+        values, scales = self.rounding(x)
+        return fp8_linear(values, scales, *self.weight[:2], self.bias, group=self.weight.group, dtype=x.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8ProductOnCpu(Product):
+    """Float32 products on a CPU: the rows are rounded, and multiplied by the float32 numbers that the weight stands
+    for."""
+
+    product: Product
+    rounding: RowRounding
+    in_size: int
+    out_size: int
+
+    @classmethod
+    def tensors(
+        cls, out_size: int, in_size: int, quantization: Quantization | None
+    ) -> Mapping[str, StoredTensor] | None:
+        return Fp8Product.tensors(out_size, in_size, quantization)
+
+    @classmethod
+    def build(cls, source: WeightSource) -> Self | None:
+        if not source.is_float32_on_cpu:
+            return None
+        of = Fp8Product.build(source)
+        plain = GivenWeight(dequantized(*of.weight), of.bias)
+        product = BlockedProduct.build(plain) or DenseProduct.build(plain)
+        return cls(product, of.rounding, of.in_size, of.out_size)
+
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        assert norm is None and residual is None, "nothing is fused here"
+        values, scales = self.rounding(x)
+        x = values.float()
+        if scales is not None:
+            group = self.rounding.group
+            x *= scales if scales.shape[1] == 1 else scales.repeat_interleave(group, 1)[:, : self.in_size]
+        return self.product(x)
+
+
+def _stored(source: WeightSource, quantization: Quantization) -> Fp8Weight:
+    """Return the weight that the checkpoint has."""
+    device, out_sizes = source.device, source.out_sizes
+    values = torch.empty((sum(out_sizes), source.in_size), dtype=E4M3, device=device)
+    for part, own in zip(source.parts("weight"), values.split(out_sizes), strict=True):
+        own.copy_(part)
+    scales = [part.to(device, torch.float32) for part in source.parts(quantization.scale_name)]
+    match quantization.weight_scale:
+        case "blocks":
+            if any(size % BLOCK for size in out_sizes[:-1]):  # blocks of the whole would hold rows of two projections
+                scales = [each.repeat_interleave(BLOCK, 0)[:size] for each, size in zip(scales, out_sizes, strict=True)]
+            return Fp8Weight(values, torch.cat(scales), BLOCK)
+        case "rows":
+            return Fp8Weight(values, torch.cat(scales), source.in_size)
+        case "tensor":
+            spread = [each.reshape(1, 1).expand(size, 1) for each, size in zip(scales, out_sizes, strict=True)]
+            return Fp8Weight(values, torch.cat(spread), source.in_size)
+
+
+def _rounded(source: WeightSource) -> Fp8Weight:
+    """Return a plain weight in FP8, with one scale for each row."""
+    values, scales = round_rows(source.fused("weight"), source.in_size)
+    return Fp8Weight(values, scales, source.in_size)
+
+
+def _rounding(source: WeightSource, quantization: Quantization) -> RowRounding:
+    if quantization.rounding == "none":
+        return RowRounding(0, False, None)
+    if quantization.rounding == "groups":
+        return RowRounding(BLOCK, quantization.has_power_of_two_scales, None)
+    if quantization.rounding == "rows":
+        return RowRounding(source.in_size, False, None)
+    scales = torch.stack([part.reshape(()) for part in source.parts("input_scale")])
+    return RowRounding(source.in_size, False, scales.max().to(source.device, torch.float32))  # all read the same rows

@@ -1,0 +1,35 @@
+"""Linear layers in FP8 (e4m3): what scales their weights, and how the rows that they multiply are rounded.
+
+    weight_scale    blocks    one for 128 x 128 numbers
+                    rows      one for each row, which is one output
+                    tensor    one for each projection
+    rounding        groups    each row to e4m3, with a scale for each 128 columns
+                    rows      each row to e4m3, with one scale
+                    stored    each row to e4m3, with the scale that the checkpoint has for the layer
+                    none      not rounded
+
+The rounding never depends on other rows, or the text would depend on its company. A checkpoint whose scheme has one
+scale for all rows of a forward (`dynamic`, per tensor) is therefore computed with one scale for each row, as others do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+WeightScale = Literal["blocks", "rows", "tensor"]
+Rounding = Literal["groups", "rows", "stored", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The quantization of a model's linear layers. Layers that a checkpoint leaves in 16 bits have no scales there."""
+
+    weight_scale: WeightScale
+    rounding: Rounding
+    scale_name: Literal["weight_scale", "weight_scale_inv"] = "weight_scale"
+    has_power_of_two_scales: bool = False  # of groups
+    is_online: bool = False  # the checkpoint has 16 bits or 32; layers are quantized while they are read
+
+
+ONLINE_FP8 = Quantization("rows", "rows", is_online=True)

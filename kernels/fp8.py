@@ -1,0 +1,75 @@
+"""Products of 8-bit floating-point numbers (e4m3), y = x W^T + b. W and the rows x are multiples of scales:
+
+    x[m, k] = x_values[m, k] * x_scales[m, k / group]      W[n, k] = values[n, k] * scales[n / rows, k / group]
+
+`group` is the number of columns that share a scale. A product of two e4m3 numbers is exact in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .operations import Operation
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # the largest e4m3 number; larger ones become it
+
+
+def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) -> tuple[Tensor, Tensor]:
+    """Round rows to e4m3, with a scale for each `group` columns of each row, so that the largest becomes LARGEST.
+
+    `x` [num_rows, size] -> values [num_rows, size] float8_e4m3fn, scales [num_rows, ceil(size / group)] float32.
+    `has_power_of_two_scales`: scales are the next larger powers of two (DeepSeek-V3.1's ue8m0)."""
+    num_rows, size = x.shape
+    groups = F.pad(x.float(), (0, -size % group)).view(num_rows, -1, group)
+    largest = groups.abs().amax(-1)
+    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+    if has_power_of_two_scales:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    values = (groups / scales.unsqueeze(-1)).clamp_(-LARGEST, LARGEST)
+    return values.view(num_rows, -1)[:, :size].to(E4M3), scales
+
+
+def round_to_scale_ref(x: Tensor, scale: Tensor) -> Tensor:
+    """Round `x` / `scale` to e4m3: `x` [num_rows, size], `scale` [] float32 -> [num_rows, size] float8_e4m3fn."""
+    return (x.float() / scale).clamp_(-LARGEST, LARGEST).to(E4M3)
+
+
+def fp8_linear_ref(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    *,
+    group: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the product in `dtype`, [num_rows, out_size], of sums in float32.
+
+    `x` [num_rows, in_size] is float8_e4m3fn with `x_scales` [num_rows, ceil(in_size / group)] float32, or of 16 or 32
+    bits without. None: they are 1. `weight` [out_size, in_size] float8_e4m3fn, `scales` [ceil(out_size / rows),
+    ceil(in_size / group)] float32, where `rows` is 1 or BLOCK, `bias` [out_size]."""
+    wide = x.float() if x_scales is None else x.float() * _spread(x_scales, group, x.shape[1])
+    product = F.linear(wide, dequantized(weight, scales, group))
+    return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def dequantized(weight: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Return the numbers that a weight stands for, [out_size, in_size] float32. Arguments as for `fp8_linear`."""
+    rows = scales if len(scales) == len(weight) else scales.repeat_interleave(BLOCK, 0)[: len(weight)]
+    return weight.float() * _spread(rows, group, weight.shape[1])
+
+
+def _spread(scales: Tensor, group: int, size: int) -> Tensor:
+    """Return the scale of each column, or one for all of them."""
+    return scales if scales.shape[1] == 1 else scales.repeat_interleave(group, 1)[:, :size]
+
+
+BLOCK = 128  # rows, and columns, of a weight's block with one scale
+round_rows = Operation("round_rows", round_rows_ref)
+round_to_scale = Operation("round_to_scale", round_to_scale_ref)
+fp8_linear = Operation("fp8_linear", fp8_linear_ref, by=lambda x, x_scales, weight, *_, **__: weight)  # noqa: ARG005

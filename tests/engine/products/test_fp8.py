@@ -1,0 +1,181 @@
+"""Models with FP8 weights against transformers' model, whose layers are made to round as the format says."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import ONLINE, SCHEMES, Scheme, quantized, rounding_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton.engine.batch import ForwardBatch
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.decoder import DecoderModel, DecoderStack
+from baton.engine.models.read_config import read_model_config
+from baton.engine.models.registry import load_model
+from baton.engine.products.base import WeightShard, WeightSource
+from baton.engine.products.fp8 import Fp8Product, Fp8ProductOnCpu
+from baton.engine.quantization import ONLINE_FP8, Quantization
+from baton.engine.work import BatchRow
+from baton.kernels.fp8 import dequantized
+from baton.kernels.operations import preferring
+from baton.metadata.errors import ModelError
+
+Checkpoint = Callable[..., Path]
+PAGE_SIZE = 4
+ODD = {  # blocks of 128 are cut off in every direction, and q, k and v begin within blocks
+    "hidden_size": 160,
+    "intermediate_size": 200,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "attention_bias": True,
+}
+CHUNKS = (1, 5, 13, 20, 1, 1, 1, 17, 1)
+TOLERANCE = 2e-4
+FLIP = 0.25  # a last bit of float32 may decide how a number is rounded to e4m3: then later rows differ by up to this
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Checkpoint) -> Path:
+    return checkpoint("llama", **ODD)
+
+
+def forward(model: DecoderModel, config: ModelConfig, ids: list[int], chunks: tuple[int, ...]) -> Tensor:
+    """Return the logits of all ids, computed chunk by chunk."""
+    pages = list(range(1, 1 + -(-len(ids) // PAGE_SIZE)))
+    shape = (config.num_layers, len(pages) + 1, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    kv, position, logits = torch.full(shape, float("nan"), dtype=model.dtype), 0, list[Tensor]()
+    for size in chunks:
+        row = BatchRow(ids[position : position + size], position, pages, num_logits=size)
+        batch = ForwardBatch.build([row], PAGE_SIZE, "cpu")
+        logits.append(model.logits(model.forward(batch, kv)[batch.logit_rows]))
+        position += size
+    return torch.cat(logits).float()
+
+
+def check(model: DecoderModel, config: ModelConfig, plain: Path, scheme: Scheme) -> None:
+    ids = random.Random(0).choices(range(512), k=sum(CHUNKS))
+    reference = rounding_model(plain, scheme)
+    with torch.inference_mode():
+        theirs = reference(torch.tensor([ids])).logits[0]
+    error = (forward(model, config, ids, CHUNKS) - theirs).abs().amax(1)
+    assert error.median() < TOLERANCE and error.max() < FLIP, error  # roundings of another scheme differ by about 1
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_equals_transformers_that_rounds_alike(name: str, plain: Path, tmp_path: Path) -> None:
+    path = quantized(plain, tmp_path / name, SCHEMES[name])
+    config = read_model_config(path)
+    model = load_model(path, config, torch.float32, "cpu")
+    assert isinstance(model.stack, DecoderStack)
+    for layer in model.stack.layers:
+        products = (layer.body.attention.qkv.product, layer.body.attention.out.product)
+        assert all(isinstance(product, Fp8ProductOnCpu) for product in products)
+    check(model, config, plain, SCHEMES[name])
+
+
+def test_a_plain_checkpoint_is_rounded_while_it_is_read(plain: Path) -> None:
+    config = dataclasses.replace(read_model_config(plain), quantization=ONLINE_FP8)
+    model = load_model(plain, config, torch.float32, "cpu")
+    check(model, config, plain, ONLINE)
+    assert not isinstance(model._lm_head.linear.product, Fp8ProductOnCpu)
+
+
+@pytest.mark.parametrize("name", ["blocks", "w8a8", "fp8-static", "w8a16"])
+def test_the_product_of_a_gpu_has_the_same_numbers(name: str, plain: Path, tmp_path: Path) -> None:
+    """The reference of the kernels, in place of the float32 form of a CPU."""
+    path = quantized(plain, tmp_path / name, SCHEMES[name])
+    config, prefix = read_model_config(path), "model.layers.1.self_attn."
+    tensors, x = load_file(path / "model.safetensors"), torch.randn(7, 160, generator=torch.Generator().manual_seed(3))
+    assert config.quantization is not None
+    source = Stored({name.removeprefix(prefix): each for name, each in tensors.items()}, config.quantization)
+    ours, theirs = Fp8ProductOnCpu.build(source), Fp8Product.build(source)
+    assert ours is not None
+    torch.testing.assert_close(theirs(x), ours(x), atol=1e-4, rtol=1e-5)
+    with preferring("reference"):
+        torch.testing.assert_close(theirs(x.bfloat16()).float(), ours(x.bfloat16().float()), atol=0.05, rtol=0.01)
+
+
+class Stored(WeightSource):
+    """q, k and v of tensors in memory."""
+
+    NAMES = ("q_proj", "k_proj", "v_proj")
+
+    def __init__(self, tensors: dict[str, Tensor], quantization: Quantization) -> None:
+        self.tensors, self.quantization = tensors, quantization
+        self.out_sizes = tuple(len(tensors[f"{name}.weight"]) for name in self.NAMES)
+        self.in_size = tensors["q_proj.weight"].shape[1]
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+
+    @property
+    def bias(self) -> Tensor | None:
+        return torch.cat(self.parts("bias"))
+
+    def has(self, name: str) -> bool:
+        return f"q_proj.{name}" in self.tensors
+
+    def parts(self, name: str) -> list[Tensor]:
+        return [self.tensors[f"{each}.{name}"] for each in self.NAMES]
+
+    def fused(self, name: str) -> Tensor:
+        return torch.cat(self.parts(name))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_share_blocks(dim: int) -> None:
+    values = torch.randn(384, 256).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2) + 0.5
+    whole, shards = dequantized(values, scales, 128), []
+    size = 3 - dim
+    for rank in range(size):
+        shard = WeightShard(rank, size, dim)  # type: ignore[arg-type]
+        own = shard.take_scales(scales, 0, values.shape[dim], 128)
+        shards.append(dequantized(shard.take(values, 0), own, 128))
+    assert torch.equal(torch.cat(shards, dim), whole)
+
+
+def test_ranks_do_not_divide_a_block() -> None:
+    with pytest.raises(ModelError, match="2 ranks cannot share 384 rows of a weight whose scales belong to 128 of"):
+        WeightShard(1, 2, 0).take_scales(torch.ones(3, 2), 0, 384, 128)
+
+
+def test_ranks_have_the_scales_of_whole_rows_and_tensors() -> None:
+    column = torch.rand(8, 1)
+    assert torch.equal(WeightShard(1, 2, 0).take_scales(column, 0, 8, 1), column[4:])
+    assert torch.equal(WeightShard(1, 2, 1).take_scales(column, 0, 64, 64), column)
+    assert torch.equal(WeightShard(1, 2, 1).take_scales(torch.tensor(2.0), 0, 64, 1), torch.tensor(2.0))
+
+
+def test_ranks_cannot_share_rows_that_are_rounded_whole(plain: Path, tmp_path: Path) -> None:
+    tensors = load_file(quantized(plain, tmp_path / "w8a8", SCHEMES["w8a8"]) / "model.safetensors")
+    source = Stored(
+        {name.removeprefix("model.layers.0.self_attn."): each for name, each in tensors.items()}, ONLINE_FP8
+    )
+    source.divides_columns = True
+    with pytest.raises(ModelError, match="cannot be divided among ranks.*use one rank"):
+        Fp8Product.build(source)
+
+
+def test_a_missing_scale_is_named(plain: Path, tmp_path: Path) -> None:
+    path = quantized(plain, tmp_path / "blocks", SCHEMES["blocks"])
+    file, name = path / "model.safetensors", "model.layers.1.mlp.down_proj.weight_scale_inv"
+    tensors = load_file(file)
+    save_file({each: tensor for each, tensor in tensors.items() if each != name}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"down_proj.weight is F8_E4M3; only F32, BF16, F16 are served"):
+        load_model(path, read_model_config(path), torch.float32, "cpu")
+
+
+def test_scales_of_another_scheme_are_refused(plain: Path, tmp_path: Path) -> None:
+    """Nothing is misread if config.json does not fit the tensors."""
+    path = quantized(plain, tmp_path / "w8a8", SCHEMES["w8a8"])
+    other = quantized(plain, tmp_path / "fp8", SCHEMES["fp8"])
+    shutil.copy(other / "config.json", path / "config.json")
+    with pytest.raises(ModelError, match=r"weight_scale has shape \[160, 1\], config.json calls for \[\]"):
+        load_model(path, read_model_config(path), torch.float32, "cpu")

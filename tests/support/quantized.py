@@ -1,0 +1,181 @@
+"""Checkpoints with FP8 weights, made of plain ones, and the model in transformers that rounds as they say.
+
+Both are written anew from the formats' definitions, with nothing of the engine's: numbers are rounded by a table of
+all e4m3 numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+_E4M3 = sorted(x for x in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist() if x == x)
+_NUMBERS = torch.tensor(_E4M3, dtype=torch.float64).unique()  # all of them, ascending
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Scheme(NamedTuple):
+    """One public form of FP8 checkpoints."""
+
+    config: dict[str, Any]  # quantization_config
+    weight: str  # "blocks", "rows" or "tensor": what has a scale
+    inputs: str  # "groups", "rows", "stored" or "none": how x is rounded
+    scale_name: str = "weight_scale"
+    is_power_of_two: bool = False
+    is_in_own_file: bool = False  # hf_quant_config.json
+    shape: tuple[int, ...] = ()  # of one number
+
+
+def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    float8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": float8 | weights | {"dynamic": False},
+        "input_activations": None if inputs is None else float8 | inputs,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+_BLOCKS = _FP8 | {"weight_block_size": [128, 128]}
+_MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+SCHEMES = {
+    "blocks": Scheme(_BLOCKS, "blocks", "groups", "weight_scale_inv"),
+    "ue8m0": Scheme(_BLOCKS | {"scale_fmt": "ue8m0"}, "blocks", "groups", "weight_scale_inv", is_power_of_two=True),
+    "fp8": Scheme(_FP8, "tensor", "rows"),
+    "fp8-static": Scheme(_FP8 | {"activation_scheme": "static"}, "tensor", "stored"),
+    "w8a8": Scheme(
+        _compressed({"strategy": "channel"}, {"strategy": "token", "dynamic": True}), "rows", "rows", shape=(1,)
+    ),
+    "w8a8-static": Scheme(
+        _compressed({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}), "tensor", "stored", shape=(1,)
+    ),
+    "w8a16": Scheme(_compressed({"strategy": "channel"}, None), "rows", "none"),
+    "w8a8-blocks": Scheme(
+        _compressed(
+            {"strategy": "block", "block_structure": [128, 128]},
+            {"strategy": "group", "group_size": 128, "dynamic": True},
+        ),
+        "blocks",
+        "groups",
+    ),
+    "modelopt": Scheme(_MODELOPT, "tensor", "stored", is_in_own_file=True),
+}
+ONLINE = Scheme({}, "rows", "rows")
+
+
+def quantized(plain: Path, path: Path, scheme: Scheme) -> Path:
+    """Write the checkpoint `plain`, which is one file, to `path` in FP8, and return `path`."""
+    shutil.copytree(plain, path)
+    tensors, out = load_file(path / "model.safetensors"), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if name.split(".")[-2] not in _PROJECTIONS or not name.endswith(".weight"):
+            out[name] = tensor
+            continue
+        values, scales = _weight(tensor, scheme)
+        out[name], last = values.float().to(torch.float8_e4m3fn), scheme.scale_name
+        out[f"{name.removesuffix('weight')}{last}"] = scales.float().reshape(
+            scheme.shape if scales.ndim == 0 else scales.shape
+        )
+        if scheme.inputs == "stored":
+            out[f"{name.removesuffix('weight')}input_scale"] = _stored_scale(name).float().reshape(scheme.shape)
+        if scheme.is_in_own_file and name.endswith("k_proj.weight"):
+            out[f"{name.removesuffix('k_proj.weight')}k_scale"] = torch.ones(())
+    save_file(out, path / "model.safetensors", {"format": "pt"})
+    if scheme.is_in_own_file:
+        (path / "hf_quant_config.json").write_text(json.dumps({"quantization": scheme.config}))
+        return path
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": scheme.config}))
+    return path
+
+
+def rounding_model(plain: Path, scheme: Scheme) -> Any:
+    """Return transformers' float32 model of the checkpoint `plain`, whose layers compute as `scheme` says."""
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.split(".")[-1] in _PROJECTIONS:
+            values, scales = _weight(module.weight.detach(), scheme)
+            module.weight.data = _spread(values, scales.float().double(), scheme.weight).float()
+            module.forward = _rounded_forward(module, f"{name}.weight", scheme)
+    return model
+
+
+def _rounded_forward(module: nn.Linear, name: str, scheme: Scheme) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        rounded = torch.stack([_row(row, name, scheme) for row in rows]).view(x.shape)
+        return nn.functional.linear(rounded, module.weight, module.bias)
+
+    return forward
+
+
+def _row(row: Tensor, name: str, scheme: Scheme) -> Tensor:
+    match scheme.inputs:
+        case "none":
+            return row
+        case "stored":
+            scale = _stored_scale(name).float()
+            return _nearest(row / scale).float() * scale
+        case "rows":
+            scale = row.abs().max() / 448
+            return _nearest(row / scale).float() * scale
+        case _:
+            parts = []
+            for part in row.split(128):
+                scale = part.abs().max() / 448
+                if scheme.is_power_of_two:
+                    scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
+                parts.append(_nearest(part / scale).float() * scale)
+            return torch.cat(parts)
+
+
+def _weight(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Return values that are e4m3 numbers, float64, and their scales."""
+    size = {"blocks": (128, 128), "rows": (1, weight.shape[1]), "tensor": weight.shape}[scheme.weight]
+    rows = [
+        torch.stack([part.abs().max() / 448 for part in band.split(size[1], 1)]) for band in weight.split(size[0], 0)
+    ]
+    scales = torch.stack(rows).float()
+    values = _nearest(weight / _expanded(scales, size, weight.shape))
+    return values, scales.reshape(()) if scheme.weight == "tensor" else scales
+
+
+def _spread(values: Tensor, scales: Tensor, kind: str) -> Tensor:
+    size = {"blocks": (128, 128), "rows": (1, values.shape[1]), "tensor": values.shape}[kind]
+    return values * _expanded(scales.reshape(1, 1) if scales.ndim == 0 else scales, size, values.shape)
+
+
+def _expanded(scales: Tensor, size: Any, shape: Any) -> Tensor:
+    return scales.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)[: shape[0], : shape[1]]
+
+
+def _stored_scale(name: str) -> Tensor:
+    """Return the scale that a layer's rows have in a checkpoint: one for the projections that read the same rows."""
+    kind = next(index for index, each in enumerate(("o_proj", "down_proj", "")) if each in name)
+    return torch.tensor((0.004, 0.02, 0.01)[kind])
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """Return the nearest e4m3 number of each number, the even one of two; float64."""
+    wide = x.double().contiguous()
+    above = torch.searchsorted(_NUMBERS, wide).clamp(1, len(_NUMBERS) - 1)
+    low, high = _NUMBERS[above - 1], _NUMBERS[above]
+    is_even = above % 2 == (len(_NUMBERS) // 2) % 2  # 0 is in the middle and even
+    is_high = (wide - low > high - wide) | ((wide - low == high - wide) & is_even)
+    return torch.where(is_high, high, low)
