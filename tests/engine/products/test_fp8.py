@@ -159,7 +159,7 @@ def test_ranks_cannot_share_rows_that_are_rounded_whole(plain: Path, tmp_path: P
         {name.removeprefix("model.layers.0.self_attn."): each for name, each in tensors.items()}, ONLINE_FP8
     )
     source.divides_columns = True
-    with pytest.raises(ModelError, match="cannot be divided among ranks.*use one rank"):
+    with pytest.raises(ModelError, match=r"cannot be divided among ranks.*use one rank"):
         Fp8Product.build(source)
 
 
