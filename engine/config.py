@@ -34,6 +34,11 @@ class EngineConfig(NodeConfig):
     dtype: DtypeChoice = setting(
         "auto", "compute in this type; auto takes float32 on cpu and the type of the checkpoint on cuda"
     )
+    quantization: Literal["auto", "fp8"] = setting(
+        "auto",
+        "fp8: round the weights of a 16-bit checkpoint to FP8 while they are read, with a scale for each row, and the "
+        "rows that they multiply as well; auto takes them as the checkpoint has them",
+    )
     page_size: int = setting(
         16, "hold this many tokens in a KV page; smaller pages waste less memory, larger ones need fewer copies"
     )

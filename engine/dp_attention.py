@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from .config import EngineConfig
-from .engine import choose_device, resolve_model
-from .models.read_config import read_model_config
+from .engine import choose_device, read_target, resolve_model
 from .rank_devices import check_devices
 from .ranks import check_shares
 
@@ -17,4 +16,4 @@ def check_dp_attention(config: EngineConfig) -> None:
     if choose_device(config.device).type == "cuda":
         check_devices(size, torch.cuda.device_count(), "--dp-attention")
     model_dir = resolve_model(config.model)
-    check_shares(read_model_config(model_dir), size, f"the model in {model_dir}", has_all_heads=True)
+    check_shares(read_target(model_dir, config), size, f"the model in {model_dir}", has_all_heads=True)

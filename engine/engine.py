@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ from .prefix_cache import PrefixCache
 from .progress import Progress
 from .prompt_graphs import PromptGraphs
 from .prompt_sizes import NO_PROMPT_SIZES, PromptSizes, bucket_sizes
+from .quantization import chosen
 from .ranks import ONE_RANK, Ranks
 from .row_shares import RowShares
 from .sampling import SubmittedSample
@@ -93,7 +95,7 @@ class Engine:
     ) -> None:
         """`num_pages`: of the first pools, if `resize` makes others later; None: as configured."""
         self.model_dir = resolve_model(config.model)
-        self.model_config = read_model_config(self.model_dir)
+        self.model_config = read_target(self.model_dir, config)
         self.device = choose_device(config.device)
         self.dtype_name = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
@@ -112,7 +114,9 @@ class Engine:
         _check_size(num_pages)
         fingerprints: Future[tuple[str, str | None]] | None = None
         if ranks.group.rank == 0:  # the others say no hello
-            fingerprints = begin(lambda: (fingerprint(self.model_dir), self.speculation.fingerprint), "fingerprints")
+            fingerprints = begin(
+                lambda: (fingerprint(self.model_dir, self.model_config), self.speculation.fingerprint), "fingerprints"
+            )
         self.model = self._load_model(dtype, progress)
         self._fingerprints = fingerprints
         self.card: ModelCard = read_card(
@@ -436,6 +440,12 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def read_target(model_dir: Path, config: EngineConfig) -> ModelConfig:
+    """Read the configuration of the checkpoint in `model_dir`, with the quantization that is asked for."""
+    model = read_model_config(model_dir)
+    return replace(model, quantization=chosen(model.quantization, config.quantization))
 
 
 def choose_dtype(name: DtypeChoice, device: torch.device, checkpoint_dtype: HiddenDtype) -> HiddenDtype:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..metadata.errors import ConfigError
+
 WeightScale = Literal["blocks", "rows", "tensor"]
 Rounding = Literal["groups", "rows", "stored", "none"]
 
@@ -33,3 +35,12 @@ class Quantization:
 
 
 ONLINE_FP8 = Quantization("rows", "rows", is_online=True)
+
+
+def chosen(of_checkpoint: Quantization | None, choice: Literal["auto", "fp8"]) -> Quantization | None:
+    """Return the quantization that --quantization chooses. Raises ConfigError if the checkpoint has another one."""
+    if choice == "auto":
+        return of_checkpoint
+    if of_checkpoint is not None:
+        raise ConfigError("--quantization fp8: the checkpoint is quantized already; leave the option out")
+    return ONLINE_FP8

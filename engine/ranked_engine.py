@@ -25,12 +25,11 @@ from .cuda_group import CudaGroup
 from .device_executor import DeviceExecutor
 from .dp_attention import check_dp_attention
 from .drafters.speculation import read_speculation
-from .engine import Engine, choose_device, choose_dtype, resolve_model
+from .engine import Engine, choose_device, choose_dtype, read_target, resolve_model
 from .graphs import graph_sizes
 from .group import START_TIMEOUT_S, TIMEOUT_S, CpuGroup, Group
 from .handoff_line import RankHandoff
 from .mapped_blocks import MappedBlocks
-from .models.read_config import read_model_config
 from .products.ranked import RankRows
 from .prompts import Prompts
 from .rank_devices import check_devices, orders, see
@@ -49,7 +48,7 @@ def check_ranks(config: EngineConfig, size: int) -> None:
     if device.type == "cuda":
         check_devices(size, torch.cuda.device_count(), "--tp")
     model_dir = resolve_model(config.model)
-    model = read_model_config(model_dir)
+    model = read_target(model_dir, config)
     check_shares(model, size, f"the model in {model_dir}")
     speculation = read_speculation(config, model_dir, model, choose_dtype(config.dtype, device, model.checkpoint_dtype))
     if speculation.draft is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.best_tokens import best_of_all, best_of_share
+from ..kernels.fp8 import BLOCK
 from ..kernels.sample import Choice
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.kv_layout import Shard
@@ -163,6 +164,7 @@ def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: b
         if count % size:
             flag = "--dp-attention" if has_all_heads else "--tp"
             raise ConfigError(f"{model} has {count} {what}, which {size} ranks cannot divide; let {flag} be a divisor")
+    _check_quantization(config, size, model, has_all_heads=has_all_heads)
     if config.experts is not None and has_all_heads:
         raise ConfigError(
             f"{model} has mixtures of experts: a rank would skip experts that another rank needs; divide the "
@@ -173,6 +175,29 @@ def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: b
         raise ConfigError(
             f"{model} has {num_kv_heads} KV heads, which {size} ranks cannot share; let --tp be a divisor or a multiple"
         )
+
+
+def _check_quantization(config: ModelConfig, size: int, model: str, *, has_all_heads: bool) -> None:
+    """Raise ConfigError if ranks would round other rows than one rank does."""
+    quantization = config.quantization
+    if quantization is None or size == 1:
+        return
+    if quantization.rounding == "rows":
+        raise ConfigError(
+            f"{model} rounds each row of activations to FP8 by its largest number, of which a rank sees only a part; "
+            "use one rank, or a checkpoint with scales for blocks of 128"
+        )
+    if quantization.weight_scale == "blocks":
+        widths = {"hidden units": config.intermediate_size // size}
+        if not has_all_heads:
+            widths["numbers of query heads"] = config.q_size // size
+            widths["numbers of KV heads"] = config.kv_size // min(size, config.num_kv_heads)
+        for what, width in widths.items():
+            if width % BLOCK:
+                raise ConfigError(
+                    f"{model} has FP8 scales for blocks of {BLOCK}; {size} ranks would have {width} {what} each, which "
+                    "cuts a block; use fewer ranks"
+                )
 
 
 ONE_RANK = Ranks()

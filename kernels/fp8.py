@@ -23,14 +23,14 @@ def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = Fal
     `x` [num_rows, size] -> values [num_rows, size] float8_e4m3fn, scales [num_rows, ceil(size / group)] float32.
     `has_power_of_two_scales`: scales are the next larger powers of two (DeepSeek-V3.1's ue8m0)."""
     num_rows, size = x.shape
-    groups = F.pad(x.float(), (0, -size % group)).view(num_rows, -1, group)
+    groups = F.pad(x.float(), (0, -size % group)).view(num_rows, -(-size // group), group)
     largest = groups.abs().amax(-1)
     scales = torch.where(largest > 0, largest / LARGEST, 1.0)
     if has_power_of_two_scales:
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
     values = (groups / scales.unsqueeze(-1)).clamp_(-LARGEST, LARGEST)
-    return values.view(num_rows, -1)[:, :size].to(E4M3), scales
+    return values.flatten(1)[:, :size].to(E4M3), scales
 
 
 def round_to_scale_ref(x: Tensor, scale: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         # fp8.py
         "round_rows": (_triton("triton_fp8", _FLOATS),),
         "round_to_scale": (_triton("triton_fp8", _FLOATS),),
-        "fp8_linear": (_triton("triton_fp8", _FP8),),
+        "fp8_linear": (_triton("triton_fp8", _FP8, "serves"),),
         # processors.py, sample.py, best_tokens.py, noise.py, logprobs.py
         "process_logits": (_triton("triton_processors", _FLOATS),),
         "perturbed_argmax": (_triton("triton_sample", _FLOATS),),

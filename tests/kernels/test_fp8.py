@@ -1,0 +1,69 @@
+"""The specification of FP8 against its definition: roundings to the nearest e4m3 number, and products of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantized import _nearest as nearest
+
+from baton.kernels.fp8 import BLOCK, E4M3, LARGEST, dequantized, fp8_linear_ref, round_rows_ref, round_to_scale_ref
+
+
+def rows(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("group", [128, 300, 7])
+def test_the_largest_number_of_a_group_becomes_the_largest_of_e4m3(group: int) -> None:
+    x = rows(3, 300)
+    values, scales = round_rows_ref(x, group)
+    assert values.dtype is E4M3 and scales.shape == (3, -(-300 // group))
+    for part, own, scale in zip(x.split(group, 1), values.split(group, 1), scales.T, strict=True):
+        torch.testing.assert_close(scale, part.abs().amax(1) / LARGEST)
+        assert torch.equal(own.double(), nearest(part / scale[:, None]))
+        assert torch.equal(own.float().abs().amax(1), torch.full((3,), LARGEST))
+
+
+def test_scales_may_be_powers_of_two() -> None:
+    x = rows(50, 256) * torch.exp2(torch.arange(-25.0, 25.0))[:, None]
+    x[0] = torch.tensor([LARGEST * 2.0**-3] + [0.0] * 255)  # its scale is a power of two already
+    values, scales = round_rows_ref(x, 128, has_power_of_two_scales=True)
+    exact = x.view(50, 2, 128).abs().amax(-1) / LARGEST
+    assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
+    assert (scales >= exact)[exact > 0].all() and (scales < 2 * exact)[exact > 0].all() and scales[0, 0] == 2.0**-3
+    assert torch.equal(values.double(), nearest(x / scales.repeat_interleave(128, 1)))
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
+    values, scales = round_rows_ref(torch.zeros(2, 8), 8)
+    assert torch.equal(values.float(), torch.zeros(2, 8)) and torch.equal(scales, torch.ones(2, 1))
+
+
+def test_a_stored_scale_cuts_what_is_too_large() -> None:
+    values = round_to_scale_ref(torch.tensor([[1.0, 1000.0, -1000.0, 0.01]]), torch.tensor(2.0))
+    assert torch.equal(values.double(), nearest(torch.tensor([[0.5, LARGEST, -LARGEST, 0.005]])))
+
+
+def test_no_rows() -> None:
+    values, scales = round_rows_ref(torch.zeros(0, 8), 8)
+    assert values.shape == (0, 8) and scales.shape == (0, 1)
+
+
+@pytest.mark.parametrize("has_rows", [False, True], ids=["blocks", "blocks of one row"])
+def test_a_product_is_that_of_the_numbers_that_are_meant(has_rows: bool) -> None:
+    x, weight, bias = rows(3, 300), rows(200, 300, seed=1).to(E4M3), rows(200, seed=2)
+    scales = torch.rand(200 if has_rows else 2, 3) + 0.5
+    values, x_scales = round_rows_ref(x, BLOCK)
+    meant = torch.empty(200, 300)
+    for n in range(200):
+        for k in range(300):
+            meant[n, k] = weight[n, k].float() * scales[n if has_rows else n // BLOCK, k // BLOCK]
+    assert torch.equal(dequantized(weight, scales, BLOCK), meant)
+    wide = values.float() * x_scales.repeat_interleave(BLOCK, 1)[:, :300]
+    expected = (wide.double() @ meant.double().T + bias).float()
+    ours = fp8_linear_ref(values, x_scales, weight, scales, bias, group=BLOCK, dtype=torch.float32)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
+    assert (
+        fp8_linear_ref(values, x_scales, weight, scales, None, group=BLOCK, dtype=torch.bfloat16).dtype
+        is torch.bfloat16
+    )

@@ -1,0 +1,94 @@
+"""The Triton kernels of FP8 against kernels/fp8.py's specification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from triton_device import DEVICE, IS_INTERPRETED, ULP, random
+
+pytest.importorskip("triton")
+
+from baton.kernels import fp8, triton_fp8
+from baton.kernels.fp8 import BLOCK, E4M3, fp8_linear_ref, round_rows_ref, round_to_scale_ref
+from baton.kernels.operations import preferring
+
+HALVES = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]
+
+
+def of_every_size() -> Tensor:
+    """Return rows of numbers around every e4m3 number and every middle between two of them, and of all magnitudes."""
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    numbers = codes[~codes.isnan()].unique()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    exact = torch.cat((numbers, middles, middles.nextafter(middles + 1), middles.nextafter(middles - 1)))
+    spread = random(4096).cpu() * torch.exp2(torch.randint(-40, 20, (4096,)).float())
+    return torch.cat((exact, spread))[: 1024 * 5].view(5, -1).to(DEVICE)
+
+
+def test_a_number_becomes_the_nearest_one() -> None:
+    x, one = of_every_size(), torch.ones((), device=DEVICE)
+    for scale in (one, one * 0.37):
+        actual = triton_fp8.round_to_scale(x, scale)
+        assert torch.equal(actual.view(torch.uint8), round_to_scale_ref(x, scale).view(torch.uint8))
+
+
+@pytest.mark.parametrize("is_power", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "group"), [(1024, 128), (1100, 128), (100, 128), (1100, 1100), (7, 7)])
+def test_rows_are_rounded_as_by_the_reference(size: int, group: int, dtype: torch.dtype, is_power: bool) -> None:
+    x = random(5, size, dtype=dtype) * torch.tensor([1.0, 1e-4, 300.0, 0.0, 448.0], device=DEVICE)[:, None].to(dtype)
+    for rows in (x, torch.cat((x, x), 1)[:, :size]):  # the second is a view
+        values, scales = triton_fp8.round_rows(rows, group, has_power_of_two_scales=is_power)
+        expected, their_scales = round_rows_ref(rows, group, has_power_of_two_scales=is_power)
+        assert torch.equal(scales, their_scales)
+        assert torch.equal(values.float(), expected.float())
+
+
+def test_no_rows() -> None:
+    x = random(0, 64)
+    assert triton_fp8.round_rows(x, 64)[0].shape == (0, 64)
+    assert triton_fp8.round_to_scale(x, torch.ones((), device=DEVICE)).shape == (0, 64)
+    weight, scales = random(8, 64).to(E4M3), torch.ones(8, 1, device=DEVICE)
+    empty = x.to(E4M3)
+    assert triton_fp8.fp8_linear(empty, None, weight, scales, None, group=64, dtype=torch.float16).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("num_rows", [1, 3, 17, 64, 65, 130])
+@pytest.mark.parametrize(
+    ("out_size", "in_size", "rows", "group"),
+    [(256, 256, BLOCK, BLOCK), (200, 300, BLOCK, BLOCK), (200, 300, 1, BLOCK), (200, 272, 1, 272), (16, 64, 1, 64)],
+)
+def test_a_product_equals_the_reference(
+    num_rows: int, out_size: int, in_size: int, rows: int, group: int, dtype: torch.dtype
+) -> None:
+    weight, bias = random(out_size, in_size, seed=1).to(E4M3), random(out_size, seed=2, dtype=dtype)
+    scales = random(-(-out_size // rows), -(-in_size // group), seed=3).abs() * 0.02 + 0.01
+    x, x_scales = fp8.round_rows_ref(random(num_rows, in_size), group)
+    for given, with_bias in ((x_scales, bias), (None, None)):
+        arguments = (x, given, weight, scales, with_bias)
+        assert triton_fp8.serves(*arguments, group=group)
+        actual = triton_fp8.fp8_linear(*arguments, group=group, dtype=dtype)
+        expected = fp8_linear_ref(*arguments, group=group, dtype=torch.float32)
+        bound = 2e-3 * float(expected.abs().max())  # FP8 tensor cores add 128 products with 14 bits or more
+        torch.testing.assert_close(actual.float(), expected, atol=bound, rtol=ULP[dtype])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("num_rows", [2, 80])
+def test_rows_of_16_bits_are_multiplied_as_they_are(num_rows: int, dtype: torch.dtype) -> None:
+    x, weight = random(num_rows, 160, dtype=dtype), random(48, 160, seed=1).to(E4M3)
+    scales = random(48, 1, seed=3).abs()
+    actual = triton_fp8.fp8_linear(x, None, weight, scales, None, group=160, dtype=dtype)
+    expected = fp8_linear_ref(x, None, weight, scales, None, group=160, dtype=torch.float32)
+    torch.testing.assert_close(actual.float(), expected, atol=1e-2, rtol=2 * ULP[dtype])
+
+
+def test_what_it_does_not_serve_is_left_to_the_reference() -> None:
+    x, weight, scales = random(2, 64), random(8, 64, seed=1).to(E4M3), torch.ones(8, 1, device=DEVICE)
+    assert not triton_fp8.serves(x, None, weight, scales, group=64)
+    assert not triton_fp8.serves(x.half()[:, ::2], None, weight[:, :32].contiguous(), scales, group=32)
+    with preferring("triton"):
+        ours = fp8.fp8_linear(x, None, weight, scales, None, group=64, dtype=torch.float32)
+    assert torch.equal(ours, fp8_linear_ref(x, None, weight, scales, None, group=64, dtype=torch.float32))
