@@ -30,7 +30,7 @@ _X_DTYPES = (E4M3, torch.bfloat16, torch.float16)
 
 
 def round_rows(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) -> tuple[Tensor, Tensor]:
-    """Return `round_rows_ref`, bit by bit: `x` [num_rows, size], whose last dimension is contiguous."""
+    """Return `round_rows_ref`, the same numbers: `x` [num_rows, size], whose last dimension is contiguous."""
     num_rows, size = x.shape
     assert x.stride(1) == 1, x.stride()
     group = min(group, size)
@@ -41,14 +41,14 @@ def round_rows(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) 
         at_once = max(1, _TILE // width)
         dependent = gpu.dependent_launch(num_rows)
         _round_kernel[num_rows, triton.cdiv(num_groups, at_once)](
-            x, values, scales, scales, size, num_groups, x.stride(0), group, GROUPS=at_once, WIDTH=width, IS_STORED=False,
-            IS_POWER=has_power_of_two_scales, DEPENDENT=dependent, launch_pdl=dependent,
+            x, values, scales, scales, size, num_groups, x.stride(0), group, GROUPS=at_once, WIDTH=width,
+            IS_STORED=False, IS_POWER=has_power_of_two_scales, DEPENDENT=dependent, launch_pdl=dependent,
         )  # fmt: skip
     return values, scales
 
 
 def round_to_scale(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `round_to_scale_ref`, bit by bit: `x` [num_rows, size], whose last dimension is contiguous."""
+    """Return `round_to_scale_ref`, the same numbers: `x` [num_rows, size], whose last dimension is contiguous."""
     num_rows, size = x.shape
     assert x.stride(1) == 1 and scale.shape == (), (x.stride(), scale.shape)
     values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)

@@ -63,7 +63,5 @@ def test_a_product_is_that_of_the_numbers_that_are_meant(has_rows: bool) -> None
     expected = (wide.double() @ meant.double().T + bias).float()
     ours = fp8_linear_ref(values, x_scales, weight, scales, bias, group=BLOCK, dtype=torch.float32)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
-    assert (
-        fp8_linear_ref(values, x_scales, weight, scales, None, group=BLOCK, dtype=torch.bfloat16).dtype
-        is torch.bfloat16
-    )
+    halves = fp8_linear_ref(values, x_scales, weight, scales, None, group=BLOCK, dtype=torch.bfloat16)
+    torch.testing.assert_close(halves.float(), expected - bias, atol=0.1, rtol=0.01)

@@ -29,8 +29,7 @@ def of_every_size() -> Tensor:
 def test_a_number_becomes_the_nearest_one() -> None:
     x, one = of_every_size(), torch.ones((), device=DEVICE)
     for scale in (one, one * 0.37):
-        actual = triton_fp8.round_to_scale(x, scale)
-        assert torch.equal(actual.view(torch.uint8), round_to_scale_ref(x, scale).view(torch.uint8))
+        assert torch.equal(triton_fp8.round_to_scale(x, scale).float(), round_to_scale_ref(x, scale).float())
 
 
 @pytest.mark.parametrize("is_power", [False, True])
