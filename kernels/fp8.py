@@ -44,7 +44,6 @@ def fp8_linear_ref(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    *,
     group: int,
     dtype: torch.dtype,
 ) -> Tensor:

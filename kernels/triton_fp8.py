@@ -62,9 +62,17 @@ def round_to_scale(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def serves(
-    x: Tensor, x_scales: Tensor | None, weight: Tensor, scales: Tensor, *_: object, group: int, **__: object
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    group: int,
+    *_: object,
+    **__: object,
 ) -> bool:
     """Return whether `fp8_linear` takes these tensors."""
+    del bias
     is_whole = scales.shape[1] == 1 and (x_scales is None or x_scales.shape[1] == 1)
     in_order = x.stride(1) == 1 and weight.is_contiguous() and scales.is_contiguous()
     return x.dtype in _X_DTYPES and in_order and (is_whole or group == BLOCK)
@@ -76,7 +84,6 @@ def fp8_linear(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    *,
     group: int,
     dtype: torch.dtype,
 ) -> Tensor:

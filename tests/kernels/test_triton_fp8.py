@@ -86,8 +86,8 @@ def test_rows_of_16_bits_are_multiplied_as_they_are(num_rows: int, dtype: torch.
 
 def test_what_it_does_not_serve_is_left_to_the_reference() -> None:
     x, weight, scales = random(2, 64), random(8, 64, seed=1).to(E4M3), torch.ones(8, 1, device=DEVICE)
-    assert not triton_fp8.serves(x, None, weight, scales, group=64)
-    assert not triton_fp8.serves(x.half()[:, ::2], None, weight[:, :32].contiguous(), scales, group=32)
+    assert not triton_fp8.serves(x, None, weight, scales, None, 64)
+    assert not triton_fp8.serves(x.half()[:, ::2], None, weight[:, :32].contiguous(), scales, None, 32)
     with preferring("triton"):
         ours = fp8.fp8_linear(x, None, weight, scales, None, group=64, dtype=torch.float32)
     assert torch.equal(ours, fp8_linear_ref(x, None, weight, scales, None, group=64, dtype=torch.float32))
