@@ -1,8 +1,8 @@
 """Chains of a model's small products, in the order of a decode step: the surroundings in which tuning.py times them.
 
     layers of one shape    the first few decoder layers of the model, with attention; of a drafter, without
-    experts                feed-forward layers that stand in no decoder layer
-    single products        the output matrix, a drafter's input projection, a router of experts
+    feed-forward layers    that stand in no decoder layer, such as the one for all tokens beside experts
+    single products        the output matrix, a drafter's input projection
 
 The products are found by walking the objects of the model and the drafter, so a new family or drafter needs no line
 here. Of a product that ranks share, a rank measures its own share alone: a chain waits for no other rank.
@@ -76,7 +76,7 @@ _EMPTY = Chain((), 0, lambda *_: None)
 
 def find_chains(model: DecoderModel, drafter: object = None) -> list[Chain]:
     """Return chains with every 16-bit dense product of a model and its drafter: decoder layers of equal shapes, then
-    feed-forward layers that are in no decoder layer (experts), then single products."""
+    feed-forward layers that are in no decoder layer, then single products."""
     of_model, bodies = list(_parts(model, DecoderBody)), list(_parts([model, drafter], DecoderBody))
     in_bodies = [body.mlp for body in bodies if isinstance(body.mlp, Mlp)]
     mlps = [mlp for mlp in _parts([model, drafter], Mlp) if not any(mlp is each for each in in_bodies)]
