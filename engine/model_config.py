@@ -58,6 +58,8 @@ class ModelConfig:
     hands_over_collapsed: bool = False  # the family has streams and hands the collapsed state to drafters
     experts: ExpertsConfig | None = None
     quantization: Quantization | None = None  # of the linear layers
+    rotary_dim: int | None = None  # the first numbers of a head, which are rotated; None: all
+    has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
 
     @property
     def spec_hidden_size(self) -> int:

@@ -16,15 +16,20 @@ from ..ranks import ONE_RANK, Ranks
 from ..weights import CheckpointWeights, ListedWeights
 from .decoder import DecoderModel
 from .family import ModelFamily
+from .glm4_moe import GLM4_MOE
 from .hyper_llama import HYPER_LLAMA
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from .minimax_m2 import MINIMAX_M2
 from .qwen3_moe import QWEN3_MOE
 
 logger = logging.getLogger(__name__)
 
 _UNUSED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")  # scales of a KV cache in FP8
 
-FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, HYPER_LLAMA)}
+FAMILIES = {
+    family.architecture: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, HYPER_LLAMA)
+}
 
 
 def load_model(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 _E4M3 = sorted(x for x in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist() if x == x)
 _NUMBERS = torch.tensor(_E4M3, dtype=torch.float64).unique()  # all of them, ascending
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 class Scheme(NamedTuple):
@@ -113,7 +113,32 @@ def rounding_model(plain: Path, scheme: Scheme) -> Any:
             values, scales = _weight(module.weight.detach(), scheme)
             module.weight.data = _spread(values, scales.float().double(), scheme.weight).float()
             module.forward = _rounded_forward(module, f"{name}.weight", scheme)
+        elif hasattr(module, "gate_up_proj"):
+            _round_experts(module, scheme)
     return model
+
+
+def _round_experts(module: Any, scheme: Scheme) -> None:
+    """Let all experts of a layer compute as `scheme` says, one after the other."""
+    gates, downs = (list(getattr(module, name).detach()) for name in ("gate_up_proj", "down_proj"))
+    meant = [
+        [
+            torch.cat([_spread(*_weight(part, scheme), scheme.weight).float() for part in parts])
+            for parts in ([*gate_up.chunk(2)], [down])
+        ]
+        for gate_up, down in zip(gates, downs, strict=True)
+    ]
+
+    def forward(x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for row, (experts, own) in enumerate(zip(chosen.tolist(), shares, strict=True)):
+            for expert, share in zip(experts, own, strict=True):
+                gate, up = (_row(x[row], "gate_proj", scheme) @ meant[expert][0].T).chunk(2)
+                inner = nn.functional.silu(gate) * up
+                out[row] += share * (_row(inner, "down_proj", scheme) @ meant[expert][1].T)
+        return out
+
+    module.forward = forward
 
 
 def _rounded_forward(module: nn.Linear, name: str, scheme: Scheme) -> Callable[[Tensor], Tensor]:
