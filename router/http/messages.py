@@ -9,12 +9,12 @@ from aiohttp import web
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .api import Api, json_response
-from .chat_output import OutputReading
 from .completions import serve_chat
 from .grammars import asked_grammar
 from .messages_format import MessagesFormat
 from .messages_types import CountTokensRequest, MessagesInput, MessagesRequest, MessageText, TokenCount
 from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
+from .output_reader import OutputReading
 from .parameters import check_served
 from .prompts import chat_prompt
 from .renamed import renamed

@@ -12,7 +12,6 @@ from ..request import Delta, Request, Sequence
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .bare_answer import BareAnswer
-from .chat_output import OutputReading
 from .errors import messages_body_of
 from .messages_types import (
     BlockStart,
@@ -28,6 +27,7 @@ from .messages_types import (
     Ping,
 )
 from .openai_types import Usage
+from .output_reader import OutputReading
 from .sse import named_event
 
 _encode = msgspec.json.Encoder().encode
