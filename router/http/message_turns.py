@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...metadata.errors import RequestError
-from .messages_types import AssistantTurn, MessageText, ThinkingBlock, ToolResultBlock, ToolUseBlock, UserTurn
+from .messages_types import (
+    AssistantTurn,
+    MessageText,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserTurn,
+)
 from .openai_types import ChatMessage
 from .tool_types import CalledFunction, ToolCall
 
@@ -38,7 +46,7 @@ def text_of(content: str | Sequence[object]) -> str:
     """Return the text of the blocks of a message."""
     if isinstance(content, str):
         return content
-    return "\n".join(block.text for block in content if isinstance(block, MessageText))
+    return "\n".join(block.text for block in content if isinstance(block, MessageText | TextBlock))
 
 
 def _check_results(turn: UserTurn, known: set[str], path: str) -> None:

@@ -6,19 +6,26 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from .openai_types import MAX_STOPS, MessagePart, NumTokens, StopText
+from .openai_types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
 from .tool_types import MAX_TOOLS, CallId, ToolName
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
+class MessageText(TextPart, frozen=True, forbid_unknown_fields=True):
+    """A block where all are text. `cache_control` has no effect: prefixes are cached by themselves."""
+
+    cache_control: dict[str, Any] | None = None
+    citations: list[Any] | None = None
+
+
 class MessageBlock(MessagePart, frozen=True, tag_field="type", kw_only=True):
-    """Base of the blocks of messages. `cache_control` has no effect: prefixes are cached by themselves."""
+    """Base of the blocks of messages. `cache_control` has no effect."""
 
     cache_control: dict[str, Any] | None = None
 
 
-class MessageText(MessageBlock, frozen=True, forbid_unknown_fields=True, tag="text"):
+class TextBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, tag="text"):
     """A block of text."""
 
     text: str
@@ -58,13 +65,13 @@ class RedactedBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_on
 class UserTurn(Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
     """A message of the user. The model reads the results of tools first, and then the text."""
 
-    content: str | list[MessageText | ToolResultBlock]
+    content: str | list[TextBlock | ToolResultBlock]
 
 
 class AssistantTurn(Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
     """A message of the model. If it is the last one, it has no calls, and the answer goes on from its text."""
 
-    content: str | list[MessageText | ToolUseBlock | ThinkingBlock | RedactedBlock]
+    content: str | list[TextBlock | ToolUseBlock | ThinkingBlock | RedactedBlock]
 
 
 class CustomTool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -25,13 +25,13 @@ def data_of(events: bytes) -> list[dict[str, Any]]:
 
 def new_format(request_: Request) -> MessagesFormat:
     assert request_.group.tokenizer is not None
-    return MessagesFormat("msg-1", "fake", request_.group.tokenizer, None)
+    return MessagesFormat("msg-1", "fake", request_.group.tokenizer, None, shows_thoughts=False)
 
 
 def test_output_without_text_yet_writes_no_delta(request_: Request) -> None:
     answers, sequence = new_format(request_), request_.sequences[0]
     first = data_of(answers.chunk(0, sequence, Delta("", [5], []), None))
-    assert [each["type"] for each in first] == ["message_start", "content_block_start", "ping"]
+    assert [each["type"] for each in first] == ["message_start", "ping"]
     assert first[0]["message"]["usage"]["input_tokens"] == 7
     assert answers.chunk(0, sequence, Delta("", [6], []), None) == b""
     (delta,) = data_of(answers.chunk(0, sequence, Delta('é"\n', [6], []), None))
