@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from ...metadata.wire.request import MAX_CONTEXT
 from .openai_types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
 from .tool_types import MAX_TOOLS, CallId, ToolName
 
@@ -116,9 +117,9 @@ ThoughtDisplay = Literal["summarized", "omitted"]  # summarized: thoughts are gi
 
 
 class ThinkingEnabled(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
-    """The model thinks before it answers."""
+    """The model thinks before it answers. `budget_tokens` has no effect yet."""
 
-    budget_tokens: NumTokens
+    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
     display: ThoughtDisplay | None = None
 
 
