@@ -18,8 +18,8 @@ from baton.router.output_parser import OutputParser
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.tool_parsers.hermes import HermesParser
 
-from ..conftest import System
-from .chats import TEMPLATE, USER, accepts, call, prompt_of, say
+from ..conftest import RunningRouter, System
+from .chats import TEMPLATE, USER, accepts, call, marked_system, prompt_of, say
 from .test_output_readings import QWEN3, TEXT, num_tokens
 
 WEATHER: Any = {
@@ -39,8 +39,9 @@ def hermes(make_system: Callable[..., System]) -> System:
 
 
 @pytest.fixture
-def thinker(make_system: Callable[..., System]) -> System:
-    return make_system(template=QWEN3, context_len=4096).up()
+def thinker(make_router: Callable[..., RunningRouter], tokenizer_file: bytes) -> Iterator[System]:
+    with marked_system(make_router(), tokenizer_file, QWEN3 + "{{ enable_thinking }}") as system:
+        yield system
 
 
 @pytest.fixture
@@ -208,20 +209,17 @@ def test_thoughts_are_a_block_if_they_are_asked_for(
 
 
 @pytest.mark.parametrize(("kind", "is_on"), [(None, None), ("disabled", False), ("adaptive", True), ("enabled", True)])
-def test_the_template_is_told_whether_thinking_is_on(
-    make_system: Callable[..., System], kind: str | None, is_on: bool | None
-) -> None:
-    system = make_system(template=QWEN3 + "{{ enable_thinking }}", context_len=4096).up()
-    say(system, TEXT)
+def test_the_template_is_told_whether_thinking_is_on(thinker: System, kind: str | None, is_on: bool | None) -> None:
+    say(thinker, TEXT)
     thinking = {"type": kind, **({"budget_tokens": 9} if kind == "enabled" else {})}
     body = body_of() if kind is None else body_of(thinking=thinking)
-    assert system.router.request("POST", "/v1/messages", body)[0] == 200
-    shown = prompt_of(system)
+    assert thinker.router.request("POST", "/v1/messages", body)[0] == 200
+    shown = prompt_of(thinker)
     assert shown.endswith("" if is_on is None else str(is_on))
     assert shown.endswith("<think>\n\n</think>\n\nFalse") == (is_on is False)
     del body["max_tokens"]
-    _, count, _ = system.router.request("POST", "/v1/messages/count_tokens", body)
-    assert count["input_tokens"] == num_tokens(system, shown)
+    _, count, _ = thinker.router.request("POST", "/v1/messages/count_tokens", body)
+    assert count["input_tokens"] == num_tokens(thinker, shown)
 
 
 def test_adaptive_thinking_needs_no_thoughts(hermes: System, clients: Clients) -> None:

@@ -20,8 +20,8 @@ from baton.router.http.messages_types import (
 )
 from baton.router.http.openai_types import ChatMessage
 
-from ..conftest import System
-from .chats import TEMPLATE, USER, call, prompt_of, say
+from ..conftest import RunningRouter, System
+from .chats import TEMPLATE, USER, call, marked_system, prompt_of, say
 from .test_message_blocks import ENABLED, NOW, PARIS, WEATHER
 from .test_output_readings import num_tokens
 
@@ -32,8 +32,9 @@ THOUGHTS = TEMPLATE.replace(
 
 
 @pytest.fixture
-def system(make_system: Callable[..., System]) -> System:
-    return make_system(template=THOUGHTS, context_len=4096).up()
+def system(make_router: Callable[..., RunningRouter], tokenizer_file: bytes) -> Iterator[System]:
+    with marked_system(make_router(), tokenizer_file, THOUGHTS) as system:
+        yield system
 
 
 @pytest.fixture
