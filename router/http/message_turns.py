@@ -18,7 +18,7 @@ from .messages_types import (
     ToolUseBlock,
     UserTurn,
 )
-from .openai_types import ChatMessage
+from .openai_types import ChatMessage, MessagePart
 from .tool_types import CalledFunction, ToolCall
 
 
@@ -42,7 +42,7 @@ def chat_messages(turns: Sequence[UserTurn | AssistantTurn]) -> list[ChatMessage
     return messages
 
 
-def text_of(content: str | Sequence[object]) -> str:
+def text_of(content: str | Sequence[MessagePart]) -> str:
     """Return the text of the blocks of a message."""
     if isinstance(content, str):
         return content

@@ -9,6 +9,8 @@ from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
 from baton.router.tool_parsers.hermes import HermesParser
 
+from ..sites import make_group, make_request
+
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 BROKEN = '<tool_call>{"name": "f", "arguments": {"a": '
 
@@ -38,6 +40,10 @@ def test_a_broken_call_is_no_call() -> None:
         reader = make(is_parallel=is_parallel)
         reader.events(text, is_last=True)
         assert not reader.has_call
+
+
+def test_a_reader_without_thoughts_counts_none() -> None:
+    assert make().num_thoughts(make_request(make_group()).sequences[0]) == 0
 
 
 def test_text_that_is_not_read_is_content() -> None:
