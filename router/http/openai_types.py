@@ -89,11 +89,7 @@ PARTS_NOT_SERVED = {  # type of a part of a message -> what it holds
     "input_audio": "audio parts",
     "input_file": "files",
     "input_image": "images",
-    "redacted_thinking": "thoughts",
     "search_result": "search results",
-    "thinking": "thoughts",
-    "tool_result": "tools",
-    "tool_use": "tools",
     "video_url": "videos",
 }
 

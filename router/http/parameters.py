@@ -15,7 +15,7 @@ from ...metadata.errors import RequestError
 from ...metadata.wire.request import MAX_CONTEXT, SamplingParams
 from ..node import NodeGroup
 from ..request import TextOptions
-from .messages_types import CountTokensRequest, MessagesRequest
+from .messages_types import MessagesRequest
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 from .responses_types import ResponsesRequest
 
@@ -42,11 +42,6 @@ _COMMON_NOT_SERVED = (
     NotServed("guided_decoding_backend", "there is one backend, llguidance", (None,)),
     NotServed("guided_whitespace_pattern", "white space of JSON cannot be set", (None,)),
 )
-_MESSAGES_NOT_SERVED = (
-    NotServed("thinking", "thinking cannot be turned on", (None, {"type": "disabled"})),
-    NotServed("tools", "tools are not served"),
-    NotServed("tool_choice", "tools are not served", (None, {"type": "none"})),
-)
 NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
     CompletionRequest: (*_COMMON_NOT_SERVED, NotServed("suffix", "insertion is not served", (None, ""))),
     ChatRequest: (
@@ -70,11 +65,9 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
         NotServed("web_search_options", "there is no web search"),
         NotServed("modalities", "only text is served", (None, ["text"])),
     ),
-    CountTokensRequest: _MESSAGES_NOT_SERVED,
     MessagesRequest: (
-        *_MESSAGES_NOT_SERVED,
         NotServed("container", "containers are not served", (None,)),
-        NotServed("mcp_servers", "tools are not served"),
+        NotServed("mcp_servers", "tools of MCP servers are not served; the client runs all tools"),
     ),
     ResponsesRequest: (
         NotServed("background", "responses are not computed in the background", (None, False)),

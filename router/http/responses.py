@@ -10,9 +10,9 @@ from ...metadata.errors import RequestError
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .api import Api
-from .chat_output import OutputReading
 from .completions import serve_chat
 from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
+from .output_reader import OutputReading
 from .parameters import check_served
 from .renamed import renamed
 from .responses_format import ResponsesFormat

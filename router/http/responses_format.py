@@ -13,9 +13,9 @@ from ..request import Delta, Request, Sequence
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .bare_answer import BareAnswer
-from .chat_output import OutputReading
 from .errors import body_of
 from .openai_types import CompletionTokensDetails, Usage
+from .output_reader import OutputReading
 from .responses_types import (
     IncompleteDetails,
     InputDetails,

@@ -70,7 +70,7 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
             f"tool_choice: there is no tool {choice.function.name!r}; the tools are: {known}", param="tool_choice"
         )
     if choice == "required" and not tools:
-        raise RequestError("tool_choice: required needs tools", param="tool_choice")
+        raise RequestError("tool_choice: a required call needs tools", param="tool_choice")
     if not tools or choice == "none":
         return None
     if body.response_format is not None and body.response_format.type != "text":

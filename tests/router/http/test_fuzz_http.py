@@ -70,10 +70,21 @@ tool = st.fixed_dictionaries(
         ),
     }
 )
+custom_tool = st.fixed_dictionaries({"name": tool_name, "input_schema": anything}, optional={"strict": st.booleans()})
+block = st.one_of(
+    st.fixed_dictionaries({"type": st.just("text"), "text": text}),
+    st.fixed_dictionaries(
+        {"type": st.just("tool_use"), "id": st.sampled_from(["a", "b"]), "name": tool_name, "input": st.just({})}
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("tool_result"), "tool_use_id": st.sampled_from(["a", "b"])}, optional={"content": text}
+    ),
+    st.fixed_dictionaries({"type": st.just("thinking"), "thinking": text}, optional={"signature": text}),
+)
 message = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", "assistant", "tool", "emperor"])},
     optional={
-        "content": text | anything,
+        "content": text | st.lists(block, max_size=3) | anything,
         "name": text,
         "tool_calls": st.lists(tool_call, max_size=2) | anything,
         "tool_call_id": st.sampled_from(["a", "b"]),
@@ -122,11 +133,15 @@ likely: dict[str, st.SearchStrategy[Any]] = {
             "grammar": text | st.just('start: "a"'),
         },
     ),
-    "tools": st.lists(tool, max_size=2),
+    "tools": st.lists(tool, max_size=2) | st.lists(custom_tool, max_size=2),
     "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}])
+    | st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "none", "tool"])}, optional={"name": tool_name})
     | anything,
     "parallel_tool_calls": st.booleans(),
     "reasoning_effort": st.sampled_from(["low", "high"]),
+    "thinking": st.fixed_dictionaries(
+        {"type": st.sampled_from(["enabled", "adaptive", "disabled"])}, optional={"budget_tokens": st.integers(0, 40)}
+    ),
 }
 needed = {
     "/v1/completions": ("model", "prompt"),

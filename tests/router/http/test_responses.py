@@ -118,7 +118,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "low"}}, "reasoning.effort: the model's chat template knows no effort"),
     ({"reasoning": {"summary": "auto"}}, "reasoning.summary: unknown field"),
     ({"input": []}, "input: "),
-    ({"input": [{"type": "function_call_output", "role": "user", "content": ""}]}, "input[0].type: Invalid enum"),
+    ({"input": [{"type": "item_reference", "role": "user", "content": ""}]}, "input[0].type: 'item_reference' is not"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0]: images are not served (input_image)",
