@@ -29,8 +29,8 @@ class _Typed(msgspec.Struct):
 def mended(body: bytes, kind: Any) -> bytes:
     """Return a JSON body without the fields that `kind` does not know and that are null.
 
-    Raises RequestError that names the first other unknown field and the nearest known one, or the first part of a
-    message that is not text. A body with more than MAX_NULLS nulls, or one that is nested too deeply, is returned
+    Raises RequestError that names the first other unknown field and the nearest known one, the first part of a message
+    that is not text, or the first object of a type that is not served. A body with more than MAX_NULLS nulls, or one that is nested too deeply, is returned
     unchanged.
     """
     if body.count(b"null") > MAX_NULLS:
@@ -62,6 +62,7 @@ def _mended(value: Raw, kind: inspect.Type, path: str) -> Raw:
 def _mended_object(value: Raw, kind: inspect.StructType, path: str) -> dict[str, Raw]:
     if issubclass(kind.cls, MessagePart):
         _check_part(value, path)
+    _check_type(value, kind, path)
     known = {field.encode_name: field.type for field in kind.fields}
     kept: dict[str, Raw] = {}
     for name, item in msgspec.json.decode(value, type=dict[str, Raw]).items():
@@ -84,6 +85,23 @@ def _check_part(value: Raw, path: str) -> None:
         raise RequestError(
             f"{path}: {PARTS_NOT_SERVED[part]} are not served ({part}); only parts of type text are",
             param=_top(path),
+        )
+
+
+def _check_type(value: Raw, kind: inspect.StructType, path: str) -> None:
+    """Raise RequestError for an object whose `type` is a string that is not served."""
+    served = next((field.type for field in kind.fields if field.encode_name == "type"), None)
+    if not isinstance(served, inspect.LiteralType):
+        return
+    try:
+        given = msgspec.json.decode(value, type=_Typed).type
+    except msgspec.ValidationError:
+        return  # as above
+    if given and given not in served.values:
+        field = f"{path}.type" if path else "type"
+        names = ", ".join(map(str, served.values))
+        raise RequestError(
+            f"{field}: {given[:_LONGEST_NAME]} is not served; the served types are: {names}", param=_top(field)
         )
 
 
