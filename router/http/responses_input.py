@@ -19,12 +19,12 @@ from .bodies import decode
 from .openai_types import ChatMessage
 from .responses_types import (
     INPUT_ITEMS,
-    InputCall,
-    InputCallOutput,
+    CallItem,
+    CallOutputItem,
     InputItem,
-    InputMessage,
+    MessageItem,
     InputPart,
-    InputReasoning,
+    ReasoningItem,
     ResponsesRequest,
 )
 from .tool_types import CalledFunction, ToolCall
@@ -79,20 +79,20 @@ class _Conversation:
 
     def add(self, item: InputItem, path: str) -> None:
         match item:
-            case InputMessage(role="assistant"):
+            case MessageItem(role="assistant"):
                 self._turn_after_text().texts.append(_text_of(item.content))
-            case InputMessage():
+            case MessageItem():
                 self.end_turn()
                 self.messages.append(ChatMessage(item.role, _text_of(item.content)))
-            case InputReasoning():
+            case ReasoningItem():
                 parts = item.content or item.summary or []
                 self._turn_after_text().thoughts += [part.text for part in parts]
-            case InputCall():
+            case CallItem():
                 function = CalledFunction(item.name, item.arguments)
                 arguments_of(function, f"{path}.arguments")
                 self._call_ids.add(item.call_id)
                 self._turn.calls.append(ToolCall(item.call_id, function))
-            case InputCallOutput():
+            case CallOutputItem():
                 if item.call_id not in self._call_ids:
                     raise RequestError(
                         f"{path}.call_id: no call before it has the id {item.call_id!r}; send the item of the call too",

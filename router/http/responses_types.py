@@ -23,7 +23,7 @@ class InputPart(MessagePart, frozen=True, forbid_unknown_fields=True):
     parsed: Any = None
 
 
-class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
+class MessageItem(Struct, frozen=True, forbid_unknown_fields=True):
     """One message. The fields beside its role and content come back with messages that the model wrote."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -41,7 +41,7 @@ class ReasoningPart(Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
-class InputReasoning(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ReasoningItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Thoughts of the model. Without `content` the summary stands for them. `encrypted_content` is not read."""
 
     type: Literal["reasoning"]
@@ -52,7 +52,7 @@ class InputReasoning(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     status: str | None = None
 
 
-class InputCall(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CallItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A call of a function that the model made. `arguments` is a JSON object as text."""
 
     type: Literal["function_call"]
@@ -64,7 +64,7 @@ class InputCall(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     parsed_arguments: Any = None
 
 
-class InputCallOutput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CallOutputItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the function of an earlier call returned."""
 
     type: Literal["function_call_output"]
@@ -74,12 +74,12 @@ class InputCallOutput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     status: str | None = None
 
 
-InputItem = InputMessage | InputReasoning | InputCall | InputCallOutput
+InputItem = MessageItem | ReasoningItem | CallItem | CallOutputItem
 INPUT_ITEMS: dict[str, type[InputItem]] = {  # by their `type`
-    "message": InputMessage,
-    "reasoning": InputReasoning,
-    "function_call": InputCall,
-    "function_call_output": InputCallOutput,
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
 }
 
 
