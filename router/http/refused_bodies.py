@@ -30,8 +30,8 @@ def mended(body: bytes, kind: Any) -> bytes:
     """Return a JSON body without the fields that `kind` does not know and that are null.
 
     Raises RequestError that names the first other unknown field and the nearest known one, the first part of a message
-    that is not text, or the first object of a type that is not served. A body with more than MAX_NULLS nulls, or one that is nested too deeply, is returned
-    unchanged.
+    that is not text, or the first object of a type that is not served. A body with more than MAX_NULLS nulls, or one
+    that is nested too deeply, is returned unchanged.
     """
     if body.count(b"null") > MAX_NULLS:
         return body

@@ -16,7 +16,7 @@ from .answer_format import AnswerFormat
 from .errors import body_of
 from .openai_types import CompletionTokensDetails, Usage
 from .output_reader import OutputReader, OutputReading
-from .response_items import ResponseItems
+from .responses_output import ResponseOutput
 from .responses_types import (
     IncompleteDetails,
     InputDetails,
@@ -44,7 +44,7 @@ class ResponsesFormat(AnswerFormat):
         self._body = body
         self._reader = OutputReader(reading)
         self._numbers = itertools.count()  # of the events of a stream
-        self._items = ResponseItems(self._reader, response_id, self._numbers)
+        self._output = ResponseOutput(self._reader, response_id, self._numbers)
         self._end: Delta | None = None  # the last output of a stream
 
     def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
@@ -56,25 +56,25 @@ class ResponsesFormat(AnswerFormat):
         del index, sequence, usage
         opening = b"" if self._end is not None else self._opening()
         self._end = delta
-        return opening + _events(self._items.events(delta.text, is_last=delta.finish_reason is not None))
+        return opening + _events(self._output.events(delta.text, is_last=delta.finish_reason is not None))
 
     def ended(self, requests: abc.Sequence[Request], *, with_usage: bool) -> bytes:
         del with_usage  # it always has it
         assert self._end is not None, f"{self.response_id} ended without output"
         status = _status_of(self._end)
-        events = _events(self._items.end(status))
-        response = self._response(status, self._items.output, self.usage_of(requests))
+        events = _events(self._output.end(status))
+        response = self._response(status, self._output.items, self.usage_of(requests))
         return events + self._event(f"response.{status}", response)
 
     def failed(self, error: BatonError) -> bytes:
         detail = body_of(error).error
         fault = ResponseFault(detail.code or detail.type, detail.message)
-        return self._event("response.failed", self._response("failed", self._items.output, None, fault))
+        return self._event("response.failed", self._response("failed", self._output.items, None, fault))
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         ((_, delta),) = outputs
         status = _status_of(delta)
-        return _encode(self._response(status, self._items.whole(delta.text, status), usage))
+        return _encode(self._response(status, self._output.whole(delta.text, status), usage))
 
     def _opening(self) -> bytes:
         empty = self._response("in_progress", [], None)

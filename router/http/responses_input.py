@@ -22,8 +22,8 @@ from .responses_types import (
     CallItem,
     CallOutputItem,
     InputItem,
-    MessageItem,
     InputPart,
+    MessageItem,
     ReasoningItem,
     ResponsesRequest,
 )

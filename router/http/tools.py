@@ -148,7 +148,7 @@ def arguments_of(function: CalledFunction, path: str) -> dict[str, Any]:
     try:
         return _decode_object(arguments)
     except (msgspec.DecodeError, RecursionError):
-        raise _history_error(f"{path}: it must be a JSON object as text") from None
+        raise RequestError(f"{path}: it must be a JSON object as text", param=path.partition("[")[0]) from None
 
 
 def _history_error(words: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""Thoughts of a model that has them: messages and responses leave them out, whole and streamed."""
+"""Thoughts of a model that has them: messages leave them out, whole and streamed."""
 
 from __future__ import annotations
 
@@ -47,26 +47,3 @@ def test_disabled_thinking_reaches_the_template(thinker: System) -> None:
     del body["max_tokens"]
     _, count, _ = thinker.router.request("POST", "/v1/messages/count_tokens", body)
     assert count["input_tokens"] == num_tokens(thinker, prompt_of(thinker))
-
-
-def test_the_effort_of_reasoning_reaches_the_template(thinker: System) -> None:
-    body = {"model": "fake", "input": "hello", "reasoning": {"effort": "low"}}
-    assert thinker.router.request("POST", "/v1/responses", body)[0] == 200
-    assert "low" in prompt_of(thinker)
-
-
-def test_responses_leave_thoughts_out_and_count_them(thinker: System) -> None:
-    body = {"model": "fake", "input": "hello"}
-    _, whole, _ = thinker.router.request("POST", "/v1/responses", body)
-    last = streamed(thinker, "/v1/responses", body)[-1]["response"]
-    for response in (whole, last):
-        assert [part["text"] for part in response["output"][0]["content"]] == ["Yes."]
-        assert response["usage"]["output_tokens"] == len(thinker.say(TEXT))
-        num_thoughts = response["usage"]["output_tokens_details"]["reasoning_tokens"]
-        assert num_thoughts == num_tokens(thinker, TEXT.partition("\n\n")[0])
-
-
-def test_without_thoughts_all_text_is_the_answer(system: System) -> None:
-    _, whole, _ = system.router.request("POST", "/v1/responses", {"model": "fake", "input": "hello"})
-    assert whole["output"][0]["content"][0]["text"] == system.text
-    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}

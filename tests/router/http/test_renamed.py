@@ -8,7 +8,7 @@ from baton.metadata.errors import BatonError, RequestError
 from baton.router.errors import NotFound
 from baton.router.http.renamed import renamed
 
-NAMES = {"stop": "stop_sequences", "a.b": "c.d.e"}
+NAMES = {"stop": "stop_sequences", "a.b": "c.d.e", "tools[].function": "tools[]"}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ NAMES = {"stop": "stop_sequences", "a.b": "c.d.e"}
         ("a.b.x: bad", "c.d.e.x: bad", "c"),
         ("stop_token_ids: bad", "stop_token_ids: bad", "p"),
         ("a: bad", "a: bad", "p"),
+        ("tools[12].function.name: bad", "tools[12].name: bad", "tools"),
+        ("tools[12].functions: bad", "tools[12].functions: bad", "p"),
     ],
 )
 def test_a_refusal_names_the_clients_field(words: str, shown: str, param: str) -> None:

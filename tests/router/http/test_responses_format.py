@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.metadata.errors import Overloaded
@@ -20,9 +21,10 @@ def request_() -> Request:
     return make_request(make_group(), prompt_len=7)
 
 
-def new_format(request_: Request) -> ResponsesFormat:
+def new_format(request_: Request, **given: Any) -> ResponsesFormat:
     assert request_.group.tokenizer is not None
-    return ResponsesFormat("resp-1", ResponsesRequest(model="fake", input="x"), request_.group.tokenizer, None)
+    body = msgspec.convert({"model": "fake", "input": "x", **given}, ResponsesRequest)
+    return ResponsesFormat("resp-1", body, request_.group.tokenizer, None)
 
 
 def data_of(events: bytes) -> list[dict[str, Any]]:
@@ -32,11 +34,12 @@ def data_of(events: bytes) -> list[dict[str, Any]]:
 def test_output_without_text_yet_writes_no_delta(request_: Request) -> None:
     answers, sequence = new_format(request_), request_.sequences[0]
     opening = data_of(answers.chunk(0, sequence, Delta("", [5], []), None))
-    assert [each["sequence_number"] for each in opening] == [0, 1, 2, 3]
+    assert [each["type"] for each in opening] == ["response.created", "response.in_progress"]
     assert opening[0]["response"]["status"] == "in_progress" and opening[0]["response"]["usage"] is None
     assert answers.chunk(0, sequence, Delta("", [6], []), None) == b""
-    (delta,) = data_of(answers.chunk(0, sequence, Delta('é"\n', [6], []), None))
-    assert (delta["delta"], delta["sequence_number"], delta["item_id"]) == ('é"\n', 4, "msg-1")
+    added, part, delta = data_of(answers.chunk(0, sequence, Delta('é"\n', [6], []), None))
+    assert (added["type"], part["type"]) == ("response.output_item.added", "response.content_part.added")
+    assert (delta["delta"], delta["sequence_number"], delta["item_id"]) == ('é"\n', 4, "msg_1_0")
 
 
 def test_the_end_holds_all_text_and_counts(request_: Request) -> None:
@@ -49,6 +52,28 @@ def test_the_end_holds_all_text_and_counts(request_: Request) -> None:
     assert response["usage"]["input_tokens"] == 7
     assert response["usage"]["input_tokens_details"] == {"cached_tokens": 5}
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_an_output_without_text_is_an_empty_message(request_: Request) -> None:
+    answers, sequence = new_format(request_), request_.sequences[0]
+    answers.chunk(0, sequence, Delta("", [5], [], "stop"), None)
+    kinds = [each["type"] for each in data_of(answers.ended([request_], with_usage=False))]
+    assert kinds[0] == "response.output_item.added" and kinds[-1] == "response.completed"
+    whole = json.loads(
+        new_format(request_).whole([(sequence, Delta("", [5], [], "stop"))], answers.usage_of([request_]))
+    )
+    assert whole["output"][0]["content"][0]["text"] == ""
+
+
+def test_a_response_repeats_tools_as_they_were_given(request_: Request) -> None:
+    tool = {"name": "f", "parameters": {"type": "object"}, "strict": True, "type": "function"}
+    given = {"tools": [tool], "tool_choice": {"name": "f", "type": "function"}, "parallel_tool_calls": False}
+    answers = new_format(request_, **given)
+    opening = data_of(answers.chunk(0, request_.sequences[0], Delta("", [5], []), None))
+    assert {name: opening[0]["response"][name] for name in given} == given
+    default = data_of(new_format(request_).chunk(0, request_.sequences[0], Delta("", [5], []), None))
+    for name, value in {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}.items():
+        assert default[0]["response"][name] == value
 
 
 def test_a_failed_stream_ends_with_the_error(request_: Request) -> None:

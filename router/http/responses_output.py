@@ -1,10 +1,10 @@
-"""The output items of one response: the events of its parser as events of a stream, or as the whole output.
+"""The output of one response: the events of its parser as events of a stream, or as the whole list of items.
 
     Thought                    an item of type reasoning
     Content                    a message
     CallBegin, CallArguments   an item of type function_call
     CallBroken                 stream: the item ends as incomplete
-                               whole output: its text is that of a message, and the call is left out
+                               whole list: its text is that of a message, and the call is left out
 
 An item ends when one of another type begins, and with its call. An output without any item is an empty message.
 """
@@ -33,8 +33,8 @@ from .responses_types import (
 )
 
 
-class ResponseItems:
-    """The items of one response, as they come. `reader`: that of its output. `numbers`: those of its stream's events."""
+class ResponseOutput:
+    """The items of one response, as they come. `reader` reads its text. `numbers` counts the events of its stream."""
 
     def __init__(self, reader: OutputReader, response_id: str, numbers: Iterator[int]) -> None:
         self._reader = reader
@@ -44,7 +44,7 @@ class ResponseItems:
         self._events: list[ResponseEvent] = []
 
     @property
-    def output(self) -> list[OutputItem]:
+    def items(self) -> list[OutputItem]:
         """The items so far. One that has not ended is incomplete."""
         return [draft.item(draft.status or "incomplete") for draft in self._drafts]
 
@@ -63,7 +63,7 @@ class ResponseItems:
         """Return the items of a whole output. `status`: that of the response."""
         self._read(_without_broken_calls(self._reader.events(text, is_last=True)))
         self.end(status)
-        return self.output
+        return self.items
 
     def _read(self, events: Iterable[OutputEvent]) -> list[ResponseEvent]:
         for event in events:
