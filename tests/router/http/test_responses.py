@@ -14,7 +14,7 @@ from baton.metadata.wire import messages as m
 
 from ..conftest import System
 from ..test_runner import own
-from .chats import TEMPLATE, accepts, call, prompt_of, say
+from .chats import accepts, call, prompt_of, say
 from .test_output_readings import QWEN3, TEXT, num_tokens
 
 BODY: dict[str, Any] = {"model": "fake", "input": "hello", "max_output_tokens": 100}
@@ -410,14 +410,3 @@ def test_a_format_excludes_tools(thinker: System) -> None:
     status, answer, _ = thinker.router.request("POST", "/v1/responses", body)
     assert (status, answer["error"]["param"]) == (400, "text")
     assert answer["error"]["message"].startswith("text.format: excludes tools")
-
-
-def test_a_stream_that_fails_within_a_call_has_it_as_incomplete(make_system: Callable[..., System]) -> None:
-    system = make_system(router={"request_timeout_s": 1.0}, template=TEMPLATE, context_len=4096)
-    system.behaviour.step_s = 0.1
-    say(system, call("now", {"a": "x" * 200}))
-    system.up()
-    last = events_of(system, tools=[NOW], max_output_tokens=500)[-1]
-    assert last["type"] == "response.failed"
-    (made,) = last["response"]["output"]
-    assert (made["type"], made["status"]) == ("function_call", "incomplete")

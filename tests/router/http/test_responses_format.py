@@ -9,9 +9,12 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import Overloaded
+from baton.router.http.output_reader import OutputReading
 from baton.router.http.responses_format import ResponsesFormat
 from baton.router.http.responses_types import ResponsesRequest
+from baton.router.output_parser import OutputParser
 from baton.router.request import Delta, Request
+from baton.router.tool_parsers.hermes import HermesParser
 
 from ..sites import make_group, make_request
 
@@ -21,10 +24,10 @@ def request_() -> Request:
     return make_request(make_group(), prompt_len=7)
 
 
-def new_format(request_: Request, **given: Any) -> ResponsesFormat:
+def new_format(request_: Request, reading: OutputReading | None = None, **given: Any) -> ResponsesFormat:
     assert request_.group.tokenizer is not None
     body = msgspec.convert({"model": "fake", "input": "x", **given}, ResponsesRequest)
-    return ResponsesFormat("resp-1", body, request_.group.tokenizer, None)
+    return ResponsesFormat("resp-1", body, request_.group.tokenizer, reading)
 
 
 def data_of(events: bytes) -> list[dict[str, Any]]:
@@ -81,3 +84,12 @@ def test_a_failed_stream_ends_with_the_error(request_: Request) -> None:
     assert event["type"] == "response.failed"
     assert event["response"]["error"] == {"code": "overloaded", "message": "full"}
     assert event["response"]["output"] == []
+
+
+def test_a_stream_that_fails_within_a_call_has_it_as_incomplete(request_: Request) -> None:
+    reading = OutputReading(lambda: OutputParser(None, HermesParser({"f": {}})), None, "reasoning", is_parallel=True)
+    answers = new_format(request_, reading)
+    answers.chunk(0, request_.sequences[0], Delta('A<tool_call>{"name": "f", "arguments": {"a"', [5], []), None)
+    text, call = data_of(answers.failed(Overloaded("full")))[-1]["response"]["output"]
+    assert (text["type"], text["status"]) == ("message", "completed")
+    assert (call["type"], call["status"], call["arguments"]) == ("function_call", "incomplete", '{"a"')
