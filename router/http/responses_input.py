@@ -130,9 +130,8 @@ def _item_of(raw: Raw, path: str) -> InputItem:
             return decode(data, _decoders[kind])
     except RequestError as error:
         raise RequestError(f"{path}{'.' if error.param else ': '}{error}", param="input") from None
-    served = ", ".join(_decoders)
     raise RequestError(
-        f"{path}.type: {kind[:_LONGEST_TYPE]} is not served; the served types are: {served}", param="input"
+        f"{path}.type: {kind[:_LONGEST_TYPE]!r} is not served; served are: {', '.join(_decoders)}", param="input"
     )
 
 

@@ -117,26 +117,6 @@ def test_parts_of_no_known_kind_are_refused_too(system: System) -> None:
         assert "content[0]" in answer["error"]["message"], answer
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (
-            {"tools": [{"x": 1, "type": "custom"}]},
-            "tools[0].type: custom is not served; the served types are: function",
-        ),
-        ({"tool_choice": {"type": "t" * 99, "mode": "auto"}}, f"tool_choice.type: {'t' * 64} is not served; "),
-        ({"tools": [{"x": 1, "type": 5}]}, "tools[0].x: unknown field"),
-        ({"tools": [{"x": 1, "type": "function"}]}, "tools[0].x: unknown field"),
-        ({"tools": [{"x": 1}]}, "tools[0].x: unknown field"),
-    ],
-)
-def test_objects_of_types_that_are_not_served_are_refused_by_their_type(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        mended(json.dumps(CHAT | fields).encode(), ChatRequest)
-    assert str(caught.value).startswith(words)
-    assert caught.value.param == next(iter(fields))
-
-
 def test_objects_that_take_any_field_keep_theirs(system: System) -> None:
     for fields in ({"schema": None}, {"schema": {"a": None}}):
         body = CHAT | {"metadata": fields, "chat_template_kwargs": fields, "no_such_field": None}

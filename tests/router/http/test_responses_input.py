@@ -98,8 +98,8 @@ def test_fields_that_are_null_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        ({"type": "item_reference", "id": "x"}, "input[1].type: item_reference is not served; the served types are: "),
-        ({"type": "t" * 99}, f"input[1].type: {'t' * 64} is not served"),
+        ({"type": "item_reference", "id": "x"}, "input[1].type: 'item_reference' is not served; served are: "),
+        ({"type": "t" * 99}, f"input[1].type: {'t' * 64!r} is not served"),
         ({"type": 5}, "input[1].type: Expected `str | null`, got `int`"),
         (5, "input[1]: Expected `object`, got `int`"),
         ({"role": "user"}, "input[1].content: Object missing required field `content`"),
@@ -125,7 +125,7 @@ def test_fields_that_are_null_are_ignored() -> None:
         ({"type": "reasoning", "content": "x"}, "input[1].content: Expected `array | null`, got `str`"),
         (
             {"type": "reasoning", "summary": [{"type": "text", "text": "x"}]},
-            "input[1].summary[0].type: text is not served; the served types are: reasoning_text, summary_text",
+            "input[1].summary[0].type: 'text' is not served; served are: reasoning_text, summary_text",
         ),
     ],
 )
