@@ -70,6 +70,30 @@ tool = st.fixed_dictionaries(
         ),
     }
 )
+flat_tool = st.fixed_dictionaries({"type": st.just("function"), "name": tool_name}, optional={"parameters": anything})
+item = st.one_of(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": text}),
+    st.fixed_dictionaries(
+        {"type": st.just("reasoning")},
+        optional={
+            "content": st.lists(st.fixed_dictionaries({"type": st.just("reasoning_text"), "text": text}), max_size=2),
+            "summary": anything,
+        },
+    ),
+    st.fixed_dictionaries(
+        {
+            "type": st.just("function_call"),
+            "call_id": st.sampled_from(["a", "b"]),
+            "name": tool_name,
+            "arguments": st.just("{}") | text,
+        }
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("function_call_output"), "call_id": st.sampled_from(["a", "b"]), "output": text | anything}
+    ),
+    st.fixed_dictionaries({"type": text}),
+    anything,
+)
 message = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", "assistant", "tool", "emperor"])},
     optional={
@@ -90,7 +114,7 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 40) | st.just(511),
     "stop_sequences": st.lists(text, max_size=3),
     "system": text,
-    "input": text | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": text}), max_size=3),
+    "input": text | st.lists(item, max_size=3),
     "max_output_tokens": st.integers(1, 40),
     "text": st.fixed_dictionaries({"format": st.fixed_dictionaries({"type": st.just("json_object")})}),
     "max_completion_tokens": st.integers(1, 40),
@@ -122,7 +146,7 @@ likely: dict[str, st.SearchStrategy[Any]] = {
             "grammar": text | st.just('start: "a"'),
         },
     ),
-    "tools": st.lists(tool, max_size=2),
+    "tools": st.lists(tool, max_size=2) | st.lists(flat_tool, max_size=2),
     "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}])
     | anything,
     "parallel_tool_calls": st.booleans(),
