@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.types.responses import ParsedResponseFunctionToolCall
 
 from baton.metadata.wire import messages as m
 
@@ -262,13 +263,17 @@ class Weather(pydantic.BaseModel):
     city: str
 
 
-def test_the_clients_own_helpers_read_arguments(thinker: System, caller: openai.OpenAI) -> None:
+def test_the_clients_own_helpers_read_arguments_and_send_them_back(thinker: System, caller: openai.OpenAI) -> None:
     say(thinker, call("Weather", {"city": "Paris"}))
     tools: Any = [openai.pydantic_function_tool(Weather)]
-    tools = [{"type": "function", "name": "Weather", "strict": True, "parameters": tools[0]["function"]["parameters"]}]
     for answer in (caller.responses.parse(model="fake", input="hello", tools=tools), final(caller, tools=tools)):
         (made,) = answer.output
-        assert made.parsed_arguments == {"city": "Paris"}
+        assert isinstance(made, ParsedResponseFunctionToolCall)
+        assert made.parsed_arguments == Weather(city="Paris")
+        result: Any = {"type": "function_call_output", "call_id": made.call_id, "output": "rain"}
+        turns: list[Any] = [{"role": "user", "content": "hello"}, made, result]
+        caller.responses.parse(model="fake", input=turns, tools=tools)
+        assert '"arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nrain' in prompt_of(thinker)
 
 
 @pytest.mark.parametrize("ask", [ask, final])
