@@ -41,6 +41,7 @@ class ResponseOutput:
         self._id_suffix = response_id.partition("-")[2]
         self._numbers = numbers
         self._drafts: list[_Draft] = []
+        self._open: _Draft | None = None  # the last item, until it ends
         self._events: list[ResponseEvent] = []
 
     @property
@@ -87,18 +88,14 @@ class ResponseOutput:
         return self._take()
 
     @property
-    def _open(self) -> _Draft | None:
-        """The last item, if it has not ended."""
-        return self._drafts[-1] if self._drafts and self._drafts[-1].status is None else None
-
-    @property
     def _next_suffix(self) -> str:
         return f"{self._id_suffix}_{len(self._drafts)}"
 
     def _begin(self, draft: _Draft) -> None:
         self._end("completed")
         self._drafts.append(draft)
-        self._emit("response.output_item.added", item=draft.item("in_progress"))
+        self._open = draft
+        self._emit_item("response.output_item.added", draft.item("in_progress"))
         if (part := draft.part()) is not None:
             self._emit_part("response.content_part.added", part=part)
 
@@ -109,7 +106,7 @@ class ResponseOutput:
 
     def _end(self, status: Status) -> None:
         """End the last item, if it has not ended."""
-        draft = self._open
+        draft, self._open = self._open, None
         if draft is None:
             return
         draft.status = status
@@ -118,17 +115,27 @@ class ResponseOutput:
             self._emit_part("response.content_part.done", part=part)
         else:
             self._emit_part(f"{draft.text_event}.done", arguments=draft.text)
-        self._emit("response.output_item.done", item=draft.item(status))
+        self._emit_item("response.output_item.done", draft.item(status))
 
     def _emit_part(self, kind: Any, **fields: Any) -> None:
-        """Add an event about what the last item holds."""
+        """Add an event about the text, the part or the arguments of the last item."""
         draft = self._drafts[-1]
-        self._emit(kind, item_id=draft.item_id, content_index=draft.content_index, **fields)
+        self._events.append(
+            ResponseEvent(
+                type=kind,
+                sequence_number=next(self._numbers),
+                output_index=len(self._drafts) - 1,
+                item_id=draft.item_id,
+                content_index=draft.content_index,
+                **fields,
+            )
+        )
 
-    def _emit(self, kind: Any, **fields: Any) -> None:
-        """Add an event about the last item."""
-        number, place = next(self._numbers), len(self._drafts) - 1
-        self._events.append(ResponseEvent(type=kind, sequence_number=number, output_index=place, **fields))
+    def _emit_item(self, kind: Any, item: OutputItem) -> None:
+        """Add an event about the whole last item."""
+        self._events.append(
+            ResponseEvent(type=kind, sequence_number=next(self._numbers), output_index=len(self._drafts) - 1, item=item)
+        )
 
     def _take(self) -> list[ResponseEvent]:
         events, self._events = self._events, []
