@@ -56,20 +56,6 @@ anything = st.recursive(
 text = st.one_of(st.just("hello"), st.text(max_size=40), st.just("word " * 800))
 token_ids = st.lists(st.integers(-1, 430), max_size=20)
 tool_name = st.sampled_from(["f", "g", "f", "a b"])
-tool_call = st.fixed_dictionaries(
-    {
-        "id": st.sampled_from(["a", "b"]),
-        "function": st.fixed_dictionaries({"name": tool_name}, optional={"arguments": text | st.just("{}") | anything}),
-    }
-)
-tool = st.fixed_dictionaries(
-    {
-        "type": st.just("function"),
-        "function": st.fixed_dictionaries(
-            {"name": tool_name}, optional={"parameters": anything, "strict": st.booleans()}
-        ),
-    }
-)
 flat_tool = st.fixed_dictionaries({"type": st.just("function"), "name": tool_name}, optional={"parameters": anything})
 item = st.one_of(
     st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": text}),
@@ -93,6 +79,20 @@ item = st.one_of(
     ),
     st.fixed_dictionaries({"type": text}),
     anything,
+)
+tool_call = st.fixed_dictionaries(
+    {
+        "id": st.sampled_from(["a", "b"]),
+        "function": st.fixed_dictionaries({"name": tool_name}, optional={"arguments": text | st.just("{}") | anything}),
+    }
+)
+tool = flat_tool | st.fixed_dictionaries(
+    {
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries(
+            {"name": tool_name}, optional={"parameters": anything, "strict": st.booleans()}
+        ),
+    }
 )
 message = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", "assistant", "tool", "emperor"])},
@@ -146,7 +146,7 @@ likely: dict[str, st.SearchStrategy[Any]] = {
             "grammar": text | st.just('start: "a"'),
         },
     ),
-    "tools": st.lists(tool, max_size=2) | st.lists(flat_tool, max_size=2),
+    "tools": st.lists(tool, max_size=2),
     "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}])
     | anything,
     "parallel_tool_calls": st.booleans(),

@@ -146,11 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "low"}}, "reasoning.effort: the model's chat template knows no effort"),
     ({"reasoning": {"summary": "auto"}}, "reasoning.summary: unknown field"),
     ({"input": []}, "input: "),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type: 'item_reference' is not served"),
-    (
-        {"input": [{"type": "function_call_output", "call_id": "a", "output": ""}]},
-        "input[0].call_id: no call before it has the id 'a'; send the item of the call too",
-    ),
+    ({"input": [{"type": "item_reference", "role": "user", "content": ""}]}, "input[0].type: 'item_reference' is not"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0]: images are not served (input_image)",
@@ -164,6 +160,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "text.format.schema.properties.q: Unimplemented keys",
     ),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options: needs stream"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": ""}]},
+        "input[0].call_id: no call before it has the id 'a'; send the item of the call too",
+    ),
     ({"max_tokens": 5}, "max_tokens: unknown field; the nearest known field is max_output_tokens"),
 ]
 
