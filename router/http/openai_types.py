@@ -231,8 +231,8 @@ class TextPart(MessagePart, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. Clients send the fields typed `null` back with an assistant's message. `reasoning` is another name
-    of `reasoning_content`."""
+    """One message. Clients send the fields typed `null`, and `parsed`, back with an assistant's message. `reasoning` is
+    another name of `reasoning_content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -245,6 +245,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    parsed: Any = None
 
 
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -56,13 +56,37 @@ anything = st.recursive(
 text = st.one_of(st.just("hello"), st.text(max_size=40), st.just("word " * 800))
 token_ids = st.lists(st.integers(-1, 430), max_size=20)
 tool_name = st.sampled_from(["f", "g", "f", "a b"])
+flat_tool = st.fixed_dictionaries({"type": st.just("function"), "name": tool_name}, optional={"parameters": anything})
+item = st.one_of(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": text}),
+    st.fixed_dictionaries(
+        {"type": st.just("reasoning")},
+        optional={
+            "content": st.lists(st.fixed_dictionaries({"type": st.just("reasoning_text"), "text": text}), max_size=2),
+            "summary": anything,
+        },
+    ),
+    st.fixed_dictionaries(
+        {
+            "type": st.just("function_call"),
+            "call_id": st.sampled_from(["a", "b"]),
+            "name": tool_name,
+            "arguments": st.just("{}") | text,
+        }
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("function_call_output"), "call_id": st.sampled_from(["a", "b"]), "output": text | anything}
+    ),
+    st.fixed_dictionaries({"type": text}),
+    anything,
+)
 tool_call = st.fixed_dictionaries(
     {
         "id": st.sampled_from(["a", "b"]),
         "function": st.fixed_dictionaries({"name": tool_name}, optional={"arguments": text | st.just("{}") | anything}),
     }
 )
-tool = st.fixed_dictionaries(
+tool = flat_tool | st.fixed_dictionaries(
     {
         "type": st.just("function"),
         "function": st.fixed_dictionaries(
@@ -101,7 +125,7 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 40) | st.just(511),
     "stop_sequences": st.lists(text, max_size=3),
     "system": text,
-    "input": text | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": text}), max_size=3),
+    "input": text | st.lists(item, max_size=3),
     "max_output_tokens": st.integers(1, 40),
     "text": st.fixed_dictionaries({"format": st.fixed_dictionaries({"type": st.just("json_object")})}),
     "max_completion_tokens": st.integers(1, 40),

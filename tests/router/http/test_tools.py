@@ -95,12 +95,19 @@ class Weather(pydantic.BaseModel):
     city: str
 
 
-def test_the_clients_own_parse_helper_reads_arguments(hermes: System, client: openai.OpenAI) -> None:
+def test_the_clients_own_helpers_read_arguments_and_send_them_back(hermes: System, client: openai.OpenAI) -> None:
     say(hermes, call("Weather", {"city": "Paris"}))
-    tools = [openai.pydantic_function_tool(Weather)]
-    answer = client.chat.completions.parse(model="fake", messages=[USER], tools=tools)
-    (made,) = answer.choices[0].message.tool_calls or ()
-    assert made.function.parsed_arguments == Weather(city="Paris")
+    given: Any = {"model": "fake", "tools": [openai.pydantic_function_tool(Weather)]}
+    parsed = client.chat.completions.parse(messages=[USER], **given)
+    with client.chat.completions.stream(messages=[USER], **given) as stream:
+        streamed = stream.get_final_completion()
+    for answer in (parsed, streamed):
+        message: Any = answer.choices[0].message
+        (made,) = message.tool_calls or ()
+        assert made.function.parsed_arguments == Weather(city="Paris")
+        result: Any = {"role": "tool", "tool_call_id": made.id, "content": "rain"}
+        client.chat.completions.parse(messages=[USER, message, result], **given)
+        assert '"arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nrain' in prompt_of(hermes)
 
 
 @pytest.mark.parametrize("stream", [False, True])
