@@ -225,7 +225,11 @@ def function(parameters: Any) -> Any:
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages", "function"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "knows no effort"),
-        ({"thinking_budget": 5}, "thinking_budget", "cannot be set"),
+        ({"thinking_budget": 5}, "thinking_budget", "the field is thinking_token_budget"),
+        ({"max_thinking_tokens": 5}, "max_thinking_tokens", "the field is thinking_token_budget"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "start it with --reasoning-parser"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget", ">= 0"),
+        ({"thinking_token_budget": 5, "ignore_eos": True}, "ignore_eos", "excludes thinking_token_budget"),
     ],
 )
 def test_what_is_refused(hermes: System, more: dict[str, Any], param: str, words: str) -> None:
