@@ -12,7 +12,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, cast
 
-from .base import MAX_NAME, Schema
+from .base import MAX_NAME, Schema, referred
 
 _NAME = re.compile(rf"[A-Za-z_][A-Za-z0-9_.\-]{{0,{MAX_NAME - 1}}}")
 _KEY = re.compile(rf"[A-Za-z_][A-Za-z0-9_]{{0,{MAX_NAME - 1}}}")
@@ -114,11 +114,8 @@ class _Values:
 
     def _reference(self, reference: str) -> str:
         if reference not in self._references:
-            found: object = self._root
-            for part in reference.removeprefix("#/").split("/") if reference.startswith("#/") else [""]:
-                found = cast("dict[str, Any]", found).get(part) if isinstance(found, dict) else None
             rule = self._references[reference] = self._new_rule()
-            self.rules.append(f"{rule}: {self.item(found)}")
+            self.rules.append(f"{rule}: {self.item(referred(reference, self._root))}")
         return self._references[reference]
 
     def _of_types(self, kinds: list[Any], others: dict[str, Any]) -> Iterable[str]:
@@ -225,7 +222,7 @@ def _option(value: object, others: Mapping[str, Any]) -> str:
             kinds, literal = ("string",), quoted(value)
         case _:
             raise _Untold
-    if others and (others.keys() != {"type"} or others["type"] not in kinds):
+    if others and (set(others) != {"type"} or others["type"] not in kinds):
         raise _Untold
     return json.dumps(literal)
 

@@ -54,6 +54,7 @@ LANGUAGES: list[tuple[GrammarKind, Any, list[str], list[str]]] = [
     ("regex", r"[a-c]{2}/\d", ["ab/7"], ["ab7", "abc/7", "ab/77"]),
     ("choice", ["yes", 'n"o', "é\n😀"], ["yes", 'n"o', "é\n😀"], ["y", "yesyes", ""]),
     ("grammar", 'start: "a" | "b" start', ["a", "bba"], ["b", "aa"]),
+    ("grammar", "start: <[68-99]>+ | <[2]>", ["bc"], ["b<"]),
     ("grammar", 'root ::= "a" | "b" root', ["a", "bba"], ["b", "aa"]),
     ("structural_tag", TAG, ["hello", "x <f=a>12</f> y"], ["x <f=b>", "<f=a>x</f>"]),
 ]
@@ -93,6 +94,8 @@ FAULTS: list[tuple[GrammarKind, Any, str, str]] = [
     ("choice", ["a"] * 5000, "", "at most 4096"),
     ("grammar", 'start: "a" | b', "", 'unknown name: "b"'),
     ("grammar", "nonsense", "", "neither Lark nor GBNF"),
+    ("grammar", 'start: "a" <[70]> "b"', "", "names the ordinary token <[70]>"),
+    ("grammar", "start: <[500]>", "", "too large"),
     ("structural_tag", {**TAG, "triggers": ["<g="]}, ".structures[0].begin", "none of the triggers"),
 ]
 
