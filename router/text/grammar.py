@@ -124,7 +124,8 @@ def _check_tokens(grammar: str, tokenizer: llguidance.LLTokenizer) -> None:
     drafts need."""
     for item in _TOKENS.findall(grammar):
         ids = set(map(int, re.findall("[0-9]+", item)))
-        if len(ids) == 1 and not tokenizer.is_special_token(min(*ids, tokenizer.vocab_size - 1)):
+        ordinary = [each for each in ids if each < tokenizer.vocab_size and not tokenizer.is_special_token(each)]
+        if len(ids) == len(ordinary) == 1:
             raise _Refused(f"names the ordinary token {item}; write its text")
 
 
