@@ -32,6 +32,7 @@ class ThoughtBudget(NamedTuple):
 
     def thoughts(self, *marks: str) -> str:
         """Return the Lark items of thoughts, in which none of these marks is; empty if the model may have none."""
+        # llguidance's own max_tokens forbids rollback, which drafts need
         others = _listed((*(self.token_ids[mark] for mark in marks), *self.end_ids))
         return f"<[^{others}]>{{0,{self.num_tokens}}}" if self.num_tokens else ""
 
