@@ -53,6 +53,13 @@ BestOf = Annotated[
     Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
     Meta(description="Refused unless it equals `n`.", extra_json_schema={"deprecated": True}),
 ]
+ThinkingBudget = Annotated[
+    Annotated[int, Meta(ge=0, le=MAX_CONTEXT)] | None,
+    Meta(
+        description="The most tokens of thoughts, without the marks around them. Then the thoughts are closed and the "
+        "answer follows. No effect on a prompt after which the model does not think."
+    ),
+]
 TruncatePrompt = Annotated[
     NumTokens | None,
     Meta(
@@ -262,6 +269,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    thinking_token_budget: ThinkingBudget = None  # vLLM's extension
     # NOT_SERVED
     modalities: list[str] | None = None
     functions: list[Any] | None = None
@@ -269,7 +277,6 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     audio: Any = None
     prediction: Any = None
     thinking_budget: Any = None
-    thinking_token_budget: Any = None
     max_thinking_tokens: Any = None
     verbosity: str | None = None
     web_search_options: Any = None

@@ -50,17 +50,8 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
         NotServed("function_call", "the choice of a function is given as tool_choice", (None, [], "none")),
         NotServed("audio", "only text is served"),
         NotServed("prediction", "predicted outputs are not served"),
-        NotServed(
-            "thinking_budget", "the length of thoughts cannot be set; max_tokens bounds all of the output", (None,)
-        ),
-        NotServed(
-            "thinking_token_budget",
-            "the length of thoughts cannot be set; max_tokens bounds all of the output",
-            (None,),
-        ),
-        NotServed(
-            "max_thinking_tokens", "the length of thoughts cannot be set; max_tokens bounds all of the output", (None,)
-        ),
+        NotServed("thinking_budget", "the field is thinking_token_budget", (None,)),
+        NotServed("max_thinking_tokens", "the field is thinking_token_budget", (None,)),
         NotServed("verbosity", "verbosity cannot be set", (None,)),
         NotServed("web_search_options", "there is no web search"),
         NotServed("modalities", "only text is served", (None, ["text"])),
@@ -109,6 +100,10 @@ def check_chat(body: ChatRequest) -> None:
         raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError("continue_final_message: excludes add_generation_prompt", param="continue_final_message")
+    if body.thinking_token_budget is not None and body.ignore_eos:
+        raise RequestError(
+            "ignore_eos: excludes thinking_token_budget, whose end is the end of the text", param="ignore_eos"
+        )
 
 
 def sampling_params(
