@@ -44,6 +44,7 @@ NAMES = {  # fields of a chat completion -> what they are called here
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
     "tools[].function.parameters": "tools[].input_schema",
     "tools[].function": "tools[]",
 }
@@ -113,6 +114,7 @@ def _conversation(body: MessagesInput) -> ChatRequest:
         messages=messages,
         continue_final_message=isinstance(body.messages[-1], AssistantTurn),
         chat_template_kwargs=thinking and {"enable_thinking": not isinstance(thinking, ThinkingDisabled)},
+        thinking_token_budget=thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None,
         response_format=response_format,
         tools=tools or None,
         tool_choice=_tool_choice(choice),

@@ -117,7 +117,7 @@ ThoughtDisplay = Literal["summarized", "omitted"]  # summarized: thoughts are gi
 
 
 class ThinkingEnabled(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
-    """The model thinks before it answers. `budget_tokens` has no effect yet."""
+    """The model thinks before it answers, at most so many tokens, without the marks around its thoughts."""
 
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
     display: ThoughtDisplay | None = None

@@ -222,6 +222,18 @@ def test_the_template_is_told_whether_thinking_is_on(thinker: System, kind: str 
     assert count["input_tokens"] == num_tokens(thinker, shown)
 
 
+def test_a_budget_is_that_of_chat_completions(thinker: System) -> None:
+    say(thinker, TEXT)
+    grammars = list[str | None]()
+    for path, more in (
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 7}}),
+        ("/v1/chat/completions", {"thinking_token_budget": 7, "chat_template_kwargs": {"enable_thinking": True}}),
+    ):
+        assert thinker.router.request("POST", path, body_of(**more))[0] == 200
+        grammars.append(thinker.cluster.by_name("p0").got(m.Prefill)[-1].request.params.grammar)
+    assert grammars[0] == grammars[1] is not None
+
+
 def test_adaptive_thinking_needs_no_thoughts(hermes: System, clients: Clients) -> None:
     answer = clients(hermes).messages.create(**body_of(thinking={"type": "adaptive"}))
     assert [block.type for block in answer.content] == ["text"]
