@@ -71,7 +71,7 @@ def close_id(served: Served) -> int:
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("budget", [0, 1, 17])
 def test_thoughts_end_at_their_budget(served: Served, budget: int, sampling: dict[str, Any]) -> None:
-    never_closes = {"logit_bias": {str(close_id(served)): -100}}  # by itself
+    never_closes = {"logit_bias": {"512": -100, str(close_id(served)): -50}}  # by itself; nor does it open them again
     free, bound = (ask(served, each, **sampling, **never_closes) for each in (None, budget))
     for one, other in zip(free.choices, bound.choices, strict=True):
         assert other.token_ids[: budget + 1] == [*one.token_ids[:budget], close_id(served)]
