@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config_file import ConfigFile
+from ..layers.decoder import DecoderLayer
 from ..model_config import ExpertsConfig, ModelConfig
 from ..weights import Weights
 from .decoder import DecoderModel
@@ -32,3 +33,4 @@ class ModelFamily:
     has_streams: bool = False  # hc_mult residual streams (hyper-connections)
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
     read_experts: Callable[[ConfigFile], ExpertsConfig] | None = None  # None: it has no mixtures of experts
+    read_mtp_layer: Callable[[ModelConfig, Weights, str, int], DecoderLayer] | None = None  # None: as Llama's
