@@ -7,7 +7,7 @@ The same code of a family lists the tensors that a checkpoint must have (`Listed
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from types import MappingProxyType
 
 import torch
@@ -88,7 +88,7 @@ class Weights(ABC):
 class ListedWeights(Weights):
     """Lists the tensors that are asked for, in `specs`. What it returns has shapes but no values."""
 
-    def __init__(self, names: Collection[str] = (), quantization: Quantization | None = None) -> None:
+    def __init__(self, names: Container[str] = (), quantization: Quantization | None = None) -> None:
         """`names`: tensors of the checkpoint, which decide the formats and the biases that are listed."""
         self.quantization = quantization
         self.dtype, self.device = torch.float32, torch.device("meta")
