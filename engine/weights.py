@@ -239,7 +239,7 @@ class _StoredWeight(WeightSource):
             has_bias = has_bias and shard.rank == 0  # the sum over the ranks has it once
         self._projections, self._shard, self._orders = projections, shard, orders
         self.dtype, self.device, self.quantization = weights.dtype, weights.device, quantization
-        self.divides_columns = shard is not None and shard.dim == 1
+        self.ranks = weights.ranks.group if shard is not None and shard.dim == 1 else None
         self._weights, self._names, self._has_bias = weights, tuple(projections), has_bias
         self._stored = _stored(weights, projections, in_size, quantization)
         self._fused: dict[str, Tensor] = {}
