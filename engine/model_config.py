@@ -86,5 +86,7 @@ class ModelConfig:
         """Number of weights in the matrices of one layer by which a token is multiplied."""
         qkv = self.hidden_size * (self.q_size + 2 * self.kv_size)
         experts = self.experts
-        inner_size = self.intermediate_size if experts is None else experts.num_active * experts.inner_size
+        inner_size = (
+            self.intermediate_size if experts is None else experts.num_active * experts.inner_size + experts.shared_size
+        )
         return qkv + self.q_size * self.hidden_size + 3 * self.hidden_size * inner_size
