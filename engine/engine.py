@@ -25,7 +25,7 @@ from ..metadata.handoff.kv_layout import KvLayout, Shard
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema import kv_layouts, on_gpu, page_bytes
-from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
+from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .attention import AttentionContext
 from .background import begin
@@ -347,7 +347,7 @@ class Engine:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The target's pool, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]."""
+        """The target's pool, [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim]."""
         return self._kvs[0]
 
     def forward(self, rows: Sequence[BatchRow]) -> torch.Tensor:
@@ -455,15 +455,9 @@ def choose_dtype(name: DtypeChoice, device: torch.device, checkpoint_dtype: Hidd
 
 
 def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
-    layout = PoolLayout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
     if not 1 <= config.page_size <= 4096:
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
-    return speculation.schema(layout, config.page_size, checksums=config.checksums)
+    return speculation.schema(model.pool(dtype), config.page_size, checksums=config.checksums)
 
 
 def _context_len(config: EngineConfig, model: ModelConfig) -> int:

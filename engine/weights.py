@@ -16,7 +16,7 @@ from .checkpoint import Checkpoint, TensorSpec
 from .model_config import ModelConfig
 from .products.base import Split, StoredTensor, WeightShard, WeightSource
 from .products.linear import Linear
-from .products.registry import choose, stored_tensors
+from .products.registry import choose, plain_numbers, stored_tensors
 from .progress import Progress
 from .quantization import Quantization
 from .ranks import ONE_RANK, Ranks
@@ -55,6 +55,12 @@ class Weights(ABC):
         """Return the layer of one projection, as `fused` does."""
         return self.fused({name: out_size}, in_size, bias=bias, split=split)
 
+    @abstractmethod
+    def numbers(self, name: str, out_size: int, in_size: int, *, split: Split) -> Tensor:
+        """Return the numbers of one projection [out_size, in_size], or this rank's share of them, in memory of its own.
+
+        A layer asks for them if it does not multiply by the weight as it is. A quantized weight is converted."""
+
     def own(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration with the heads that this rank reads: of the whole model, unless ranks divide it."""
         return config
@@ -89,6 +95,10 @@ class ListedWeights(Weights):
             self.specs += [TensorSpec(f"{name}.bias", (out_size,)) for name, out_size in out_sizes.items()]
             biases = torch.empty(total, dtype=self.dtype, device=self.device)
         return Linear.dense(torch.empty((total, in_size), dtype=self.dtype, device=self.device), biases)
+
+    def numbers(self, name: str, out_size: int, in_size: int, *, split: Split) -> Tensor:
+        linear = self.linear(name, out_size, in_size, bias=False, split=split)
+        return torch.empty((linear.out_size, linear.in_size), dtype=self.dtype, device=self.device)
 
 
 class CheckpointWeights(Weights):
@@ -140,6 +150,13 @@ class CheckpointWeights(Weights):
         product = choose(source)  # at once: plain and packed forms of more than one layer never exist together
         self._count(source.bytes_read)
         return Linear(product if shard is None else self.ranks.join(product, shard))
+
+    def numbers(self, name: str, out_size: int, in_size: int, *, split: Split) -> Tensor:
+        shard = self.ranks.shard(split)
+        source = _StoredWeight(self, {name: out_size}, in_size, self.quantization, has_bias=False, shard=shard)
+        numbers = plain_numbers(source)
+        self._count(source.bytes_read)
+        return numbers
 
     def own(self, config: ModelConfig) -> ModelConfig:
         return self.ranks.own(config)

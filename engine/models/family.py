@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config_file import ConfigFile
-from ..model_config import ExpertsConfig, ModelConfig
+from ..model_config import ExpertsConfig, LatentConfig, ModelConfig
 from ..weights import Weights
 from .decoder import DecoderModel
 
@@ -29,3 +29,4 @@ class ModelFamily:
     has_streams: bool = False  # hc_mult residual streams (hyper-connections)
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
     read_experts: Callable[[ConfigFile], ExpertsConfig] | None = None  # None: it has no mixtures of experts
+    read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own

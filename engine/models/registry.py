@@ -15,6 +15,7 @@ from ..progress import Progress
 from ..ranks import ONE_RANK, Ranks
 from ..weights import CheckpointWeights, ListedWeights
 from .decoder import DecoderModel
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import ModelFamily
 from .hyper_llama import HYPER_LLAMA
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -24,7 +25,10 @@ logger = logging.getLogger(__name__)
 
 _UNUSED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")  # scales of a KV cache in FP8
 
-FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, HYPER_LLAMA)}
+FAMILIES = {
+    family.architecture: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, HYPER_LLAMA)
+}
 
 
 def load_model(
