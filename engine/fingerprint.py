@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 import xxhash
 
 from .checkpoint import safetensors_files, tensor_digests
-from .model_config import ModelConfig
+from .model_config import ExpertsConfig, ModelConfig
 from .models.read_config import read_model_config
 
 
@@ -22,6 +23,9 @@ def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
     for name in ("experts", "quantization"):  # fields that earlier releases do not have; nodes of both must agree
         if fields[name] is None:
             del fields[name]
+    if "experts" in fields:  # the same for its fields with defaults
+        defaults = {field.name: field.default for field in dataclass_fields(ExpertsConfig)}
+        fields["experts"] = {name: value for name, value in fields["experts"].items() if value != defaults[name]}
     digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
     tensors = {name: value for path in safetensors_files(model_dir) for name, value in tensor_digests(path).items()}
     for name in sorted(tensors):

@@ -23,6 +23,13 @@ class ExpertsConfig:
     inner_size: int  # hidden units of an expert
     norm_topk_prob: bool  # the weights of a token's experts sum to one
     layers: tuple[int, ...]  # layers with experts; the others are dense
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False  # of scores, for the choice alone
+    num_groups: int = 1  # of neighbouring experts
+    num_active_groups: int = 1  # groups that the experts of a token are in
+    num_ranking: int = 1  # largest scores of a group, whose sum ranks it
+    scaling: float = 1.0  # of the output
+    shared_size: int = 0  # hidden units for all tokens, beside the experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Chains of a model's small products, in the order of a decode step: the surroundings in which tuning.py times them.
 
     layers of one shape    the first few decoder layers of the model, with attention; of a drafter, without
-    experts                feed-forward layers that stand in no such layer; also those beside attention to latents
-    single products        the output matrix, a drafter's input projection, a router of experts, attention to latents
+    feed-forward layers    that stand in no such layer: for all tokens beside experts, or behind attention to latents
+    single products        the output matrix, a drafter's input projection, those of attention to latents
 
 The products are found by walking the objects of the model and the drafter, so a new family or drafter needs no line
 here. Of a product that ranks share, a rank measures its own share alone: a chain waits for no other rank.
@@ -77,7 +77,7 @@ _EMPTY = Chain((), 0, lambda *_: None)
 
 def find_chains(model: DecoderModel, drafter: object = None) -> list[Chain]:
     """Return chains with every 16-bit dense product of a model and its drafter: decoder layers of equal shapes, then
-    feed-forward layers that are in no decoder layer (experts), then single products."""
+    other feed-forward layers, then single products."""
     of_model, bodies = _bodies(model), _bodies([model, drafter])
     in_bodies = [body.mlp for body in bodies if isinstance(body.mlp, Mlp)]
     mlps = [mlp for mlp in _parts([model, drafter], Mlp) if not any(mlp is each for each in in_bodies)]

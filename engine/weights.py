@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, TensorSpec
 from .model_config import ModelConfig
-from .products.base import Split, StoredTensor, WeightShard, WeightSource
+from .products.base import GivenWeight, Split, StoredTensor, WeightShard, WeightSource
 from .products.linear import Linear
-from .products.registry import choose, plain_numbers, stored_tensors
+from .products.registry import choose, stored_tensors
 from .progress import Progress
 from .quantization import Quantization
 from .ranks import ONE_RANK, Ranks
@@ -36,8 +36,15 @@ class Weights(ABC):
         """Return whether there is a tensor of this name."""
 
     @abstractmethod
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor of this shape, in memory of its own."""
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor of this shape, in memory of its own, in `dtype` (None: the model's)."""
+
+    @abstractmethod
+    def source(
+        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+    ) -> WeightSource:
+        """Return this rank's share of several weights, one below the other, before a product holds them. Arguments as
+        for `fused`."""
 
     @abstractmethod
     def fused(
@@ -54,12 +61,6 @@ class Weights(ABC):
     ) -> Linear:
         """Return the layer of one projection, as `fused` does."""
         return self.fused({name: out_size}, in_size, bias=bias, split=split)
-
-    @abstractmethod
-    def numbers(self, name: str, out_size: int, in_size: int, *, split: Split) -> Tensor:
-        """Return the numbers of one projection [out_size, in_size], or this rank's share of them, in memory of its own.
-
-        A layer asks for them if it does not multiply by the weight as it is. A quantized weight is converted."""
 
     def own(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration with the heads that this rank reads: of the whole model, unless ranks divide it."""
@@ -79,13 +80,13 @@ class ListedWeights(Weights):
     def has(self, name: str) -> bool:
         return name in self._names
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.specs.append(TensorSpec(name, shape))
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def fused(
+    def source(
         self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
-    ) -> Linear:
+    ) -> WeightSource:
         del split  # the checkpoint holds whole weights
         for name, tensors in _stored(self, out_sizes, in_size, self.quantization).items():
             self.specs += [TensorSpec(f"{name}.{last}", each.shape, each.dtypes) for last, each in tensors.items()]
@@ -94,11 +95,13 @@ class ListedWeights(Weights):
         if _has_bias(self, out_sizes, bias):
             self.specs += [TensorSpec(f"{name}.bias", (out_size,)) for name, out_size in out_sizes.items()]
             biases = torch.empty(total, dtype=self.dtype, device=self.device)
-        return Linear.dense(torch.empty((total, in_size), dtype=self.dtype, device=self.device), biases)
+        return GivenWeight(torch.empty((total, in_size), dtype=self.dtype, device=self.device), biases)
 
-    def numbers(self, name: str, out_size: int, in_size: int, *, split: Split) -> Tensor:
-        linear = self.linear(name, out_size, in_size, bias=False, split=split)
-        return torch.empty((linear.out_size, linear.in_size), dtype=self.dtype, device=self.device)
+    def fused(
+        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+    ) -> Linear:
+        source = self.source(out_sizes, in_size, bias=bias, split=split)
+        return Linear.dense(source.fused("weight"), source.bias)
 
 
 class CheckpointWeights(Weights):
@@ -115,7 +118,7 @@ class CheckpointWeights(Weights):
         ranks: Ranks = ONE_RANK,
         quantization: Quantization | None = None,
     ) -> None:
-        """`progress(bytes_done, bytes_total)` is called after each tensor and layer. `prefixes`: what may stand before
+        """`progress(bytes_done, bytes_total)` is called when tensors are read. `prefixes`: what may stand before
         a name in this checkpoint; the last one counts if the tensor is missing. `ranks`: those that divide the
         weights."""
         self.dtype, self.device, self.quantization = dtype, device, quantization
@@ -132,31 +135,27 @@ class CheckpointWeights(Weights):
         names = [prefix + name for prefix in self._prefixes]
         return next((each for each in names if each in self.checkpoint.names), names[-1])
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         [stored] = self.stored([TensorSpec(name, shape)])
-        self._count(stored.nbytes)
         return out.copy_(stored)
+
+    def source(
+        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+    ) -> WeightSource:
+        quantization = self.quantization
+        if quantization is not None and quantization.is_online and (split is None or split.divides == "vocab"):
+            quantization = None  # a router of experts, or the head
+        has_bias = _has_bias(self, out_sizes, bias)
+        return _StoredWeight(self, out_sizes, in_size, quantization, has_bias=has_bias, shard=self.ranks.shard(split))
 
     def fused(
         self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
     ) -> Linear:
         shard = self.ranks.shard(split)
-        quantization = self.quantization
-        if quantization is not None and quantization.is_online and (split is None or split.divides == "vocab"):
-            quantization = None  # a router of experts, or the head
-        has_bias = _has_bias(self, out_sizes, bias)
-        source = _StoredWeight(self, out_sizes, in_size, quantization, has_bias=has_bias, shard=shard)
+        source = self.source(out_sizes, in_size, bias=bias, split=split)
         product = choose(source)  # at once: plain and packed forms of more than one layer never exist together
-        self._count(source.bytes_read)
         return Linear(product if shard is None else self.ranks.join(product, shard))
-
-    def numbers(self, name: str, out_size: int, in_size: int, *, split: Split) -> Tensor:
-        shard = self.ranks.shard(split)
-        source = _StoredWeight(self, {name: out_size}, in_size, self.quantization, has_bias=False, shard=shard)
-        numbers = plain_numbers(source)
-        self._count(source.bytes_read)
-        return numbers
 
     def own(self, config: ModelConfig) -> ModelConfig:
         return self.ranks.own(config)
@@ -166,12 +165,11 @@ class CheckpointWeights(Weights):
         found = [TensorSpec(self.full_name(spec.name), spec.shape, spec.dtypes) for spec in specs]
         self.checkpoint.check(found)
         self.asked |= {spec.name for spec in found}
-        return [self.checkpoint.read(spec.name) for spec in found]
-
-    def _count(self, num_bytes: int) -> None:
-        self._bytes_done += num_bytes
+        tensors = [self.checkpoint.read(spec.name) for spec in found]
+        self._bytes_done += sum(tensor.nbytes for tensor in tensors)
         if self._progress is not None:
             self._progress(self._bytes_done, self._bytes_total)
+        return tensors
 
 
 class _StoredWeight(WeightSource):
@@ -197,7 +195,6 @@ class _StoredWeight(WeightSource):
         self._projections, self._shard = projections, shard
         self.dtype, self.device, self.quantization = weights.dtype, weights.device, quantization
         self.divides_columns = shard is not None and shard.dim == 1
-        self.bytes_read = 0
         self._weights, self._names, self._has_bias = weights, tuple(projections), has_bias
         self._stored = _stored(weights, projections, in_size, quantization)
         self._fused: dict[str, Tensor] = {}
@@ -219,7 +216,6 @@ class _StoredWeight(WeightSource):
             for projection, each in zip(self._projections, tensors, strict=True)
         ]
         parts = self._weights.stored(specs)
-        self.bytes_read += sum(part.nbytes for part in parts)
         shard = self._shard
         if shard is None or (name == "bias" and shard.dim == 1):
             return parts

@@ -52,7 +52,7 @@ def fp8_linear_ref(
     `x` [num_rows, in_size] is float8_e4m3fn with `x_scales` [num_rows, ceil(in_size / group)] float32, or of 16 or 32
     bits without. None: they are 1. `weight` [out_size, in_size] float8_e4m3fn, `scales` [ceil(out_size / rows),
     ceil(in_size / group)] float32, where `rows` is 1 or BLOCK, `bias` [out_size]."""
-    wide = x.float() if x_scales is None else x.float() * _spread(x_scales, group, x.shape[1])
+    wide = x.float() if x_scales is None else x.float() * spread(x_scales, group, x.shape[1])
     product = F.linear(wide, dequantized(weight, scales, group))
     return (product if bias is None else product + bias.float()).to(dtype)
 
@@ -60,11 +60,11 @@ def fp8_linear_ref(
 def dequantized(weight: Tensor, scales: Tensor, group: int) -> Tensor:
     """Return the numbers that a weight stands for, [out_size, in_size] float32. Arguments as for `fp8_linear`."""
     rows = scales if len(scales) == len(weight) else scales.repeat_interleave(BLOCK, 0)[: len(weight)]
-    return weight.float() * _spread(rows, group, weight.shape[1])
+    return weight.float() * spread(rows, group, weight.shape[1])
 
 
-def _spread(scales: Tensor, group: int, size: int) -> Tensor:
-    """Return the scale of each column, or one for all of them."""
+def spread(scales: Tensor, group: int, size: int) -> Tensor:
+    """Return the scale of each of `size` columns, or one for all of them: [num_rows, size or 1]."""
     return scales if scales.shape[1] == 1 else scales.repeat_interleave(group, 1)[:, :size]
 
 

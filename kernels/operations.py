@@ -82,6 +82,11 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "round_rows": (_triton("triton_fp8", _FLOATS),),
         "round_to_scale": (_triton("triton_fp8", _FLOATS),),
         "fp8_linear": (_triton("triton_fp8", _FP8, "serves"),),
+        # experts.py
+        "place_experts": (_triton("triton_experts", None, "serves_places"),),
+        "experts_linear": (_triton("triton_experts", None, "serves"),),
+        "gated_experts_linear": (_triton("triton_experts", None, "serves"),),
+        "mix_parts": (_triton("triton_experts", _FLOATS, "serves_mix"),),
         # processors.py, sample.py, best_tokens.py, noise.py, logprobs.py
         "process_logits": (_triton("triton_processors", _FLOATS),),
         "perturbed_argmax": (_triton("triton_sample", _FLOATS),),

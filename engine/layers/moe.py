@@ -1,64 +1,93 @@
 """The mixture of experts: a router sends every token to a few of many feed-forward layers (arXiv:1701.06538).
 
-p = softmax(router(x));  y = sum over the num_active best experts e of p_e * expert_e(x)
+y = scaling * sum over the chosen experts e of share_e * expert_e(x), and + shared(x) if some experts are for all tokens
+
+    score      softmax or sigmoid of the router's product, in float32
+    choice     the num_active largest of score + bias, of the num_active_groups best groups of experts
+    share      the score, without bias; divided by the sum of those that are chosen if norm_topk_prob
+
+A group's score is its largest one (DeepSeek-V2, arXiv:2405.04434), or the sum of its two largest ones with their biases
+(DeepSeek-V3, arXiv:2412.19437).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..products.linear import Linear
+from ...kernels.linear import sum_parts
+from ..model_config import ExpertsConfig
+from ..products.base import Sum
+from ..products.experts import Experts
 from .mlp import Mlp
 from .residual import Residual
 
 
+class Routes(NamedTuple):
+    """The experts of each token, and their shares of the output."""
+
+    chosen: Tensor  # [num_tokens, num_active] int64
+    shares: Tensor  # [num_tokens, num_active] float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertRouter:
+    """Chooses experts. The same for every rank."""
+
+    weight: Tensor  # [num_experts, hidden_size] float32
+    bias: Tensor | None  # [num_experts] float32, added to the scores for the choice alone
+    config: ExpertsConfig
+
+    def __call__(self, x: Tensor) -> Routes:
+        """Return the routes of tokens [num_tokens, hidden_size]."""
+        config = self.config
+        product = F.linear(x.float(), self.weight)
+        scores = product.sigmoid() if config.scoring == "sigmoid" else product.softmax(-1)
+        ranking = scores if self.bias is None else scores + self.bias
+        if config.num_groups > 1:
+            ranking = self._of_best_groups(ranking)
+        chosen = ranking.topk(config.num_active).indices
+        shares = scores.gather(1, chosen)
+        if config.norm_topk_prob:
+            shares = shares / (shares.sum(-1, keepdim=True) + (1e-20 if config.scoring == "sigmoid" else 0.0))
+        return Routes(chosen, shares if config.scaling == 1 else shares * config.scaling)
+
+    def _of_best_groups(self, ranking: Tensor) -> Tensor:
+        """Return the ranking with -inf for experts of other groups: [num_tokens, num_experts]."""
+        config = self.config
+        groups = ranking.unflatten(1, (config.num_groups, -1))
+        of_groups = groups.topk(config.num_ranking, dim=-1).values.sum(-1)
+        best = of_groups.topk(config.num_active_groups).indices
+        is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, best, True)
+        return groups.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MoeMlp:
-    """A `FeedForward` (decoder.py) of experts."""
+    """A `FeedForward` (decoder.py) of experts. If ranks share it, each has some hidden units of every expert."""
 
-    router: Linear  # hidden_size -> num_experts
-    experts: tuple[Mlp, ...]
-    num_active: int  # experts of each token
-    norm_topk_prob: bool  # the weights of a token's experts sum to one
+    router: ExpertRouter
+    experts: Experts
+    shared: Mlp | None  # for all tokens
+    sums_over: Sum | None  # ranks
 
     def __call__(self, normed: Tensor) -> Tensor:
         """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
-        probabilities = self.router(normed).softmax(-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self.num_active)  # [num_tokens, num_active]
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        mix = _mix_grouped if normed.is_cpu else _mix_all
-        return mix(normed, chosen, weights.to(normed.dtype), self.experts)
+        out = self._summand(normed)
+        return out if self.sums_over is None else self.sums_over.sum(out)
 
     def add_to(self, stream: Residual, norm: Tensor) -> None:
         """Read the stream normed by `norm` [hidden_size] and add the layer's output to it."""
-        stream.add_output(self(stream.normed(norm)))
+        stream.add_output(self._summand(stream.normed(norm)), self.sums_over)
 
-
-def _mix_grouped(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp]) -> Tensor:
-    """Run each expert on the tokens that chose it: [num_tokens, hidden_size] -> [num_tokens, hidden_size].
-
-    `chosen` and `weights` [num_tokens, num_active]: the experts of each token, int64, and their shares. The host reads
-    `chosen`, which costs nothing on a CPU."""
-    out = torch.zeros_like(x)
-    for index in sorted(set(chosen.flatten().tolist())):
-        tokens, place = (chosen == index).nonzero(as_tuple=True)
-        out.index_add_(0, tokens, experts[index](x[tokens]) * weights[tokens, place].unsqueeze(1))
-    return out
-
-
-def _mix_all(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp]) -> Tensor:
-    """Run every expert on all tokens. Arguments and result are those of `_mix_grouped`.
-
-    No shape depends on a tensor's values, so a CUDA graph can hold it; it is the specification, not a fast kernel."""
-    share = x.new_zeros(len(x), len(experts)).scatter_(1, chosen, weights)  # [num_tokens, num_experts]
-    is_chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(1, chosen, True)
-    out = torch.zeros_like(x)
-    for index, expert in enumerate(experts):
-        y = expert(x) * share[:, index : index + 1]
-        out += y.masked_fill(~is_chosen[:, index : index + 1], 0.0)  # a product by 0 would keep an infinity
-    return out
+    def _summand(self, x: Tensor) -> Tensor:
+        """Return this rank's summand of the output."""
+        out = self.experts(x, *self.router(x))
+        if self.shared is None:
+            return out
+        parts = self.shared.down.parts(self.shared.gate_up.gated(x))
+        return out.add_(parts if parts.ndim == 2 else sum_parts(parts, out.dtype))

@@ -40,10 +40,11 @@ class Residual:
         else:
             self._delta, self._group = linear.parts(x), linear.sums_over
 
-    def add_output(self, y: Tensor) -> None:
-        """Add the output `y` [num_tokens, hidden_size] of a sublayer that does not end in one product."""
+    def add_output(self, y: Tensor, sums_over: Sum | None = None) -> None:
+        """Add the output `y` [num_tokens, hidden_size] of a sublayer that does not end in one product, or the sum of
+        what all ranks have."""
         self.settled()
-        self._delta = y
+        self._delta, self._group = y, sums_over
 
     def normed(self, norm: Tensor) -> Tensor:
         """Return the normed stream, a new tensor [num_tokens, hidden_size]. `norm` [hidden_size]."""

@@ -28,5 +28,5 @@ class ModelFamily:
     needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed
     has_streams: bool = False  # hc_mult residual streams (hyper-connections)
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
-    read_experts: Callable[[ConfigFile], ExpertsConfig] | None = None  # None: it has no mixtures of experts
+    read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts
     read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own

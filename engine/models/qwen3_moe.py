@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from ..config_file import ConfigFile
-from ..layers.moe import MoeMlp
 from ..model_config import ExpertsConfig, ModelConfig
 from ..weights import Weights
 from .decoder import DecoderModel
-from .family import NUM_EXPERTS, ModelFamily
-from .llama import read_layer, read_mlp, read_model
+from .family import ModelFamily
+from .llama import read_layer, read_model
+from .mixtures import num_active_of, num_experts_of, read_mixture
 
 
 def read_qwen3_moe(config: ModelConfig, weights: Weights) -> DecoderModel:
     """Read a whole model."""
     assert config.experts is not None, config
     layers = (
-        read_layer(config, weights, prefix, i, _read_experts(config, config.experts, weights, f"{prefix}.mlp"))
+        read_layer(config, weights, prefix, i, read_mixture(config, weights, f"{prefix}.mlp"))
         if i in config.experts.layers
         else read_layer(config, weights, prefix, i)
         for i, prefix in enumerate(f"model.layers.{i}" for i in range(config.num_layers))
@@ -23,24 +23,9 @@ def read_qwen3_moe(config: ModelConfig, weights: Weights) -> DecoderModel:
     return read_model(config, weights, layers)
 
 
-def _read_experts(config: ModelConfig, experts: ExpertsConfig, weights: Weights, prefix: str) -> MoeMlp:
-    return MoeMlp(
-        weights.linear(f"{prefix}.gate", experts.num_experts, config.hidden_size, bias=False),
-        tuple(
-            read_mlp(config, weights, f"{prefix}.experts.{expert}", experts.inner_size)
-            for expert in range(experts.num_experts)
-        ),
-        experts.num_active,
-        experts.norm_topk_prob,
-    )
-
-
 def _read_experts_config(raw: ConfigFile) -> ExpertsConfig:
-    num_layers = raw.integer("num_hidden_layers")
-    num_experts = raw.integer(next((key for key in NUM_EXPERTS if raw.has(key)), NUM_EXPERTS[0]))
-    num_active = raw.integer("num_experts_per_tok")
-    if num_active > num_experts:
-        raise raw.error("num_experts_per_tok", f"is more than there are experts ({num_experts})")
+    num_layers, num_experts = raw.integer("num_hidden_layers"), num_experts_of(raw)
+    num_active = num_active_of(raw, num_experts)
     step, dense = raw.integer("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise raw.error("mlp_only_layers", "must be a list of layer numbers")

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...kernels.fp8 import BLOCK, E4M3, dequantized, fp8_linear, round_rows, round_to_scale
+from ...kernels.fp8 import BLOCK, E4M3, dequantized, fp8_linear, round_rows, round_to_scale, spread
 from ...kernels.norm import Norm
 from ...metadata.errors import ModelError
 from ..quantization import Quantization
@@ -44,6 +44,12 @@ class RowRounding(NamedTuple):
             return round_to_scale(x, self.stored), None
         return round_rows(x, self.group, has_power_of_two_scales=self.has_power_of_two_scales)
 
+    def numbers(self, x: Tensor) -> Tensor:
+        """Return the numbers that the rounded rows stand for, float32."""
+        values, scales = self(x)
+        wide = values.float()
+        return wide if scales is None else wide * spread(scales, self.group, x.shape[1])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Product(Product):
@@ -76,18 +82,7 @@ class Fp8Product(Product):
 
     @classmethod
     def build(cls, source: WeightSource) -> Self:
-        quantization = source.quantization
-        assert quantization is not None, "no format without a quantization"
-        if quantization.rounding == "rows" and source.divides_columns:
-            raise ModelError(
-                "FP8 with one scale for each row of activations cannot be divided among ranks, which would need the "
-                "largest number of all ranks in every layer; use one rank, or a checkpoint with blocks or stored scales"
-            )
-        weight = _rounded(source) if quantization.is_online else _stored(source, quantization)
-        rounding = _rounding(source, quantization)
-        if rounding.stored is not None:
-            weight = weight._replace(scales=weight.scales * rounding.stored)
-        return cls(weight, rounding, source.bias, source.in_size, sum(source.out_sizes))
+        return cls(*read_fp8(source), source.bias, source.in_size, sum(source.out_sizes))
 
     @classmethod
     def numbers(cls, source: WeightSource) -> Tensor:
@@ -133,12 +128,24 @@ class Fp8ProductOnCpu(Product):
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         assert norm is None and residual is None, "nothing is fused here"
-        values, scales = self.rounding(x)
-        x = values.float()
-        if scales is not None:
-            group = self.rounding.group
-            x *= scales if scales.shape[1] == 1 else scales.repeat_interleave(group, 1)[:, : self.in_size]
-        return self.product(x)
+        return self.product(self.rounding.numbers(x))
+
+
+def read_fp8(source: WeightSource) -> tuple[Fp8Weight, RowRounding]:
+    """Return a quantized weight, and how the rows are rounded that it multiplies. Raises ModelError if ranks would
+    round other rows than one rank does."""
+    quantization = source.quantization
+    assert quantization is not None, "no format without a quantization"
+    if quantization.rounding == "rows" and source.divides_columns:
+        raise ModelError(
+            "FP8 with one scale for each row of activations cannot be divided among ranks, which would need the "
+            "largest number of all ranks in every layer; use one rank, or a checkpoint with blocks or stored scales"
+        )
+    weight = _rounded(source) if quantization.is_online else _stored(source, quantization)
+    rounding = _rounding(source, quantization)
+    if rounding.stored is not None:
+        weight = weight._replace(scales=weight.scales * rounding.stored)
+    return weight, rounding
 
 
 def _stored(source: WeightSource, quantization: Quantization) -> Fp8Weight:

@@ -36,12 +36,9 @@ def test_layers_and_head_of_a_model(family: str, checkpoint: Callable[..., Path]
     assert [uses(chain) for chain in find_chains(engine.model, engine.drafter)] == [BODY, HEAD]
 
 
-def test_experts_stand_in_no_decoder_layer(checkpoint: Callable[..., Path]) -> None:
+def test_experts_have_kernels_of_their_own(checkpoint: Callable[..., Path]) -> None:
     engine = load(checkpoint("qwen3_moe"))
-    layer, experts, *lone = [uses(chain) for chain in find_chains(engine.model)]
-    assert layer == BODY[:2]
-    assert experts == [("gated", (96, 64)), ("added", (64, 48))]
-    assert sorted(lone) == sorted([[("plain", (4, 64))], HEAD])
+    assert [uses(chain) for chain in find_chains(engine.model)] == [BODY[:2], HEAD]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""The feed-forward layers of all experts of a mixture, in one format: gate and up of every expert in one weight, and
+down of every expert in another.
+
+    gate_up    rows of expert 0's gate, expert 0's up, expert 1's gate, ...    [num_experts * 2 * inner_size, size]
+    down       rows of expert 0, expert 1, ...                                 [num_experts * size, inner_size]
+
+A format is a class and a line in EXPERT_PRODUCTS. It reads the tensors that a product of that format reads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.experts import ExpertWeight, experts_linear, gated_experts_linear, mix_parts, place_experts
+from ...kernels.fp8 import dequantized
+from ...kernels.operations import captures
+from ...kernels.silu import silu_mul
+from .base import WeightSource
+from .fp8 import RowRounding, read_fp8
+
+
+class ExpertSources(NamedTuple):
+    """The weights of all experts before a product holds them. The projections of each are those of the experts, in
+    order: gate, up, gate, up, ... and down, down, ..."""
+
+    gate_up: WeightSource
+    down: WeightSource
+    num_experts: int
+
+
+class Experts(ABC):
+    """The feed-forward layers of all experts."""
+
+    __slots__ = ()
+
+    @classmethod
+    @abstractmethod
+    def build(cls, sources: ExpertSources) -> Self | None:
+        """Return None if the format does not serve these weights on their device."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Return the sums of the experts of each row, times their shares: [num_rows, size] -> [num_rows, size].
+
+        `chosen` [num_rows, num_active] int64: different experts. `shares` [num_rows, num_active] float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchExperts(Experts):
+    """Plain weights and torch's products, one expert after the other. The host reads which experts are chosen, which
+    costs nothing on a CPU. FP8 weights are here as the numbers that they stand for, and rows are rounded."""
+
+    gate_up: Tensor  # [num_experts, 2 * inner_size, size]
+    down: Tensor  # [num_experts, size, inner_size]
+    roundings: tuple[RowRounding, RowRounding] | None = None  # of the rows of both; None: they are not rounded
+
+    @classmethod
+    def build(cls, sources: ExpertSources) -> Self | None:
+        if captures(sources.gate_up.device):
+            return None
+        weights, roundings = list[Tensor](), list[RowRounding]()
+        for source in (sources.gate_up, sources.down):
+            weight, rounding = _read(source)
+            whole = weight.values if weight.scales is None else dequantized(weight.values, weight.scales, weight.group)
+            weights.append(whole.to(source.dtype).unflatten(0, (sources.num_experts, -1)))
+            if rounding is not None:
+                roundings.append(rounding)
+        return cls(*weights, (roundings[0], roundings[1]) if roundings else None)
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for index in sorted(set(chosen.flatten().tolist())):
+            rows, place = (chosen == index).nonzero(as_tuple=True)
+            out.index_add_(0, rows, self._expert(index, x[rows]).float() * shares[rows, place].unsqueeze(1))
+        return out.to(x.dtype)
+
+    def _expert(self, index: int, x: Tensor) -> Tensor:
+        of_x, of_inner = self.roundings or (None, None)
+        inner = silu_mul(F.linear(x if of_x is None else of_x.numbers(x), self.gate_up[index]))
+        return F.linear(inner if of_inner is None else of_inner.numbers(inner), self.down[index])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedExperts(Experts):
+    """Products of all experts at once, by kernels that read the weights of each chosen expert and no others."""
+
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    num_experts: int
+    roundings: tuple[RowRounding, RowRounding] | None = None
+
+    @classmethod
+    def build(cls, sources: ExpertSources) -> Self | None:
+        (gate_up, of_x), (down, of_inner) = _read(sources.gate_up), _read(sources.down)
+        roundings = None if of_x is None or of_inner is None else (of_x, of_inner)
+        return cls(gate_up, down, sources.num_experts, roundings)
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        places = place_experts(chosen, self.num_experts)
+        values, scales = (x, None) if self.roundings is None else self.roundings[0](x)
+        inner = gated_experts_linear(values, scales, self.gate_up, places, x.dtype)
+        values, scales = (inner, None) if self.roundings is None else self.roundings[1](inner)
+        return mix_parts(experts_linear(values, scales, self.down, places, x.dtype), shares)
+
+
+EXPERT_PRODUCTS: tuple[type[Experts], ...] = (TorchExperts, GroupedExperts)
+
+
+def choose_experts_product(sources: ExpertSources) -> Experts:
+    """Make the experts of a mixture by the first class that serves them on their device."""
+    found = (built for kind in EXPERT_PRODUCTS if (built := kind.build(sources)) is not None)
+    return next(found)
+
+
+def _read(source: WeightSource) -> tuple[ExpertWeight, RowRounding | None]:
+    """Return a weight in the format that its tensors have, and how rows are rounded for it; None: they are not."""
+    quantization = source.quantization
+    if quantization is None or not (quantization.is_online or source.has(quantization.scale_name)):
+        return ExpertWeight(source.fused("weight"), None, source.in_size), None
+    weight, rounding = read_fp8(source)
+    return ExpertWeight(*weight), rounding

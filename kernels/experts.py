@@ -1,0 +1,118 @@
+"""Products of rows with the weights of the experts that they chose, for mixtures of experts (arXiv:1701.06538).
+
+A pair is a row and one of the experts that it chose: pair `row * num_active + place`. The rows of pairs that chose the
+same expert are multiplied together, so that the weights of each chosen expert are read once, and others never.
+Nothing is read on the host, and no shape depends on the choice, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .fp8 import dequantized, spread
+from .operations import Operation
+from .silu import silu_mul
+
+
+class ExpertWeight(NamedTuple):
+    """The weights of all experts, one below the other: [num_experts * out_size, in_size]. `scales` and `group` are as
+    for `fp8_linear`; None: the values are plain numbers."""
+
+    values: Tensor
+    scales: Tensor | None
+    group: int
+
+    def of(self, expert: int, num_experts: int) -> Tensor:
+        """Return the numbers of one expert's weight, [out_size, in_size] float32."""
+        whole = self.values.float() if self.scales is None else dequantized(self.values, self.scales, self.group)
+        return whole.chunk(num_experts)[expert]
+
+
+class Places(NamedTuple):
+    """The pairs in the order of their experts, in blocks of one expert each. A place is empty if it holds -1."""
+
+    chosen: Tensor  # [num_rows, num_active] int64
+    num_experts: int
+    pairs: Tensor  # [num_blocks * block] int32, pairs; of each expert in their own order
+    experts: Tensor  # [num_blocks] int32; num_experts: the block is empty
+
+    @property
+    def block(self) -> int:
+        return len(self.pairs) // max(1, len(self.experts))
+
+
+def place_experts_ref(chosen: Tensor, num_experts: int) -> Places:
+    """Place the pairs of `chosen` [num_rows, num_active] int64."""
+    flat, device = chosen.flatten(), chosen.device
+    num_pairs = len(flat)
+    block = block_size(num_pairs, num_experts)
+    num_blocks = most_blocks(num_pairs, num_experts, block)
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+    blocks = (counts + block - 1) // block
+    ends = blocks.cumsum(0)
+    first_place, first_pair = (ends - blocks) * block, counts.cumsum(0) - counts
+    expert = flat[order]
+    place = first_place[expert] + torch.arange(num_pairs, device=device) - first_pair[expert]
+    pairs = torch.full((num_blocks * block,), -1, dtype=torch.int32, device=device)
+    pairs[place] = order.int()
+    experts = torch.searchsorted(ends, torch.arange(num_blocks, device=device), right=True).int()
+    return Places(chosen, num_experts, pairs, experts)
+
+
+def block_size(num_pairs: int, num_experts: int) -> int:
+    """Return how many places a block has: about as many as an expert has pairs."""
+    return next((size for size in (16, 32, 64) if num_pairs <= size * num_experts), 128)
+
+
+def most_blocks(num_pairs: int, num_experts: int, block: int) -> int:
+    """Return the largest number of blocks that so many pairs need: every expert may end with one that is not full."""
+    return num_pairs // block + min(num_experts, num_pairs)
+
+
+def experts_linear_ref(
+    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype
+) -> Tensor:
+    """Return the product of each pair's row with its expert's weight, [num_pairs, out_size] of `dtype`.
+
+    `x` has a row for each row of `places.chosen`, or one for each pair; `x_scales` are as for `fp8_linear`."""
+    chosen = places.chosen.flatten()
+    rows = x.float() if x_scales is None else x.float() * spread(x_scales, weight.group, x.shape[1])
+    rows = rows.repeat_interleave(len(chosen) // max(1, len(x)), 0)
+    out = rows.new_zeros(len(chosen), len(weight.values) // places.num_experts)
+    for expert in range(places.num_experts):
+        product = F.linear(rows, weight.of(expert, places.num_experts))
+        out = torch.where((chosen == expert).unsqueeze(1), product, out)
+    return out.to(dtype)
+
+
+def gated_experts_linear_ref(
+    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype
+) -> Tensor:
+    """Return `silu_mul` of the product, whose first half is the gate: [num_pairs, out_size / 2]. Arguments as for
+    `experts_linear`."""
+    return silu_mul(experts_linear_ref(x, x_scales, weight, places, dtype))
+
+
+def mix_parts_ref(parts: Tensor, shares: Tensor) -> Tensor:
+    """Return the sums of pairs times their shares: `parts` [num_rows * num_active, size], `shares` [num_rows,
+    num_active] float32 -> [num_rows, size] of parts' dtype. The sum is float32, in the order of the pairs."""
+    wide = parts.float().view(*shares.shape, parts.shape[1]) * shares.unsqueeze(-1)
+    out = wide[:, 0]
+    for place in range(1, shares.shape[1]):
+        out = out + wide[:, place]
+    return out.to(parts.dtype)
+
+
+place_experts = Operation("place_experts", place_experts_ref)
+experts_linear = Operation("experts_linear", experts_linear_ref, by=lambda x, x_scales, weight, *_: weight.values)  # noqa: ARG005
+gated_experts_linear = Operation(
+    "gated_experts_linear",
+    gated_experts_linear_ref,
+    by=lambda x, x_scales, weight, *_: weight.values,  # noqa: ARG005
+)
+mix_parts = Operation("mix_parts", mix_parts_ref)

@@ -1,0 +1,260 @@
+"""`place_experts`, `experts_linear`, `gated_experts_linear` and `mix_parts` of kernels/experts.py on a GPU.
+
+A program of a product multiplies one block of pairs, all of one expert, by some rows of that expert's weight. FP8
+numbers are multiplied as in triton_fp8.py: as float16 in small blocks, by FP8 tensor cores in large ones.
+"""
+
+# Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from . import gpu
+from .experts import ExpertWeight, Places, block_size, most_blocks
+from .fp8 import BLOCK, E4M3
+from .triton_silu import silu_mul_of
+
+MAX_PLACED = 4096  # pairs that one program places; torch sorts more of them
+_CHUNK = 32  # pairs that it looks at together
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MIX_BLOCK = 1024
+
+
+def serves_places(chosen: Tensor, num_experts: int) -> bool:
+    """Return whether `place_experts` takes so many pairs."""
+    return 0 < chosen.numel() <= MAX_PLACED and chosen.is_contiguous() and num_experts <= 1024
+
+
+def place_experts(chosen: Tensor, num_experts: int) -> Places:
+    """Return `place_experts_ref` by one program."""
+    num_pairs = chosen.numel()
+    block = block_size(num_pairs, num_experts)
+    num_blocks = most_blocks(num_pairs, num_experts, block)
+    pairs = torch.empty(num_blocks * block, dtype=torch.int32, device=chosen.device)
+    experts = torch.empty(num_blocks, dtype=torch.int32, device=chosen.device)
+    dependent = gpu.dependent_launch(len(chosen))
+    _place_kernel[1,](
+        chosen, pairs, experts, num_pairs, num_experts, num_blocks, EXPERTS=triton.next_power_of_2(num_experts),
+        BLOCK=block, CHUNK=_CHUNK, DEPENDENT=dependent, num_warps=8, launch_pdl=dependent,
+    )  # fmt: skip
+    return Places(chosen, num_experts, pairs, experts)
+
+
+def serves(x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype) -> bool:
+    """Return whether the products take these tensors."""
+    del places, dtype
+    if x.stride(1) != 1 or not weight.values.is_contiguous():
+        return False
+    if weight.scales is None:
+        return x.dtype == weight.values.dtype and x.dtype in _FLOATS
+    is_whole = weight.scales.shape[1] == 1 and (x_scales is None or x_scales.shape[1] == 1)
+    return x.dtype in (E4M3, torch.bfloat16, torch.float16) and (is_whole or weight.group == BLOCK)
+
+
+def experts_linear(
+    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype
+) -> Tensor:
+    """Return `experts_linear_ref`: sums in another order."""
+    return _product(x, x_scales, weight, places, dtype, is_gated=False)
+
+
+def gated_experts_linear(
+    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype
+) -> Tensor:
+    """Return `gated_experts_linear_ref`: sums in another order."""
+    return _product(x, x_scales, weight, places, dtype, is_gated=True)
+
+
+def _product(
+    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype, *, is_gated: bool
+) -> Tensor:
+    num_pairs, block = places.chosen.numel(), places.block
+    out_size, in_size = len(weight.values) // places.num_experts, weight.values.shape[1]
+    size = out_size // 2 if is_gated else out_size
+    out = torch.empty((num_pairs, size), dtype=dtype, device=x.device)
+    if not num_pairs:
+        return out
+    scales, is_small = weight.scales, block <= 32
+    block_n = 64 if is_small else 128
+    dependent = gpu.dependent_launch(len(places.chosen))
+    _product_kernel[len(places.experts), triton.cdiv(size, block_n)](
+        x, x if x_scales is None else x_scales, weight.values, weight.values if scales is None else scales, out,
+        places.pairs, places.experts, num_pairs // len(x), places.num_experts, size, out_size, in_size, x.stride(0),
+        1 if scales is None else scales.shape[1],
+        ROWS=1 if scales is None or len(scales) == len(weight.values) else BLOCK,
+        BLOCK_M=block, BLOCK_N=block_n, BLOCK_K=BLOCK if scales is not None or is_small else 64,
+        IS_SCALED=scales is not None, IS_GROUPED=scales is not None and scales.shape[1] > 1,
+        HAS_X_SCALES=x_scales is not None, IS_GATED=is_gated, IS_FP8=x.dtype == E4M3 and not is_small,
+        DEPENDENT=dependent, num_warps=4 if is_small else 8, num_stages=4 if is_small else 3, launch_pdl=dependent,
+    )  # fmt: skip
+    return out
+
+
+def serves_mix(parts: Tensor, shares: Tensor) -> bool:
+    """Return whether `mix_parts` takes these tensors."""
+    return parts.is_contiguous() and shares.is_contiguous()
+
+
+def mix_parts(parts: Tensor, shares: Tensor) -> Tensor:
+    """Return `mix_parts_ref`, bit by bit but for fused multiply-adds."""
+    (num_rows, num_active), size = shares.shape, parts.shape[1]
+    out = torch.empty((num_rows, size), dtype=parts.dtype, device=parts.device)
+    if out.numel():
+        dependent = gpu.dependent_launch(num_rows)
+        _mix_kernel[num_rows, triton.cdiv(size, _MIX_BLOCK)](
+            parts, shares, out, size, ACTIVE=num_active, BLOCK=_MIX_BLOCK, DEPENDENT=dependent, launch_pdl=dependent
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _place_kernel(
+    chosen_ptr,  # [num_pairs] int64
+    pairs_ptr,  # [num_blocks * BLOCK] int32, written
+    experts_ptr,  # [num_blocks] int32, written
+    num_pairs,
+    num_experts,
+    num_blocks,
+    EXPERTS: tl.constexpr,  # at least num_experts
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (1,). Counts the pairs of each expert, and then gives each pair its place."""
+    each, expert = tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
+    for start in range(0, num_blocks * BLOCK, CHUNK):
+        tl.store(pairs_ptr + start + each, -1, mask=start + each < num_blocks * BLOCK)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        chosen = tl.load(chosen_ptr + start + each, mask=start + each < num_pairs, other=-1).to(tl.int32)
+        counts += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
+    blocks = (counts + BLOCK - 1) // BLOCK
+    ends = tl.cumsum(blocks, 0)
+    for start in range(0, num_blocks, CHUNK):
+        block = start + each
+        is_behind = (ends[None, :] <= block[:, None]) & (expert < num_experts)[None, :]
+        tl.store(experts_ptr + block, tl.sum(is_behind.to(tl.int32), 1), mask=block < num_blocks)
+    tl.debug_barrier()  # a pair may be written by another thread than its -1
+    next_place = (ends - blocks) * BLOCK
+    for start in range(0, num_pairs, CHUNK):
+        pair = start + each
+        chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+        is_own = (chosen[:, None] == expert[None, :]).to(tl.int32)
+        place = tl.sum(is_own * (next_place[None, :] + tl.cumsum(is_own, 0) - 1), 1)
+        tl.store(pairs_ptr + place, pair, mask=pair < num_pairs)
+        next_place += tl.sum(is_own, 0)
+
+
+@triton.jit(do_not_specialize=["num_active"])
+def _product_kernel(
+    x_ptr,  # [num_rows, in_size] or [num_pairs, in_size]
+    x_scales_ptr,  # [num_rows or num_pairs, num_groups] float32
+    weight_ptr,  # [num_experts * out_size, in_size]
+    scales_ptr,  # [num_experts * out_size / ROWS, num_groups] float32
+    out_ptr,  # [num_pairs, size], written
+    pairs_ptr,  # [num_blocks * BLOCK_M] int32
+    experts_ptr,  # [num_blocks] int32
+    num_active,  # pairs of a row of x
+    num_experts,
+    size,
+    out_size,
+    in_size,
+    x_stride,
+    num_groups,
+    ROWS: tl.constexpr,  # of a scale
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    IS_GROUPED: tl.constexpr,  # a scale belongs to BLOCK_K columns; else to all of them
+    HAS_X_SCALES: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_FP8: tl.constexpr,  # multiply by FP8 tensor cores
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (blocks of pairs, blocks of rows of W). Works on y^T = W x^T, [BLOCK_N, BLOCK_M]."""
+    if DEPENDENT:
+        gdc_wait()
+    expert = tl.load(experts_ptr + tl.program_id(0)).to(tl.int64)
+    if expert < num_experts:
+        m = tl.arange(0, BLOCK_M)
+        pairs = tl.load(pairs_ptr + tl.program_id(0) * BLOCK_M + m)
+        is_m = pairs >= 0
+        rows = (tl.maximum(pairs, 0) // num_active).to(tl.int64)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_n = n < size
+        weight_rows = expert * out_size + tl.minimum(n, size - 1)
+        k = tl.arange(0, BLOCK_K)
+        y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for start in range(0, in_size, BLOCK_K):
+            is_k = start + k < in_size
+            x_at = x_ptr + rows[None, :] * x_stride + (start + k)[:, None]
+            x = tl.load(x_at, mask=is_m[None, :] & is_k[:, None], other=0.0)
+            at = weight_ptr + weight_rows[:, None] * in_size + (start + k)[None, :]
+            group = start // BLOCK_K
+            x_scale = tl.full((1, BLOCK_M), 1.0, dtype=tl.float32)
+            if IS_GROUPED and HAS_X_SCALES:
+                x_scale = tl.load(x_scales_ptr + rows * num_groups + group, mask=is_m, other=0.0)[None, :]
+            for half in tl.static_range(2 if IS_GATED else 1):
+                weight = tl.load(at + half * size * in_size, mask=is_n[:, None] & is_k[None, :], other=0.0)
+                if IS_SCALED and not IS_FP8:  # both are exact
+                    dtype = tl.float16 if x.dtype == tl.float8e4nv else x.dtype
+                    part = tl.dot(weight.to(tl.float16).to(dtype), x.to(dtype))
+                else:
+                    part = tl.dot(weight, x, input_precision="ieee")
+                if IS_GROUPED:
+                    scale_rows = (weight_rows + half * size) // ROWS
+                    part *= x_scale * tl.load(scales_ptr + scale_rows * num_groups + group)[:, None]
+                if half == 0:
+                    y += part
+                else:
+                    up += part
+        if DEPENDENT:
+            gdc_launch_dependents()
+        if IS_SCALED and not IS_GROUPED:
+            scale = tl.full((1, BLOCK_M), 1.0, dtype=tl.float32)
+            if HAS_X_SCALES:
+                scale = tl.load(x_scales_ptr + rows * num_groups, mask=is_m, other=0.0)[None, :]
+            y *= scale * tl.load(scales_ptr + weight_rows // ROWS * num_groups)[:, None]
+            if IS_GATED:
+                up *= scale * tl.load(scales_ptr + (weight_rows + size) // ROWS * num_groups)[:, None]
+        y = y.to(out_ptr.dtype.element_ty)
+        if IS_GATED:
+            y = silu_mul_of(y, up.to(y.dtype))
+        out_at = out_ptr + tl.maximum(pairs, 0).to(tl.int64)[None, :] * size + n[:, None]
+        tl.store(out_at, y, mask=is_n[:, None] & is_m[None, :])
+
+
+@triton.jit
+def _mix_kernel(
+    parts_ptr,  # [num_rows * ACTIVE, size]
+    shares_ptr,  # [num_rows, ACTIVE] float32
+    out_ptr,  # [num_rows, size], written
+    size,
+    ACTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (num_rows, ceil(size / BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = columns < size
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    y = tl.zeros((BLOCK,), dtype=tl.float32)
+    for place in tl.static_range(ACTIVE):
+        part = tl.load(parts_ptr + (row * ACTIVE + place) * size + columns, mask=is_in, other=0.0).to(tl.float32)
+        y += part * tl.load(shares_ptr + row * ACTIVE + place)
+    tl.store(out_ptr + row * size + columns, y.to(out_ptr.dtype.element_ty), mask=is_in)

@@ -1,0 +1,76 @@
+"""The specification of products of experts against one expert after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from baton.kernels.experts import (
+    ExpertWeight,
+    block_size,
+    experts_linear_ref,
+    gated_experts_linear_ref,
+    mix_parts_ref,
+    most_blocks,
+    place_experts_ref,
+)
+from baton.kernels.fp8 import E4M3, dequantized
+from baton.kernels.silu import silu_mul_ref
+
+NUM_EXPERTS = 7
+
+
+def choose(num_rows: int, num_active: int, seed: int = 0) -> torch.Tensor:
+    """Return different experts for each row; experts 0 and 4 are chosen by none."""
+    generator = torch.Generator().manual_seed(seed)
+    allowed = torch.tensor([1, 2, 3, 5, 6])
+    picks = [allowed[torch.randperm(5, generator=generator)[:num_active]] for _ in range(num_rows)]
+    return torch.stack(picks) if picks else torch.empty(0, num_active, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("num_rows", "num_active"), [(0, 2), (1, 1), (1, 5), (30, 3), (400, 2)])
+def test_every_pair_has_one_place_in_a_block_of_its_expert(num_rows: int, num_active: int) -> None:
+    chosen = choose(num_rows, num_active)
+    places = place_experts_ref(chosen, NUM_EXPERTS)
+    block, flat = block_size(chosen.numel(), NUM_EXPERTS), chosen.flatten()
+    assert len(places.experts) == most_blocks(len(flat), NUM_EXPERTS, block)
+    assert sorted(places.pairs[places.pairs >= 0].tolist()) == list(range(len(flat)))
+    seen: dict[int, list[int]] = {}
+    for expert, pairs in zip(places.experts.tolist(), places.pairs.split(block) if num_rows else (), strict=True):
+        own = pairs[pairs >= 0].tolist()
+        assert (expert < NUM_EXPERTS) == bool(own)
+        assert all(flat[pair] == expert for pair in own)
+        seen.setdefault(expert, []).extend(own)
+    assert all(own == sorted(own) for own in seen.values())
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("has_row_of_each_pair", [False, True])
+def test_products_are_those_of_each_expert(is_quantized: bool, has_row_of_each_pair: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    chosen, weights = choose(9, 2), torch.randn(NUM_EXPERTS, 12, 40, generator=generator)
+    weight = ExpertWeight(weights.flatten(0, 1), None, 40)
+    x = torch.randn(18 if has_row_of_each_pair else 9, 40, generator=generator)
+    if is_quantized:
+        scales = torch.rand(NUM_EXPERTS * 12, 1, generator=generator) + 0.5
+        weight = ExpertWeight(weight.values.to(E4M3), scales, 40)
+        weights = dequantized(weight.values, scales, 40).unflatten(0, (NUM_EXPERTS, 12))
+    places = place_experts_ref(chosen, NUM_EXPERTS)
+    expected = torch.stack(
+        [
+            F.linear(x[pair if has_row_of_each_pair else pair // 2], weights[expert])
+            for pair, expert in enumerate(chosen.flatten())
+        ]
+    )
+    ours = experts_linear_ref(x, None, weight, places, torch.float32)
+    torch.testing.assert_close(ours, expected)
+    gated = gated_experts_linear_ref(x, None, weight, places, torch.float32)
+    torch.testing.assert_close(gated, silu_mul_ref(expected))
+
+
+def test_parts_are_mixed_by_their_shares() -> None:
+    parts, shares = torch.randn(6, 4), torch.rand(3, 2)
+    expected = torch.stack([parts[2 * row] * shares[row, 0] + parts[2 * row + 1] * shares[row, 1] for row in range(3)])
+    torch.testing.assert_close(mix_parts_ref(parts, shares), expected)
+    assert mix_parts_ref(parts.half(), shares).dtype is torch.float16

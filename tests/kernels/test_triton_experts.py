@@ -1,0 +1,106 @@
+"""The Triton kernels of experts against kernels/experts.py's specification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from triton_device import DEVICE, IS_INTERPRETED, ULP, random
+
+pytest.importorskip("triton")
+
+from baton.kernels import triton_experts
+from baton.kernels.experts import (
+    ExpertWeight,
+    experts_linear_ref,
+    gated_experts_linear_ref,
+    mix_parts_ref,
+    place_experts_ref,
+)
+from baton.kernels.fp8 import BLOCK, E4M3, round_rows_ref
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
+DTYPES = [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+
+
+def choose(num_rows: int, num_experts: int, num_active: int, seed: int = 0) -> Tensor:
+    """Return different experts for each row, the first ones more often."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(num_rows, num_experts, generator=generator) - torch.arange(num_experts) / num_experts / 2
+    return scores.topk(num_active).indices.to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "num_active"), [(1, 7, 2), (1, 128, 8), (33, 7, 3), (64, 60, 4), (500, 6, 2), (3, 1, 1)]
+)
+def test_places_are_those_of_the_reference(num_rows: int, num_experts: int, num_active: int) -> None:
+    chosen = choose(num_rows, num_experts, num_active)
+    assert triton_experts.serves_places(chosen, num_experts)
+    ours, theirs = triton_experts.place_experts(chosen, num_experts), place_experts_ref(chosen, num_experts)
+    assert torch.equal(ours.pairs, theirs.pairs) and torch.equal(ours.experts, theirs.experts)
+
+
+def test_no_pairs_and_too_many_are_left_to_the_reference() -> None:
+    assert not triton_experts.serves_places(choose(0, 7, 2), 7)
+    assert not triton_experts.serves_places(choose(triton_experts.MAX_PLACED, 7, 2), 7)
+
+
+def check(
+    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, chosen: Tensor, num: int, dtype: torch.dtype
+) -> None:
+    places = place_experts_ref(chosen, num)
+    assert triton_experts.serves(x, x_scales, weight, places, dtype)
+    for ours, theirs in (
+        (triton_experts.experts_linear, experts_linear_ref),
+        (triton_experts.gated_experts_linear, gated_experts_linear_ref),
+    ):
+        actual = ours(x, x_scales, weight, places, dtype).float()
+        expected = theirs(x, x_scales, weight, places, torch.float32)
+        bound = max(2e-3 * float(expected.abs().max()), 1e-5)  # FP8 tensor cores add with 14 bits or more
+        torch.testing.assert_close(actual, expected, atol=bound, rtol=4 * ULP[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_active"), [(1, 7, 2), (33, 7, 3), (200, 3, 2)])
+@pytest.mark.parametrize(("out_size", "in_size"), [(256, 128), (88, 72)])
+def test_products_of_plain_weights(
+    num_rows: int, num_experts: int, num_active: int, out_size: int, in_size: int, dtype: torch.dtype
+) -> None:
+    chosen = choose(num_rows, num_experts, num_active)
+    weight = ExpertWeight(random(num_experts * out_size, in_size, seed=1, scale=0.2).to(dtype), None, in_size)
+    check(random(num_rows, in_size, dtype=dtype), None, weight, chosen, num_experts, dtype)
+    check(random(chosen.numel(), in_size, dtype=dtype), None, weight, chosen, num_experts, dtype)
+
+
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_active"), [(1, 7, 2), (200, 3, 2)])
+@pytest.mark.parametrize(
+    ("out_size", "in_size", "rows", "group"), [(256, 256, BLOCK, BLOCK), (88, 200, 1, BLOCK), (88, 72, 1, 72)]
+)
+def test_products_of_fp8(
+    num_rows: int, num_experts: int, num_active: int, out_size: int, in_size: int, rows: int, group: int
+) -> None:
+    chosen = choose(num_rows, num_experts, num_active)
+    scales = random(num_experts * out_size // rows, -(-in_size // group), seed=3).abs() * 0.02 + 0.01
+    weight = ExpertWeight(random(num_experts * out_size, in_size, seed=1).to(E4M3), scales, group)
+    x, x_scales = round_rows_ref(random(num_rows, in_size), group)
+    check(x, x_scales, weight, chosen, num_experts, torch.float16)
+    check(x, None, weight, chosen, num_experts, torch.float16)
+    check(random(num_rows, in_size, dtype=torch.float16), None, weight, chosen, num_experts, torch.float16)
+
+
+def test_what_is_not_served_is_left_to_the_reference() -> None:
+    places = place_experts_ref(choose(2, 3, 1), 3)
+    weight = ExpertWeight(random(24, 16), None, 16)
+    assert not triton_experts.serves(random(2, 16).half(), None, weight, places, torch.float16)
+    assert not triton_experts.serves(random(2, 32)[:, ::2], None, weight, places, torch.float32)
+    halves = ExpertWeight(random(24, 200).to(E4M3), torch.ones(24, 4, device=DEVICE), 50)
+    assert not triton_experts.serves(random(2, 200).to(E4M3), None, halves, places, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "num_active", "size"), [(1, 8, 1030), (5, 1, 7), (0, 2, 8)])
+def test_parts_are_mixed(num_rows: int, num_active: int, size: int, dtype: torch.dtype) -> None:
+    parts = random(num_rows * num_active, size, dtype=dtype)
+    shares = random(num_rows, num_active, seed=1).abs()
+    actual = triton_experts.mix_parts(parts, shares)
+    torch.testing.assert_close(actual, mix_parts_ref(parts, shares), atol=1e-5, rtol=2 * ULP[dtype])
