@@ -180,6 +180,8 @@ def test_tied_heads_take_their_share_of_the_embedding() -> None:
         ),
         ("qwen3_moe", {}, 3, RankRows(), "has 128 hidden units, which 3 ranks cannot divide"),
         ("qwen3_moe", {}, 2, RankRows(), "has mixtures of experts"),
+        ("deepseek_v3", {"first_k_dense_replace": 1}, 2, RankRows(), "has mixtures of experts"),
+        ("deepseek_v3", {}, 3, None, "DeepseekV3ForCausalLM has 4 query heads, which 3 ranks cannot divide"),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 _E4M3 = sorted(x for x in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist() if x == x)
 _NUMBERS = torch.tensor(_E4M3, dtype=torch.float64).unique()  # all of them, ascending
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_WITHOUT_ROUNDING = "kv_b_proj"  # attention multiplies by parts of it, and rounds no row for them
+_OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", _WITHOUT_ROUNDING)
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *_OF_LATENTS)
 
 
 class Scheme(NamedTuple):
@@ -112,7 +114,8 @@ def rounding_model(plain: Path, scheme: Scheme) -> Any:
         if isinstance(module, nn.Linear) and name.split(".")[-1] in _PROJECTIONS:
             values, scales = _weight(module.weight.detach(), scheme)
             module.weight.data = _spread(values, scales.float().double(), scheme.weight).float()
-            module.forward = _rounded_forward(module, f"{name}.weight", scheme)
+            if not name.endswith(_WITHOUT_ROUNDING):
+                module.forward = _rounded_forward(module, f"{name}.weight", scheme)
     return model
 
 
