@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ from ..kernels.operations import captures, reads_pages
 from ..kernels.paged_rows import PagedRows, attend
 from ..kernels.rotary import apply_rotary_
 from .batch import ForwardBatch, JointBatch, upload
-from .model_config import ModelConfig
+from .model_config import LatentConfig, ModelConfig
 from .rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class AttentionContext(Protocol):
 
     def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
         """Attend in layer `index` of the pool: `qkv` [num_tokens, q_size + num_planes * kv_size] -> [num_tokens,
-        q_size].
+        q_size]. If the pool has latents, the result may have the `rank` first numbers of each head alone.
 
         `qkv` may be overwritten. `window`: positions that a query sees, its own included; None: all. On return the new
         tokens' KV is stored."""
@@ -68,6 +68,8 @@ def begin_attention(
     if batch.num_tokens == 0:
         return _NoAttention(config.q_size)
     cos_sin = rotary(batch.positions, kv.dtype)
+    if captures(kv.device) and config.latent is not None:
+        return _TritonLatents(config.latent, ragged_plan(batch), kv.unbind(0), *cos_sin)
     if captures(kv.device):
         prompts = PromptPieces.of(batch, kv) if set(config.sliding_window) == {None} else None
         return _TritonAttention(config, triton_plan(batch), prompts, kv.unbind(0), *cos_sin)
@@ -133,6 +135,16 @@ def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> TritonPlan:
     return TritonPlan.uniform(
         table, seq_lens, query_len, batch.page_size, batch.tree, batch.positions, is_stored=is_stored
     )
+
+
+def ragged_plan(batch: ForwardBatch) -> TritonPlan:
+    """Return the plan of the kernel that serves rounds and chunks alike: it always says where sequences begin."""
+    plan = triton_plan(batch)
+    if plan.starts is not None:
+        return plan
+    assert plan.query_len is not None, plan
+    num_tokens, device = batch.num_tokens, batch.seq_lens.device
+    return replace(plan, starts=torch.arange(0, num_tokens + 1, plan.query_len, dtype=torch.int32, device=device))
 
 
 class Piece(NamedTuple):
@@ -255,6 +267,26 @@ class _TritonAttention:
                 found = next(rest)
             outs.append(found)
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TritonLatents:
+    """The attention to latents on CUDA. It returns their numbers without those that are rotated."""
+
+    latent: LatentConfig
+    plan: TritonPlan
+    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 1, 1, page_size, rank + rotary_dim]
+    cos: torch.Tensor  # [num_tokens, 1, rotary_dim]
+    sin: torch.Tensor  # [num_tokens, 1, rotary_dim], signed
+
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+        from ..kernels.triton_latents import latent_attention, rotate_store
+
+        assert norms is None and window is None and self.plan.rows is not None, (norms, window)
+        latent, kv_layer = self.latent, self.kv_layers[index]
+        heads = qkv.unflatten(1, (-1, latent.rank + latent.rotary_dim))
+        q = rotate_store(heads, self.cos, self.sin, kv_layer, self.plan.rows)
+        return latent_attention(q, kv_layer, self.plan, latent.rank, latent.scale).flatten(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -284,7 +284,7 @@ class Engine:
     def _plan_prompts(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Let the fused attention of prompts plan every shape that it will meet in chunks of up to `num_tokens`."""
         config = self._ranks.own(self.model_config)
-        if not prompt_attention.serves(self.device, dtype, config.head_dim):
+        if config.latent is not None or not prompt_attention.serves(self.device, dtype, config.head_dim):
             return
         num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=dtype, device=self.device)
@@ -299,7 +299,8 @@ class Engine:
         """On CUDA, run a chunk behind the history that needs most working memory. The pool need not hold the history:
         all its pages are the first one of `pages`."""
         num_before = min(history.longest_rehearsal(), _context_len(self._config, self.model_config) - num_tokens)
-        serves = captures(self.device) and history.serves(self.device, self.kv.dtype, self.model_config.head_dim)
+        has_heads = captures(self.device) and self.model_config.latent is None
+        serves = has_heads and history.serves(self.device, self.kv.dtype, self.model_config.head_dim)
         if not serves or not history.takes(num_tokens, num_before):
             return
         table = [pages[0]] * (num_before // self.pool.page_size) + pages + [pages[0]]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.norm import rms_norm
+from ...kernels.latents import join_latents
+from ...kernels.norm import Norm, rms_norm
 from ..attention import AttentionContext
 from ..model_config import LatentConfig
 from ..products.linear import Linear
@@ -40,24 +41,14 @@ class LatentAttention:
     def __call__(self, normed: Tensor, context: AttentionContext) -> Tensor:
         """Store the new tokens' latents and return the attended values: [num_tokens, hidden_size] -> [num_tokens,
         num_heads * value_dim]."""
-        latent, num_heads, num_tokens = self.latent, len(self.key_up), len(normed)
-        width = latent.rank + latent.rotary_dim
-        q, stored = self.down(normed).tensor_split([self.down.out_size - width], dim=1)
+        latent, num_heads = self.latent, len(self.key_up)
+        q, stored = self.down(normed).tensor_split([-latent.rank - latent.rotary_dim], dim=1)
         if self.query_up is not None and self.query_norm is not None:
             q = self.query_up(rms_norm(q, self.query_norm, _EPS))
         plain, rotary = q.unflatten(1, (num_heads, -1)).tensor_split([latent.plain_dim], dim=2)
-        heads = normed.new_empty(num_tokens, num_heads + 1, width)  # the queries, then the KV head
-        absorbed = torch.bmm(plain.transpose(0, 1), self.key_up)  # [num_heads, num_tokens, rank]
-        heads[:, :-1, : latent.rank] = absorbed.transpose(0, 1)
-        heads[:, :-1, latent.rank :] = self._in_halves(rotary)
-        heads[:, -1, : latent.rank] = rms_norm(stored[:, : latent.rank], self.latent_norm, _EPS)
-        heads[:, -1, latent.rank :] = self._in_halves(stored[:, latent.rank :])
+        absorbed = torch.bmm(plain.transpose(0, 1), self.key_up).transpose(0, 1)  # [num_tokens, num_heads, rank]
+        norm = Norm(self.latent_norm, _EPS)
+        heads = join_latents(absorbed, rotary, stored, norm, is_interleaved=latent.is_interleaved)
         attended = context(self.index, heads.flatten(1), None, None).unflatten(1, (num_heads, -1))
         values = torch.bmm(attended[..., : latent.rank].transpose(0, 1), self.value_up)
         return values.transpose(0, 1).flatten(1)
-
-    def _in_halves(self, x: Tensor) -> Tensor:
-        """Return `x` [..., rotary_dim] with the numbers that are rotated together in its two halves."""
-        if not self.latent.is_interleaved:
-            return x
-        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
