@@ -84,8 +84,7 @@ def rotate_store(
     assert cos.shape == sin.shape == (num_tokens, 1, rotary_dim) and rows.shape == (num_tokens,), (cos.shape, rows)
     assert heads.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and heads.dtype == kv_layer.dtype
     _rotate_kernel[(num_tokens, triton.cdiv(num_heads + 1, _HEADS))](
-        heads, cos, sin, kv_layer, rows, NUM_HEADS=num_heads, PAGE_SIZE=kv_layer.shape[3], RANK=width - rotary_dim,
-        ROTARY_DIM=rotary_dim, HEADS=_HEADS, HALF=triton.next_power_of_2(rotary_dim // 2),
+        heads, cos, sin, kv_layer, rows, NUM_HEADS=num_heads, RANK=width - rotary_dim, ROTARY_DIM=rotary_dim, HEADS=_HEADS, HALF=triton.next_power_of_2(rotary_dim // 2),
         BLOCK_D=triton.next_power_of_2(width), num_warps=2,
     )  # fmt: skip
     return heads[:, :-1]
@@ -184,7 +183,6 @@ def _rotate_kernel(
     kv_ptr,  # [num_pages, PAGE_SIZE, RANK + ROTARY_DIM] of heads' dtype, written
     rows_ptr,  # [num_tokens] int64
     NUM_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     RANK: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HEADS: tl.constexpr,

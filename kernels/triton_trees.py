@@ -167,7 +167,8 @@ def _move_kernel(
     MOVES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid: (num_seqs, num_layers, num_planes * num_kv_heads). A program loads all moved rows of one head, then stores them."""
+    """Grid: (num_seqs, num_layers, num_planes * num_kv_heads). A program loads all moved rows of one head, then stores
+    them."""
     seq, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     move, dims = tl.arange(0, MOVES), tl.arange(0, BLOCK_D)
     is_move = move < num_moves
