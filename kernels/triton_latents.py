@@ -44,13 +44,14 @@ class LatentTiles(NamedTuple):
 
     @classmethod
     def choose(cls, q: torch.Tensor, num_seqs: int) -> LatentTiles:
-        """Choose by shapes and the device alone. Tiles of keys are short, because a key is wide."""
+        """Choose by shapes and the device alone. Tiles of keys are short, because a key is wide. Registers decide how
+        many programs run at once: the sums of 16 rows are 64 registers of each thread of 4 warps."""
         num_rows = triton.cdiv(q.shape[0], max(1, num_seqs)) * q.shape[1]  # of a sequence
         block_m = min(64, max(16, triton.next_power_of_2(num_rows)))
         if q.dtype == torch.float32:  # no tensor cores; for tests more than for speed
             return cls(16, 16, num_sms(q.device), num_warps=8, num_stages=1)
-        per_sm = 1 if block_m == 64 else 2  # by shared memory
-        return cls(block_m, 32, per_sm * num_sms(q.device), num_warps=8 if block_m == 64 else 4, num_stages=2)
+        num_warps, per_sm = (4, 2) if block_m == 16 else (8, 1)
+        return cls(block_m, 32, per_sm * num_sms(q.device), num_warps, num_stages=2)
 
 
 def join_latents(
@@ -84,8 +85,8 @@ def rotate_store(
     assert cos.shape == sin.shape == (num_tokens, 1, rotary_dim) and rows.shape == (num_tokens,), (cos.shape, rows)
     assert heads.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and heads.dtype == kv_layer.dtype
     _rotate_kernel[(num_tokens, triton.cdiv(num_heads + 1, _HEADS))](
-        heads, cos, sin, kv_layer, rows, NUM_HEADS=num_heads, RANK=width - rotary_dim, ROTARY_DIM=rotary_dim, HEADS=_HEADS, HALF=triton.next_power_of_2(rotary_dim // 2),
-        BLOCK_D=triton.next_power_of_2(width), num_warps=2,
+        heads, cos, sin, kv_layer, rows, NUM_HEADS=num_heads, RANK=width - rotary_dim, ROTARY_DIM=rotary_dim,
+        HEADS=_HEADS, HALF=triton.next_power_of_2(rotary_dim // 2), BLOCK_D=triton.next_power_of_2(width), num_warps=2,
     )  # fmt: skip
     return heads[:, :-1]
 
@@ -250,14 +251,14 @@ def _attend_kernel(
     SEQS: tl.constexpr,
 ):
     """Grid: (num_tiles, 1), or (1, num_items) with items. A tile may have no rows."""
-    tile, _, split, num_splits = tile_work(items_ptr)
+    tile, kv_head, split, num_splits = tile_work(items_ptr)
     seq, start, query_len, first_row = tile_at(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
     if (first_row < query_len * GROUP) & (num_splits > 0):
         seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
         table_ptr += seq.to(tl.int64) * table_stride
-        tokens, heads, is_row = tile_rows(first_row, 0, query_len, GROUP, BLOCK_M)
+        tokens, heads, is_row = tile_rows(first_row, kv_head, query_len, GROUP, BLOCK_M)
         last_seen, batch_tokens = seq_len - query_len + tokens, (start + tokens).to(tl.int64)
-        begin, end, _ = span(None, tokens, last_seen, seq_len, 0, split, num_splits, IS_TREE, False, BLOCK_N)
+        begin, end, lowest = span(None, tokens, last_seen, seq_len, 0, split, num_splits, IS_TREE, False, BLOCK_N)
         dims, turned = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
         q_ptrs = q_ptr + (batch_tokens * q_stride + heads * (RANK + ROTARY_DIM))[:, None]
         q = tl.load(q_ptrs + dims[None, :], mask=is_row[:, None] & (dims < RANK)[None, :], other=0.0)
