@@ -258,7 +258,7 @@ def _attend_kernel(
         table_ptr += seq.to(tl.int64) * table_stride
         tokens, heads, is_row = tile_rows(first_row, kv_head, query_len, GROUP, BLOCK_M)
         last_seen, batch_tokens = seq_len - query_len + tokens, (start + tokens).to(tl.int64)
-        begin, end, lowest = span(None, tokens, last_seen, seq_len, 0, split, num_splits, IS_TREE, False, BLOCK_N)
+        begin, end, _lowest = span(None, tokens, last_seen, seq_len, 0, split, num_splits, IS_TREE, False, BLOCK_N)
         dims, turned = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
         q_ptrs = q_ptr + (batch_tokens * q_stride + heads * (RANK + ROTARY_DIM))[:, None]
         q = tl.load(q_ptrs + dims[None, :], mask=is_row[:, None] & (dims < RANK)[None, :], other=0.0)
