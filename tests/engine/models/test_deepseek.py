@@ -5,6 +5,7 @@ Logits of dense models, however their tokens are split, are in test_decoder.py."
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from ties import Reference
 from baton.engine.batch import ForwardBatch
 from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
+from baton.engine.ranks import check_shares
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError, ModelError
 from baton.metadata.handoff.kv_layout import KvLayout
@@ -41,6 +43,41 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", EXPERTS | {"q_lora_rank": 48, "rope_parameters": YARN | {"mscale_all_dim": 1.0}}),
     "v3-no-dense-layer": ("deepseek_v3", EXPERTS | {"first_k_dense_replace": 0, "norm_topk_prob": False}),
 }
+
+PUBLIC = {  # config.json of published checkpoints
+    "v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1,
+        "topk_method": "greedy", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 102400,
+    },
+    "v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 3,
+        "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
+        "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(params=VARIANTS, scope="module")
@@ -150,3 +187,14 @@ def test_a_head_without_kv_of_its_own_is_refused(checkpoint: Checkpoint, tmp_pat
     head = heads.write_head(tmp_path, "frozen-kv-mtp", checkpoint("llama"))
     with pytest.raises(ConfigError, match="latents"):
         Solo(target, speculative="frozen-kv-mtp", draft_model=str(head))
+
+
+@pytest.mark.parametrize(("name", "num_billions", "scale"), [("v2-lite", 15.7, 0.11472), ("v3", 671.0, 0.13523)])
+def test_published_models_have_their_sizes(name: str, num_billions: float, scale: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC[name]))
+    config = read_model_config(tmp_path)
+    assert round(sum(math.prod(spec.shape) for spec in tensor_specs(config)) / 1e9, 1) == num_billions
+    assert config.latent is not None and round(config.latent.scale, 5) == scale
+    assert KvLayout.of(config.pool("bfloat16"), 64).page_layer_bytes == 64 * (512 + 64) * 2
+    for num_ranks in (2, 4, 8, 16):
+        check_shares(config, num_ranks, name)
