@@ -334,7 +334,7 @@ class _GatheredAttention:
         if norms is not None:
             q.copy_(rms_norm(q, norms.q, config.rms_norm_eps))
             k.copy_(rms_norm(k, norms.k, config.rms_norm_eps))
-        apply_rotary_(qkv[:, :num_rotated, config.head_dim - config.rotary_dim :], self.cos, self.sin)
+        apply_rotary_(qkv[:, :num_rotated, config.head_dim - config.rotated_size :], self.cos, self.sin)
         kv_layer = self.kv_layers[index]
         store_kv(qkv[:, num_heads:], kv_layer, self.plan)
         return paged_attention(q, kv_layer, self.plan, window, config.softmax_scale).view(num_tokens, -1)

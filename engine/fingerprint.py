@@ -13,6 +13,8 @@ from .checkpoint import safetensors_files, tensor_digests
 from .model_config import ExpertsConfig, ModelConfig
 from .models.read_config import read_model_config
 
+_LATER = ("experts", "quantization", "rotary_dim", "has_wide_norms")  # earlier releases lack them, and must agree
+
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
     """Return 32 hexadecimal digits that are equal for equal models, on every host and however the files are split.
@@ -20,8 +22,8 @@ def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
     XXH3-128 over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read.
     `config`: as read already, for a drafter's head. Raises ModelError as loading does."""
     fields = asdict(config or read_model_config(model_dir))
-    for name in ("experts", "quantization"):  # fields that earlier releases do not have; nodes of both must agree
-        if fields[name] is None:
+    for name in _LATER:
+        if not fields[name]:
             del fields[name]
     if "experts" in fields:  # the same for its fields with defaults
         defaults = {field.name: field.default for field in dataclass_fields(ExpertsConfig)}

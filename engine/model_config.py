@@ -76,6 +76,8 @@ class ModelConfig:
     hands_over_collapsed: bool = False  # the family has streams and hands the collapsed state to drafters
     experts: ExpertsConfig | None = None
     quantization: Quantization | None = None  # of the linear layers
+    rotary_dim: int | None = None  # the first numbers of a head, which are rotated; None: all
+    has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
 
     @property
@@ -99,8 +101,8 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated: all, or its last ones."""
+    def rotated_size(self) -> int:
+        """Width of the end of a head that rotary embeddings are for: a whole head, or the end of a latent's."""
         return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     @property

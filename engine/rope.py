@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 from ..kernels.rotary import turns
 
@@ -59,11 +60,21 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
             return _yarn(rope, inv_freq, head_dim)
 
 
+def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
+    """Return the order of a head's rows in which all pairs are (i, i + head_dim / 2), if only the first `rotary_dim`
+    rows are rotated, as pairs (i, i + rotary_dim / 2). The others become pairs of a frequency of 0."""
+    half, rest = rotary_dim // 2, list(range(rotary_dim, head_dim))
+    num_first = head_dim // 2 - half
+    return [*range(half), *rest[:num_first], *range(half, rotary_dim), *rest[num_first:]]
+
+
 class RotaryEmbedding:
     """Makes cosines and sines for given positions. It holds the frequencies only, no table per context length."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
-        inv_freq = inverse_frequencies(rope, head_dim)
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device, rotary_dim: int | None = None) -> None:
+        """`rotary_dim`: numbers of a head that are rotated, whose rows are in `rotary_order`; None: all."""
+        inv_freq = inverse_frequencies(rope, rotary_dim or head_dim)
+        inv_freq = F.pad(inv_freq, (0, head_dim // 2 - len(inv_freq)))
         cos_freq, sin_freq = torch.cat((inv_freq, inv_freq)), torch.cat((-inv_freq, inv_freq))  # sin(-a) = -sin(a)
         self._frequencies = torch.stack((cos_freq, sin_freq)).to(device)  # [2, head_dim] float32
         self._scale = rope.attention_factor

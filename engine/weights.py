@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from ..metadata.errors import ModelError
 from .checkpoint import Checkpoint, TensorSpec
 from .model_config import ModelConfig
 from .products.base import GivenWeight, Split, StoredTensor, WeightShard, WeightSource
@@ -20,6 +22,9 @@ from .products.registry import choose, stored_tensors
 from .progress import Progress
 from .quantization import Quantization
 from .ranks import ONE_RANK, Ranks
+
+RowOrders = Mapping[str, Tensor]  # projection -> [out_size] int64: row `order[i]` of the checkpoint becomes row i
+NO_ORDERS: RowOrders = MappingProxyType({})
 
 
 class Weights(ABC):
@@ -41,20 +46,33 @@ class Weights(ABC):
 
     @abstractmethod
     def source(
-        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+        self,
+        out_sizes: Mapping[str, int],
+        in_size: int,
+        *,
+        bias: bool | None = None,
+        split: Split | None = None,
+        orders: RowOrders = NO_ORDERS,
     ) -> WeightSource:
         """Return this rank's share of several weights, one below the other, before a product holds them. Arguments as
         for `fused`."""
 
     @abstractmethod
     def fused(
-        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+        self,
+        out_sizes: Mapping[str, int],
+        in_size: int,
+        *,
+        bias: bool | None = None,
+        split: Split | None = None,
+        orders: RowOrders = NO_ORDERS,
     ) -> Linear:
         """Return one layer that computes several projections of the same input, one below the other.
 
         `out_sizes`: the projections' names without ".weight", in this order. `bias`: whether they have biases; None:
         they have those that the checkpoint holds. `split`: how ranks may divide each projection; None: each rank has
-        all of it. Sizes are those of the whole weight."""
+        all of it. Sizes are those of the whole weight. `orders`: rows of projections that are not in the order of the
+        checkpoint."""
 
     def linear(
         self, name: str, out_size: int, in_size: int, *, bias: bool | None = None, split: Split | None = None
@@ -85,9 +103,15 @@ class ListedWeights(Weights):
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def source(
-        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+        self,
+        out_sizes: Mapping[str, int],
+        in_size: int,
+        *,
+        bias: bool | None = None,
+        split: Split | None = None,
+        orders: RowOrders = NO_ORDERS,
     ) -> WeightSource:
-        del split  # the checkpoint holds whole weights
+        del split, orders  # the checkpoint holds whole weights
         for name, tensors in _stored(self, out_sizes, in_size, self.quantization).items():
             self.specs += [TensorSpec(f"{name}.{last}", each.shape, each.dtypes) for last, each in tensors.items()]
         total = sum(out_sizes.values())
@@ -98,9 +122,15 @@ class ListedWeights(Weights):
         return GivenWeight(torch.empty((total, in_size), dtype=self.dtype, device=self.device), biases)
 
     def fused(
-        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+        self,
+        out_sizes: Mapping[str, int],
+        in_size: int,
+        *,
+        bias: bool | None = None,
+        split: Split | None = None,
+        orders: RowOrders = NO_ORDERS,
     ) -> Linear:
-        source = self.source(out_sizes, in_size, bias=bias, split=split)
+        source = self.source(out_sizes, in_size, bias=bias, split=split, orders=orders)
         return Linear.dense(source.fused("weight"), source.bias)
 
 
@@ -141,19 +171,33 @@ class CheckpointWeights(Weights):
         return out.copy_(stored)
 
     def source(
-        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+        self,
+        out_sizes: Mapping[str, int],
+        in_size: int,
+        *,
+        bias: bool | None = None,
+        split: Split | None = None,
+        orders: RowOrders = NO_ORDERS,
     ) -> WeightSource:
         quantization = self.quantization
         if quantization is not None and quantization.is_online and (split is None or split.divides == "vocab"):
             quantization = None  # a router of experts, or the head
         has_bias = _has_bias(self, out_sizes, bias)
-        return _StoredWeight(self, out_sizes, in_size, quantization, has_bias=has_bias, shard=self.ranks.shard(split))
+        return _StoredWeight(
+            self, out_sizes, in_size, quantization, has_bias=has_bias, shard=self.ranks.shard(split), orders=orders
+        )
 
     def fused(
-        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+        self,
+        out_sizes: Mapping[str, int],
+        in_size: int,
+        *,
+        bias: bool | None = None,
+        split: Split | None = None,
+        orders: RowOrders = NO_ORDERS,
     ) -> Linear:
         shard = self.ranks.shard(split)
-        source = self.source(out_sizes, in_size, bias=bias, split=split)
+        source = self.source(out_sizes, in_size, bias=bias, split=split, orders=orders)
         product = choose(source)  # at once: plain and packed forms of more than one layer never exist together
         return Linear(product if shard is None else self.ranks.join(product, shard))
 
@@ -184,6 +228,7 @@ class _StoredWeight(WeightSource):
         *,
         has_bias: bool,
         shard: WeightShard | None = None,
+        orders: RowOrders = NO_ORDERS,
     ) -> None:
         """`projections` and `in_size` have the sizes in the checkpoint."""
         self.out_sizes, self.in_size, self._in_size = tuple(projections.values()), in_size, in_size
@@ -192,7 +237,7 @@ class _StoredWeight(WeightSource):
         elif shard is not None:
             self.in_size //= shard.size
             has_bias = has_bias and shard.rank == 0  # the sum over the ranks has it once
-        self._projections, self._shard = projections, shard
+        self._projections, self._shard, self._orders = projections, shard, orders
         self.dtype, self.device, self.quantization = weights.dtype, weights.device, quantization
         self.divides_columns = shard is not None and shard.dim == 1
         self._weights, self._names, self._has_bias = weights, tuple(projections), has_bias
@@ -215,7 +260,10 @@ class _StoredWeight(WeightSource):
             TensorSpec(f"{projection}.{name}", each.shape, each.dtypes)
             for projection, each in zip(self._projections, tensors, strict=True)
         ]
-        parts = self._weights.stored(specs)
+        parts = [
+            part if (order := self._orders.get(projection)) is None else in_order(part, order, each.block[0])
+            for part, projection, each in zip(self._weights.stored(specs), self._projections, tensors, strict=True)
+        ]
         shard = self._shard
         if shard is None or (name == "bias" and shard.dim == 1):
             return parts
@@ -248,6 +296,20 @@ def _stored(
         return all(weights.has(f"{name}.{last}") for name in projections)
 
     return {name: stored_tensors(has, out_size, in_size, quantization) for name, out_size in projections.items()}
+
+
+def in_order(stored: Tensor, order: Tensor, block: int) -> Tensor:
+    """Return the rows of a stored tensor in another order, a copy, [out_size, ...]. `block`: rows of the weight that
+    share one of its rows, such as a scale. Raises ModelError if the order would divide a block."""
+    if stored.ndim == 0:
+        return stored
+    if block > 1:
+        if not torch.equal(order // block, torch.arange(len(order)) // block):
+            raise ModelError(f"rows of blocks of {block} that share a scale cannot be put into another order")
+        return stored
+    if stored.element_size() == 1:  # torch does not gather rows of 8-bit floats
+        return stored.view(torch.uint8)[order].view(stored.dtype)
+    return stored[order]
 
 
 def _has_bias(weights: Weights, projections: Collection[str], bias: bool | None) -> bool:

@@ -109,10 +109,10 @@ def mix_parts_ref(parts: Tensor, shares: Tensor) -> Tensor:
 
 
 place_experts = Operation("place_experts", place_experts_ref)
-experts_linear = Operation("experts_linear", experts_linear_ref, by=lambda x, x_scales, weight, *_: weight.values)  # noqa: ARG005
+experts_linear = Operation("experts_linear", experts_linear_ref, by=lambda x, x_scales, weight, *_, **__: weight.values)  # noqa: ARG005
 gated_experts_linear = Operation(
     "gated_experts_linear",
     gated_experts_linear_ref,
-    by=lambda x, x_scales, weight, *_: weight.values,  # noqa: ARG005
+    by=lambda x, x_scales, weight, *_, **__: weight.values,  # noqa: ARG005
 )
 mix_parts = Operation("mix_parts", mix_parts_ref)

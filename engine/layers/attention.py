@@ -1,13 +1,50 @@
-"""The attention layer: q, k and v, the norms of their heads, the window, and the output projection."""
+"""The attention layer: q, k and v, their norms, the window, and the output projection."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from ..attention import AttentionContext, HeadNorms
+from ..group import Group
+from ..products.base import WeightShard
 from ..products.linear import Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WideNorms:
+    """Norms of q and of k over all heads together. If ranks have some of the heads each, they sum the squares."""
+
+    q: Tensor  # [q_size], of this rank's heads
+    k: Tensor  # [kv_size]
+    sizes: tuple[int, int]  # of q and k of all heads
+    eps: float
+    group: Group | None = None
+    num_alike: int = 1  # ranks that have the same heads of k
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, eps: float, shard: WeightShard | None, group: Group) -> Self:
+        """Return the norms of a rank, given the weights of all heads."""
+        sizes = len(q), len(k)
+        if shard is None:
+            return cls(q, k, sizes, eps)
+        own = shard.take(q, 0).clone(), shard.take(k, 1).clone()
+        return cls(*own, sizes, eps, group, shard.size // shard.count(1))
+
+    def apply_(self, qkv: Tensor) -> None:
+        """Norm q and k of `qkv` [num_tokens, q_size + 2 * kv_size] in place, in float32, rounded before the weights."""
+        parts, weights = qkv.split([len(self.q), len(self.k), len(self.k)], 1)[:2], (self.q, self.k)
+        wide = [part.float() for part in parts]
+        squares = torch.cat([each.pow(2).sum(1, keepdim=True) for each in wide], 1)
+        if self.group is not None:
+            squares = self.group.sum(squares)
+        counts = squares.new_tensor([self.sizes[0], self.sizes[1] * self.num_alike])
+        scales = torch.rsqrt(squares / counts + self.eps).split(1, 1)
+        for part, each, weight, scale in zip(parts, wide, weights, scales, strict=True):
+            part.copy_((each * scale).to(qkv.dtype) * weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,9 +56,13 @@ class Attention:
     head_norms: HeadNorms | None
     window: int | None  # positions that a query sees, its own included; None: all
     out: Linear  # q_size -> hidden_size
+    wide_norms: WideNorms | None = None
 
     def __call__(self, normed: Tensor, context: AttentionContext) -> Tensor:
         """Store the new tokens' KV and return the attended values: [num_tokens, in_size] -> [num_tokens, q_size].
 
         The output projection is left to the caller, because the residual stream takes it along (`Residual.add`)."""
-        return context(self.index, self.qkv(normed), self.head_norms, self.window)
+        qkv = self.qkv(normed)
+        if self.wide_norms is not None:
+            self.wide_norms.apply_(qkv)
+        return context(self.index, qkv, self.head_norms, self.window)

@@ -74,7 +74,7 @@ class DecoderModel:
         self.device = embedding.weight.device
         self.stack = stack
         self._embedding, self._lm_head = embedding, lm_head
-        self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, self.device)
+        self._rotary = RotaryEmbedding(config.rope, config.rotated_size, self.device, config.rotary_dim)
 
     @property
     def handoff_hidden_size(self) -> int:

@@ -11,7 +11,7 @@ from ..model_config import ExpertsConfig, LatentConfig, ModelConfig
 from ..weights import Weights
 from .decoder import DecoderModel
 
-NUM_EXPERTS = ("num_experts", "num_local_experts")  # both spellings of one key of config.json
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # spellings of one key of config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,10 @@ class ModelFamily:
     read: Callable[[ModelConfig, Weights], DecoderModel]  # the same call lists the tensors and loads them
     text_types: tuple[str, ...] = ()  # model_type of a text_config whose text is computed as by this family
     qkv_bias: bool | None = None  # None: config.json's attention_bias decides
-    qk_norm: bool = False
+    has_out_bias: bool = True  # attention_bias is also that of the output projection
+    qk_norm: bool | Literal["use_qk_norm"] = False  # a key of config.json: that decides
+    has_wide_norms: bool = False
+    rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
     may_have_mlp_bias: bool = False
     window: Literal["refused", "all_layers", "by_layer"] = "refused"
     needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed

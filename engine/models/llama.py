@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from ..attention import HeadNorms
-from ..layers.attention import Attention
+from ..layers.attention import Attention, WideNorms
 from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward, SelfAttention
 from ..layers.embedding import Embedding, LmHead
 from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
 from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, VOCAB, heads_out
+from ..rope import rotary_order
 from ..weights import Weights
 from .decoder import DecoderModel, DecoderStack
 from .family import ModelFamily
@@ -85,18 +87,42 @@ def read_body(
 def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: int, in_size: int) -> Attention:
     """Read an attention layer."""
     sizes = {f"{prefix}.q_proj": config.q_size, f"{prefix}.k_proj": config.kv_size, f"{prefix}.v_proj": config.kv_size}
-    norms = None
+    orders = {name: head_order(config, size) for name, size in list(sizes.items())[:2]} if config.rotary_dim else {}
+    split = heads_out(config.num_heads, config.num_kv_heads)
+    norms = wide_norms = None
     if config.qk_norm:
-        norms = HeadNorms(*(weights.tensor(f"{prefix}.{head}_norm.weight", config.head_dim) for head in ("q", "k")))
+        norms = HeadNorms(*(_norm(config, weights, f"{prefix}.{head}_norm", config.head_dim) for head in ("q", "k")))
+    if config.has_wide_norms:
+        wide_norms = WideNorms.of(
+            _norm(config, weights, f"{prefix}.q_norm", config.q_size),
+            _norm(config, weights, f"{prefix}.k_norm", config.kv_size),
+            config.rms_norm_eps,
+            weights.ranks.shard(split),
+            weights.ranks.group,
+        )
     return Attention(
         index,
-        weights.fused(sizes, in_size, bias=config.qkv_bias, split=heads_out(config.num_heads, config.num_kv_heads)),
+        weights.fused(sizes, in_size, bias=config.qkv_bias, split=split, orders=orders),
         norms,
         config.sliding_window[index],
         weights.linear(
             f"{prefix}.o_proj", config.hidden_size, config.q_size, bias=config.attention_bias, split=HEADS_IN
         ),
+        wide_norms,
     )
+
+
+def head_order(config: ModelConfig, size: int) -> Tensor:
+    """Return the order of `size` rows, whole heads, in which a part of each head is rotated as the whole would be."""
+    assert config.rotary_dim is not None, "all of a head is rotated"
+    one = torch.tensor(rotary_order(config.head_dim, config.rotary_dim))
+    return (torch.arange(0, size, config.head_dim).unsqueeze(1) + one).flatten()
+
+
+def _norm(config: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
+    """Read the norm of heads, [size], in the order of their rows."""
+    weight = weights.tensor(f"{name}.weight", size)
+    return weight if config.rotary_dim is None else weight[head_order(config, size).to(weight.device)]
 
 
 def read_mlp(config: ModelConfig, weights: Weights, prefix: str, inner_size: int) -> Mlp:

@@ -34,7 +34,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     else:
         num_kv_heads, head_dim = 1, latent.rank + latent.rotary_dim
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
-    rope = _rope(raw)
+    rope = _rope(raw, family)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=raw.integer("vocab_size"),
@@ -49,9 +49,9 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         rope=rope,
         tie_word_embeddings=raw.flag("tie_word_embeddings"),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        attention_bias=attention_bias,
+        attention_bias=attention_bias and family.has_out_bias,
         mlp_bias=raw.flag("mlp_bias") if family.may_have_mlp_bias else False,
-        qk_norm=family.qk_norm,
+        qk_norm=raw.flag(family.qk_norm) if isinstance(family.qk_norm, str) else family.qk_norm,
         sliding_window=_sliding_window(raw, family),
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=_eos_token_ids(raw, path / "generation_config.json"),
@@ -60,6 +60,8 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         hands_over_collapsed=family.hands_over_collapsed,
         experts=None if family.read_experts is None else family.read_experts(raw),
         quantization=read_quantization(raw, path),
+        rotary_dim=_rotary_dim(raw, family, rope, head_dim),
+        has_wide_norms=family.has_wide_norms,
         latent=latent,
     )
 
@@ -100,14 +102,36 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
             raise ModelError(f"{raw.path}: {key} is missing, and its default is not certain; write it into the file")
 
 
-def _rope(raw: ConfigFile) -> RopeConfig:
-    """Read rotary settings in both spellings: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it."""
+def _rope_fields(raw: ConfigFile) -> tuple[str, dict[str, Any]]:
+    """Return rotary settings and their key, of two spellings: `rope_parameters`, or `rope_scaling` with `rope_theta`
+    beside it."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     fields = raw.get(key) or {}
     if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
         raise raw.error(key, "is not served: one set of rotary parameters for all layers is")
+    return key, cast(dict[str, Any], fields)
+
+
+def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim: int) -> int | None:
+    """Return the numbers of a head that are rotated; None: all."""
+    if family.rotary_share is None:
+        return None
+    share = _rope_fields(raw)[1].get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    share = raw.positive("partial_rotary_factor", family.rotary_share if share is None else share)
+    rotary_dim = raw.integer("rotary_dim", int(share * head_dim))
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise raw.error("partial_rotary_factor", f"rotates {rotary_dim} of {head_dim} numbers of a head", value=share)
+    if rotary_dim == head_dim:
+        return None
+    if rope.attention_factor != 1:
+        raise raw.error("partial_rotary_factor", f"is not served beside {rope.rope_type}", value=share)
+    return rotary_dim
+
+
+def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
+    key, fields = _rope_fields(raw)
     partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if partial not in (None, 1, 1.0) and family.rotary_share is None:
         raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
     rope_type = fields.get("rope_type", fields.get("type", "default"))
     if rope_type not in ROPE_TYPES:

@@ -71,7 +71,7 @@ class TorchExperts(Experts):
             weights.append(whole.to(source.dtype).unflatten(0, (sources.num_experts, -1)))
             if rounding is not None:
                 roundings.append(rounding)
-        return cls(*weights, (roundings[0], roundings[1]) if roundings else None)
+        return cls(weights[0], weights[1], (roundings[0], roundings[1]) if roundings else None)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)

@@ -18,7 +18,7 @@ from ...metadata.wire.request import TokenLogprobs
 from ..output_parser import ThoughtCounter
 from ..request import Delta, Request, Sequence
 from ..text.tokenizer import TextTokenizer
-from .chat_output import ChatOutput, OutputReading
+from .chat_output import ChatOutput
 from .logprobs import LegacyColumns, chat_logprobs
 from .openai_types import (
     AssistantMessage,
@@ -36,6 +36,7 @@ from .openai_types import (
     SpeculationDetails,
     Usage,
 )
+from .output_reader import OutputReading
 from .sse import DONE, error_event, event
 
 _encode = msgspec.json.Encoder().encode

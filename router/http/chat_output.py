@@ -11,29 +11,14 @@ The finish reason is tool_calls if the model stopped by itself and made a whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
-
 from msgspec import UNSET, Struct
 
 from ...metadata.wire.request import FinishReason
-from ..output_parser import OutputEvent, OutputParser, ThoughtCounter
 from ..reasoning_parsers.base import Thought
-from ..request import Sequence
 from ..tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
 from .openai_types import AssistantMessage, ChatDelta, ChatFinishReason
+from .output_reader import OutputReader, OutputReading
 from .tool_types import CalledFunction, FunctionDelta, ToolCall, ToolCallDelta
-
-ReasoningField = Literal["reasoning_content", "reasoning"]
-
-
-class OutputReading(NamedTuple):
-    """How the outputs of one request are read. Each output gets parsers of its own."""
-
-    new_parser: Callable[[], OutputParser]
-    new_counter: Callable[[Sequence], ThoughtCounter] | None  # None: no thoughts
-    reasoning_field: ReasoningField
-    is_parallel: bool  # False: calls after the first are left out
 
 
 class _Draft(Struct):
@@ -48,15 +33,13 @@ class ChatOutput:
     """The message of one output, as it comes."""
 
     def __init__(self, reading: OutputReading) -> None:
-        self._parser = reading.new_parser()
+        self._reader = OutputReader(reading)
         self._field = reading.reasoning_field
-        self._is_parallel = reading.is_parallel
-        self._has_call = False  # a whole one
 
     def deltas(self, text: str, *, is_last: bool) -> list[ChatDelta]:
         """Return what the next part of the text adds to the message."""
         drafts = list[_Draft]()
-        for event in self._events(text, is_last=is_last):
+        for event in self._reader.events(text, is_last=is_last):
             draft = drafts[-1] if drafts else None
             match event:
                 case Thought():
@@ -71,16 +54,14 @@ class ChatOutput:
                     if draft is None:
                         drafts.append(draft := _Draft())
                     _add_call(draft.calls, event)
-                case CallEnd():
-                    self._has_call = True
-                case CallBroken():
+                case CallEnd() | CallBroken():
                     pass
         return [self._delta(draft) for draft in drafts]
 
     def message(self, text: str) -> AssistantMessage:
         """Return the message of a whole output."""
         thoughts, content, calls = "", "", list[tuple[CallBegin, str]]()
-        for event in self._events(text, is_last=True):
+        for event in self._reader.events(text, is_last=True):
             match event:
                 case Thought():
                     thoughts += event.text
@@ -91,7 +72,7 @@ class ChatOutput:
                 case CallArguments():
                     calls[-1] = calls[-1][0], calls[-1][1] + event.text
                 case CallEnd():
-                    self._has_call = True
+                    pass
                 case CallBroken():
                     calls.pop()
                     content += event.text
@@ -108,16 +89,7 @@ class ChatOutput:
 
     def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
         """Return the finish reason of the message. `reason`: that of the output."""
-        return "tool_calls" if reason == "stop" and self._has_call else reason
-
-    def _events(self, text: str, *, is_last: bool) -> Iterable[OutputEvent]:
-        events = self._parser.feed(text)
-        if is_last:
-            events += self._parser.finish()
-        for event in events:
-            is_call = isinstance(event, CallBegin | CallArguments | CallEnd | CallBroken)
-            if self._is_parallel or not is_call or event.index == 0:
-                yield event
+        return "tool_calls" if reason == "stop" and self._reader.has_call else reason
 
     def _delta(self, draft: _Draft) -> ChatDelta:
         thoughts = draft.thoughts or None

@@ -4,9 +4,9 @@ body      decoded, checked for what is not served          parameters.py
 group     the nodes that serve its model                   api.py
 admitted  its caller and the waiting queue have room       limits.py
 tools     those that the model may call, and how its
-          output is read                                   tools.py, forced_calls.py, output_readings.py
+          output is read                                   tools.py, output_readings.py
 prompts   texts and messages become token ids              prompts.py
-grammar   what the body asks for is compiled               grammars.py
+grammar   what the body asks for is compiled               grammars.py, forced_calls.py, chat_grammar.py
 serve     one Request per prompt is submitted and
           answered, whole or as a stream                   answers.py, answer_format.py
           whatever still runs then is cancelled
@@ -29,7 +29,7 @@ from .access import CALLER
 from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from .answers import StreamedAnswer, WholeAnswer
 from .api import ARRIVED, Api, request_id
-from .forced_calls import forced_grammar, literal_of
+from .chat_grammar import chat_grammar
 from .grammars import asked_grammar, grammar_of
 from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
@@ -126,13 +126,6 @@ async def serve_chat(
             reasoning = reasoning_parser(group.template, api.config.reasoning_parser)
         reading = output_reading(use, reasoning, prompt.text, tokenizer, api.config.reasoning_field)
         answer_format = format_of(tokenizer, reading)
-        literal = literal_of(tokenizer)
-        if use is not None:
-            thoughts = "" if reasoning is None else reasoning.grammar(prompt.text, literal=literal)
-            grammar = await forced_grammar(api, use, thoughts, group, tokenizer)
-        else:
-            thoughts = "" if reasoning is None else reasoning.answer_grammar(prompt.text, literal=literal)
-            grammar = await grammar_of(api, body, group, thoughts)
         return await _serve(
             api,
             http_request,
@@ -141,7 +134,7 @@ async def serve_chat(
             answer_format,
             [(answer_format.response_id, prompt.ids)],
             markers=markers_of(use, reasoning),
-            grammar=grammar,
+            grammar=await chat_grammar(api, body, use, reasoning, prompt.text, group, tokenizer),
         )
 
 

@@ -42,10 +42,11 @@ async def forced_grammar(
 
 
 def literal_of(tokenizer: TextTokenizer) -> Callable[[str], str]:
-    """Return the function that gives the Lark form of a fixed text: its token if it is a special one, else a string."""
+    """Return the function that gives the Lark form of a fixed text: its token if a grammar must name that by its id,
+    else a string."""
 
     def literal(text: str) -> str:
-        token_id = tokenizer.special_by_text.get(text)
+        token_id = tokenizer.grammar_ids.get(text)
         return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
     return literal

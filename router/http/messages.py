@@ -6,22 +6,47 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from ...metadata.errors import RequestError
+from ..reasoning_parsers.registry import REASONING_PARSERS
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .api import Api, json_response
-from .chat_output import OutputReading
 from .completions import serve_chat
 from .grammars import asked_grammar
+from .message_turns import chat_messages, text_of
 from .messages_format import MessagesFormat
-from .messages_types import CountTokensRequest, MessagesInput, MessagesRequest, MessageText, TokenCount
+from .messages_types import (
+    AnyChoice,
+    AssistantTurn,
+    AutoChoice,
+    ChoiceOfTools,
+    CountTokensRequest,
+    MessagesInput,
+    MessagesRequest,
+    NoChoice,
+    OneChoice,
+    ThinkingAdaptive,
+    ThinkingConfig,
+    ThinkingDisabled,
+    ThinkingEnabled,
+    TokenCount,
+)
 from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
+from .output_reader import OutputReading
 from .parameters import check_served
 from .prompts import chat_prompt
 from .renamed import renamed
+from .tool_types import FunctionChoice, FunctionTool, NamedTool, Tool, ToolChoice
+from .tools import tool_use
 
 NAMES = {  # fields of a chat completion -> what they are called here
+    "continue_final_message": "messages",
     "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
     "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
 }
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountTokensRequest)
@@ -34,7 +59,8 @@ async def messages(api: Api, http_request: web.Request) -> web.StreamResponse:
     check_served(body)
 
     def format_of(tokenizer: TextTokenizer, reading: OutputReading | None) -> AnswerFormat:
-        return MessagesFormat(rid, body.model, tokenizer, reading)
+        _check_thinking(body, reading)
+        return MessagesFormat(rid, body.model, tokenizer, reading, shows_thoughts=_shows_thoughts(body.thinking))
 
     with renamed(NAMES):
         return await serve_chat(api, http_request, _chat_request(body), format_of)
@@ -43,12 +69,12 @@ async def messages(api: Api, http_request: web.Request) -> web.StreamResponse:
 async def count_tokens(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /v1/messages/count_tokens."""
     body = await api.body(http_request, _count_decoder)
-    check_served(body)
-    group, tokenizer = api.group_of(body.model)
-    conversation = _conversation(body)
     with renamed(NAMES):
+        conversation = _conversation(body)
         asked_grammar(conversation)
-    prompt = await chat_prompt(conversation, group, tokenizer)
+        group, tokenizer = api.group_of(body.model)
+        use = tool_use(conversation, group.template, api.config.tool_parser)
+        prompt = await chat_prompt(conversation, group, tokenizer, None if use is None else use.for_template)
     return json_response(TokenCount(len(prompt.ids)))
 
 
@@ -65,24 +91,67 @@ def _chat_request(body: MessagesRequest) -> ChatRequest:
 
 
 def _conversation(body: MessagesInput) -> ChatRequest:
-    """Return the messages of a body, the system's first. An assistant's last message is continued. Templates that let
-    the model think, unless `enable_thinking` is false, are told when thinking is disabled."""
-    messages = [ChatMessage(each.role, _text_of(each.content)) for each in body.messages]
+    """Return what a body says to the model: the system's message first. An assistant's last message is continued. Chat
+    templates that know `enable_thinking` are told whether thinking is on."""
+    messages = chat_messages(body.messages)
     if body.system:
-        messages.insert(0, ChatMessage("system", _text_of(body.system)))
+        messages.insert(0, ChatMessage("system", text_of(body.system)))
     output_format = body.output_config.format if body.output_config is not None else None
     response_format = None
     if output_format is not None:
         schema = JsonSchemaFormat(name="output", schema=output_format.schema)
         response_format = ResponseFormat(type="json_schema", json_schema=schema)
+    thinking, choice = body.thinking, body.tool_choice
+    tools = [
+        Tool("function", FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))
+        for tool in body.tools or ()
+    ]
+    is_parallel = None
+    if choice is not None and not isinstance(choice, NoChoice):
+        is_parallel = not choice.disable_parallel_tool_use
     return ChatRequest(
         model=body.model,
         messages=messages,
-        continue_final_message=body.messages[-1].role == "assistant",
-        chat_template_kwargs=None if body.thinking is None else {"enable_thinking": False},
+        continue_final_message=isinstance(body.messages[-1], AssistantTurn),
+        chat_template_kwargs=thinking and {"enable_thinking": not isinstance(thinking, ThinkingDisabled)},
+        thinking_token_budget=thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None,
         response_format=response_format,
+        tools=tools or None,
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=is_parallel,
     )
 
 
-def _text_of(content: str | list[MessageText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _tool_choice(choice: ChoiceOfTools | None) -> ToolChoice | None:
+    match choice:
+        case AutoChoice():
+            return "auto"
+        case AnyChoice():
+            return "required"
+        case OneChoice():
+            return NamedTool("function", FunctionChoice(choice.name))
+        case NoChoice():
+            return "none"
+        case None:
+            return None
+
+
+def _shows_thoughts(thinking: ThinkingConfig | None) -> bool:
+    """Return whether the answer has thoughts. They are left out unless thinking is asked for."""
+    return isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) and thinking.display != "omitted"
+
+
+def _check_thinking(body: MessagesRequest, reading: OutputReading | None) -> None:
+    """Raise RequestError for thinking that is enabled if outputs have no thoughts. `reading`: how they are read."""
+    if not isinstance(body.thinking, ThinkingEnabled):
+        return
+    if isinstance(body.messages[-1], AssistantTurn):
+        raise RequestError(
+            "thinking: excludes a last message of the assistant, which is continued without thoughts", param="thinking"
+        )
+    if reading is None or reading.new_counter is None:
+        raise RequestError(
+            "thinking: the router cannot read thoughts of this model; start it with --reasoning-parser and one of "
+            f"{', '.join(REASONING_PARSERS)}, or leave thinking out",
+            param="thinking",
+        )

@@ -6,23 +6,134 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from .openai_types import MAX_STOPS, NumTokens, StopText, TextPart
+from ...metadata.wire.request import MAX_CONTEXT
+from .openai_types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
+from .tool_types import MAX_TOOLS, CallId, ToolName
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageText(TextPart, frozen=True, forbid_unknown_fields=True):
-    """A block of a message; only text. `cache_control` has no effect: prefixes are cached by themselves."""
+    """A block where all are text. `cache_control` has no effect: prefixes are cached by themselves."""
 
     cache_control: dict[str, Any] | None = None
     citations: list[Any] | None = None
 
 
-class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. If the last one is the assistant's, the answer goes on from its text."""
+class MessageBlock(MessagePart, frozen=True, tag_field="type", kw_only=True):
+    """Base of the blocks of messages. `cache_control` has no effect."""
 
-    role: Literal["user", "assistant"]
-    content: str | list[MessageText]
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, tag="text"):
+    """A block of text."""
+
+    text: str
+    citations: list[Any] | None = None
+
+
+class ToolUseBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_use"):
+    """A tool call that the model wrote. `caller` has no effect."""
+
+    id: CallId
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class ToolResultBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_result"):
+    """What a tool call gave; only text. If `is_error`, the model reads `Error: ` before it."""
+
+    tool_use_id: CallId
+    content: str | list[MessageText] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="thinking"):
+    """Thoughts that the model wrote. They go to the chat template. `signature` is not checked."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="redacted_thinking"):
+    """Thoughts of another server's model, encrypted. They are left out of the prompt."""
+
+    data: str
+
+
+class UserTurn(Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
+    """A message of the user. The model reads the results of tools first, and then the text."""
+
+    content: str | list[TextBlock | ToolResultBlock]
+
+
+class AssistantTurn(Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
+    """A message of the model. If it is the last one, it has no calls, and the answer goes on from its text."""
+
+    content: str | list[TextBlock | ToolUseBlock | ThinkingBlock | RedactedBlock]
+
+
+class CustomTool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tool that the client runs. Its schema binds the model if a call is forced; `strict` has no further effect.
+    `cache_control` and `eager_input_streaming` have none: what the model writes is streamed at once."""
+
+    name: ToolName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+
+
+class AutoChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="auto"):
+    """The model may call tools."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnyChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="any"):
+    """The model must call a tool."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class OneChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="tool"):
+    """The model must call this tool, once."""
+
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="none"):
+    """The model does not see the tools."""
+
+
+ChoiceOfTools = AutoChoice | AnyChoice | OneChoice | NoChoice
+
+ThoughtDisplay = Literal["summarized", "omitted"]  # summarized: thoughts are given, unabridged
+
+
+class ThinkingEnabled(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
+    """The model thinks before it answers, at most so many tokens, without the marks around its thoughts."""
+
+    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
+    display: ThoughtDisplay | None = None
+
+
+class ThinkingAdaptive(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
+    """The model thinks before it answers, if it can."""
+
+    display: ThoughtDisplay | None = None
+
+
+class ThinkingDisabled(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
+    """The model does not think, if its chat template can tell it so."""
+
+
+ThinkingConfig = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
 
 
 class OutputFormat(Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,13 +153,12 @@ class MessagesInput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Fields that messages and their count share."""
 
     model: Annotated[str, Meta(max_length=256)]
-    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=4096)]
+    messages: Annotated[list[UserTurn | AssistantTurn], Meta(min_length=1, max_length=4096)]
     system: str | list[MessageText] | None = None
     output_config: OutputConfig | None = None
-    # NOT_SERVED
-    thinking: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ChoiceOfTools | None = None
+    thinking: ThinkingConfig | None = None
     # IGNORED
     cache_control: dict[str, Any] | None = None
     speed: str | None = None
@@ -82,12 +192,19 @@ class TokenCount(Struct, frozen=True):
     input_tokens: int
 
 
+class ThinkingTokens(Struct, frozen=True):
+    """`thinking_tokens` of the output are thoughts, with the marks around them."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(Struct, frozen=True, kw_only=True):
     """Token counts. `input_tokens` came neither from prefill's prefix cache nor went into it: those that came from it
     are `cache_read_input_tokens`."""
 
     input_tokens: int
     output_tokens: int
+    output_tokens_details: ThinkingTokens
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
 
@@ -99,13 +216,31 @@ class OutputText(Struct, frozen=True, tag_field="type", tag="text"):
     citations: None = None
 
 
+class OutputThinking(Struct, frozen=True, tag_field="type", tag="thinking"):
+    """A block of thoughts. Clients need `signature`, which is empty."""
+
+    thinking: str
+    signature: str = ""
+
+
+class OutputToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A block of one tool call."""
+
+    id: str
+    name: str
+    input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
+
+
+OutputBlock = OutputText | OutputThinking | OutputToolUse
+
+
 class MessageAnswer(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """Answer of POST /v1/messages."""
+    """Answer of POST /v1/messages. Blocks are in the order in which the model wrote them."""
 
     id: str
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[OutputText]
+    content: list[OutputBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -117,15 +252,15 @@ class MessageStart(Struct, frozen=True, tag_field="type", tag="message_start"):
     message: MessageAnswer
 
 
-class BlockStart(Struct, frozen=True, tag_field="type", tag="content_block_start"):
-    """Event before the text of a block."""
-
-    index: int
-    content_block: OutputText
-
-
 class Ping(Struct, frozen=True, tag_field="type", tag="ping"):
     """Event without a meaning."""
+
+
+class BlockStart(Struct, frozen=True, tag_field="type", tag="content_block_start"):
+    """Event before the contents of a block, which is empty in it."""
+
+    index: int
+    content_block: OutputBlock
 
 
 class TextDelta(Struct, frozen=True, tag_field="type", tag="text_delta"):
@@ -134,21 +269,39 @@ class TextDelta(Struct, frozen=True, tag_field="type", tag="text_delta"):
     text: str
 
 
+class ThinkingDelta(Struct, frozen=True, tag_field="type", tag="thinking_delta"):
+    """More thoughts of a block."""
+
+    thinking: str
+
+
+class SignatureDelta(Struct, frozen=True, tag_field="type", tag="signature_delta"):
+    """The signature of a block of thoughts, which is empty."""
+
+    signature: str = ""
+
+
+class InputDelta(Struct, frozen=True, tag_field="type", tag="input_json_delta"):
+    """More of the input of a tool call, which is JSON as text."""
+
+    partial_json: str
+
+
 class BlockDelta(Struct, frozen=True, tag_field="type", tag="content_block_delta"):
     """Event with more of a block."""
 
     index: int
-    delta: TextDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(Struct, frozen=True, tag_field="type", tag="content_block_stop"):
-    """Event after the text of a block."""
+    """Event after the contents of a block. The input of a tool call may be incomplete: then it is no call."""
 
     index: int
 
 
 class MessageEnd(Struct, frozen=True):
-    """Why the text ended."""
+    """Why the message ended."""
 
     stop_reason: StopReason
     stop_sequence: str | None
@@ -165,4 +318,5 @@ class MessageStop(Struct, frozen=True, tag_field="type", tag="message_stop"):
     """Last event of a stream."""
 
 
-MessageEvent = MessageStart | BlockStart | Ping | BlockDelta | BlockStop | MessageDelta | MessageStop
+BlockEvent = BlockStart | BlockDelta | BlockStop
+MessageEvent = MessageStart | Ping | BlockEvent | MessageDelta | MessageStop

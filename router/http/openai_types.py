@@ -53,6 +53,13 @@ BestOf = Annotated[
     Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
     Meta(description="Refused unless it equals `n`.", extra_json_schema={"deprecated": True}),
 ]
+ThinkingBudget = Annotated[
+    Annotated[int, Meta(ge=0, le=MAX_CONTEXT)] | None,
+    Meta(
+        description="The most tokens of thoughts, without the marks around them. Then the thoughts are closed and the "
+        "answer follows. No effect on a prompt after which the model does not think."
+    ),
+]
 TruncatePrompt = Annotated[
     NumTokens | None,
     Meta(
@@ -89,11 +96,7 @@ PARTS_NOT_SERVED = {  # type of a part of a message -> what it holds
     "input_audio": "audio parts",
     "input_file": "files",
     "input_image": "images",
-    "redacted_thinking": "thoughts",
     "search_result": "search results",
-    "thinking": "thoughts",
-    "tool_result": "tools",
-    "tool_use": "tools",
     "video_url": "videos",
 }
 
@@ -235,8 +238,8 @@ class TextPart(MessagePart, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. Clients send the fields typed `null` back with an assistant's message. `reasoning` is another name
-    of `reasoning_content`."""
+    """One message. Clients send the fields typed `null`, and `parsed`, back with an assistant's message. `reasoning` is
+    another name of `reasoning_content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -249,6 +252,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    parsed: Any = None
 
 
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -265,6 +269,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    thinking_token_budget: ThinkingBudget = None  # vLLM's extension
     # NOT_SERVED
     modalities: list[str] | None = None
     functions: list[Any] | None = None
@@ -272,7 +277,6 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     audio: Any = None
     prediction: Any = None
     thinking_budget: Any = None
-    thinking_token_budget: Any = None
     max_thinking_tokens: Any = None
     verbosity: str | None = None
     web_search_options: Any = None

@@ -12,6 +12,7 @@ import msgspec
 from .access import KeyLevel
 from .openai_types import EXACTLY_ONE_OF, IGNORED
 from .parameters import NOT_SERVED
+from .responses_types import INPUT_ITEMS, ResponsesRequest
 from .route import Parameter, Route
 
 _DESCRIPTION = (
@@ -71,12 +72,14 @@ def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_ke
     for route in routes:
         of_route = (route.error, route.body, route.answer, route.chunk)
         kinds += [kind for kind in of_route if kind is not None and kind not in kinds]
+    kinds += INPUT_ITEMS.values()
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for component in components.values():
         if component.get("additionalProperties") is False:
             component["additionalProperties"] = {"type": "null"}  # unknown fields that are null are ignored
     for kind in kinds:
         _annotate(kind, components)
+    _describe_input(components)
     writer = _Writer(dict(zip(kinds, schemas, strict=True)), has_api_keys, has_admin_key)
     paths: dict[str, Any] = {}
     for route in routes:
@@ -234,6 +237,12 @@ def _annotate(kind: Any, components: dict[str, Any]) -> None:
         }
     for name in IGNORED & fields.keys() - {each.name for each in NOT_SERVED.get(kind, ())}:
         fields[name] = fields[name] | {"description": "Accepted for clients that send it, without effect."}
+
+
+def _describe_input(components: dict[str, Any]) -> None:
+    """Add the types of the items of a response's input, which are decoded one by one."""
+    _, items = components[ResponsesRequest.__name__]["properties"]["input"]["anyOf"]
+    items["items"] = {"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in INPUT_ITEMS.values()]}
 
 
 def _null(is_null: bool) -> dict[str, Any]:

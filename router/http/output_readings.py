@@ -8,7 +8,7 @@ from ..reasoning_parsers.registry import REASONING_PARSERS
 from ..request import Sequence
 from ..text.detokenizer import make_detokenizer
 from ..text.tokenizer import ChatTemplate, TextTokenizer
-from .chat_output import OutputReading, ReasoningField
+from .output_reader import OutputReading, ReasoningField
 from .tools import NO_PARSER, ToolUse
 
 

@@ -15,7 +15,7 @@ from ...metadata.errors import RequestError
 from ...metadata.wire.request import MAX_CONTEXT, SamplingParams
 from ..node import NodeGroup
 from ..request import TextOptions
-from .messages_types import CountTokensRequest, MessagesRequest
+from .messages_types import MessagesRequest
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 from .responses_types import ResponsesRequest
 
@@ -42,11 +42,6 @@ _COMMON_NOT_SERVED = (
     NotServed("guided_decoding_backend", "there is one backend, llguidance", (None,)),
     NotServed("guided_whitespace_pattern", "white space of JSON cannot be set", (None,)),
 )
-_MESSAGES_NOT_SERVED = (
-    NotServed("thinking", "thinking cannot be turned on", (None, {"type": "disabled"})),
-    NotServed("tools", "tools are not served"),
-    NotServed("tool_choice", "tools are not served", (None, {"type": "none"})),
-)
 NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
     CompletionRequest: (*_COMMON_NOT_SERVED, NotServed("suffix", "insertion is not served", (None, ""))),
     ChatRequest: (
@@ -55,38 +50,25 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
         NotServed("function_call", "the choice of a function is given as tool_choice", (None, [], "none")),
         NotServed("audio", "only text is served"),
         NotServed("prediction", "predicted outputs are not served"),
-        NotServed(
-            "thinking_budget", "the length of thoughts cannot be set; max_tokens bounds all of the output", (None,)
-        ),
-        NotServed(
-            "thinking_token_budget",
-            "the length of thoughts cannot be set; max_tokens bounds all of the output",
-            (None,),
-        ),
-        NotServed(
-            "max_thinking_tokens", "the length of thoughts cannot be set; max_tokens bounds all of the output", (None,)
-        ),
+        NotServed("thinking_budget", "the field is thinking_token_budget", (None,)),
+        NotServed("max_thinking_tokens", "the field is thinking_token_budget", (None,)),
         NotServed("verbosity", "verbosity cannot be set", (None,)),
         NotServed("web_search_options", "there is no web search"),
         NotServed("modalities", "only text is served", (None, ["text"])),
     ),
-    CountTokensRequest: _MESSAGES_NOT_SERVED,
     MessagesRequest: (
-        *_MESSAGES_NOT_SERVED,
         NotServed("container", "containers are not served", (None,)),
-        NotServed("mcp_servers", "tools are not served"),
+        NotServed("mcp_servers", "tools of MCP servers are not served; the client runs all tools"),
     ),
     ResponsesRequest: (
         NotServed("background", "responses are not computed in the background", (None, False)),
         NotServed("context_management", "contexts are not managed"),
         NotServed("conversation", "conversations are not stored; send the messages in `input`", (None,)),
         NotServed("include", "there is nothing to include", (None, [], ["reasoning.encrypted_content"])),
-        NotServed("max_tool_calls", "tools are not served", (None,)),
+        NotServed("max_tool_calls", "calls are not counted; parallel_tool_calls: false allows one", (None,)),
         NotServed("previous_response_id", "responses are not stored; send the messages in `input`", (None,)),
         NotServed("prompt", "prompts are not stored", (None,)),
         NotServed("store", "responses are not stored", (None, False)),
-        NotServed("tool_choice", "tools are not served", (None, "auto", "none")),
-        NotServed("tools", "tools are not served"),
         NotServed("top_logprobs", "log-probabilities are served by /v1/chat/completions", (None, 0)),
         NotServed("truncation", "an input that is too long is refused", (None, "disabled")),
     ),
@@ -118,6 +100,10 @@ def check_chat(body: ChatRequest) -> None:
         raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError("continue_final_message: excludes add_generation_prompt", param="continue_final_message")
+    if body.thinking_token_budget is not None and body.ignore_eos:
+        raise RequestError(
+            "ignore_eos: excludes thinking_token_budget, whose end is the end of the text", param="ignore_eos"
+        )
 
 
 def sampling_params(

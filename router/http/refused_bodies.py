@@ -22,16 +22,12 @@ MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that woul
 _LONGEST_NAME = 64  # of a field that a sentence repeats or compares
 
 
-class _Typed(msgspec.Struct):
-    type: str = ""
-
-
 def mended(body: bytes, kind: Any) -> bytes:
     """Return a JSON body without the fields that `kind` does not know and that are null.
 
-    Raises RequestError that names the first other unknown field and the nearest known one, or the first part of a
-    message that is not text. A body with more than MAX_NULLS nulls, or one that is nested too deeply, is returned
-    unchanged.
+    Raises RequestError that names the first other unknown field and the nearest known one, or the first object of a
+    type that its place does not take, such as an image in a message. A body with more than MAX_NULLS nulls, or one
+    that is nested too deeply, is returned unchanged.
     """
     if body.count(b"null") > MAX_NULLS:
         return body
@@ -49,42 +45,69 @@ def _described(kind: Any) -> inspect.Type:
 def _mended(value: Raw, kind: inspect.Type, path: str) -> Raw:
     """Return a value without unknown null fields. Only objects of known types, and lists of them, are unpacked."""
     first = bytes(memoryview(value)[:1])
-    for each in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
-        if isinstance(each, inspect.StructType) and first == b"{":
-            return Raw(msgspec.json.encode(_mended_object(value, each, path)))
-        if isinstance(each, inspect.ListType) and isinstance(each.item_type, inspect.StructType) and first == b"[":
-            items = msgspec.json.decode(value, type=list[Raw])
-            kept = [_mended(item, each.item_type, f"{path}[{index}]") for index, item in enumerate(items)]
-            return Raw(msgspec.json.encode(kept))
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    structs = [each for each in kinds if isinstance(each, inspect.StructType)]
+    if structs and first == b"{":
+        return Raw(msgspec.json.encode(_mended_object(value, structs, path)))
+    lists = [each for each in kinds if isinstance(each, inspect.ListType) and _holds_objects(each.item_type)]
+    if lists and first == b"[":
+        items = msgspec.json.decode(value, type=list[Raw])
+        kept = [_mended(item, lists[0].item_type, f"{path}[{index}]") for index, item in enumerate(items)]
+        return Raw(msgspec.json.encode(kept))
     return value
 
 
-def _mended_object(value: Raw, kind: inspect.StructType, path: str) -> dict[str, Raw]:
-    if issubclass(kind.cls, MessagePart):
-        _check_part(value, path)
+def _holds_objects(kind: inspect.Type) -> bool:
+    return any(
+        isinstance(each, inspect.StructType)
+        for each in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))
+    )
+
+
+def _mended_object(value: Raw, kinds: list[inspect.StructType], path: str) -> dict[str, Raw]:
+    """Return the fields of an object without unknown null ones. If `kinds` are several, their tag tells which it is."""
+    fields = msgspec.json.decode(value, type=dict[str, Raw])
+    kind = _kind_of(fields, kinds, path)
+    if kind is None:
+        return fields
     known = {field.encode_name: field.type for field in kind.fields}
     kept: dict[str, Raw] = {}
-    for name, item in msgspec.json.decode(value, type=dict[str, Raw]).items():
+    for name, item in fields.items():
         if name in known:
             kept[name] = _mended(item, known[name], ".".join(each for each in (path, name) if each))
-        elif not kind.forbid_unknown_fields:
+        elif not kind.forbid_unknown_fields or name == kind.tag_field:
             kept[name] = item
         elif bytes(item) != b"null":
             raise _unknown_field(path, name, known)
     return kept
 
 
-def _check_part(value: Raw, path: str) -> None:
-    """Raise RequestError for a part of a message whose type is known not to be text."""
+def _kind_of(fields: dict[str, Raw], kinds: list[inspect.StructType], path: str) -> inspect.StructType | None:
+    """Return the type of an object, None if its tag is absent or no text. Raises RequestError for an object whose tag
+    or `type` is none of those that its place takes."""
+    name = kinds[0].tag_field or "type"
+    takes = {each.tag: each for each in kinds} if kinds[0].tag_field else dict.fromkeys(_types_of(kinds[0]), kinds[0])
+    if not takes:
+        return kinds[0]
     try:
-        part = msgspec.json.decode(value, type=_Typed).type
+        said = msgspec.json.decode(fields.get(name, Raw(b"null")), type=str)
     except msgspec.ValidationError:
-        return  # its type is not even a string, which strict decoding says
-    if part in PARTS_NOT_SERVED:
-        raise RequestError(
-            f"{path}: {PARTS_NOT_SERVED[part]} are not served ({part}); only parts of type text are",
-            param=_top(path),
-        )
+        return kinds[0] if kinds[0].tag_field is None else None
+    if said in takes:
+        return takes[said]
+    served = ", ".join(map(str, takes))
+    if issubclass(kinds[0].cls, MessagePart) and said in PARTS_NOT_SERVED:
+        words = f"{path}: {PARTS_NOT_SERVED[said]} are not served ({said}); only parts of type {served} are"
+    else:
+        words = f"{path}.{name}: {said[:_LONGEST_NAME]!r} is not served; served are: {served}"
+    raise RequestError(words, param=_top(path))
+
+
+def _types_of(kind: inspect.StructType) -> list[str]:
+    """Return the values that the field `type` of an object takes, if there is such a list."""
+    (found,) = [field.type for field in kind.fields if field.encode_name == "type"] or [None]
+    kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
+    return [str(value) for each in kinds if isinstance(each, inspect.LiteralType) for value in each.values]
 
 
 def _unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
@@ -11,12 +12,14 @@ from ...metadata.errors import RequestError
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Generator[None]:
     """Let refusals in the block name the client's field. `names`: paths of fields as the block knows them, and as the
-    client does."""
+    client does. `[]` in both stands for any index."""
     try:
         yield
     except RequestError as error:
         words = str(error)
         for name, shown in names.items():
-            if words.startswith((f"{name}:", f"{name}.", f"{name}[")):
-                raise RequestError(shown + words.removeprefix(name), param=shown.partition(".")[0]) from None
+            pattern = r"\A" + re.escape(name).replace(r"\[\]", r"(\[\d+\])") + r"(?=[:.\[])"
+            changed, num_found = re.subn(pattern, shown.replace("[]", r"\1"), words)
+            if num_found:
+                raise RequestError(changed, param=re.split(r"[.\[]", shown)[0]) from None
         raise

@@ -10,13 +10,15 @@ from ...metadata.errors import RequestError
 from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .api import Api
-from .chat_output import OutputReading
 from .completions import serve_chat
-from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
+from .openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
+from .output_reader import OutputReading
 from .parameters import check_served
 from .renamed import renamed
 from .responses_format import ResponsesFormat
-from .responses_types import InputItem, ResponsesRequest, TextFormat
+from .responses_input import messages_of
+from .responses_types import ResponsesRequest, ResponseTool, ResponseToolChoice, TextFormat
+from .tool_types import FunctionChoice, FunctionTool, NamedTool, Tool, ToolChoice
 
 NAMES = {  # fields of a chat completion -> what they are called here
     "max_completion_tokens": "max_output_tokens",
@@ -24,6 +26,7 @@ NAMES = {  # fields of a chat completion -> what they are called here
     "reasoning_effort": "reasoning.effort",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
+    "tools[].function": "tools[]",
 }
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 
@@ -44,25 +47,28 @@ async def responses(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 
 def _chat_request(body: ResponsesRequest) -> ChatRequest:
-    """Return the body as that of a chat completion, with the instructions as the first message."""
-    items = [InputItem("user", body.input)] if isinstance(body.input, str) else body.input
-    messages = [ChatMessage(item.role, _text_of(item)) for item in items]
-    if body.instructions:
-        messages.insert(0, ChatMessage("system", body.instructions))
+    """Return the body as that of a chat completion."""
     return ChatRequest(
         model=body.model,
-        messages=messages,
+        messages=messages_of(body),
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         stream=body.stream,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         response_format=_response_format(body.text.format) if body.text and body.text.format else None,
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
     )
 
 
-def _text_of(item: InputItem) -> str:
-    return item.content if isinstance(item.content, str) else "\n".join(part.text for part in item.content)
+def _tool(given: ResponseTool) -> Tool:
+    return Tool("function", FunctionTool(given.name, given.description, given.parameters, given.strict))
+
+
+def _tool_choice(given: ResponseToolChoice | None) -> ToolChoice | None:
+    return given if given is None or isinstance(given, str) else NamedTool("function", FunctionChoice(given.name))
 
 
 def _response_format(given: TextFormat) -> ResponseFormat:

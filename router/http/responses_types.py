@@ -7,20 +7,23 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from .openai_types import MessagePart, NumTokens
+from .tool_types import MAX_TOOLS, CallId, FunctionChoice, FunctionTool
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class InputPart(MessagePart, frozen=True, forbid_unknown_fields=True):
-    """A part of a message; only text. The fields beside it come back with messages that the model wrote."""
+    """A part of a message or of a function's output; only text. The fields beside it come back with messages that the
+    model wrote; `parsed` is what OpenAI's client has read of one."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None
 
 
-class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
+class MessageItem(Struct, frozen=True, forbid_unknown_fields=True):
     """One message. The fields beside its role and content come back with messages that the model wrote."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -29,6 +32,70 @@ class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     status: str | None = None
     phase: str | None = None
+
+
+class ReasoningPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of thoughts, or of their summary."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Thoughts of the model. Without `content` the summary stands for them. `encrypted_content` is not read."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = None
+    encrypted_content: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class CallItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A call of a function that the model made. `arguments` is a JSON object as text."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    parsed_arguments: Any = None
+
+
+class CallOutputItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the function of an earlier call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: str | list[InputPart]
+    id: str | None = None
+    status: str | None = None
+
+
+InputItem = MessageItem | ReasoningItem | CallItem | CallOutputItem
+INPUT_ITEMS: dict[str, type[InputItem]] = {  # by their `type`
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+}
+
+
+class ResponseTool(FunctionTool, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """A tool. Only functions are served."""
+
+    type: Literal["function"]
+
+
+class ResponseNamedTool(FunctionChoice, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A choice of one tool, which must be called once."""
+
+    type: Literal["function"]
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | ResponseNamedTool
 
 
 class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,7 +115,7 @@ class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the thoughts before the answer, which are left out of it."""
+    """Settings of the thoughts before the answer."""
 
     effort: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
 
@@ -60,10 +127,11 @@ class ResponsesStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of POST /v1/responses. No response is stored."""
+    """Body of POST /v1/responses. No response is stored. Items of the input are decoded one by one, each by its type
+    (INPUT_ITEMS)."""
 
     model: Annotated[str, Meta(max_length=256)]
-    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
+    input: str | Annotated[list[Raw], Meta(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: NumTokens | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -72,6 +140,9 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     reasoning: ReasoningConfig | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     # NOT_SERVED
     background: bool | None = None
     context_management: list[Any] | None = None
@@ -81,13 +152,10 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     previous_response_id: str | None = None
     prompt: Any = None
     store: bool | None = None
-    tool_choice: Any = None
-    tools: list[Any] | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
     # IGNORED
     metadata: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
@@ -103,13 +171,41 @@ class ResponseText(Struct, frozen=True, tag_field="type", tag="output_text"):
     logprobs: list[Any] = []
 
 
+class ResponseThoughts(Struct, frozen=True, tag_field="type", tag="reasoning_text"):
+    """Thoughts of the model."""
+
+    text: str
+
+
 class OutputMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """The message that the model wrote."""
+    """A message that the model wrote."""
 
     id: str
     status: Status
     role: Literal["assistant"] = "assistant"
     content: list[ResponseText]
+
+
+class OutputReasoning(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """Thoughts of the model before a message or a call. There are no summaries."""
+
+    id: str
+    status: Status
+    summary: list[Any] = []
+    content: list[ResponseThoughts]
+
+
+class OutputCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a function. `arguments` is a JSON object as text, or the beginning of one if the call is incomplete."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class ResponseFault(Struct, frozen=True):
@@ -155,7 +251,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     created_at: int
     status: Status
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     usage: ResponseUsage | None
     error: ResponseFault | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -164,11 +260,11 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     temperature: float | None
     top_p: float | None
     text: dict[str, Any]
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool
     previous_response_id: None = None
     store: Literal[False] = False
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[Any] = []
+    tool_choice: ResponseToolChoice
+    tools: list[ResponseTool]
     truncation: Literal["disabled"] = "disabled"
     metadata: dict[str, Any]
 
@@ -181,9 +277,13 @@ class ResponseEvent(Struct, frozen=True, kw_only=True):
         "response.in_progress",
         "response.output_item.added",
         "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
         "response.output_text.delta",
         "response.output_text.done",
         "response.content_part.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
         "response.output_item.done",
         "response.completed",
         "response.incomplete",
@@ -194,8 +294,9 @@ class ResponseEvent(Struct, frozen=True, kw_only=True):
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
-    item: OutputMessage | UnsetType = UNSET
-    part: ResponseText | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: ResponseText | ResponseThoughts | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
     logprobs: list[Any] | UnsetType = UNSET

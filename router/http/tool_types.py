@@ -49,10 +49,11 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
     """A function that a message calls. `arguments` is a JSON object as text; histories may also hold the object
-    itself."""
+    itself. `parsed_arguments` is what OpenAI's client has read of it, and sends back."""
 
     name: str
     arguments: str | dict[str, Any] = ""
+    parsed_arguments: Any = UNSET
 
 
 class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

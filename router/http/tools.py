@@ -70,7 +70,7 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
             f"tool_choice: there is no tool {choice.function.name!r}; the tools are: {known}", param="tool_choice"
         )
     if choice == "required" and not tools:
-        raise RequestError("tool_choice: required needs tools", param="tool_choice")
+        raise RequestError("tool_choice: a required call needs tools", param="tool_choice")
     if not tools or choice == "none":
         return None
     if body.response_format is not None and body.response_format.type != "text":
@@ -113,7 +113,7 @@ def check_history(messages: Sequence[ChatMessage]) -> None:
         if message.tool_calls and message.role != "assistant":
             raise _history_error(f"messages[{index}].tool_calls: only a message of the assistant has tool calls")
         for place, call in enumerate(message.tool_calls or ()):
-            _arguments_of(call.function, f"messages[{index}].tool_calls[{place}].function.arguments")
+            arguments_of(call.function, f"messages[{index}].tool_calls[{place}].function.arguments")
             known.add(call.id)
         if message.role != "tool":
             if message.tool_call_id is not None:
@@ -132,18 +132,14 @@ def plain_calls(message: ChatMessage) -> list[dict[str, Any]]:
         {
             "id": call.id,
             "type": "function",
-            "function": {"name": call.function.name, "arguments": _arguments_of(call.function, "messages")},
+            "function": {"name": call.function.name, "arguments": arguments_of(call.function, "messages")},
         }
         for call in message.tool_calls or ()
     ]
 
 
-def _history_error(words: str) -> RequestError:
-    return RequestError(words, param="messages")
-
-
-def _arguments_of(function: CalledFunction, path: str) -> dict[str, Any]:
-    """Return the arguments of a call. Raises RequestError if they are no JSON object."""
+def arguments_of(function: CalledFunction, path: str) -> dict[str, Any]:
+    """Return the arguments of a call. Raises RequestError that names `path` if they are no JSON object."""
     arguments = function.arguments
     if isinstance(arguments, dict):
         return arguments
@@ -152,7 +148,11 @@ def _arguments_of(function: CalledFunction, path: str) -> dict[str, Any]:
     try:
         return _decode_object(arguments)
     except (msgspec.DecodeError, RecursionError):
-        raise _history_error(f"{path}: it must be a JSON object as text") from None
+        raise RequestError(f"{path}: it must be a JSON object as text", param=path.partition("[")[0]) from None
+
+
+def _history_error(words: str) -> RequestError:
+    return RequestError(words, param="messages")
 
 
 def _schema_of(function: FunctionTool) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Literal, NamedTuple
 
+from .budget import ThoughtBudget
+
 
 class Thought(NamedTuple):
     """A part of the thoughts."""
@@ -40,21 +42,30 @@ class ReasoningParser(ABC):
         """`prompt`: the prompt's text, whose end may open or close the thoughts."""
 
     @classmethod
-    def grammar(cls, prompt: str, *, literal: Callable[[str], str]) -> str | None:
+    def grammar(cls, prompt: str, *, literal: Callable[[str], str], budget: ThoughtBudget | None = None) -> str | None:
         """Return the Lark rule `thoughts` of llguidance: all that may stand between this prompt and the answer.
 
-        None: this format has no grammar. `literal` returns the Lark form of a fixed text or special token.
+        None: this format has no grammar, or none that keeps to the budget. `literal` returns the Lark form of a fixed
+        text or of its token.
         """
-        del prompt, literal
+        del prompt, literal, budget
         return None
 
     @classmethod
-    def answer_grammar(cls, prompt: str, *, literal: Callable[[str], str]) -> str | None:
+    def answer_grammar(
+        cls, prompt: str, *, literal: Callable[[str], str], budget: ThoughtBudget | None = None
+    ) -> str | None:
         """Return the rule `thoughts` of all that may stand between this prompt and the text of an answer without calls.
 
         It differs from `grammar` if such a text has a mark before it.
         """
-        return cls.grammar(prompt, literal=literal)
+        return cls.grammar(prompt, literal=literal, budget=budget)
+
+    @classmethod
+    @abstractmethod
+    def any_answer(cls, budget: ThoughtBudget) -> str:
+        """Return the Lark rule `answer` of all that may follow the thoughts of this budget, if nothing else binds the
+        answer: any tokens that begin no thoughts."""
 
     @property
     @abstractmethod

@@ -17,6 +17,7 @@ from typing import Literal
 
 from ..tool_parsers.base import possible_start
 from .base import AnswerPart, Part, Place, ReasoningParser, Thought
+from .budget import ThoughtBudget
 
 START, END, CHANNEL, MESSAGE = "<|start|>", "<|end|>", "<|channel|>", "<|message|>"
 CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"
@@ -40,19 +41,26 @@ class HarmonyReasoningParser(ReasoningParser):
         self._is_last = False
 
     @classmethod
-    def grammar(cls, prompt: str, *, literal: Callable[[str], str]) -> str | None:
+    def grammar(cls, prompt: str, *, literal: Callable[[str], str], budget: ThoughtBudget | None = None) -> str | None:
+        """A budget is that of one message, and there may be no other one of the channel analysis."""
         del prompt
         if literal(END) == json.dumps(END):
             return None  # its marks are no special tokens: no model has such a tokenizer
-        thought = (
-            f'{literal(CHANNEL)} "analysis" {literal(MESSAGE)} /(?s:.*)/ {literal(END)} {literal(START)} "assistant"'
-        )
-        return f"thoughts: ({thought})*"
+        text = "/(?s:.*)/" if budget is None else budget.thoughts(*_BEGINS, *_CLOSES)
+        thought = f'{literal(CHANNEL)} "analysis" {literal(MESSAGE)} {text} {literal(END)} {literal(START)} "assistant"'
+        return f"thoughts: ({thought}){'*' if budget is None else '?'}"
 
     @classmethod
-    def answer_grammar(cls, prompt: str, *, literal: Callable[[str], str]) -> str | None:
-        thoughts = cls.grammar(prompt, literal=literal)
+    def answer_grammar(
+        cls, prompt: str, *, literal: Callable[[str], str], budget: ThoughtBudget | None = None
+    ) -> str | None:
+        thoughts = cls.grammar(prompt, literal=literal, budget=budget)
         return None if thoughts is None else f'{thoughts} {literal(CHANNEL)} "final" {literal(MESSAGE)}'
+
+    @classmethod
+    def any_answer(cls, budget: ThoughtBudget) -> str:
+        other = budget.other_than(CHANNEL)
+        return f'answer: {other}* ({budget.token(CHANNEL)} ("final" | "commentary") {other}*)*'
 
     @property
     def place(self) -> Place:

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 
 from ..tool_parsers.base import possible_start
 from .base import AnswerPart, Part, Place, ReasoningParser, Thought
+from .budget import ThoughtBudget
 
 BEGIN, END = "<think>", "</think>"
 
@@ -41,7 +42,9 @@ class ThinkTagParser(ReasoningParser):
         return "answer" if end.endswith(END) else cls._default
 
     @classmethod
-    def grammar(cls, prompt: str, *, literal: Callable[[str], str]) -> str:
+    def grammar(cls, prompt: str, *, literal: Callable[[str], str], budget: ThoughtBudget | None = None) -> str | None:
+        if budget is not None:
+            return cls._bounded(prompt, budget)
         start, is_special = cls._start(prompt), literal(END) != json.dumps(END)
         text = "/(?s:.*)/"
         closed = (
@@ -54,6 +57,20 @@ class ThinkTagParser(ReasoningParser):
         if start == "thoughts":
             return f"thoughts: {closed}"
         return f"thoughts: ({literal(BEGIN)} whole)?\nwhole: {closed}"
+
+    @classmethod
+    def any_answer(cls, budget: ThoughtBudget) -> str:
+        return f"answer: {budget.other_than(BEGIN)}*"
+
+    @classmethod
+    def _bounded(cls, prompt: str, budget: ThoughtBudget) -> str | None:
+        """Return the rule `thoughts` of thoughts within a budget."""
+        if cls._start(prompt) == "answer":
+            return 'thoughts: ""'
+        if not budget.knows(BEGIN, END):
+            return None
+        begin, whole = budget.token(BEGIN), f"{budget.thoughts(BEGIN, END)} {budget.token(END)} /\\s*/"
+        return f"thoughts: {begin}? {whole}" if cls._start(prompt) == "thoughts" else f"thoughts: ({begin} {whole})?"
 
     @property
     def place(self) -> Place:

@@ -35,6 +35,7 @@ _SUBSCHEMAS = ("not", "if", "then", "else", "contains", "propertyNames", "items"
 _LISTS_OF_SUBSCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _TABLES_OF_SUBSCHEMAS = ("properties", "patternProperties", "dependentSchemas")
 _OPTIONS = "x-guidance"  # key of a schema's root by which llguidance takes options
+_TOKENS = re.compile(r"<\[[0-9, -]+\]>")  # in Lark
 _STRICT = {"lenient": False, "coerce_one_of": False}
 
 
@@ -109,11 +110,23 @@ def _text_of(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> str:
             return _choice_grammar(_decoded(source.text, list[str]))
         case "grammar":
             try:
-                return any_to_lark(source.text)
+                text = any_to_lark(source.text)
             except Exception as error:  # whatever the converter of GBNF raises
                 raise _Refused(f"is neither Lark nor GBNF: {_first_words(str(error))}") from None
+            _check_tokens(text, tokenizer)
+            return text
         case "structural_tag":
             return _tag_grammar(_decoded(source.text, _Tags), tokenizer)
+
+
+def _check_tokens(grammar: str, tokenizer: llguidance.LLTokenizer) -> None:
+    """Raise _Refused for an item that is one ordinary token: if it has to come next, llguidance cannot take it back, as
+    drafts need."""
+    for item in _TOKENS.findall(grammar):
+        ids = set(map(int, re.findall("[0-9]+", item)))
+        ordinary = [each for each in ids if each < tokenizer.vocab_size and not tokenizer.is_special_token(each)]
+        if len(ids) == len(ordinary) == 1:
+            raise _Refused(f"names the ordinary token {item}; write its text")
 
 
 def _behind(thoughts: str, grammar: str) -> str:

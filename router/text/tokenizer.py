@@ -79,6 +79,17 @@ class TextTokenizer:
         added = self.inner.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
+    @cached_property
+    def grammar_ids(self) -> dict[str, int]:
+        """Ids by text of the tokens that llguidance knows by their id alone, since no text of a grammar means them:
+        special ones, and added ones such as <think>."""
+        added = self.inner.get_added_tokens_decoder()
+        return {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text."""
         encoding = await self.inner.async_encode(text, add_special_tokens=add_special_tokens)

@@ -16,6 +16,7 @@ from enum import Enum, auto
 
 from .base import Schema, ToolParser
 from .json_text import MAX_DEPTH, parsed
+from .pythonic_grammar import pythonic_grammar
 
 START, END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.\-]{0,255})\s*\(")
@@ -91,6 +92,11 @@ class PythonicParser(ToolParser):
         self._at = _At.BEGIN
         self._literal = _Literal()
         self._has_arguments = False
+
+    @classmethod
+    def grammar(cls, tools: Mapping[str, Schema], *, may_repeat: bool, literal: Callable[[str], str]) -> str | None:
+        del literal  # no marks stand around a list that is forced
+        return pythonic_grammar(tools, may_repeat=may_repeat)
 
     def _advance(self) -> bool:
         match self._at:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any, cast
 
-from .base import MAX_NAME, Schema, ToolParser, possible_start
+from .base import MAX_NAME, Schema, ToolParser, possible_start, referred
 from .json_text import parsed
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -269,7 +269,7 @@ def types_of(schema: object, root: Schema) -> frozenset[str]:
         elif isinstance(options, list):
             left += cast("list[Any]", options)
         elif isinstance(fields.get("$ref"), str):
-            left.append(_referred(fields["$ref"], root))
+            left.append(referred(fields["$ref"], root))
         else:
             break
     return frozenset()
@@ -311,16 +311,6 @@ def _literal(text: str) -> object:
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
     return value
-
-
-def _referred(reference: str, root: Schema) -> object:
-    """Return what a reference like #/$defs/NAME points to; None if it points nowhere."""
-    if not reference.startswith("#/"):
-        return None
-    found = cast("object", root)
-    for part in reference[2:].split("/"):
-        found = cast("dict[str, Any]", found).get(part) if isinstance(found, dict) else None
-    return found
 
 
 def _quote(is_string: bool) -> str:

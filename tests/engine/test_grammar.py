@@ -10,7 +10,8 @@ from pathlib import Path
 import llguidance
 import numpy as np
 import pytest
-from grammars import EOS, OBJECT, WORDS, allowed
+import tokenizers
+from grammars import BUDGET, CLOSE, EOS, OBJECT, THOUGHTS, WORDS, allowed, thoughts
 from node_pair import params
 
 from baton.engine import grammar as grammar_file
@@ -78,6 +79,48 @@ def test_a_chain_has_the_masks_of_its_tokens_one_at_a_time(
                 last = min(last, len(ids))
                 np.testing.assert_array_equal(masks[2 : 3 + last - done], truth[done : last + 1])
                 assert (masks[:2] == -1).all()
+
+
+@pytest.fixture(scope="module")
+def thinker(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the tokenizer and one more token, the last one, which a grammar must name by its id."""
+    inner = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert inner.add_tokens([tokenizers.AddedToken("</think>", special=False)]) == 1
+    path = tmp_path_factory.mktemp("thinker")
+    inner.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize("num_thoughts", [0, 3, BUDGET])
+@pytest.mark.parametrize("close", [CLOSE, VOCAB])
+def test_a_budget_of_tokens_survives_drafts(num_thoughts: int, close: int, thinker: Path) -> None:
+    """Drafts beyond the budget are not allowed. Neither chains nor trees change the count, whichever of their drafts
+    the sequence then gets."""
+    grammars = Grammars(thinker / "tokenizer.json", VOCAB + 1, [EOS])
+    asked = params(50, grammar=THOUGHTS if close == CLOSE else thoughts(close, f"<[{close}]>"), stop_ids=(EOS,))
+    text = [*range(20, 20 + num_thoughts), close, 300, close, 7, EOS]
+    wrong = list(range(40, 40 + BUDGET + 2))  # thoughts that go on
+
+    def is_allowed(ids: list[int]) -> bool:
+        first = ids[: ids.index(close)] if close in ids else ids
+        return len(first) <= BUDGET and EOS not in (*first, *ids[:-1])
+
+    grown = matcher(grammars, asked)
+    for done in range(len(text)):
+        for drafts in (text[done:-1], text[done : done + 2] + wrong):
+            num_right = sum(is_allowed([*text[:done], *drafts[: i + 1]]) for i in range(len(drafts)))
+            truth = allowed(thinker, asked, [*text[:done], *drafts[:num_right], EOS], VOCAB + 1).numpy()[done:]
+            for follower in (grown, matcher(grammars, asked, text[:done])):
+                chain = DraftChain(follower, 0, drafts)
+                masks, branch = (np.full((len(drafts) + 1, grammars.num_words), -1, np.int32) for _ in range(2))
+                if drafts:
+                    grammars.fill_tree(branch, chain, range(len(drafts)))
+                    np.testing.assert_array_equal(branch[: num_right + 1], truth)
+                grammars.fill(masks, [chain])
+                np.testing.assert_array_equal(masks[: num_right + 1], truth)
+            assert (len(ids_of(truth[0])) == 1) == (done == num_thoughts == BUDGET)
+        grown.accept(text[done : done + 1])
+    assert not grown.is_broken
 
 
 def test_a_tree_has_the_masks_of_each_branch(model: Path, grammars: Grammars) -> None:

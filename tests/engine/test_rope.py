@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.engine.models.read_config import read_model_config
-from baton.engine.rope import RopeConfig, RotaryEmbedding
+from baton.engine.rope import RopeConfig, RotaryEmbedding, rotary_order
 from baton.kernels.rotary import apply_rotary_, rotary_ref
 
 CONFIGS = {
@@ -82,3 +82,18 @@ def test_in_place_rotation_equals_the_reference(dtype: torch.dtype) -> None:
     ours = apply_rotary_(wide[:, :6], cos, sin)
     torch.testing.assert_close(ours, expected, atol=1e-6 if dtype == torch.float32 else 0.02, rtol=0)
     assert ours.data_ptr() == wide.data_ptr() and torch.equal(wide[:, 6], last)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(24, 12), (16, 4), (8, 6), (8, 8)])
+def test_a_part_of_a_head_is_rotated_as_in_its_own_order(head_dim: int, rotary_dim: int) -> None:
+    """Rows in `rotary_order`, rotated as a whole head, are the rows of which the first `rotary_dim` are rotated."""
+    positions, order = torch.tensor([0, 3, 250]), rotary_order(head_dim, rotary_dim)
+    x = torch.randn(3, 1, head_dim, generator=torch.Generator().manual_seed(0))
+    expected, ours = x.clone(), x[..., order].clone()
+    part = expected[..., :rotary_dim].contiguous()
+    cpu = torch.device("cpu")
+    apply_rotary_(part, *RotaryEmbedding(RopeConfig(), rotary_dim, cpu)(positions, torch.float32))
+    expected[..., :rotary_dim] = part
+    apply_rotary_(ours, *RotaryEmbedding(RopeConfig(), head_dim, cpu, rotary_dim)(positions, torch.float32))
+    assert sorted(order) == list(range(head_dim))
+    torch.testing.assert_close(ours, expected[..., order])

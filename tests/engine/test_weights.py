@@ -18,6 +18,7 @@ from baton.engine.models.decoder import DecoderModel, DecoderStack
 from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.products.dense import DenseProduct
+from baton.engine.weights import in_order
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]
@@ -104,3 +105,17 @@ def test_tensors_that_would_be_ignored(model_dir: Path) -> None:
     replace(model_dir, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
     with pytest.raises(ModelError, match=r"does not use \(model.layers.0.self_attn.q_proj.bias\)"):
         load(model_dir)
+
+
+def test_rows_are_put_in_order_with_their_scales() -> None:
+    order = torch.tensor([1, 0, 3, 2])
+    weight = torch.arange(8.0).view(4, 2)
+    expected = weight[[1, 0, 3, 2]]
+    assert torch.equal(in_order(weight, order, 1), expected)
+    assert torch.equal(in_order(weight.to(torch.float8_e4m3fn), order, 1).float(), expected)
+    assert torch.equal(in_order(weight[:, 0], order, 1), expected[:, 0])  # a bias
+    assert torch.equal(in_order(torch.tensor(2.0), order, 1), torch.tensor(2.0))  # one scale for all rows
+    scales = torch.rand(2, 1)
+    assert in_order(scales, order, 2) is scales  # each row stays in its block
+    with pytest.raises(ModelError, match="rows of blocks of 3 that share a scale cannot be put into another order"):
+        in_order(scales, torch.tensor([0, 1, 3, 2, 4, 5]), 3)

@@ -48,12 +48,13 @@ def ask(served: Served, **more: Any) -> Any:
     return answers[0]
 
 
-@pytest.fixture(scope="module", params=["none", "ngram"])
+@pytest.fixture(scope="module", params=[("none", "hermes"), ("ngram", "hermes"), ("ngram", "pythonic")])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     model = make_checkpoint(tmp_path_factory.mktemp("model") / "random")
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    with Served(model, num_pages=512, speculative=request.param) as served:
+    speculative, parser = request.param
+    with Served(model, router={"tool_parser": parser}, num_pages=512, speculative=speculative) as served:
         yield served.up()
 
 

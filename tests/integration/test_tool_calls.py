@@ -76,6 +76,30 @@ def test_calls_come_from_real_nodes(served: Served, stream: bool) -> None:
     served.check_books()
 
 
+def test_items_of_responses_come_from_real_nodes(served: Served) -> None:
+    given: Any = {"model": served.model.name, "input": "hello", "temperature": 0}
+    given["tools"] = [{"type": "function", "name": tool["function"]["name"]} for tool in TOOLS]
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            answers.append(client.responses.create(**given))
+            with client.responses.stream(**given) as stream:
+                answers.append(stream.get_final_response())
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    served.run(lambda: not thread.is_alive())
+    assert len(answers) == 2
+    for answer in answers:
+        thoughts, text, *calls = answer.output
+        assert thoughts.content[0].text == "They want the weather; I call the tool."
+        assert (text.type, answer.output_text) == ("message", "One moment.")
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("get_weather", ARGUMENTS), ("now", {})]
+        assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
+    served.check_books()
+
+
 def test_a_call_survives_the_death_of_its_decode_node(served: Served) -> None:
     """The router keeps the parsers, so a move in the middle of the arguments does not show."""
     chat = Chat(served.url, served.model.name, stream=True)

@@ -43,22 +43,30 @@ _DEEPSEEK = {
 }
 
 
+_CLASS_NAMES = {"hyper_llama": "Llama", "minimax_m2": "MiniMaxM2"}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "glm4_moe": {"n_routed_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24},
+    "minimax_m2": {"num_local_experts": 7, "num_experts_per_tok": 2, "intermediate_size": 48, "rotary_dim": 8},
+}
+
+
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
     """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`.
 
-    Families: llama, mistral, qwen2, qwen3, qwen3_moe (4 experts, 2 of them active), deepseek_v2 and deepseek_v3 (dense
-    unless `first_k_dense_replace` is given), and hyper_llama, a llama with `hc_mult` residual streams (4 by default).
-    `config` overrides fields of the transformers configuration."""
+    Families: llama, mistral, qwen2, qwen3, qwen3_moe (4 experts, 2 of them active), glm4_moe and minimax_m2 (7
+    experts), deepseek_v2 and deepseek_v3 (dense unless `first_k_dense_replace` is given), and hyper_llama, a llama with
+    `hc_mult` residual streams (4 by default). `config` overrides fields of the transformers configuration."""
     import torch
     import transformers
 
     hc_mult: Any = config.pop("hc_mult", 4) if family == "hyper_llama" else None
-    class_name = "Llama" if family == "hyper_llama" else "".join(map(str.capitalize, family.split("_")))
+    class_name = _CLASS_NAMES.get(family) or "".join(map(str.capitalize, family.split("_")))
     fields: dict[str, Any] = {
         **TINY,
         "head_dim": 16,
         **({"sliding_window": None} if family == "mistral" else {}),
-        **({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48} if "moe" in family else {}),
+        **_EXPERTS.get(family, {}),
         **(_DEEPSEEK if "deepseek" in family else {}),
         **config,
     }

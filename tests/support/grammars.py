@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -15,16 +16,27 @@ from baton.metadata.wire.request import SamplingParams
 
 EOS = 0  # of random checkpoints
 
-OBJECT = llguidance.LLMatcher.grammar_from_json_schema(
-    {
-        "type": "object",
-        "properties": {"id": {"type": "integer"}, "tag": {"enum": ["red", "green"]}, "on": {"type": "boolean"}},
-        "required": ["id", "tag"],
-        "additionalProperties": False,
-    }
-)
+SCHEMA = {
+    "type": "object",
+    "properties": {"id": {"type": "integer"}, "tag": {"enum": ["red", "green"]}, "on": {"type": "boolean"}},
+    "required": ["id", "tag"],
+    "additionalProperties": False,
+}
+OBJECT = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
 LETTERS = llguidance.LLMatcher.grammar_from_regex(r"([a-f]{1,3} )+")
 WORDS = llguidance.LLMatcher.grammar_from_regex(r"[a-e]{2,4}( [0-9]{1,3}){0,4}")
+BUDGET = 6  # tokens of thoughts before CLOSE
+CLOSE = 7  # of random checkpoints: '
+
+
+def thoughts(close: int, item: str, answer: str = "<[*]>*") -> str:
+    """Return the grammar of at most BUDGET tokens, the token `close`, and an answer. `item`: the Lark form of `close`.
+    The answer may be anything unless it is given."""
+    return f"start: thoughts answer\nthoughts: <[^{EOS},{close}]>{{0,{BUDGET}}} {item}\nanswer: {answer}"
+
+
+THOUGHTS = thoughts(CLOSE, '"\'"')
+THOUGHTS_AND_OBJECT = thoughts(CLOSE, '"\'"', f"%json {json.dumps(SCHEMA)}")
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from drawn_places import Place
-from grammars import EOS, OBJECT, WORDS, allowed
+from grammars import EOS, THOUGHTS_AND_OBJECT, WORDS, allowed
 from node_pair import NodePair, Result, params, replace
 
 from baton.decode_node.scheduler import StepPlan
@@ -75,7 +75,7 @@ ASKS = (
         is_late=True,
     ),
     Ask("stopped later", 7, params(20, temperature=1.2, min_tokens=9, draft_steps=2), stop_at=4, is_late=True),
-    Ask("object", 10, params(24, temperature=1.0, grammar=OBJECT, num_logprobs=1, stop_ids=(EOS,))),
+    Ask("object", 10, params(24, temperature=1.0, grammar=THOUGHTS_AND_OBJECT, num_logprobs=1, stop_ids=(EOS,))),
     Ask("words", 5, params(18, grammar=WORDS, min_tokens=9, stop_ids=(EOS,)), is_late=True),
 )
 

@@ -20,7 +20,8 @@ _E4M3 = sorted(x for x in torch.arange(256, dtype=torch.uint8).view(torch.float8
 _NUMBERS = torch.tensor(_E4M3, dtype=torch.float64).unique()  # all of them, ascending
 _WITHOUT_ROUNDING = "kv_b_proj"  # attention multiplies by parts of it, and rounds no row for them
 _OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", _WITHOUT_ROUNDING)
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *_OF_LATENTS)
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_PROJECTIONS += _OF_LATENTS
 
 
 class Scheme(NamedTuple):
@@ -116,7 +117,32 @@ def rounding_model(plain: Path, scheme: Scheme) -> Any:
             module.weight.data = _spread(values, scales.float().double(), scheme.weight).float()
             if not name.endswith(_WITHOUT_ROUNDING):
                 module.forward = _rounded_forward(module, f"{name}.weight", scheme)
+        elif hasattr(module, "gate_up_proj"):
+            _round_experts(module, scheme)
     return model
+
+
+def _round_experts(module: Any, scheme: Scheme) -> None:
+    """Let all experts of a layer compute as `scheme` says, one after the other."""
+    gates, downs = (list(getattr(module, name).detach()) for name in ("gate_up_proj", "down_proj"))
+    meant = [
+        [
+            torch.cat([_spread(*_weight(part, scheme), scheme.weight).float() for part in parts])
+            for parts in ([*gate_up.chunk(2)], [down])
+        ]
+        for gate_up, down in zip(gates, downs, strict=True)
+    ]
+
+    def forward(x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for row, (experts, own) in enumerate(zip(chosen.tolist(), shares, strict=True)):
+            for expert, share in zip(experts, own, strict=True):
+                gate, up = (_row(x[row], "gate_proj", scheme) @ meant[expert][0].T).chunk(2)
+                inner = nn.functional.silu(gate) * up
+                out[row] += share * (_row(inner, "down_proj", scheme) @ meant[expert][1].T)
+        return out
+
+    module.forward = forward
 
 
 def _rounded_forward(module: nn.Linear, name: str, scheme: Scheme) -> Callable[[Tensor], Tensor]:

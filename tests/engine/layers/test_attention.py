@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from thread_ranks import ThreadGroup
+from torch import Tensor
 
 from baton.engine.attention import HeadNorms, begin_attention
 from baton.engine.batch import ForwardBatch
-from baton.engine.layers.attention import Attention
+from baton.engine.layers.attention import Attention, WideNorms
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.read_config import read_model_config
+from baton.engine.products.base import WeightShard
 from baton.engine.products.linear import Linear
 from baton.engine.rope import RotaryEmbedding
 from baton.engine.work import BatchRow
+from baton.kernels.norm import rms_norm_ref
 
 PAGE_SIZE, NUM_PAGES, IN_SIZE = 4, 12, 24
 Checkpoint = Callable[..., Path]
@@ -68,3 +73,29 @@ def test_equals_dense_attention(
     torch.testing.assert_close(torch.cat(outs), dense(x, layer, config, cos, sin), atol=1e-4, rtol=1e-4)
     assert kv[1, pages].isfinite().all()
     assert not kv[0].nan_to_num().any()  # the other layer's pages hold no value
+
+
+@pytest.mark.parametrize(("size", "num_kv_heads"), [(1, 2), (2, 2), (2, 1)])
+def test_norms_over_all_heads_are_those_of_one_rank(size: int, num_kv_heads: int) -> None:
+    """Two ranks have two of four heads of q each, and one head of k each, or the same one."""
+    num_tokens, head_dim = 3, 4
+    weights = [random(count * head_dim, seed=seed) for seed, count in enumerate((4, num_kv_heads))]
+    q, k, v = (random(num_tokens, len(each), seed=9 + i) for i, each in enumerate((*weights, weights[1])))
+    expected = [rms_norm_ref(x, weight, 1e-5) for x, weight in zip((q, k), weights, strict=True)]
+    group, rows = ThreadGroup(size, 20.0), dict[int, Tensor]()
+
+    def run(rank: int) -> None:
+        shard = None if size == 1 else WeightShard(rank, size, 0, (4, num_kv_heads, num_kv_heads))
+        norms = WideNorms.of(weights[0], weights[1], 1e-5, shard, group.of(rank))
+        own = [x if shard is None else shard.take(x.T, i).T for i, x in enumerate((q, k, v))]
+        qkv = torch.cat(own, 1)
+        with group.turn:
+            norms.apply_(qkv)
+        rows[rank] = qkv
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(run, range(size)))
+    for rank, qkv in rows.items():
+        shard = None if size == 1 else WeightShard(rank, size, 0, (4, num_kv_heads, num_kv_heads))
+        own = [x if shard is None else shard.take(x.T, i).T for i, x in enumerate((*expected, v))]
+        torch.testing.assert_close(qkv, torch.cat(own, 1))

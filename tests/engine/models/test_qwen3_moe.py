@@ -1,16 +1,18 @@
-"""Qwen3 with experts against transformers: logits however tokens are split, and greedy text through the engine."""
+"""Families with experts against transformers: logits however tokens are split, and greedy text through the engine."""
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from node_pair import params
+from node_pair import node_pairs, params
+from quantized import SCHEMES, quantized, rounding_model
 from safetensors.torch import load_file, save_file
 from solo import Solo
 from ties import Reference
@@ -25,19 +27,44 @@ from baton.metadata.errors import ModelError
 PAGE_SIZE, NUM_PAGES = 4, 30
 TOLERANCE = 1e-4
 Checkpoint = Callable[..., Path]
-VARIANTS: dict[str, dict[str, Any]] = {
-    "all-layers": {},
-    "weights-sum-to-one": {"norm_topk_prob": True},
-    "some-layers-dense": {"num_hidden_layers": 4, "mlp_only_layers": [1], "norm_topk_prob": True},
-    "every-other-layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2},
-    "one-expert": {"num_experts_per_tok": 1},
-    "biases-tied": {"attention_bias": True, "tie_word_embeddings": True},
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0, "partial_rotary_factor": 0.5}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3_moe", {}),
+    "qwen3-weights-sum-to-one": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3-some-layers-dense": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3-every-other-layer": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    "qwen3-one-expert": ("qwen3_moe", {"num_experts_per_tok": 1}),
+    "qwen3-biases-tied": ("qwen3_moe", {"attention_bias": True, "tie_word_embeddings": True}),
+    "glm": ("glm4_moe", {"num_hidden_layers": 3}),
+    "glm-norms-biases": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5}),
+    "glm-groups": ("glm4_moe", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
+    "glm-linear": ("glm4_moe", {"rope_parameters": LINEAR, "n_shared_experts": 3, "head_dim": 32}),
+    "glm-no-dense-layer": ("glm4_moe", {"first_k_dense_replace": 0}),
+    "minimax": ("minimax_m2", {}),
+    "minimax-all-rotated": ("minimax_m2", {"rotary_dim": 16, "num_key_value_heads": 1}),
 }
 
 
 @pytest.fixture(params=VARIANTS, scope="module")
-def model_dir(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Path:
-    return checkpoint("qwen3_moe", **VARIANTS[request.param])
+def model_dir(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, config = VARIANTS[request.param]
+    path = checkpoint(family, **config)
+    return path if family == "qwen3_moe" else with_biases(path, tmp_path_factory.mktemp("biased") / "model")
+
+
+def with_biases(source: Path, path: Path) -> Path:
+    """Return a copy whose routers prefer some experts: transformers begins with biases of zero."""
+    shutil.copytree(source, path)
+    tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(3)
+    for name in sorted(tensors):
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = torch.randn(tensors[name].shape, generator=generator) / 2
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -82,6 +109,47 @@ def test_greedy_text_equals_transformers(model_dir: Path, num_steps: int) -> Non
         assert all(result.num_accepted == num_steps for result in results)
     for ids, sequence in zip(prompts, running, strict=True):
         reference.assert_greedy(ids, sequence.generated[:24], reference.generate(ids, 24))
+    assert reference.num_ties <= 1, reference.num_ties
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "prefill_tp", "decode_tp", "scheme"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": True}, 1, 2, None),
+        ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}, 2, 1, None),
+        ("minimax_m2", {"num_key_value_heads": 1}, 2, 1, None),  # both ranks have the same head of k
+        ("glm4_moe", {"head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256}, 2, 1, "blocks"),
+        ("minimax_m2", {}, 1, 1, "w8a8"),
+    ],
+)
+def test_ranks_and_fp8_give_the_text_of_transformers(
+    family: str,
+    config: dict[str, Any],
+    prefill_tp: int,
+    decode_tp: int,
+    scheme: str | None,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+) -> None:
+    """Ranks divide the hidden units of every expert, and the sum over ranks is made once for a mixture."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64} if scheme == "blocks" else {}
+    plain = checkpoint(family, **config, **heads)
+    if family != "qwen3_moe":
+        plain = with_biases(plain, tmp_path / "biased")
+    model, reference = plain, Reference(plain)
+    if scheme is not None:
+        model = quantized(plain, tmp_path / "fp8", SCHEMES[scheme])
+        reference.dtype, reference.model = "fp8", rounding_model(plain, SCHEMES[scheme])
+        reference.model.generation_config.eos_token_id = None
+    prompts = [prompt(length, seed) for seed, length in enumerate((3, 21, 40))]
+    both = {"page_size": 4, "num_pages": 120, "chunk_tokens": 9}
+    with node_pairs() as start:
+        pair = start(model, prefill={**both, "tp": prefill_tp}, decode={**both, "tp": decode_tp})
+        for index, ids in enumerate(prompts):
+            pair.submit(f"{index}", ids, params(16))
+        results = pair.run()
+    for index, ids in enumerate(prompts):
+        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 16))
     assert reference.num_ties <= 1, reference.num_ties
 
 

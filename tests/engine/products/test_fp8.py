@@ -95,7 +95,9 @@ def test_attention_to_latents_multiplies_by_the_numbers_that_stored_weights_stan
 ) -> None:
     """The heads' 5 * 44 rows are cut off within a block, and so is the latent."""
     sizes = {"hidden_size": 160, "intermediate_size": 200, "num_attention_heads": 5}
-    plain = checkpoint("deepseek_v3", **sizes, q_lora_rank=48 if name == "blocks" else None)
+    if name == "blocks":
+        sizes |= {"q_lora_rank": 48, "first_k_dense_replace": 1}  # and experts in the second layer
+    plain = checkpoint("deepseek_v3", **sizes)
     path = quantized(plain, tmp_path / name, SCHEMES[name])
     config = read_model_config(path)
     check(load_model(path, config, torch.float32, "cpu"), config, plain, SCHEMES[name])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
+
+import tokenizers
 
 from baton.metadata.wire import messages
 from baton.metadata.wire.request import unpack_ids
+from baton.router.text.tokenizer import TextTokenizer
 
-from ..conftest import System
+from ..conftest import RunningRouter, System
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -29,10 +34,23 @@ WEATHER: Any = {
 }
 NOW: Any = {"type": "function", "function": {"name": "now"}}
 USER: Any = {"role": "user", "content": "hello"}
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def call(name: str, arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
+
+
+@contextmanager
+def marked_system(router: RunningRouter, tokenizer_file: bytes, template: str) -> Generator[System]:
+    """Run a system whose tokenizer has a token for each of MARKS, as Qwen 3's does."""
+    inner = tokenizers.Tokenizer.from_buffer(tokenizer_file)
+    inner.add_tokens([tokenizers.AddedToken(mark, special=False) for mark in MARKS])
+    data = inner.to_str().encode()
+    system = System(router, TextTokenizer(data), data, template=template, vocab_size=424, context_len=4096)
+    yield system.up()
+    router.wait_idle()
+    system.cluster.close()
 
 
 def say(system: System, text: str) -> None:

@@ -44,7 +44,10 @@ ARGUED = re.compile(
             "it must be a JSON object as text",  # arguments
             "is there twice",  # names of tools
             "there is no tool",  # tool_choice and tools
-            "required needs tools",  # tool_choice and tools
+            "required call needs tools",  # tool_choice and tools
+            "excludes a last message of the assistant",  # thinking and messages
+            "it cannot hold tool_use",  # the last message of the assistant
+            "cannot read thoughts of this model",
             "has no place for tools",  # the template is the model's
             "knows no effort of reasoning",
             "Expected `int[^`]*`, got `float`",  # 5.0 is an integer to JSON Schema, not to the decoder

@@ -7,7 +7,8 @@ import json
 import pytest
 from msgspec import UNSET
 
-from baton.router.http.chat_output import ChatOutput, OutputReading
+from baton.router.http.chat_output import ChatOutput
+from baton.router.http.output_reader import OutputReading
 from baton.router.output_parser import OutputParser
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.tool_parsers.hermes import HermesParser

@@ -61,6 +61,7 @@ def test_a_named_tool(make_chat: Callable[[str], System]) -> None:
     [
         ("[TOOL_CALLS]", [f"[TOOL_CALLS]{space}[{NOW_TWICE}]" for space in ("", " ")]),
         ("<|start_header_id|>parameters", ['{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}']),
+        ("<|python_start|>", ["[now()]", "[now(), now()]"]),
     ],
 )
 def test_other_formats(make_chat: Callable[[str], System], template: str, texts: list[str]) -> None:

@@ -56,13 +56,37 @@ anything = st.recursive(
 text = st.one_of(st.just("hello"), st.text(max_size=40), st.just("word " * 800))
 token_ids = st.lists(st.integers(-1, 430), max_size=20)
 tool_name = st.sampled_from(["f", "g", "f", "a b"])
+flat_tool = st.fixed_dictionaries({"type": st.just("function"), "name": tool_name}, optional={"parameters": anything})
+item = st.one_of(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": text}),
+    st.fixed_dictionaries(
+        {"type": st.just("reasoning")},
+        optional={
+            "content": st.lists(st.fixed_dictionaries({"type": st.just("reasoning_text"), "text": text}), max_size=2),
+            "summary": anything,
+        },
+    ),
+    st.fixed_dictionaries(
+        {
+            "type": st.just("function_call"),
+            "call_id": st.sampled_from(["a", "b"]),
+            "name": tool_name,
+            "arguments": st.just("{}") | text,
+        }
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("function_call_output"), "call_id": st.sampled_from(["a", "b"]), "output": text | anything}
+    ),
+    st.fixed_dictionaries({"type": text}),
+    anything,
+)
 tool_call = st.fixed_dictionaries(
     {
         "id": st.sampled_from(["a", "b"]),
         "function": st.fixed_dictionaries({"name": tool_name}, optional={"arguments": text | st.just("{}") | anything}),
     }
 )
-tool = st.fixed_dictionaries(
+tool = flat_tool | st.fixed_dictionaries(
     {
         "type": st.just("function"),
         "function": st.fixed_dictionaries(
@@ -70,10 +94,21 @@ tool = st.fixed_dictionaries(
         ),
     }
 )
+custom_tool = st.fixed_dictionaries({"name": tool_name, "input_schema": anything}, optional={"strict": st.booleans()})
+block = st.one_of(
+    st.fixed_dictionaries({"type": st.just("text"), "text": text}),
+    st.fixed_dictionaries(
+        {"type": st.just("tool_use"), "id": st.sampled_from(["a", "b"]), "name": tool_name, "input": st.just({})}
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("tool_result"), "tool_use_id": st.sampled_from(["a", "b"])}, optional={"content": text}
+    ),
+    st.fixed_dictionaries({"type": st.just("thinking"), "thinking": text}, optional={"signature": text}),
+)
 message = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", "assistant", "tool", "emperor"])},
     optional={
-        "content": text | anything,
+        "content": text | st.lists(block, max_size=3) | anything,
         "name": text,
         "tool_calls": st.lists(tool_call, max_size=2) | anything,
         "tool_call_id": st.sampled_from(["a", "b"]),
@@ -90,7 +125,7 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 40) | st.just(511),
     "stop_sequences": st.lists(text, max_size=3),
     "system": text,
-    "input": text | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": text}), max_size=3),
+    "input": text | st.lists(item, max_size=3),
     "max_output_tokens": st.integers(1, 40),
     "text": st.fixed_dictionaries({"format": st.fixed_dictionaries({"type": st.just("json_object")})}),
     "max_completion_tokens": st.integers(1, 40),
@@ -122,11 +157,15 @@ likely: dict[str, st.SearchStrategy[Any]] = {
             "grammar": text | st.just('start: "a"'),
         },
     ),
-    "tools": st.lists(tool, max_size=2),
+    "tools": st.lists(tool, max_size=2) | st.lists(custom_tool, max_size=2),
     "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}])
+    | st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "none", "tool"])}, optional={"name": tool_name})
     | anything,
     "parallel_tool_calls": st.booleans(),
     "reasoning_effort": st.sampled_from(["low", "high"]),
+    "thinking": st.fixed_dictionaries(
+        {"type": st.sampled_from(["enabled", "adaptive", "disabled"])}, optional={"budget_tokens": st.integers(0, 40)}
+    ),
 }
 needed = {
     "/v1/completions": ("model", "prompt"),

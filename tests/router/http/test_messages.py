@@ -74,7 +74,7 @@ def test_the_official_client_streams_the_same(system: System) -> None:
 def test_the_events_come_in_their_order(system: System) -> None:
     events = events_of(system)
     names = [name for name, _ in events]
-    assert names[:3] == ["message_start", "content_block_start", "ping"]
+    assert names[:3] == ["message_start", "ping", "content_block_start"]
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(names[3:-3]) == {"content_block_delta"} and len(names) > 8
     start, end = events[0][1]["message"], events[-2][1]
@@ -142,15 +142,85 @@ def test_parameters_reach_the_nodes(system: System) -> None:
     assert '"integer"' in params.grammar
 
 
+TOOL: Any = {"name": "f", "input_schema": {"type": "object"}}
+CALL: Any = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+RESULT: Any = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens: Expected `int`"),
     ({"max_tokens": 0}, "max_tokens: Expected `int` >= 1"),
     ({"max_tokens": 10_000}, "max_tokens: 10000 more tokens"),
     ({"messages": []}, "messages: "),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role: Invalid enum value 'system'"),
-    ({"tools": [{"name": "f"}]}, "tools: tools are not served"),
-    ({"tool_choice": {"type": "auto"}}, "tool_choice: "),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: thinking cannot be turned on"),
+    (
+        {"messages": [{"role": "system", "content": "x"}]},
+        "messages[0].role: 'system' is not served; served are: user, assistant",
+    ),
+    ({"tools": [TOOL]}, "tools: the model's chat template has no place for tools"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name: 'f' is there twice"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema: Object missing required field"),
+    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name: "),
+    ({"tools": [{**TOOL, "input_schema": True}]}, "tools[0].input_schema: Expected `object`"),
+    (
+        {"tools": [TOOL, {"name": "web_search", "max_uses": 5, "type": "web_search_20250305"}]},
+        "tools[1].type: 'web_search_20250305' is not served; served are: custom",
+    ),
+    ({"tools": [{**TOOL, "defer": 1}]}, "tools[0].defer: unknown field"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: a required call needs tools"),
+    ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice: there is no tool 'g'"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice.name: Object missing required field"),
+    (
+        {"tool_choice": {"type": "required"}},
+        "tool_choice.type: 'required' is not served; served are: auto, any, ",
+    ),
+    ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name: unknown field"),
+    (
+        {"tools": [TOOL], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        "output_config.format: excludes tools",
+    ),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: the router cannot read thoughts"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: Object missing required field"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: Expected `int` >= 1"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type: 'between_tools' is not served"),
+    (
+        {
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "messages": [*BODY["messages"], {"role": "assistant", "content": "So"}],
+        },
+        "thinking: excludes a last message of the assistant",
+    ),
+    (
+        {"messages": [*BODY["messages"], {"role": "assistant", "content": ""}]},
+        "messages: the final message is not in the prompt",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [RESULT]}]},
+        "messages[0].content[0].tool_use_id: no call before it has the id 'a'",
+    ),
+    (
+        {"messages": [*BODY["messages"], {"role": "assistant", "content": [CALL]}]},
+        "messages[1].content: a last message of the assistant is continued",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [CALL]}]},
+        "messages[0].content[0].type: 'tool_use' is not served; served are: text, tool_result",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [RESULT]}]},
+        "messages[0].content[0].type: 'tool_result' is not served; served are: text, tool_use, ",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{**CALL, "input": "{}"}]}]},
+        "messages[0].content[0].input: Expected `object`",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image", "source": {}}]}]}]},
+        "messages[0].content[0].content[0]: images are not served (image); only parts of type text are",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+        "messages[0].content[0].type: Object missing required field",
+    ),
+    ({"system": [{"text": "x"}]}, "system[0].type: Object missing required field"),
+    ({"mcp_servers": [{}]}, "mcp_servers: tools of MCP servers are not served"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema: "),
     ({"output_config": {"effort": "high"}}, "output_config.effort: unknown field"),
@@ -158,9 +228,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"messages": [{"role": "user", "content": [{"type": kind, "source": {}}]}]},
-            f"messages[0].content[0]: {words} are not served ({kind}); only parts of type text are",
+            f"messages[0].content[0]: {words} are not served ({kind}); only parts of type text, tool_result are",
         )
-        for kind, words in {"image": "images", "document": "files", "tool_result": "tools"}.items()
+        for kind, words in {"image": "images", "document": "files"}.items()
     ),
 ]
 

@@ -25,16 +25,17 @@ def data_of(events: bytes) -> list[dict[str, Any]]:
 
 def new_format(request_: Request) -> MessagesFormat:
     assert request_.group.tokenizer is not None
-    return MessagesFormat("msg-1", "fake", request_.group.tokenizer, None)
+    return MessagesFormat("msg-1", "fake", request_.group.tokenizer, None, shows_thoughts=False)
 
 
 def test_output_without_text_yet_writes_no_delta(request_: Request) -> None:
     answers, sequence = new_format(request_), request_.sequences[0]
     first = data_of(answers.chunk(0, sequence, Delta("", [5], []), None))
-    assert [each["type"] for each in first] == ["message_start", "content_block_start", "ping"]
+    assert [each["type"] for each in first] == ["message_start", "ping"]
     assert first[0]["message"]["usage"]["input_tokens"] == 7
     assert answers.chunk(0, sequence, Delta("", [6], []), None) == b""
-    (delta,) = data_of(answers.chunk(0, sequence, Delta('é"\n', [6], []), None))
+    start, delta = data_of(answers.chunk(0, sequence, Delta('é"\n', [6], []), None))
+    assert (start["type"], start["index"]) == ("content_block_start", 0)
     assert delta == {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": 'é"\n'}}
 
 
@@ -42,7 +43,7 @@ def test_cached_tokens_are_counted_once(request_: Request) -> None:
     request_.num_cached = 5
     answers = new_format(request_)
     answers.chunk(0, request_.sequences[0], Delta("x", [5], [], "stop", 1), None)
-    usage = data_of(answers.ended([request_], with_usage=False))[1]["usage"]
+    usage = data_of(answers.ended([request_], with_usage=False))[0]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (2, 5)
 
 

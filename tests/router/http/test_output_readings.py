@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
@@ -179,3 +180,26 @@ def test_a_chat_with_a_schema_may_think(make_qwen3: Callable[..., System], asked
     grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
     assert accepts(system, grammar, '<think>hm</think>\n{"a": 1}')
     assert not accepts(system, grammar, "<think>hm</think>\nhello")
+
+
+class Rain(pydantic.BaseModel):
+    a: int
+
+
+def test_the_clients_own_helpers_read_an_answer_after_thoughts(make_qwen3: Callable[..., System]) -> None:
+    system = make_qwen3()
+    say(system, '<think>hm</think>\n{"a": 1}')
+    given: Any = {"model": "fake", "response_format": Rain}
+    with openai.OpenAI(base_url=f"{system.router.url}/v1", api_key="none", max_retries=0) as client:
+        parsed = client.chat.completions.parse(messages=[USER], **given)
+        with client.chat.completions.stream(messages=[USER], **given) as stream:
+            kinds = {event.type for event in stream}
+            streamed = stream.get_final_completion()
+        assert {"content.delta", "content.done"} < kinds
+        for answer in (parsed, streamed):
+            message: Any = answer.choices[0].message
+            assert (message.parsed, message.model_extra["reasoning_content"]) == (Rain(a=1), "hm")
+            client.chat.completions.parse(messages=[USER, message.model_dump(warnings=False), USER], **given)
+            assert '<|im_start|>assistant\n{"a": 1}<|im_end|>' in prompt_of(system)
+        with pytest.raises(openai.LengthFinishReasonError):
+            client.chat.completions.parse(messages=[USER], max_tokens=3, **given)

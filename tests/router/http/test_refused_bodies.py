@@ -10,6 +10,7 @@ import pytest
 
 from baton.metadata.errors import RequestError
 from baton.router.http.bodies import decode
+from baton.router.http.messages_types import MessagesRequest, ToolUseBlock
 from baton.router.http.openai_types import PARTS_NOT_SERVED, ChatRequest, CompletionRequest
 from baton.router.http.refused_bodies import MAX_NULLS, mended
 
@@ -166,3 +167,29 @@ def test_a_body_that_is_nested_too_deeply_names_the_field_at_fault() -> None:
     with pytest.raises(RequestError) as refused:
         decode(b'{"model": "fake", "prompt": ' + deep + b"}", msgspec.json.Decoder(CompletionRequest))
     assert refused.value.param == "prompt"
+
+
+def test_blocks_are_known_by_their_type() -> None:
+    """Null fields leave blocks of each type, and an unknown field is compared with those of its block's type."""
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {"kept": None}, "toolset_name": None}
+    turns = [{"role": "assistant", "content": [{"type": "text", "text": "x", "parsed_output": None}, call]}]
+    body = {"model": "fake", "max_tokens": 5, "messages": turns}
+    got = decode(json.dumps(body).encode(), msgspec.json.Decoder(MessagesRequest))
+    assert got.messages[0].content[1] == ToolUseBlock(id="a", name="f", input={"kept": None})
+    for field, words in {"inputs": "the nearest known field is input", "text": "unknown field"}.items():
+        wrong = body | {"messages": [turns[0], {"role": "assistant", "content": [{**call, field: 1}]}]}
+        with pytest.raises(RequestError, match=rf"messages\[1\].content\[0\].{field}: .*{words}"):
+            mended(json.dumps(wrong).encode(), MessagesRequest)
+
+
+@pytest.mark.parametrize("kind", ["smell", "x" * 1000])
+def test_types_that_a_place_does_not_take_are_refused_before_their_fields(kind: str) -> None:
+    for fields, place in [
+        ({"tools": [{"nose": 1, "type": kind}]}, "tools[0].type"),
+        ({"response_format": {"type": kind, "nose": 1}}, "response_format.type"),
+        ({"messages": [{"role": "user", "content": [{"type": kind, "nose": 1}]}]}, "messages[0].content[0].type"),
+    ]:
+        with pytest.raises(RequestError) as refused:
+            mended(json.dumps(CHAT | fields).encode(), ChatRequest)
+        assert str(refused.value).startswith(f"{place}: {kind[:64]!r} is not served; served are: "), refused.value
+        assert refused.value.param == place.partition("[")[0].partition(".")[0]

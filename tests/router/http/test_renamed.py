@@ -8,7 +8,7 @@ from baton.metadata.errors import BatonError, RequestError
 from baton.router.errors import NotFound
 from baton.router.http.renamed import renamed
 
-NAMES = {"stop": "stop_sequences", "a.b": "c.d.e"}
+NAMES = {"stop": "stop_sequences", "a.b": "c.d.e", "f[].g.h": "i[].h", "f[].g": "i[]"}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,10 @@ NAMES = {"stop": "stop_sequences", "a.b": "c.d.e"}
         ("a.b.x: bad", "c.d.e.x: bad", "c"),
         ("stop_token_ids: bad", "stop_token_ids: bad", "p"),
         ("a: bad", "a: bad", "p"),
+        ("f[12].g.h.x: bad", "i[12].h.x: bad", "i"),
+        ("f[0].g.name: bad", "i[0].name: bad", "i"),
+        ("f[0].gh: bad", "f[0].gh: bad", "p"),
+        ("f.g: bad", "f.g: bad", "p"),
     ],
 )
 def test_a_refusal_names_the_clients_field(words: str, shown: str, param: str) -> None:

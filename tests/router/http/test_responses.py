@@ -1,4 +1,4 @@
-"""POST /v1/responses, with OpenAI's client: bodies, events, ends, counts and errors."""
+"""POST /v1/responses, with OpenAI's client: bodies, events, ends, counts, tools, thoughts and errors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
+from openai.types.responses import ParsedResponseFunctionToolCall
 
 from baton.metadata.wire import messages as m
 
 from ..conftest import System
 from ..test_runner import own
+from .chats import accepts, call, prompt_of, say
+from .test_output_readings import QWEN3, TEXT, num_tokens
 
 BODY: dict[str, Any] = {"model": "fake", "input": "hello", "max_output_tokens": 100}
+NOW: Any = {"type": "function", "name": "now"}
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": True,
+}
+PARIS = call("get_weather", {"city": "Paris é"})
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -41,7 +54,7 @@ def test_the_official_client_gets_a_response(system: System, client: openai.Open
     assert answer.output_text == system.text
     assert (answer.status, answer.error, answer.incomplete_details, answer.store) == ("completed", None, None, False)  # type: ignore[attr-defined]
     assert (answer.instructions, answer.metadata, answer.max_output_tokens) == ("be brief", {"a": "b"}, 100)
-    assert answer.id.startswith("resp-") and answer.output[0].id.startswith("msg-")
+    assert answer.id.startswith("resp-") and answer.output[0].id.startswith("msg_")
     assert answer.usage is not None
     assert answer.usage.output_tokens == len(system.say(system.text))
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
@@ -114,11 +127,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "resp-1"}, "previous_response_id: responses are not stored; send the messages"),
     ({"conversation": "conv-1"}, "conversation: "),
     ({"background": True}, "background: "),
-    ({"tools": [{"type": "function"}]}, "tools: tools are not served"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name: Object missing required field"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search' is not served; served are: function"),
+    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type: 'mcp' is not served"),
+    ({"tools": [{**NOW, "name": "a b"}]}, "tools[0].name: Expected `str` matching regex"),
+    ({"tools": [{"type": "function", "function": NOW}]}, "tools[0].function: unknown field"),
+    ({"tools": [NOW, NOW]}, "tools[1].name: 'now' is there twice"),
+    ({"tools": [NOW]}, "tools: the model's chat template has no place for tools"),
+    ({"tool_choice": "required"}, "tool_choice: "),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice: there is no tool 'f'; the tools are: none"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NOW]}},
+        "tool_choice.type: 'allowed_tools' is not served; served are: function",
+    ),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls: Expected `bool | null`"),
+    ({"max_tool_calls": 1}, "max_tool_calls: calls are not counted"),
+    ({"include": ["file_search_call.results"]}, "include: there is nothing to include"),
     ({"reasoning": {"effort": "low"}}, "reasoning.effort: the model's chat template knows no effort"),
     ({"reasoning": {"summary": "auto"}}, "reasoning.summary: unknown field"),
     ({"input": []}, "input: "),
-    ({"input": [{"type": "function_call_output", "role": "user", "content": ""}]}, "input[0].type: Invalid enum"),
+    ({"input": [{"type": "item_reference", "role": "user", "content": ""}]}, "input[0].type: 'item_reference' is not"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0]: images are not served (input_image)",
@@ -132,6 +160,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "text.format.schema.properties.q: Unimplemented keys",
     ),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options: needs stream"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": ""}]},
+        "input[0].call_id: no call before it has the id 'a'; send the item of the call too",
+    ),
     ({"max_tokens": 5}, "max_tokens: unknown field; the nearest known field is max_output_tokens"),
 ]
 
@@ -158,3 +190,228 @@ def test_a_stream_that_fails_ends_with_a_failed_response(make_system: Callable[.
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "timeout"
     assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+@pytest.fixture(params=[1, 1000])
+def thinker(make_system: Callable[..., System], request: pytest.FixtureRequest) -> Iterator[System]:
+    """A model that thinks and calls tools; its nodes send so many tokens at once."""
+    system = make_system(template=QWEN3, context_len=4096).up()
+    system.behaviour.step_tokens = request.param
+    yield system
+    system.router.wait_idle()
+
+
+@pytest.fixture
+def caller(thinker: System) -> Iterator[openai.OpenAI]:
+    """A client of the thinker."""
+    with openai.OpenAI(base_url=f"{thinker.router.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    return client.responses.create(**{"model": "fake", "input": "hello", "tools": [WEATHER, NOW], **more})
+
+
+def final(client: openai.OpenAI, **more: Any) -> Any:
+    """Return the last response of a stream that the client's own helper has put together."""
+    given: dict[str, Any] = {"model": "fake", "input": "hello", "tools": [WEATHER, NOW], **more}
+    with client.responses.stream(**given) as stream:
+        return stream.get_final_response()
+
+
+def test_calls_are_items(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, f"Let me look.\n{PARIS}\n{call('now', {})}")
+    for answer in (ask(caller), final(caller)):
+        text, weather, now = answer.output
+        assert (text.type, answer.output_text, answer.status) == ("message", "Let me look.", "completed")
+        assert [(each.type, each.name, each.status) for each in (weather, now)] == [
+            ("function_call", "get_weather", "completed"),
+            ("function_call", "now", "completed"),
+        ]
+        assert (json.loads(weather.arguments), now.arguments) == ({"city": "Paris é"}, "{}")
+        assert weather.call_id != now.call_id and weather.id.startswith("fc_")
+        assert [tool.to_dict() for tool in answer.tools] == [WEATHER, NOW]
+        assert (answer.tool_choice, answer.parallel_tool_calls) == ("auto", True)
+    as_chat = [
+        {"type": "function", "function": {k: v for k, v in each.items() if k != "type"}} for each in (WEATHER, NOW)
+    ]
+    shown = prompt_of(thinker).split("<|im_end|>")[0]
+    assert [json.loads(line) for line in shown.splitlines()[1:]] == as_chat
+
+
+def test_an_output_of_calls_has_no_message(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, PARIS)
+    for answer in (ask(caller), final(caller)):
+        assert [each.type for each in answer.output] == ["function_call"]
+        assert answer.output_text == ""
+
+
+def test_the_clients_own_events_of_a_call(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, f"<think>hm</think>{PARIS}")
+    given: dict[str, Any] = {"model": "fake", "input": "hello", "tools": [WEATHER]}
+    with caller.responses.stream(**given) as stream:
+        events = list(stream)
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert json.loads(deltas[-1].snapshot) == {"city": "Paris é"}
+    assert "".join(event.delta for event in deltas) == deltas[-1].snapshot
+    assert {event.output_index for event in deltas} == {1}
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "hm"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+
+
+def test_the_clients_own_helpers_read_arguments_and_send_them_back(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, call("Weather", {"city": "Paris"}))
+    tools: Any = [openai.pydantic_function_tool(Weather)]
+    for answer in (caller.responses.parse(model="fake", input="hello", tools=tools), final(caller, tools=tools)):
+        (made,) = answer.output
+        assert isinstance(made, ParsedResponseFunctionToolCall)
+        assert made.parsed_arguments == Weather(city="Paris")
+        result: Any = {"type": "function_call_output", "call_id": made.call_id, "output": "rain"}
+        turns: list[Any] = [{"role": "user", "content": "hello"}, made, result]
+        caller.responses.parse(model="fake", input=turns, tools=tools)
+        assert '"arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nrain' in prompt_of(thinker)
+
+
+@pytest.mark.parametrize("ask", [ask, final])
+def test_a_loop_of_two_turns(thinker: System, caller: openai.OpenAI, ask: Callable[..., Any]) -> None:
+    say(thinker, f"<think>\nhm\n</think>\n\nLet me look.\n{PARIS}\n{call('now', {})}")
+    turns: list[Any] = [{"role": "user", "content": "hello"}]
+    first = ask(caller, input=turns)
+    turns += first.output
+    results = [(each.call_id, f"{each.name}: rain") for each in first.output if each.type == "function_call"]
+    turns += [{"type": "function_call_output", "call_id": call_id, "output": text} for call_id, text in results]
+    say(thinker, "It rains.")
+    assert ask(caller, input=turns).output_text == "It rains."
+    chat = [
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": "Let me look.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": each.call_id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+                for each in first.output
+                if each.type == "function_call"
+            ],
+        },
+        *({"role": "tool", "tool_call_id": call_id, "content": text} for call_id, text in results),
+    ]
+    as_response = prompt_of(thinker)
+    tools = [
+        {"type": "function", "function": {k: v for k, v in each.items() if k != "type"}} for each in (WEATHER, NOW)
+    ]
+    body = {"model": "fake", "messages": chat, "tools": tools}
+    assert thinker.router.request("POST", "/v1/chat/completions", body)[0] == 200
+    assert as_response == prompt_of(thinker)
+    assert (
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call><|im_end|>\n<|im_start|>tool\nget_w' in as_response
+    )
+
+
+def test_a_choice_forces_a_call(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, call("now", {}))
+    forced: dict[str, Any] = {"type": "function", "name": "now"}
+    answer = ask(caller, tool_choice=forced)
+    assert answer.tool_choice.to_dict() == forced
+    grammar = own(thinker.cluster.by_name("d0"), m.Reserve)[-1].request.params.grammar
+    assert accepts(thinker, grammar, f"<think>hm</think>{call('now', {})}")
+    assert not accepts(thinker, grammar, PARIS) and not accepts(thinker, grammar, "No.")
+    ask(caller, tool_choice="required")
+    grammar = own(thinker.cluster.by_name("d0"), m.Reserve)[-1].request.params.grammar
+    assert accepts(thinker, grammar, f"{call('now', {})}\n{call('get_weather', {'city': 'x'})}")
+    assert not accepts(thinker, grammar, call("get_weather", {}))
+
+
+def test_no_parallel_calls(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, f"{PARIS}\n{call('now', {})}")
+    for answer in (ask(caller, parallel_tool_calls=False), final(caller, parallel_tool_calls=False)):
+        assert [each.name for each in answer.output] == ["get_weather"]
+        assert answer.parallel_tool_calls is False
+
+
+def test_choice_none_leaves_tools_out(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, PARIS)
+    answer = ask(caller, tool_choice="none")
+    assert (answer.output_text, answer.tool_choice) == (PARIS, "none")
+    assert "get_weather" not in prompt_of(thinker)
+
+
+def test_a_call_that_is_cut_off(thinker: System, caller: openai.OpenAI) -> None:
+    """It is text of a whole answer, and an incomplete item of a stream."""
+    limit = len(thinker.say(PARIS.partition("aris")[0])) - 1
+    thinker.cluster.script = lambda prompt, choice: thinker.say(PARIS)[:limit]
+    answer = ask(caller, max_output_tokens=limit)
+    assert (answer.status, [each.type for each in answer.output]) == ("incomplete", ["message"])
+    assert PARIS.startswith(answer.output_text)
+    last = list(ask(caller, max_output_tokens=limit, stream=True))[-1]
+    assert last.type == "response.incomplete"
+    (made,) = last.response.output
+    assert (made.type, made.status, made.arguments) == ("function_call", "incomplete", '{"city": "P')
+
+
+def test_thoughts_are_items_and_are_counted(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, TEXT)
+    for answer in (ask(caller, tools=[]), final(caller, tools=[])):
+        thoughts, text = answer.output
+        assert (thoughts.type, thoughts.summary, thoughts.status) == ("reasoning", [], "completed")
+        assert [(part.type, part.text) for part in thoughts.content] == [("reasoning_text", "It may rain.")]
+        assert (text.type, answer.output_text) == ("message", "Yes.")
+        assert answer.usage.output_tokens == len(thinker.say(TEXT))
+        num_thoughts = answer.usage.output_tokens_details.reasoning_tokens
+        assert num_thoughts == num_tokens(thinker, TEXT.partition("\n\n")[0])
+
+
+def test_without_thoughts_none_are_counted(client: openai.OpenAI) -> None:
+    usage = client.responses.create(**BODY).usage
+    assert usage is not None and usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_the_effort_of_reasoning_reaches_the_template(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, TEXT)
+    caller.responses.create(model="fake", input="hello", reasoning={"effort": "low"})
+    assert "low" in prompt_of(thinker)
+
+
+def test_thoughts_are_sent_back(make_system: Callable[..., System]) -> None:
+    system = make_system(template="{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% endfor %}").up()
+    items = [
+        {"role": "user", "content": "hello"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "B"}]},
+        {"type": "message", "role": "assistant", "content": "A"},
+    ]
+    body = {"model": "fake", "input": items, "include": ["reasoning.encrypted_content"]}
+    assert system.router.request("POST", "/v1/responses", body)[0] == 200
+    assert prompt_of(system) == "|helloB|A"
+
+
+def test_the_clients_own_parser_gets_its_model_and_its_answer_comes_back(
+    thinker: System, caller: openai.OpenAI
+) -> None:
+    say(thinker, '<think>hm</think>\n{"city": "Paris"}')
+    answer = caller.responses.parse(model="fake", input="hello", text_format=Weather)
+    assert answer.output_parsed == Weather(city="Paris")
+    streamed = final(caller, tools=[], text_format=Weather)
+    assert streamed.output_parsed == Weather(city="Paris")
+    for output in (answer.output, streamed.output):
+        turns: list[Any] = [{"role": "user", "content": "hello"}, *output, {"role": "user", "content": "why?"}]
+        caller.responses.create(model="fake", input=turns)
+        assert '<|im_start|>assistant\n{"city": "Paris"}<|im_end|>' in prompt_of(thinker)
+
+
+def test_schemas_of_tools_are_refused_by_their_place(thinker: System) -> None:
+    tools = [NOW, {"type": "function", "name": "f", "parameters": {"type": "objekt"}}]
+    body = {"model": "fake", "input": "hello", "tools": tools, "tool_choice": "required"}
+    status, answer, _ = thinker.router.request("POST", "/v1/responses", body)
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    assert answer["error"]["message"].startswith("tools[1].parameters: Invalid type: objekt")
+
+
+def test_a_format_excludes_tools(thinker: System) -> None:
+    body = {"model": "fake", "input": "hello", "tools": [NOW], "text": {"format": {"type": "json_object"}}}
+    status, answer, _ = thinker.router.request("POST", "/v1/responses", body)
+    assert (status, answer["error"]["param"]) == (400, "text")
+    assert answer["error"]["message"].startswith("text.format: excludes tools")

@@ -95,12 +95,19 @@ class Weather(pydantic.BaseModel):
     city: str
 
 
-def test_the_clients_own_parse_helper_reads_arguments(hermes: System, client: openai.OpenAI) -> None:
+def test_the_clients_own_helpers_read_arguments_and_send_them_back(hermes: System, client: openai.OpenAI) -> None:
     say(hermes, call("Weather", {"city": "Paris"}))
-    tools = [openai.pydantic_function_tool(Weather)]
-    answer = client.chat.completions.parse(model="fake", messages=[USER], tools=tools)
-    (made,) = answer.choices[0].message.tool_calls or ()
-    assert made.function.parsed_arguments == Weather(city="Paris")
+    given: Any = {"model": "fake", "tools": [openai.pydantic_function_tool(Weather)]}
+    parsed = client.chat.completions.parse(messages=[USER], **given)
+    with client.chat.completions.stream(messages=[USER], **given) as stream:
+        streamed = stream.get_final_completion()
+    for answer in (parsed, streamed):
+        message: Any = answer.choices[0].message
+        (made,) = message.tool_calls or ()
+        assert made.function.parsed_arguments == Weather(city="Paris")
+        result: Any = {"role": "tool", "tool_call_id": made.id, "content": "rain"}
+        client.chat.completions.parse(messages=[USER, message, result], **given)
+        assert '"arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nrain' in prompt_of(hermes)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -225,7 +232,11 @@ def function(parameters: Any) -> Any:
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages", "function"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "knows no effort"),
-        ({"thinking_budget": 5}, "thinking_budget", "cannot be set"),
+        ({"thinking_budget": 5}, "thinking_budget", "the field is thinking_token_budget"),
+        ({"max_thinking_tokens": 5}, "max_thinking_tokens", "the field is thinking_token_budget"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "start it with --reasoning-parser"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget", ">= 0"),
+        ({"thinking_token_budget": 5, "ignore_eos": True}, "ignore_eos", "excludes thinking_token_budget"),
     ],
 )
 def test_what_is_refused(hermes: System, more: dict[str, Any], param: str, words: str) -> None:
@@ -236,17 +247,23 @@ def test_what_is_refused(hermes: System, more: dict[str, Any], param: str, words
     assert words in answer["error"]["message"], answer
 
 
+@pytest.mark.parametrize("parser", ["hermes", "pythonic"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_deep_schemas_and_arguments_never_fail_inside(hermes: System, choice: str) -> None:
-    say(hermes, call("now", {}))
+def test_deep_schemas_and_arguments_never_fail_inside(
+    make_system: Callable[..., System], parser: str, choice: str
+) -> None:
+    system = make_system(router={"tool_parser": parser}, template=TEMPLATE, context_len=4096).up()
+    say(system, call("now", {}))
     for depth in (50, 200, *range(600, 1200, 20)):
         nested = '{"a":' * depth + "1" + "}" * depth
         made = {"id": "a", "function": {"name": "now", "arguments": nested}}
         body = {"model": "fake", "messages": [USER], "tool_choice": choice, "tools": [function("NESTED")]}
-        data = json.dumps(body).replace('"NESTED"', nested).encode()
-        assert hermes.router.request("POST", "/v1/chat/completions", data)[0] in (200, 400), depth
+        arrays = '{"properties":{"a":' + '{"type":"array","items":' * depth + "{}" + "}" * (depth + 2)
+        for schema in (nested, arrays):
+            data = json.dumps(body).replace('"NESTED"', schema).encode()
+            assert system.router.request("POST", "/v1/chat/completions", data)[0] in (200, 400), depth
         body = {"model": "fake", "messages": [{"role": "assistant", "tool_calls": [made]}], "max_tokens": 1}
-        assert hermes.router.request("POST", "/v1/chat/completions", body)[0] in (200, 400), depth
+        assert system.router.request("POST", "/v1/chat/completions", body)[0] in (200, 400), depth
 
 
 def test_without_a_parser_tools_are_refused(make_system: Callable[..., System]) -> None:
@@ -262,5 +279,7 @@ def test_without_a_parser_tools_are_refused(make_system: Callable[..., System]) 
     say(given, "[now()]")
     status, answer, _ = given.router.request("POST", "/v1/chat/completions", body)
     assert answer["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
-    status, answer, _ = given.router.request("POST", "/v1/chat/completions", {**body, "tool_choice": "required"})
+    unnamable = {"type": "function", "function": {"name": "now", "parameters": {"properties": {"a-b": {}}}}}
+    forced = {**body, "tools": [unnamable], "tool_choice": "required"}
+    status, answer, _ = given.router.request("POST", "/v1/chat/completions", forced)
     assert (status, answer["error"]["param"]) == (400, "tool_choice")

@@ -6,7 +6,8 @@ import zlib
 
 import pytest
 import xxhash
-from tokenizers import Tokenizer
+from llguidance import LLTokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.errors import ProtocolError, RequestError
@@ -23,6 +24,17 @@ def test_a_compressed_tokenizer_is_read_and_damage_is_refused(tokenizer_file: by
     nonsense = b'{"model": 5}'
     with pytest.raises(ProtocolError, match=r"tokenizer\.json"):
         TextTokenizer.from_compressed(zlib.compress(nonsense), xxhash.xxh3_128_hexdigest(nonsense))
+
+
+def test_grammars_name_the_tokens_by_id_that_llguidance_calls_special(tokenizer_file: bytes) -> None:
+    inner = Tokenizer.from_buffer(tokenizer_file)
+    inner.add_tokens([AddedToken(text, special=False) for text in ("<think>", "[CALL]", "< |", "|>")])
+    inner.add_special_tokens([AddedToken("[END]", special=True)])
+    named = TextTokenizer(inner.to_str().encode()).grammar_ids
+    vocabulary = LLTokenizer(inner.to_str())
+    special = {token_id for token_id in range(inner.get_vocab_size()) if vocabulary.is_special_token(token_id)}
+    assert special == {*named.values(), inner.token_to_id("ÿ")}, "its mark of a special token is the byte 255"
+    assert {"<think>", "[END]"} < named.keys() and "[CALL]" not in named
 
 
 async def test_encoding_and_decoding_give_the_text_back(tokenizer: TextTokenizer) -> None:

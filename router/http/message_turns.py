@@ -1,0 +1,84 @@
+"""The turns of a conversation of Anthropic's API as messages of a chat.
+
+user         one message of role tool per result of a tool, then one of the user with the text, if there is any
+assistant    one message: its thoughts, its text, and its calls
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...metadata.errors import RequestError
+from .messages_types import (
+    AssistantTurn,
+    MessageText,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserTurn,
+)
+from .openai_types import ChatMessage, MessagePart
+from .tool_types import CalledFunction, ToolCall
+
+
+def chat_messages(turns: Sequence[UserTurn | AssistantTurn]) -> list[ChatMessage]:
+    """Return the messages of a conversation. Raises RequestError for a result without a call before it, and for calls
+    in a last turn of the assistant, whose text is continued."""
+    messages, known = list[ChatMessage](), set[str]()
+    for index, turn in enumerate(turns):
+        if isinstance(turn, UserTurn):
+            _check_results(turn, known, f"messages[{index}]")
+            messages += _of_user(turn)
+            continue
+        messages.append(_of_assistant(turn))
+        calls = messages[-1].tool_calls or ()
+        if calls and index == len(turns) - 1:
+            raise RequestError(
+                f"messages[{index}].content: a last message of the assistant is continued, so it cannot hold tool_use",
+                param="messages",
+            )
+        known.update(call.id for call in calls)
+    return messages
+
+
+def text_of(content: str | Sequence[MessagePart]) -> str:
+    """Return the text of the blocks of a message."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content if isinstance(block, MessageText | TextBlock))
+
+
+def _check_results(turn: UserTurn, known: set[str], path: str) -> None:
+    for place, block in enumerate(turn.content):
+        if isinstance(block, ToolResultBlock) and block.tool_use_id not in known:
+            raise RequestError(
+                f"{path}.content[{place}].tool_use_id: no call before it has the id {block.tool_use_id!r}",
+                param="messages",
+            )
+
+
+def _of_user(turn: UserTurn) -> list[ChatMessage]:
+    results = [block for block in turn.content if isinstance(block, ToolResultBlock)]
+    messages = [ChatMessage("tool", _result_of(block), tool_call_id=block.tool_use_id) for block in results]
+    if not results or len(results) < len(turn.content):
+        messages.append(ChatMessage("user", text_of(turn.content)))
+    return messages
+
+
+def _result_of(block: ToolResultBlock) -> str:
+    return ("Error: " if block.is_error else "") + text_of(block.content or "")
+
+
+def _of_assistant(turn: AssistantTurn) -> ChatMessage:
+    if isinstance(turn.content, str):
+        return ChatMessage("assistant", turn.content)
+    thoughts = [block.thinking for block in turn.content if isinstance(block, ThinkingBlock)]
+    calls = [
+        ToolCall(id=block.id, function=CalledFunction(block.name, block.input), type="function")
+        for block in turn.content
+        if isinstance(block, ToolUseBlock)
+    ]
+    return ChatMessage(
+        "assistant", text_of(turn.content), tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None
+    )

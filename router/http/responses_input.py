@@ -1,0 +1,139 @@
+"""The input of /v1/responses as the messages of a chat completion.
+
+    message                of the assistant: text of its message; of others: a message
+    reasoning              thoughts of the assistant's message
+    function_call          a tool call of the assistant's message
+    function_call_output   a message of a tool
+
+Items of the assistant that follow each other are one message. Only thoughts or text after a text begin another one, if
+no call stands between them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Raw, Struct
+
+from ...metadata.errors import RequestError
+from .bodies import decode
+from .openai_types import ChatMessage
+from .responses_types import (
+    INPUT_ITEMS,
+    CallItem,
+    CallOutputItem,
+    InputItem,
+    InputPart,
+    MessageItem,
+    ReasoningItem,
+    ResponsesRequest,
+)
+from .tool_types import CalledFunction, ToolCall
+from .tools import arguments_of
+
+_LONGEST_TYPE = 64  # of an item, in an error
+
+
+class _Typed(Struct):
+    type: str | None = None
+
+
+_type_decoder = msgspec.json.Decoder(_Typed)
+_decoders: dict[str, msgspec.json.Decoder[InputItem]] = {
+    name: msgspec.json.Decoder(kind) for name, kind in INPUT_ITEMS.items()
+}
+
+
+def messages_of(body: ResponsesRequest) -> list[ChatMessage]:
+    """Return the messages of a body, with the instructions as the first one.
+
+    Raises RequestError for an item that is not served or malformed, and for an output whose call is not before it.
+    """
+    conversation = _Conversation()
+    if body.instructions:
+        conversation.messages.append(ChatMessage("system", body.instructions))
+    if isinstance(body.input, str):
+        conversation.messages.append(ChatMessage("user", body.input))
+    else:
+        for index, item in enumerate(body.input):
+            path = f"input[{index}]"
+            conversation.add(_item_of(item, path), path)
+    conversation.end_turn()
+    return conversation.messages
+
+
+class _Turn(Struct):
+    """A message of the assistant that is being put together."""
+
+    thoughts: list[str] = []
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+
+
+class _Conversation:
+    """The messages so far, and the assistant's message that the next items may add to."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self._turn = _Turn()
+        self._call_ids: set[str] = set()
+
+    def add(self, item: InputItem, path: str) -> None:
+        match item:
+            case MessageItem(role="assistant"):
+                self._turn_after_text().texts.append(_text_of(item.content))
+            case MessageItem():
+                self.end_turn()
+                self.messages.append(ChatMessage(item.role, _text_of(item.content)))
+            case ReasoningItem():
+                parts = item.content or item.summary or []
+                self._turn_after_text().thoughts += [part.text for part in parts]
+            case CallItem():
+                function = CalledFunction(item.name, item.arguments)
+                arguments_of(function, f"{path}.arguments")
+                self._call_ids.add(item.call_id)
+                self._turn.calls.append(ToolCall(item.call_id, function))
+            case CallOutputItem():
+                if item.call_id not in self._call_ids:
+                    raise RequestError(
+                        f"{path}.call_id: no call before it has the id {item.call_id!r}; send the item of the call too",
+                        param="input",
+                    )
+                self.end_turn()
+                self.messages.append(ChatMessage("tool", _text_of(item.output), tool_call_id=item.call_id))
+
+    def end_turn(self) -> None:
+        """Add the message of the assistant, if there is one."""
+        turn, self._turn = self._turn, _Turn()
+        if turn.thoughts or turn.texts or turn.calls:
+            self.messages.append(
+                ChatMessage(
+                    "assistant",
+                    "\n".join(turn.texts) if turn.texts else None,
+                    tool_calls=turn.calls or None,
+                    reasoning_content="\n".join(turn.thoughts) or None,
+                )
+            )
+
+    def _turn_after_text(self) -> _Turn:
+        """Return the assistant's message for thoughts or text: a new one if the present one ends with text."""
+        if self._turn.texts and not self._turn.calls:
+            self.end_turn()
+        return self._turn
+
+
+def _item_of(raw: Raw, path: str) -> InputItem:
+    """Return an item of the input, decoded by its type. An item without a type is a message."""
+    data = bytes(raw)
+    try:
+        kind = decode(data, _type_decoder).type or "message"
+        if kind in _decoders:
+            return decode(data, _decoders[kind])
+    except RequestError as error:
+        raise RequestError(f"{path}{'.' if error.param else ': '}{error}", param="input") from None
+    raise RequestError(
+        f"{path}.type: {kind[:_LONGEST_TYPE]!r} is not served; served are: {', '.join(_decoders)}", param="input"
+    )
+
+
+def _text_of(content: str | list[InputPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -1,0 +1,153 @@
+"""Histories of messages with tools and thoughts: what the model reads of them, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from baton.metadata.errors import RequestError
+from baton.router.http.message_turns import chat_messages
+from baton.router.http.messages_types import (
+    AssistantTurn,
+    MessageText,
+    TextBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserTurn,
+)
+from baton.router.http.openai_types import ChatMessage
+
+from ..conftest import RunningRouter, System
+from .chats import TEMPLATE, USER, call, marked_system, prompt_of, say
+from .test_message_blocks import ENABLED, NOW, PARIS, WEATHER
+from .test_output_readings import num_tokens
+
+THOUGHTS = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}",
+)
+
+
+@pytest.fixture
+def system(make_router: Callable[..., RunningRouter], tokenizer_file: bytes) -> Iterator[System]:
+    with marked_system(make_router(), tokenizer_file, THOUGHTS) as system:
+        yield system
+
+
+@pytest.fixture
+def client(system: System) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=system.router.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def body_of(*turns: Any, **more: Any) -> Any:
+    return {"model": "fake", "max_tokens": 400, "messages": [USER, *turns], "tools": [WEATHER, NOW], **more}
+
+
+def result(call_id: str, content: Any, **more: Any) -> Any:
+    return {"type": "tool_result", "tool_use_id": call_id, "content": content, **more}
+
+
+def turn(role: str, *messages: str) -> str:
+    return "".join(f"<|im_start|>{role}\n{message}<|im_end|>\n" for message in messages)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_dumped", [False, True])
+def test_a_loop_of_two_turns(system: System, client: anthropic.Anthropic, is_streamed: bool, is_dumped: bool) -> None:
+    """The client sends back what it got, as objects or as what they are dumped to, and the results."""
+    say(system, f"<think>\nhm\n</think>\n\nI look.\n{PARIS}\n{call('now', {})}")
+    if is_streamed:
+        with client.messages.stream(**body_of(thinking=ENABLED)) as stream:
+            answer: Any = stream.get_final_message()
+    else:
+        answer = client.messages.create(**body_of(thinking=ENABLED))
+    assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
+    results = [result(answer.content[2].id, "rain"), result(answer.content[3].id, [{"type": "text", "text": "noon"}])]
+    said = [block.model_dump() for block in answer.content] if is_dumped else answer.content
+    say(system, "It rains.")
+    turns: Any = [
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": [*results, {"type": "text", "text": "Well?"}]},
+    ]
+    final = client.messages.create(**body_of(*turns, thinking=ENABLED))
+    assert [block.to_dict() for block in final.content] == [{"type": "text", "text": "It rains.", "citations": None}]
+    assert final.stop_reason == "end_turn"
+    shown = prompt_of(system)
+    written = PARIS + call("now", {})
+    assert shown.endswith(
+        turn("assistant", f"<think>hm</think>I look.{written}")
+        + turn("tool", "rain", "noon")
+        + turn("user", "Well?")
+        + "<|im_start|>assistant\n"
+    )
+    counted = {name: value for name, value in body_of(*turns, thinking=ENABLED).items() if name != "max_tokens"}
+    assert client.messages.count_tokens(**counted).input_tokens == num_tokens(system, shown)
+    assert "get_weather" in shown
+    del counted["tools"]
+    assert client.messages.count_tokens(**counted).input_tokens < num_tokens(system, shown)
+
+
+def test_thoughts_of_another_server_are_left_out(system: System, client: anthropic.Anthropic) -> None:
+    said: Any = [
+        {"type": "redacted_thinking", "data": "xyzzy"},
+        {"type": "thinking", "thinking": "a", "signature": "EqQBCgIYAhIM"},
+        {"type": "thinking", "thinking": "b", "signature": ""},
+        {"type": "text", "text": "Yes."},
+        {
+            "type": "tool_use",
+            "id": "toolu_1",
+            "name": "now",
+            "input": {},
+            "caller": {"type": "direct"},
+            "cache_control": {"type": "ephemeral"},
+        },
+    ]
+    turns: Any = [{"role": "assistant", "content": said}, {"role": "user", "content": [result("toolu_1", "noon")]}]
+    client.messages.create(**body_of(*turns))
+    assert turn("assistant", f"<think>a\nb</think>Yes.{call('now', {})}") + turn("tool", "noon") in prompt_of(system)
+
+
+def test_results_come_before_the_text_of_their_message() -> None:
+    made = AssistantTurn([ToolUseBlock(id=name, name="now", input={"a": 1}) for name in "ab"])
+    results: list[TextBlock | ToolResultBlock] = [
+        ToolResultBlock(tool_use_id="b", content=[MessageText("text", "a"), MessageText("text", "b")]),
+        TextBlock(text="c"),
+        TextBlock(text="d"),
+        ToolResultBlock(tool_use_id="a", content="broken", is_error=True),
+    ]
+    _, *told = chat_messages([made, UserTurn(results)])
+    assert told == [
+        ChatMessage("tool", "a\nb", tool_call_id="b"),
+        ChatMessage("tool", "Error: broken", tool_call_id="a"),
+        ChatMessage("user", "c\nd"),
+    ]
+    (_, *told) = chat_messages([made, UserTurn([ToolResultBlock(tool_use_id="a"), ToolResultBlock(tool_use_id="b")])])
+    assert [(each.role, each.content, each.tool_call_id) for each in told] == [("tool", "", "a"), ("tool", "", "b")]
+    assert chat_messages([UserTurn([])]) == [ChatMessage("user", "")]
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        (
+            [UserTurn([TextBlock(text="x"), ToolResultBlock(tool_use_id="a")])],
+            r"messages\[0\].content\[1\].tool_use_id: no call before it has the id 'a'",
+        ),
+        (
+            [UserTurn([ToolResultBlock(tool_use_id="a")]), AssistantTurn([ToolUseBlock(id="a", name="f", input={})])],
+            r"messages\[0\].content\[0\].tool_use_id: no call before it has the id 'a'",
+        ),
+        (
+            [UserTurn("x"), AssistantTurn([ToolUseBlock(id="a", name="f", input={})])],
+            r"messages\[1\].content: a last message of the assistant is continued, so it cannot hold tool_use",
+        ),
+    ],
+)
+def test_histories_that_do_not_fit_together_are_refused(turns: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        chat_messages(turns)
+    assert refused.value.param == "messages"
