@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from attention_case import TOLERANCE, Case
 
-from baton.kernels.attention import paged_attention_ref
+from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.latents import join_latents_ref
 from baton.kernels.norm import Norm
 from baton.kernels.operations import preferring
@@ -184,3 +184,47 @@ def test_new_latents_are_rotated_and_stored(
     torch.testing.assert_close(heads, expected, atol=4 * unit, rtol=unit)
     torch.testing.assert_close(case.kv, pool, atol=4 * unit, rtol=unit, equal_nan=True)
     assert q.data_ptr() == heads.data_ptr() and q.shape == (num_tokens, num_heads, WIDTH)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("tree_before", [None, 3])
+def test_a_graph_holds_a_forward(tree_before: int | None) -> None:
+    """Captured once; replayed for other lengths and pages, which it reads on the device."""
+    cases = [
+        case_of((4, 4, 4), lens, 16, dtype=torch.bfloat16, tree_before=tree_before)
+        for lens in ((50, 4, 1033), (4, 40, 61), (9, 2000, 17))
+    ]
+    columns = max(case.table.shape[1] for case in cases)
+    pages = max(len(case.kv) for case in cases)
+    table = torch.zeros(3, columns, dtype=torch.int64, device=DEVICE)
+    q, kv, lens = cases[0].q.clone(), cases[0].kv.new_zeros(pages, *cases[0].kv.shape[1:]), cases[0].lens.clone()
+    tree = None if cases[0].tree is None else Tree(*(each.clone() for each in cases[0].tree))
+    positions = None if cases[0].positions is None else cases[0].positions.clone()
+
+    def fill(case: Case) -> None:
+        table.zero_()[:, : case.table.shape[1]] = case.table
+        q.copy_(case.q)
+        kv[: len(case.kv)] = case.kv
+        lens.copy_(case.lens)
+        if tree is not None and case.tree is not None:
+            for static, each in zip(tree, case.tree, strict=True):
+                static.copy_(each)
+
+    def forward() -> torch.Tensor:
+        plan = replace(TritonPlan.uniform(table, lens, 4, 16, tree, positions), starts=cases[0].starts)
+        return latent_attention(q, kv, plan, RANK, SCALE)
+
+    fill(cases[0])
+    torch.cuda.synchronize()  # inputs were made on another stream
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        forward()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward()
+    for case in (*cases, cases[0]):
+        fill(case)
+        graph.replay()
+        check(case, out)
