@@ -275,16 +275,16 @@ class _TritonLatents:
 
     latent: LatentConfig
     plan: TritonPlan
-    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 1, 1, page_size, rank + rotary_dim]
-    cos: torch.Tensor  # [num_tokens, 1, rotary_dim]
-    sin: torch.Tensor  # [num_tokens, 1, rotary_dim], signed
+    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 1, 1, page_size, rank + rope_dim]
+    cos: torch.Tensor  # [num_tokens, 1, rope_dim]
+    sin: torch.Tensor  # [num_tokens, 1, rope_dim], signed
 
     def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
         from ..kernels.triton_latents import latent_attention, rotate_store
 
         assert norms is None and window is None and self.plan.rows is not None, (norms, window)
         latent, kv_layer = self.latent, self.kv_layers[index]
-        heads = qkv.unflatten(1, (-1, latent.rank + latent.rotary_dim))
+        heads = qkv.unflatten(1, (-1, latent.rank + latent.rope_dim))
         q = rotate_store(heads, self.cos, self.sin, kv_layer, self.plan.rows)
         return latent_attention(q, kv_layer, self.plan, latent.rank, latent.scale).flatten(1)
 

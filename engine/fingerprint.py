@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
+from functools import lru_cache
 from pathlib import Path
 
 import xxhash
@@ -13,7 +14,7 @@ from .checkpoint import safetensors_files, tensor_digests
 from .model_config import ExpertsConfig, ModelConfig
 from .models.read_config import read_model_config
 
-_LATER = ("experts", "quantization", "rotary_dim", "has_wide_norms")  # earlier releases lack them, and must agree
+_LATER = ("experts", "quantization", "rotary_dim", "has_wide_norms", "latent")  # earlier releases lack them, and agree
 
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
@@ -29,7 +30,15 @@ def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
         defaults = {field.name: field.default for field in dataclass_fields(ExpertsConfig)}
         fields["experts"] = {name: value for name, value in fields["experts"].items() if value != defaults[name]}
     digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
-    tensors = {name: value for path in safetensors_files(model_dir) for name, value in tensor_digests(path).items()}
+    files = safetensors_files(model_dir)
+    tensors = _tensors(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files))
     for name in sorted(tensors):
         digest.update(tensors[name])
     return digest.hexdigest()
+
+
+@lru_cache(2)
+def _tensors(files: tuple[tuple[Path, int, int], ...]) -> dict[str, bytes]:
+    """Return the digests of all tensors of files, given with their time of change and size. A target and its own
+    prediction layers are in the same files, which are read once."""
+    return {name: value for path, _, _ in files for name, value in tensor_digests(path).items()}

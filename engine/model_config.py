@@ -42,7 +42,7 @@ class LatentConfig:
     rank: int  # numbers of a latent; attention returns as many per head
     query_rank: int | None  # numbers of the latent of queries; None: queries are a product of the hidden state
     plain_dim: int  # numbers of a query that are not rotated
-    rotary_dim: int  # numbers of a query, and of a key, that are rotated
+    rope_dim: int  # numbers of a query, and of a key, that are rotated
     value_dim: int  # numbers of a head's value
     is_interleaved: bool  # the checkpoint has numbers that are rotated together side by side; else in two halves
     scale: float  # of scores
@@ -103,7 +103,7 @@ class ModelConfig:
     @property
     def rotated_size(self) -> int:
         """Width of the end of a head that rotary embeddings are for: a whole head, or the end of a latent's."""
-        return self.head_dim if self.latent is None else self.latent.rotary_dim
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -128,7 +128,7 @@ class ModelConfig:
         latent = self.latent
         if latent is None:
             return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        query_dim = latent.plain_dim + latent.rotary_dim
+        query_dim = latent.plain_dim + latent.rope_dim
         if latent.query_rank is None:
             queries = self.hidden_size * self.num_heads * query_dim
         else:

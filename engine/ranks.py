@@ -207,7 +207,7 @@ def _head_widths(config: ModelConfig, size: int) -> dict[str, int]:
         return {"numbers of query heads": config.q_size // size, "numbers of KV heads": of_kv}
     num_heads = config.num_heads // size
     return {
-        "numbers of query heads": num_heads * (latent.plain_dim + latent.rotary_dim),
+        "numbers of query heads": num_heads * (latent.plain_dim + latent.rope_dim),
         "numbers of keys and values": num_heads * (latent.plain_dim + latent.value_dim),
         "numbers of values": num_heads * latent.value_dim,
     }

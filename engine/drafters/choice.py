@@ -4,14 +4,15 @@ A model's directory may hold `speculation.json`, which says what serves the mode
 
     {"speculative": "eagle", "draft_steps": 5}
 
-Both kinds of node read it in the directory from which they load the model, so they decide alike.
+Both kinds of node read it in the directory from which they load the model, so they decide alike. Without the file, a
+checkpoint that holds prediction layers of its own (MTP: `num_nextn_predict_layers` in config.json) drafts by them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -41,7 +42,7 @@ def settle(config: Config, model_dir: Path) -> Config:
         return config
     if config.draft_model is not None:
         raise ConfigError(f"draft_model {config.draft_model} needs --speculative: which algorithm it is for")
-    best = _read(model_dir / FILE)
+    best = _read(model_dir)
     steps = best.draft_steps if config.draft_steps is None else config.draft_steps
     return replace(config, speculative=best.speculative, draft_steps=steps)
 
@@ -59,14 +60,39 @@ def find_drafter(config: EngineConfig, model_dir: Path) -> Path | None:
     if given is not None:
         return Path(given).expanduser()
     shipped = sorted(model_dir.glob(f"{shipped_as}*/config.json"))
+    if not shipped and algorithm == "mtp" and has_mtp_layers(model_dir):
+        return model_dir
     if not shipped:
         raise ConfigError(f"speculative {algorithm} needs --draft-model DIR: {model_dir} ships no drafter for it")
     return shipped[0].parent
 
 
-def _read(path: Path) -> Recommendation:
+def has_mtp_layers(model_dir: Path) -> bool:
+    """Return whether config.json promises prediction layers, and the checkpoint holds them: copies often leave them
+    out. False for a directory that cannot be read, which loading refuses in words."""
+    try:
+        config = msgspec.json.decode((model_dir / "config.json").read_bytes(), type=dict[str, Any])
+        if not config.get("num_nextn_predict_layers"):
+            return False
+        index = model_dir / "model.safetensors.index.json"
+        if index.exists():
+            names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        else:
+            with (model_dir / "model.safetensors").open("rb") as file:
+                names = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, MemoryError, OverflowError):
+        return False
+    return any(name.endswith(".eh_proj.weight") for name in names)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _read(model_dir: Path) -> Recommendation:
+    path = model_dir / FILE
     if not path.is_file():
-        return Recommendation("none")
+        return Recommendation("mtp" if has_mtp_layers(model_dir) else "none")
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Recommendation)
     except msgspec.DecodeError as error:

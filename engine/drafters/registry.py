@@ -32,6 +32,8 @@ def describe(algorithm: str, num_steps: int | None, topk: int, drafter: Path | N
         words.append("1 step" if num_steps == 1 else f"{num_steps} steps")
     if topk > 1:
         words.append(f"{topk} branches")
-    if drafter is not None:
+    if drafter == model_dir:
+        words.append("by the model's own layers")
+    elif drafter is not None:
         words.append(f"drafter {drafter.name if drafter.parent == model_dir else drafter}/")
     return ", ".join(words)

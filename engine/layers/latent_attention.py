@@ -30,9 +30,9 @@ class LatentAttention:
 
     index: int  # of the layer in the pool
     latent: LatentConfig
-    down: Linear  # hidden_size -> query_rank, or all queries, then rank + rotary_dim
+    down: Linear  # hidden_size -> query_rank, or all queries, then rank + rope_dim
     query_norm: Tensor | None  # [query_rank]
-    query_up: Linear | None  # query_rank -> num_heads * (plain_dim + rotary_dim); None: `down` has the queries
+    query_up: Linear | None  # query_rank -> num_heads * (plain_dim + rope_dim); None: `down` has the queries
     latent_norm: Tensor  # [rank]
     key_up: Tensor  # [num_heads, plain_dim, rank], W_K
     value_up: Tensor  # [num_heads, rank, value_dim], W_V transposed
@@ -42,7 +42,7 @@ class LatentAttention:
         """Store the new tokens' latents and return the attended values: [num_tokens, hidden_size] -> [num_tokens,
         num_heads * value_dim]."""
         latent, num_heads = self.latent, len(self.key_up)
-        q, stored = self.down(normed).tensor_split([-latent.rank - latent.rotary_dim], dim=1)
+        q, stored = self.down(normed).tensor_split([-latent.rank - latent.rope_dim], dim=1)
         if self.query_up is not None and self.query_norm is not None:
             q = self.query_up(rms_norm(q, self.query_norm, _EPS))
         plain, rotary = q.unflatten(1, (num_heads, -1)).tensor_split([latent.plain_dim], dim=2)

@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from ..config_file import ConfigFile
+from ..layers.decoder import DecoderLayer
 from ..layers.latent_attention import LatentAttention
 from ..model_config import ExpertsConfig, LatentConfig, ModelConfig
 from ..products.base import HEADS_IN, HEADS_OUT, Split
@@ -23,24 +24,28 @@ def read_deepseek(config: ModelConfig, weights: Weights) -> DecoderModel:
     """Read a whole model."""
     with_experts = () if config.experts is None else config.experts.layers
     layers = (
-        read_layer(
-            config,
-            weights,
-            prefix,
-            i,
-            read_mixture(config, weights, f"{prefix}.mlp") if i in with_experts else None,
-            _read_attention(config, weights, f"{prefix}.self_attn", i),
-        )
-        for i, prefix in enumerate(f"model.layers.{i}" for i in range(config.num_layers))
+        _read_layer(config, weights, f"model.layers.{i}", i, has_experts=i in with_experts)
+        for i in range(config.num_layers)
     )
     return read_model(config, weights, layers)
+
+
+def _read_layer(config: ModelConfig, weights: Weights, prefix: str, index: int, *, has_experts: bool) -> DecoderLayer:
+    attention = _read_attention(config, weights, f"{prefix}.self_attn", index)
+    mlp = read_mixture(config, weights, f"{prefix}.mlp") if has_experts else None
+    return read_layer(config, weights, prefix, index, mlp, attention)
+
+
+def _read_mtp_layer(config: ModelConfig, weights: Weights, prefix: str, index: int) -> DecoderLayer:
+    """Read a prediction layer, which has experts if the last layers of the model have them."""
+    return _read_layer(config, weights, prefix, index, has_experts=config.experts is not None)
 
 
 def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: int) -> LatentAttention:
     latent = config.latent
     assert latent is not None, config
     num_heads, size = config.num_heads, config.hidden_size
-    queries = num_heads * (latent.plain_dim + latent.rotary_dim)
+    queries = num_heads * (latent.plain_dim + latent.rope_dim)
     norm = up = None
     if latent.query_rank is None:
         sizes, num_parts = {f"{prefix}.q_proj": queries}, (num_heads, 1)
@@ -79,17 +84,17 @@ def _read_latent(raw: ConfigFile) -> LatentConfig:
         raise raw.error("num_key_value_heads", f"is not served; num_attention_heads ({num_heads}) is")
     if raw.flag("attention_bias"):
         raise raw.error("attention_bias", "is not served; false is")
-    plain_dim, rotary_dim = raw.integer("qk_nope_head_dim"), raw.integer("qk_rope_head_dim")
-    if rotary_dim % 2:
+    plain_dim, rope_dim = raw.integer("qk_nope_head_dim"), raw.integer("qk_rope_head_dim")
+    if rope_dim % 2:
         raise raw.error("qk_rope_head_dim", "is odd, and rotary embeddings turn pairs")
     return LatentConfig(
         rank=raw.integer("kv_lora_rank"),
         query_rank=None if raw.get("q_lora_rank") is None else raw.integer("q_lora_rank"),
         plain_dim=plain_dim,
-        rotary_dim=rotary_dim,
+        rope_dim=rope_dim,
         value_dim=raw.integer("v_head_dim"),
         is_interleaved=raw.get("rope_interleave") is None or raw.flag("rope_interleave"),
-        scale=(plain_dim + rotary_dim) ** -0.5 * _score_factor(raw),
+        scale=(plain_dim + rope_dim) ** -0.5 * _score_factor(raw),
     )
 
 
@@ -128,4 +133,5 @@ DEEPSEEK_V3 = ModelFamily(
     needs=_NEEDS,
     read_experts=partial(_read_experts, scoring="sigmoid"),
     read_latent=_read_latent,
+    read_mtp_layer=_read_mtp_layer,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config_file import ConfigFile
 from ..model_config import ExpertsConfig
 from .family import ModelFamily
-from .mixtures import read_deepseek_experts
+from .mixtures import read_deepseek_experts, read_mixture_layer
 from .qwen3_moe import read_qwen3_moe
 
 
@@ -21,4 +21,5 @@ GLM4_MOE = ModelFamily(
     rotary_share=0.5,
     needs=("num_key_value_heads", "head_dim", "first_k_dense_replace", "norm_topk_prob", "n_group", "topk_group"),
     read_experts=_read_experts,
+    read_mtp_layer=read_mixture_layer,
 )

@@ -12,6 +12,7 @@ from ...metadata.errors import ConfigError
 from ..checkpoint import Checkpoint
 from ..model_config import ModelConfig
 from .read_config import read_model_config
+from .registry import FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,8 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     """Read a head's configuration. A head has residual streams if a layer of it has the tensors that mix them. Raises
     ModelError for a directory without one, ConfigError if the head does not fit the target, naming both values."""
     names = tensor_names(directory)
-    has_streams = any(name.endswith(".attn_hc.read") for name in names)
-    config = read_model_config(directory, "HyperLlamaForCausalLM" if has_streams else "LlamaForCausalLM")
     settings = json.loads((directory / "config.json").read_text())
+    config = read_model_config(directory, _architecture(names, settings))
     own = settings.get("target_hidden_size", config.hidden_size)
     if own != target.hidden_size:
         raise ConfigError(
@@ -49,6 +49,17 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     if config.vocab_size != target.vocab_size:
         raise ConfigError(f"{directory} has a vocabulary of {config.vocab_size}; the target has {target.vocab_size}")
     return HeadFile(directory, config, settings, names)
+
+
+def _architecture(names: frozenset[str], settings: Mapping[str, Any]) -> str:
+    """Return the architecture that a head is read as: published ones use many names. A target's own prediction layers
+    are layers of its family."""
+    if any(name.endswith(".attn_hc.read") for name in names):
+        return "HyperLlamaForCausalLM"
+    for name in settings.get("architectures") or ():
+        if name in FAMILIES and FAMILIES[name].read_mtp_layer is not None:
+            return name
+    return "LlamaForCausalLM"
 
 
 def check_state_width(head: HeadFile, target: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..config_file import ConfigFile
+from ..layers.decoder import DecoderLayer
 from ..layers.mlp import Mlp
 from ..layers.moe import ExpertRouter, MoeMlp
 from ..model_config import ExpertsConfig, ModelConfig
@@ -14,7 +15,7 @@ from ..products.base import INNER_IN, INNER_OUT
 from ..products.experts import ExpertSources, choose_experts_product
 from ..weights import Weights
 from .family import NUM_EXPERTS
-from .llama import read_mlp
+from .llama import read_layer, read_mlp
 
 
 class MixtureNames(NamedTuple):
@@ -56,6 +57,11 @@ def read_mixture(config: ModelConfig, weights: Weights, prefix: str, names: Mixt
         shared = read_mlp(config, weights, f"{prefix}.{names.shared}", experts.shared_size)
     is_shared = weights.ranks.shard(INNER_IN) is not None
     return MoeMlp(router, products, shared, weights.ranks.group if is_shared else None)
+
+
+def read_mixture_layer(config: ModelConfig, weights: Weights, prefix: str, index: int) -> DecoderLayer:
+    """Read a decoder layer with experts, whose attention and names are as Llama's."""
+    return read_layer(config, weights, prefix, index, read_mixture(config, weights, f"{prefix}.mlp"))
 
 
 def num_experts_of(raw: ConfigFile) -> int:

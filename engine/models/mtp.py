@@ -24,6 +24,7 @@ from ..row_shares import Lens
 from .head_file import HeadFile
 from .heads import run_body
 from .llama import read_layer
+from .registry import FAMILIES
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
@@ -105,7 +106,7 @@ def load_layers(
     are the layers' `copies` of the target's embedding and head."""
     source = HeadTensors(file.directory, target.dtype, target.device, ranks, file.config.quantization)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
-    rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
+    rotary = RotaryEmbedding(config.rope, config.rotated_size, target.device, config.rotary_dim)
     layers = tuple(load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
     for prefix in prefixes:
         source.refuse_unknown(*(f"{prefix}.{name}" for name in copies), within=f"{prefix}.")
@@ -117,7 +118,7 @@ def _load_layer(
 ) -> MtpHead:
     is_mimo = source.has(f"{prefix}.input_proj.weight")
     embedding_norm, hidden_norm, projection, final_norm = _MIMO_NAMES if is_mimo else _DEEPSEEK_NAMES
-    size = config.hidden_size
+    size, read = config.hidden_size, FAMILIES[config.architecture].read_mtp_layer or read_layer
     return MtpHead(
         source.own(config),
         rotary,
@@ -125,7 +126,7 @@ def _load_layer(
         source.tensor(f"{prefix}.{embedding_norm}.weight", size),
         source.tensor(f"{prefix}.{hidden_norm}.weight", size),
         source.linear(f"{prefix}.{projection}", size, 2 * size),
-        read_layer(source.with_biases(config, prefix), source, prefix, 0),
+        read(source.with_biases(config, prefix), source, prefix, 0),
         source.tensor(f"{prefix}.{final_norm}.weight", size),
         is_mimo,
     )

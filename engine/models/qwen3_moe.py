@@ -8,14 +8,14 @@ from ..weights import Weights
 from .decoder import DecoderModel
 from .family import ModelFamily
 from .llama import read_layer, read_model
-from .mixtures import num_active_of, num_experts_of, read_mixture
+from .mixtures import num_active_of, num_experts_of, read_mixture_layer
 
 
 def read_qwen3_moe(config: ModelConfig, weights: Weights) -> DecoderModel:
     """Read a whole model."""
     assert config.experts is not None, config
     layers = (
-        read_layer(config, weights, prefix, i, read_mixture(config, weights, f"{prefix}.mlp"))
+        read_mixture_layer(config, weights, prefix, i)
         if i in config.experts.layers
         else read_layer(config, weights, prefix, i)
         for i, prefix in enumerate(f"model.layers.{i}" for i in range(config.num_layers))

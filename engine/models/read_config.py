@@ -32,7 +32,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     if latent is None:
         num_kv_heads, head_dim = _heads(raw, num_heads, hidden_size)
     else:
-        num_kv_heads, head_dim = 1, latent.rank + latent.rotary_dim
+        num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
     rope = _rope(raw, family)
     return ModelConfig(

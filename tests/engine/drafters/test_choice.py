@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, shard
 from heads import write_head
+from own_mtp import with_mtp
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.family import Speculation
@@ -50,6 +51,26 @@ def test_a_recommended_mtp_head_drafts_a_step_a_layer_unless_the_file_says_less(
     assert read(own_model).describe(own_model) == "mtp, 3 steps, drafter mtp3/"
     recommend(own_model, speculative="mtp", draft_steps=1)
     assert read(own_model).describe(own_model) == "mtp, 1 step, drafter mtp3/"
+
+
+def test_a_checkpoint_with_prediction_layers_drafts_by_them(own_model: Path, tmp_path: Path) -> None:
+    """If config.json promises layers that the files do not hold, or the other way round, nothing is drafted."""
+    source = make_checkpoint(tmp_path / "plain", "glm4_moe")
+    assert read(source).algorithm == "none", "transformers writes num_nextn_predict_layers, and no layers"
+    model = with_mtp(source, tmp_path / "model")
+    for num_files in (1, 2):
+        assert read(model).describe(model) == "mtp, 5 steps, by the model's own layers"
+        assert read(model, speculative="mtp", draft_steps=2).draft_dir == model
+        if num_files == 1:
+            shard(model, 2)
+    recommend(model, speculative="none")
+    assert read(model).algorithm == "none"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    (model / "speculation.json").unlink()
+    assert read(model).algorithm == "none"
+    with pytest.raises(ConfigError, match="speculative mtp needs --draft-model"):
+        read(own_model, speculative="mtp")
 
 
 def test_explicit_settings_win(own_model: Path, tmp_path: Path) -> None:

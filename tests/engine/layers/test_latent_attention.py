@@ -43,7 +43,7 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, *, is_interleaved: bool) -
 def expanded(x: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
     """The attended values of a whole sequence, [num_tokens, num_heads * value_dim]."""
     latent, num_heads, positions = layer.latent, len(layer.key_up), torch.arange(len(x))
-    width = latent.rank + latent.rotary_dim
+    width = latent.rank + latent.rope_dim
     q, stored = layer.down(x)[:, :-width], layer.down(x)[:, -width:]
     if layer.query_norm is not None and layer.query_up is not None:
         q = layer.query_up(norm(q, layer.query_norm))

@@ -15,7 +15,8 @@ from typing import Any
 import heads
 import pytest
 import torch
-from node_pair import params
+from node_pair import node_pairs, params
+from own_mtp import with_mtp
 from safetensors.torch import load_file, save_file
 from solo import Solo
 from ties import Reference
@@ -152,6 +153,22 @@ def test_greedy_text_equals_transformers(checkpoint: Checkpoint, tmp_path: Path,
     assert reference.num_ties <= 1
     if algorithm == "standalone":
         assert all(num == 3 for sequence in running for num in sequence.num_accepted if num)
+
+
+def test_its_own_layer_drafts_through_the_handoff(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """With no setting at all. The text is the target's."""
+    model = with_mtp(checkpoint("deepseek_v3", **EXPERTS, q_lora_rank=48), tmp_path / "model")
+    reference, prompts = Reference(model), [[5, 9, 300], list(range(40, 75)), [*list(range(40, 60)), 7, 8]]
+    both = {"page_size": 4, "num_pages": 160, "chunk_tokens": 9}
+    with node_pairs() as start:
+        pair = start(model, prefill=both, decode=both)
+        for index, ids in enumerate(prompts):
+            pair.submit(f"{index}", ids, params(20))
+        results = pair.run()
+        assert pair.decode.stats().num_drafted > 0
+    for index, ids in enumerate(prompts):
+        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 20))
+    assert reference.num_ties == 0
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from drafters import target_of
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, set_draft_ids, write_head
 from node_pair import params
 from oracle import RMS_NORM_EPS, Oracle
+from own_mtp import OwnMtpOracle, with_mtp
 from safetensors.torch import load_file, save_file
 from solo import Solo, SpyLog, spied
 
@@ -49,11 +50,26 @@ def test_states_and_logits_equal_plain_torch(
 ) -> None:
     model = target_of(kind, checkpoint, rms_norm_eps=RMS_NORM_EPS, num_hidden_layers=3)
     head = head_of(kind, model, tmp_path / kind)
-    check_rows(kind, model, head, temperature)
+    check_rows(Oracle(kind, head, model), model, head, temperature)
 
 
-def check_rows(kind: str, model: Path, head: Path, temperature: float) -> None:
-    oracle = Oracle(kind, head, model)
+OWN_LAYERS: list[tuple[str, dict[str, Any]]] = [
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}),
+    ("deepseek_v3", {"first_k_dense_replace": 1, "q_lora_rank": 48}),
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("family", "more"), OWN_LAYERS, ids=[family for family, _ in OWN_LAYERS])
+def test_a_targets_own_layer_with_experts_equals_transformers(
+    family: str, more: dict[str, Any], temperature: float, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    model = with_mtp(checkpoint(family, num_hidden_layers=3, **more), tmp_path / "model")
+    check_rows(OwnMtpOracle(model), model, model, temperature)
+
+
+def check_rows(oracle: Oracle | OwnMtpOracle, model: Path, head: Path, temperature: float) -> None:
+    kind = oracle.kind
     solo = Solo(model, speculative=ALGORITHM[kind], draft_model=str(head))
     with spied(solo.drafter) as log:
         sequence = solo.start(PROMPT, params(30, temperature=temperature, seed=5), chunk=4)
@@ -66,7 +82,7 @@ def check_rows(kind: str, model: Path, head: Path, temperature: float) -> None:
             check_round(solo, oracle, sequence, num_steps, log)
 
 
-def check_round(solo: Solo, oracle: Oracle, sequence: Any, num_steps: int, log: SpyLog) -> None:
+def check_round(solo: Solo, oracle: Oracle | OwnMtpOracle, sequence: Any, num_steps: int, log: SpyLog) -> None:
     """Every forward of one round, and the logits that followed it, against rows computed anew."""
     log.clear()
     before, num_missed = list(sequence.token_ids), sequence.num_missed

@@ -1,0 +1,86 @@
+"""A prediction layer (MTP) of a target's own family in the target's checkpoint, and its formula (DeepSeek-V3,
+arXiv:2412.19437, 2.2) computed with the family's decoder layer in transformers: whole sequences, without a cache.
+
+    x_i = eh_proj([enorm(E(t_{i+1})) ; hnorm(h_i)]);  g_i = layer(x)_i;  logits = lm_head(shared_head.norm(g_i))
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def with_mtp(source: Path, path: Path) -> Path:
+    """Return a copy of a checkpoint with a random layer behind its last one, and copies of embedding and head."""
+    shutil.copytree(source, path)
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    generator, num = torch.Generator().manual_seed(7), config["num_hidden_layers"]
+    last, own = f"model.layers.{num - 1}.", f"model.layers.{num}."
+    for name, tensor in list(tensors.items()):
+        if name.startswith(last):
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0)
+            tensors[own + name.removeprefix(last)] = noise if tensor.ndim == 2 else tensor + 0.1 * noise
+    size = config["hidden_size"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{own}{name}.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
+    tensors[f"{own}eh_proj.weight"] = torch.randn(size, 2 * size, generator=generator) / 8
+    tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{own}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return path
+
+
+class OwnMtpOracle:
+    """The layer of a checkpoint of `with_mtp`, after the target's states."""
+
+    kind = "mtp-deepseek"
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        # the extra layer's tensors are those of one more ordinary layer
+        self.target: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        num = self.target.config.num_hidden_layers
+        deeper = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, num_hidden_layers=num + 1).eval()
+        self._layer, self._rotary = deeper.model.layers[num], deeper.model.rotary_emb
+        own = f"model.layers.{num}."
+        self._tensors = {
+            name.removeprefix(own): tensor
+            for name, tensor in load_file(path / "model.safetensors").items()
+            if name.startswith(own)
+        }
+
+    @torch.no_grad()
+    def rows(self, tokens: list[int], drafted: list[int]) -> tuple[Tensor, Tensor]:
+        """Do as `Oracle.rows`."""
+        hidden = self.target.model(torch.tensor([tokens[:-1]])).last_hidden_state
+        ids = tokens[1:]
+        state = self._forward(hidden, ids)
+        for token in drafted:
+            hidden, ids = torch.cat((hidden, state[:, -1:]), dim=1), [*ids, token]
+            state = self._forward(hidden, ids)
+        normed = self._norm(state, "shared_head.norm")
+        return state[0], self.target.lm_head(normed)[0]
+
+    def _forward(self, hidden: Tensor, ids: list[int]) -> Tensor:
+        embedded = self.target.model.embed_tokens(torch.tensor([ids]))
+        both = torch.cat((self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")), dim=-1)
+        x = both @ self._tensors["eh_proj.weight"].T
+        num = len(ids)
+        mask = torch.full((num, num), float("-inf")).triu(1)[None, None]
+        positions = torch.arange(num)[None]
+        out = self._layer(
+            x, attention_mask=mask, position_ids=positions, position_embeddings=self._rotary(x, positions)
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self.target.config.rms_norm_eps
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * self._tensors[f"{name}.weight"]
