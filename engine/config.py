@@ -34,6 +34,11 @@ class EngineConfig(NodeConfig):
     dtype: DtypeChoice = setting(
         "auto", "compute in this type; auto takes float32 on cpu and the type of the checkpoint on cuda"
     )
+    load_format: Literal["safetensors", "dummy"] = setting(
+        "safetensors",
+        "dummy: make random weights instead of reading files, to measure a model of which only config.json and the "
+        "tokenizer are here; the text is noise",
+    )
     quantization: Literal["auto", "fp8"] = setting(
         "auto",
         "fp8: round the weights of a 16-bit checkpoint to FP8 while they are read, with a scale for each row, and the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
@@ -22,7 +23,14 @@ def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
 
     XXH3-128 over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read.
     `config`: as read already, for a drafter's head. Raises ModelError as loading does."""
-    fields = asdict(config or read_model_config(model_dir))
+    files = safetensors_files(model_dir)
+    tensors = _tensors(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files))
+    return fingerprint_of(config or read_model_config(model_dir), tensors)
+
+
+def fingerprint_of(config: ModelConfig, tensors: Mapping[str, bytes]) -> str:
+    """Return the fingerprint of a model, given the digests of its tensors by name."""
+    fields = asdict(config)
     for name in _LATER:
         if not fields[name]:
             del fields[name]
@@ -30,8 +38,6 @@ def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
         defaults = {field.name: field.default for field in dataclass_fields(ExpertsConfig)}
         fields["experts"] = {name: value for name, value in fields["experts"].items() if value != defaults[name]}
     digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
-    files = safetensors_files(model_dir)
-    tensors = _tensors(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files))
     for name in sorted(tensors):
         digest.update(tensors[name])
     return digest.hexdigest()

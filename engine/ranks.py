@@ -182,11 +182,6 @@ def _check_quantization(config: ModelConfig, size: int, model: str, *, has_all_h
     quantization = config.quantization
     if quantization is None or size == 1:
         return
-    if quantization.rounding == "rows":
-        raise ConfigError(
-            f"{model} rounds each row of activations to FP8 by its largest number, of which a rank sees only a part; "
-            "use one rank, or a checkpoint with scales for blocks of 128"
-        )
     if quantization.weight_scale == "blocks":
         widths = {"hidden units": config.intermediate_size // size}
         if not has_all_heads:

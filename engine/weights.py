@@ -7,7 +7,7 @@ The same code of a family lists the tensors that a checkpoint must have (`Listed
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from types import MappingProxyType
 
 import torch
@@ -88,7 +88,7 @@ class Weights(ABC):
 class ListedWeights(Weights):
     """Lists the tensors that are asked for, in `specs`. What it returns has shapes but no values."""
 
-    def __init__(self, names: Collection[str] = (), quantization: Quantization | None = None) -> None:
+    def __init__(self, names: Container[str] = (), quantization: Quantization | None = None) -> None:
         """`names`: tensors of the checkpoint, which decide the formats and the biases that are listed."""
         self.quantization = quantization
         self.dtype, self.device = torch.float32, torch.device("meta")
@@ -239,7 +239,7 @@ class _StoredWeight(WeightSource):
             has_bias = has_bias and shard.rank == 0  # the sum over the ranks has it once
         self._projections, self._shard, self._orders = projections, shard, orders
         self.dtype, self.device, self.quantization = weights.dtype, weights.device, quantization
-        self.divides_columns = shard is not None and shard.dim == 1
+        self.ranks = weights.ranks.group if shard is not None and shard.dim == 1 else None
         self._weights, self._names, self._has_bias = weights, tuple(projections), has_bias
         self._stored = _stored(weights, projections, in_size, quantization)
         self._fused: dict[str, Tensor] = {}

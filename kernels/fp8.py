@@ -34,7 +34,8 @@ def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = Fal
 
 
 def round_to_scale_ref(x: Tensor, scale: Tensor) -> Tensor:
-    """Round `x` / `scale` to e4m3: `x` [num_rows, size], `scale` [] float32 -> [num_rows, size] float8_e4m3fn."""
+    """Round `x` / `scale` to e4m3: `x` [num_rows, size], `scale` [] or [num_rows, 1] float32 -> [num_rows, size]
+    float8_e4m3fn."""
     return (x.float() / scale).clamp_(-LARGEST, LARGEST).to(E4M3)
 
 

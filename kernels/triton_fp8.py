@@ -42,7 +42,8 @@ def round_rows(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) 
         dependent = gpu.dependent_launch(num_rows)
         _round_kernel[num_rows, triton.cdiv(num_groups, at_once)](
             x, values, scales, scales, size, num_groups, x.stride(0), group, GROUPS=at_once, WIDTH=width,
-            IS_STORED=False, IS_POWER=has_power_of_two_scales, DEPENDENT=dependent, launch_pdl=dependent,
+            IS_STORED=False, IS_STORED_BY_ROW=False, IS_POWER=has_power_of_two_scales, DEPENDENT=dependent,
+            launch_pdl=dependent,
         )  # fmt: skip
     return values, scales
 
@@ -50,13 +51,13 @@ def round_rows(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) 
 def round_to_scale(x: Tensor, scale: Tensor) -> Tensor:
     """Return `round_to_scale_ref`, the same numbers: `x` [num_rows, size], whose last dimension is contiguous."""
     num_rows, size = x.shape
-    assert x.stride(1) == 1 and scale.shape == (), (x.stride(), scale.shape)
+    assert x.stride(1) == 1 and scale.shape in ((), (num_rows, 1)) and scale.is_contiguous(), (x.stride(), scale.shape)
     values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
     if num_rows:
         dependent = gpu.dependent_launch(num_rows)
         _round_kernel[num_rows, triton.cdiv(size, _TILE)](
             x, values, scale, scale, size, triton.cdiv(size, _TILE), x.stride(0), _TILE, GROUPS=1, WIDTH=_TILE,
-            IS_STORED=True, IS_POWER=False, DEPENDENT=dependent, launch_pdl=dependent,
+            IS_STORED=True, IS_STORED_BY_ROW=scale.ndim == 2, IS_POWER=False, DEPENDENT=dependent, launch_pdl=dependent,
         )  # fmt: skip
     return values
 
@@ -124,7 +125,7 @@ def _round_kernel(
     x_ptr,  # [num_rows, size]
     values_ptr,  # [num_rows, size] e4m3, written
     scales_ptr,  # [num_rows, num_groups] float32, written unless IS_STORED
-    stored_ptr,  # [] float32, read if IS_STORED
+    stored_ptr,  # [] or [num_rows] float32, read if IS_STORED
     size,
     num_groups,
     x_stride,
@@ -132,6 +133,7 @@ def _round_kernel(
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,  # at least `group`
     IS_STORED: tl.constexpr,
+    IS_STORED_BY_ROW: tl.constexpr,
     IS_POWER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -146,7 +148,7 @@ def _round_kernel(
         gdc_wait()
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_in, other=0.0).to(tl.float32)
     if IS_STORED:
-        y = tl.div_rn(x, tl.load(stored_ptr))
+        y = tl.div_rn(x, tl.load(stored_ptr + (row if IS_STORED_BY_ROW else 0)))
     else:
         largest = tl.max(tl.abs(x), 1)
         scales = tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Container
 from pathlib import Path
 
 import torch
 
 from ...metadata.errors import ModelError
 from ..checkpoint import Checkpoint, TensorSpec
+from ..dummy_checkpoint import DummyCheckpoint, EveryName
 from ..model_config import ModelConfig
 from ..progress import Progress
 from ..ranks import ONE_RANK, Ranks
@@ -51,17 +52,23 @@ def load_model(
     device: torch.device | str,
     progress: Progress | None = None,
     ranks: Ranks = ONE_RANK,
+    *,
+    is_dummy: bool = False,
 ) -> DecoderModel:
     """Load the checkpoint in `model_dir`, or this rank's share of it, ready to run. `progress(bytes_done, bytes_total)`
-    is called while it loads.
+    is called while it loads. `is_dummy`: make the weights instead.
 
     Raises ConfigError if so many ranks cannot share the model. Raises ModelError for an architecture without a family
     here, for files or tensors that are missing, damaged, or of a wrong shape or dtype, and for tensors in the model's
     layers that the family does not use."""
     ranks.check(config)
     family = _family(config)
-    checkpoint = Checkpoint(Path(model_dir))
-    specs = tensor_specs(config, checkpoint.names)
+    if is_dummy:
+        specs = tensor_specs(config, EveryName())
+        checkpoint = DummyCheckpoint(Path(model_dir), specs, torch.device(device))
+    else:
+        checkpoint = Checkpoint(Path(model_dir))
+        specs = tensor_specs(config, checkpoint.names)
     bytes_total = checkpoint.check(specs)
     _refuse_unknown(checkpoint, config, specs)
     if checkpoint.num_left_out:
@@ -82,7 +89,7 @@ def load_model(
     return family.read(config, weights)
 
 
-def tensor_specs(config: ModelConfig, names: Collection[str] = ()) -> list[TensorSpec]:
+def tensor_specs(config: ModelConfig, names: Container[str] = ()) -> list[TensorSpec]:
     """Return every tensor of a checkpoint of this configuration. `names`: tensors that the checkpoint has, which tell
     the formats of its weights; plain weights unless told otherwise."""
     listed = ListedWeights(names, config.quantization)

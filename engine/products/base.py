@@ -17,6 +17,7 @@ from ...kernels.norm import Norm
 from ...kernels.silu import silu_mul
 from ...metadata.errors import ModelError
 from ..checkpoint import FLOATS
+from ..group import Group
 from ..quantization import Quantization
 
 
@@ -108,7 +109,7 @@ class WeightSource(ABC):
     dtype: torch.dtype  # of the model's computation
     device: torch.device
     quantization: Quantization | None = None  # that this layer may have
-    divides_columns: bool = False  # it is a rank's share, and other ranks have the other columns
+    ranks: Group | None = None  # that have the other columns, if it is a rank's share of those
 
     @property
     def is_float32_on_cpu(self) -> bool:

@@ -9,9 +9,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...kernels.fp8 import BLOCK, E4M3, dequantized, fp8_linear, round_rows, round_to_scale, spread
+from ...kernels.fp8 import BLOCK, E4M3, LARGEST, dequantized, fp8_linear, round_rows, round_to_scale, spread
 from ...kernels.norm import Norm
-from ...metadata.errors import ModelError
+from ..group import Group
 from ..quantization import Quantization
 from .base import GivenWeight, Product, StoredTensor, WeightSource
 from .blocked import BlockedProduct
@@ -34,6 +34,7 @@ class RowRounding(NamedTuple):
     group: int  # columns that share a scale
     has_power_of_two_scales: bool
     stored: Tensor | None  # [] float32: the scale of all rows
+    ranks: Group | None = None  # that have other columns of the same rows, which share the scales of whole rows
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the values and the scales of rows [num_rows, in_size], as `fp8_linear` takes them. The stored scale is
@@ -42,6 +43,11 @@ class RowRounding(NamedTuple):
             return x, None
         if self.stored is not None:
             return round_to_scale(x, self.stored), None
+        if self.ranks is not None:
+            largest = x.abs().amax(1, keepdim=True).float()
+            largest = self.ranks.gather_columns(largest, self.ranks.size).amax(1, keepdim=True)
+            scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+            return round_to_scale(x, scales), scales
         return round_rows(x, self.group, has_power_of_two_scales=self.has_power_of_two_scales)
 
     def numbers(self, x: Tensor) -> Tensor:
@@ -132,15 +138,9 @@ class Fp8ProductOnCpu(Product):
 
 
 def read_fp8(source: WeightSource) -> tuple[Fp8Weight, RowRounding]:
-    """Return a quantized weight, and how the rows are rounded that it multiplies. Raises ModelError if ranks would
-    round other rows than one rank does."""
+    """Return a quantized weight, and how the rows are rounded that it multiplies."""
     quantization = source.quantization
     assert quantization is not None, "no format without a quantization"
-    if quantization.rounding == "rows" and source.divides_columns:
-        raise ModelError(
-            "FP8 with one scale for each row of activations cannot be divided among ranks, which would need the "
-            "largest number of all ranks in every layer; use one rank, or a checkpoint with blocks or stored scales"
-        )
     weight = _rounded(source) if quantization.is_online else _stored(source, quantization)
     rounding = _rounding(source, quantization)
     if rounding.stored is not None:
@@ -169,7 +169,8 @@ def _stored(source: WeightSource, quantization: Quantization) -> Fp8Weight:
 
 def _rounded(source: WeightSource) -> Fp8Weight:
     """Return a plain weight in FP8, with one scale for each row."""
-    values, scales = round_rows(source.fused("weight"), source.in_size)
+    values, scales = RowRounding(source.in_size, False, None, source.ranks)(source.fused("weight"))
+    assert scales is not None, "rows have scales of their own"
     return Fp8Weight(values, scales, source.in_size)
 
 
@@ -179,6 +180,6 @@ def _rounding(source: WeightSource, quantization: Quantization) -> RowRounding:
     if quantization.rounding == "groups":
         return RowRounding(BLOCK, quantization.has_power_of_two_scales, None)
     if quantization.rounding == "rows":
-        return RowRounding(source.in_size, False, None)
+        return RowRounding(source.in_size, False, None, source.ranks)
     scales = torch.stack([part.reshape(()) for part in source.parts("input_scale")])
     return RowRounding(source.in_size, False, scales.max().to(source.device, torch.float32))  # all read the same rows

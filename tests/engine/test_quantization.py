@@ -59,12 +59,6 @@ def test_a_quantized_checkpoint_is_not_quantized_again(checkpoint: Callable[...,
 
 
 def test_ranks_that_would_round_other_rows_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    plain = read_model_config(checkpoint("llama"))
-    rows = dataclasses.replace(plain, quantization=ONLINE_FP8)
-    check_shares(rows, 1, "the model")
-    for has_all_heads in (False, True):
-        with pytest.raises(ConfigError, match=r"the model rounds each row of activations to FP8 .* use one rank"):
-            check_shares(rows, 2, "the model", has_all_heads=has_all_heads)
     blocks = read_model_config(quantized(checkpoint("llama"), tmp_path / "fp8", BLOCKS))
     with pytest.raises(ConfigError, match="2 ranks would have 64 hidden units each, which cuts a block; use fewer"):
         check_shares(blocks, 2, "the model", has_all_heads=True)
@@ -134,6 +128,10 @@ class RoundingReference(Reference):
         ("w8a16", "mtp-deepseek", {"chunk_tokens": 11}),
         ("online", "none", {"chunk_tokens": 6, "quantization": "fp8"}),
         ("online", "eagle", {"chunk_tokens": 64, "quantization": "fp8"}),
+        ("w8a8", "eagle", {"chunk_tokens": 9, "decode": {"tp": 2}}),
+        ("fp8", "none", {"chunk_tokens": 9, "prefill": {"tp": 2}}),
+        ("online", "none", {"chunk_tokens": 9, "quantization": "fp8", "decode": {"dp_attention": 2}}),
+        ("online", "none", {"chunk_tokens": 9, "quantization": "fp8", "prefill": {"tp": 2}}),
     ],
 )
 def test_the_text_is_that_of_a_model_that_rounds_alike(
@@ -147,8 +145,11 @@ def test_the_text_is_that_of_a_model_that_rounds_alike(
     plain, scheme = checkpoint("llama", intermediate_size=200), ONLINE if name == "online" else SCHEMES[name]
     model = plain if name == "online" else quantized(plain, tmp_path / name, scheme)
     speculation = {} if drafter == "none" else drafters.settings(drafter, plain, tmp_path, steps=3)
+    own = {role: nodes.get(role, {}) for role in ("prefill", "decode")}
+    nodes = {name: value for name, value in nodes.items() if name not in own}
     both = {"page_size": 4, "num_pages": 240, "max_running": 10, **nodes, **speculation}
-    pair, reference = start(model, prefill=both, decode=both), RoundingReference(plain, scheme)
+    pair = start(model, **{role: both | more for role, more in own.items()})
+    reference = RoundingReference(plain, scheme)
     expected = [reference.generate(prompt, LENGTH) for prompt in PROMPTS]
     for turn in ("first", "again"):  # alone at first, then in company
         for index, prompt in enumerate(PROMPTS):

@@ -28,7 +28,7 @@ def of_every_size() -> Tensor:
 
 def test_a_number_becomes_the_nearest_one() -> None:
     x, one = of_every_size(), torch.ones((), device=DEVICE)
-    for scale in (one, one * 0.37):
+    for scale in (one, one * 0.37, torch.tensor([[0.1], [3.0], [1.0], [0.37], [1e-3]], device=DEVICE)):
         assert torch.equal(triton_fp8.round_to_scale(x, scale).float(), round_to_scale_ref(x, scale).float())
 
 

@@ -119,7 +119,7 @@ def test_greedy_text_equals_transformers(model_dir: Path, num_steps: int) -> Non
         ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}, 2, 1, None),
         ("minimax_m2", {"num_key_value_heads": 1}, 2, 1, None),  # both ranks have the same head of k
         ("glm4_moe", {"head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256}, 2, 1, "blocks"),
-        ("minimax_m2", {}, 1, 1, "w8a8"),
+        ("minimax_m2", {}, 2, 1, "w8a8"),
     ],
 )
 def test_ranks_and_fp8_give_the_text_of_transformers(

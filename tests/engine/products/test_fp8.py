@@ -168,16 +168,6 @@ def test_ranks_have_the_scales_of_whole_rows_and_tensors() -> None:
     assert torch.equal(WeightShard(1, 2, 1).take_scales(torch.tensor(2.0), 0, 64, 1), torch.tensor(2.0))
 
 
-def test_ranks_cannot_share_rows_that_are_rounded_whole(plain: Path, tmp_path: Path) -> None:
-    tensors = load_file(quantized(plain, tmp_path / "w8a8", SCHEMES["w8a8"]) / "model.safetensors")
-    source = Stored(
-        {name.removeprefix("model.layers.0.self_attn."): each for name, each in tensors.items()}, ONLINE_FP8
-    )
-    source.divides_columns = True
-    with pytest.raises(ModelError, match=r"cannot be divided among ranks.*use one rank"):
-        Fp8Product.build(source)
-
-
 def test_a_missing_scale_is_named(plain: Path, tmp_path: Path) -> None:
     path = quantized(plain, tmp_path / "blocks", SCHEMES["blocks"])
     file, name = path / "model.safetensors", "model.layers.1.mlp.down_proj.weight_scale_inv"

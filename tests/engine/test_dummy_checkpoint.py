@@ -1,0 +1,75 @@
+"""Weights that are made: a directory without files of weights serves, on both nodes alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from node_pair import node_pairs, params
+from quantized import SCHEMES
+
+from baton.engine.checkpoint import TensorSpec
+from baton.engine.dummy_checkpoint import DummyCheckpoint, EveryName
+from baton.metadata.errors import ModelError
+
+CPU = torch.device("cpu")
+
+
+def without_weights(source: Path, path: Path, **fields: Any) -> Path:
+    path.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((path / "config.json").read_text()) | fields
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {}),
+        ("llama", {"quantization_config": SCHEMES["blocks"].config}),
+        ("glm4_moe", {"quantization_config": SCHEMES["w8a8-static"].config}),
+    ],
+)
+def test_nodes_serve_without_files(
+    family: str, fields: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = without_weights(checkpoint(family), tmp_path / "model", **fields)
+    texts = set[tuple[int, ...]]()
+    for _ in range(2):
+        with node_pairs() as start:
+            both = {"page_size": 4, "num_pages": 60, "load_format": "dummy"}
+            pair = start(model, prefill=both, decode=both)
+            pair.submit("r", [5, 9, 300], params(20))
+            texts.add(tuple(pair.run()["r", 0].ids))
+            assert len({hello.target_fingerprint for hello in pair._hellos.values()}) == 1
+    [ids] = texts
+    assert len(set(ids)) > 1, "the text varies"
+
+
+def test_without_the_option_the_files_are_missed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = without_weights(checkpoint("llama"), tmp_path / "model")
+    with pytest.raises(ModelError, match=r"has no \*.safetensors files"), node_pairs() as start:
+        start(model)
+
+
+def test_numbers_follow_from_the_name() -> None:
+    specs = [TensorSpec("a.weight", (64, 256)), TensorSpec("b.weight", (64, 256), ("F8_E4M3",)), TensorSpec("n", (9,))]
+    one, other = (DummyCheckpoint(Path(), specs, CPU) for _ in range(2))
+    assert one.names == {"a.weight", "b.weight", "n"}
+    assert torch.equal(one.read("a.weight"), other.read("a.weight"))
+    assert abs(float(one.read("a.weight").std()) * 16 - 1) < 0.05
+    assert one.read("b.weight").dtype is torch.float8_e4m3fn and torch.equal(one.read("n"), torch.ones(9))
+    assert one.check(specs) == 2 * 64 * 256 + 64 * 256 + 2 * 9
+
+
+def test_every_scale_is_there_and_no_bias() -> None:
+    names = EveryName()
+    assert "model.layers.0.mlp.up_proj.weight_scale" in names and "lm_head.weight_scale" not in names
+    assert "model.layers.0.self_attn.q_proj.bias" not in names
