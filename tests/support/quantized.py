@@ -112,6 +112,8 @@ def rounding_model(plain: Path, scheme: Scheme) -> Any:
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     for name, module in model.named_modules():
+        if scheme is ONLINE and name.endswith(_WITHOUT_ROUNDING):
+            continue
         if isinstance(module, nn.Linear) and name.split(".")[-1] in _PROJECTIONS:
             values, scales = _weight(module.weight.detach(), scheme)
             module.weight.data = _spread(values, scales.float().double(), scheme.weight).float()

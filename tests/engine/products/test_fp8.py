@@ -82,7 +82,9 @@ def test_every_scheme_equals_transformers_that_rounds_alike(name: str, plain: Pa
     check(model, config, plain, SCHEMES[name])
 
 
-def test_a_plain_checkpoint_is_rounded_while_it_is_read(plain: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_plain_checkpoint_is_rounded_while_it_is_read(family: str, checkpoint: Checkpoint) -> None:
+    plain = checkpoint(family, **(ODD if family == "llama" else {"q_lora_rank": 48}))
     config = dataclasses.replace(read_model_config(plain), quantization=ONLINE_FP8)
     model = load_model(plain, config, torch.float32, "cpu")
     check(model, config, plain, ONLINE)
