@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ from ..kernels.operations import captures, reads_pages
 from ..kernels.paged_rows import PagedRows, attend
 from ..kernels.rotary import apply_rotary_
 from .batch import ForwardBatch, JointBatch, upload
-from .model_config import ModelConfig
+from .model_config import LatentConfig, ModelConfig
 from .rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class AttentionContext(Protocol):
     """State that the attention layers of one forward share: positions, pages, masks, plans of kernels."""
 
     def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
-        """Attend in layer `index` of the pool: `qkv` [num_tokens, q_size + 2 * kv_size] -> [num_tokens, q_size].
+        """Attend in layer `index` of the pool: `qkv` [num_tokens, q_size + num_planes * kv_size] -> [num_tokens,
+        q_size]. If the pool has latents, the result may have the `rank` first numbers of each head alone.
 
         `qkv` may be overwritten. `window`: positions that a query sees, its own included; None: all. On return the new
         tokens' KV is stored."""
@@ -54,18 +55,21 @@ class AttentionContext(Protocol):
 def begin_attention(
     config: ModelConfig, rotary: RotaryEmbedding, batch: ForwardBatch | JointBatch, kv: torch.Tensor
 ) -> AttentionContext:
-    """Return the context of a forward over `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the
-    model's dtype and device."""
+    """Return the context of a forward over `kv` [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim],
+    of the model's dtype and device."""
     if isinstance(batch, JointBatch):
         first, second = (begin_attention(config, rotary, part, kv) for part in (batch.first, batch.second))
         if isinstance(first, _TritonAttention) and isinstance(second, _TritonAttention):
             return _JointTritonAttention.of(first, second)
         return _JointAttention(first, second, batch.first.num_tokens)
-    shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
+    num_planes = 2 if config.latent is None else 1
+    shape = (config.num_layers, num_planes, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     if batch.num_tokens == 0:
         return _NoAttention(config.q_size)
     cos_sin = rotary(batch.positions, kv.dtype)
+    if captures(kv.device) and config.latent is not None:
+        return _TritonLatents(config.latent, ragged_plan(batch), kv.unbind(0), *cos_sin)
     if captures(kv.device):
         prompts = PromptPieces.of(batch, kv) if set(config.sliding_window) == {None} else None
         return _TritonAttention(config, triton_plan(batch), prompts, kv.unbind(0), *cos_sin)
@@ -75,7 +79,7 @@ def begin_attention(
             cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions, batch.tree
         )
         return _CompiledAttention(config, rows, kv.numpy())
-    plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, kv.dtype)
+    plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, kv.dtype, num_planes)
     clear_fresh_pages(kv, plan)
     return _GatheredAttention(config, plan, kv.unbind(0), *cos_sin)
 
@@ -111,10 +115,11 @@ class _JointAttention:
 class _CompiledAttention:
     config: ModelConfig
     rows: PagedRows
-    kv: np.ndarray  # [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] float32
+    kv: np.ndarray  # [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim] float32
 
     def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
-        return attend(qkv, self.kv, index, self.rows, window, norms, self.config.rms_norm_eps)
+        config = self.config
+        return attend(qkv, self.kv, index, self.rows, window, norms, config.rms_norm_eps, config.softmax_scale)
 
 
 def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> TritonPlan:
@@ -130,6 +135,16 @@ def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> TritonPlan:
     return TritonPlan.uniform(
         table, seq_lens, query_len, batch.page_size, batch.tree, batch.positions, is_stored=is_stored
     )
+
+
+def ragged_plan(batch: ForwardBatch) -> TritonPlan:
+    """Return the plan of the kernel that serves rounds and chunks alike: it always says where sequences begin."""
+    plan = triton_plan(batch)
+    if plan.starts is not None:
+        return plan
+    assert plan.query_len is not None, plan
+    num_tokens, device = batch.num_tokens, batch.seq_lens.device
+    return replace(plan, starts=torch.arange(0, num_tokens + 1, plan.query_len, dtype=torch.int32, device=device))
 
 
 class Piece(NamedTuple):
@@ -255,6 +270,26 @@ class _TritonAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _TritonLatents:
+    """The attention to latents on CUDA. It returns their numbers without those that are rotated."""
+
+    latent: LatentConfig
+    plan: TritonPlan
+    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 1, 1, page_size, rank + rope_dim]
+    cos: torch.Tensor  # [num_tokens, 1, rope_dim]
+    sin: torch.Tensor  # [num_tokens, 1, rope_dim], signed
+
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+        from ..kernels.triton_latents import latent_attention, rotate_store
+
+        assert norms is None and window is None and self.plan.rows is not None, (norms, window)
+        latent, kv_layer = self.latent, self.kv_layers[index]
+        heads = qkv.unflatten(1, (-1, latent.rank + latent.rope_dim))
+        q = rotate_store(heads, self.cos, self.sin, kv_layer, self.plan.rows)
+        return latent_attention(q, kv_layer, self.plan, latent.rank, latent.scale).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _JointTritonAttention:
     """The attention of two batches of one forward on CUDA. One launch stores the new tokens of both. Prompts of the
     batches read their keys in pages."""
@@ -287,19 +322,19 @@ class _JointTritonAttention:
 class _GatheredAttention:
     config: ModelConfig
     plan: AttentionPlan
-    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 2, num_kv_heads, page_size, head_dim]
-    cos: torch.Tensor  # [num_tokens, 1, head_dim]
-    sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
+    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, num_planes, num_kv_heads, page_size, head_dim]
+    cos: torch.Tensor  # [num_tokens, 1, rotary_dim]
+    sin: torch.Tensor  # [num_tokens, 1, rotary_dim], signed
 
     def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
         config = self.config
         num_tokens, num_heads, num_rotated = qkv.shape[0], config.num_heads, config.num_heads + config.num_kv_heads
-        qkv = qkv.view(num_tokens, num_rotated + config.num_kv_heads, config.head_dim)
+        qkv = qkv.view(num_tokens, -1, config.head_dim)
         q, k = qkv[:, :num_heads], qkv[:, num_heads:num_rotated]
         if norms is not None:
             q.copy_(rms_norm(q, norms.q, config.rms_norm_eps))
             k.copy_(rms_norm(k, norms.k, config.rms_norm_eps))
-        apply_rotary_(qkv[:, :num_rotated], self.cos, self.sin)
+        apply_rotary_(qkv[:, :num_rotated, config.head_dim - config.rotated_size :], self.cos, self.sin)
         kv_layer = self.kv_layers[index]
         store_kv(qkv[:, num_heads:], kv_layer, self.plan)
-        return paged_attention(q, kv_layer, self.plan, window).view(num_tokens, -1)
+        return paged_attention(q, kv_layer, self.plan, window, config.softmax_scale).view(num_tokens, -1)

@@ -100,7 +100,9 @@ class ForwardBatch:
             tree=tree,
         )
 
-    def attention_plan(self, num_kv_heads: int, windows: Sequence[int | None], dtype: torch.dtype) -> AttentionPlan:
+    def attention_plan(
+        self, num_kv_heads: int, windows: Sequence[int | None], dtype: torch.dtype, num_planes: int = 2
+    ) -> AttentionPlan:
         """Indices and masks of a model with these kv heads and per-layer windows."""
         return AttentionPlan.build(
             self.block_table,
@@ -112,6 +114,7 @@ class ForwardBatch:
             dtype=dtype,
             positions=self.positions,
             tree=self.tree,
+            num_planes=num_planes,
         )
 
 

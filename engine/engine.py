@@ -25,7 +25,7 @@ from ..metadata.handoff.kv_layout import KvLayout, Shard
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema import kv_layouts, on_gpu, page_bytes
-from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
+from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .attention import AttentionContext
 from .background import begin
@@ -294,7 +294,7 @@ class Engine:
     def _plan_prompts(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Let the fused attention of prompts plan every shape that it will meet in chunks of up to `num_tokens`."""
         config = self._ranks.own(self.model_config)
-        if not prompt_attention.serves(self.device, dtype, config.head_dim):
+        if config.latent is not None or not prompt_attention.serves(self.device, dtype, config.head_dim):
             return
         num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=dtype, device=self.device)
@@ -309,7 +309,8 @@ class Engine:
         """On CUDA, run a chunk behind the history that needs most working memory. The pool need not hold the history:
         all its pages are the first one of `pages`."""
         num_before = min(history.longest_rehearsal(), _context_len(self._config, self.model_config) - num_tokens)
-        serves = captures(self.device) and history.serves(self.device, self.kv.dtype, self.model_config.head_dim)
+        has_heads = captures(self.device) and self.model_config.latent is None
+        serves = has_heads and history.serves(self.device, self.kv.dtype, self.model_config.head_dim)
         if not serves or not history.takes(num_tokens, num_before):
             return
         table = [pages[0]] * (num_before // self.pool.page_size) + pages + [pages[0]]
@@ -357,7 +358,7 @@ class Engine:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The target's pool, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]."""
+        """The target's pool, [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim]."""
         return self._kvs[0]
 
     def forward(self, rows: Sequence[BatchRow]) -> torch.Tensor:
@@ -465,15 +466,9 @@ def choose_dtype(name: DtypeChoice, device: torch.device, checkpoint_dtype: Hidd
 
 
 def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
-    layout = PoolLayout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
     if not 1 <= config.page_size <= 4096:
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
-    return speculation.schema(layout, config.page_size, checksums=config.checksums)
+    return speculation.schema(model.pool(dtype), config.page_size, checksums=config.checksums)
 
 
 def _context_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -15,7 +15,7 @@ from .checkpoint import safetensors_files, tensor_digests
 from .model_config import ExpertsConfig, ModelConfig
 from .models.read_config import read_model_config
 
-_LATER = ("experts", "quantization", "rotary_dim", "has_wide_norms")  # earlier releases lack them, and must agree
+_LATER = ("experts", "quantization", "rotary_dim", "has_wide_norms", "latent")  # earlier releases lack them, and agree
 
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:

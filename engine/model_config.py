@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..metadata.handoff.hidden_layout import spec_hidden_size
+from ..metadata.handoff.hidden_layout import HiddenDtype, spec_hidden_size
+from ..metadata.handoff.kv_layout import pool_of
+from ..metadata.wire.node_info import KvPlane, PoolLayout
 from .quantization import Quantization
 from .rope import RopeConfig
 
@@ -28,6 +30,22 @@ class ExpertsConfig:
     num_ranking: int = 1  # largest scores of a group, whose sum ranks it
     scaling: float = 1.0  # of the output
     shared_size: int = 0  # hidden units for all tokens, beside the experts
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA): all heads have keys and values of one latent per token.
+
+    Attention reads latents as they lie in pages. The single KV head of the model is a latent and, behind it, the part
+    of a key that is rotated. `num_kv_heads` and `head_dim` of the model describe this head."""
+
+    rank: int  # numbers of a latent; attention returns as many per head
+    query_rank: int | None  # numbers of the latent of queries; None: queries are a product of the hidden state
+    plain_dim: int  # numbers of a query that are not rotated
+    rope_dim: int  # numbers of a query, and of a key, that are rotated
+    value_dim: int  # numbers of a head's value
+    is_interleaved: bool  # the checkpoint has numbers that are rotated together side by side; else in two halves
+    scale: float  # of scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +78,7 @@ class ModelConfig:
     quantization: Quantization | None = None  # of the linear layers
     rotary_dim: int | None = None  # the first numbers of a head, which are rotated; None: all
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
+    latent: LatentConfig | None = None  # None: heads have keys and values of their own
 
     @property
     def spec_hidden_size(self) -> int:
@@ -82,11 +101,41 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def rotated_size(self) -> int:
+        """Width of the end of a head that rotary embeddings are for: a whole head, or the end of a latent's."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the scores of attention."""
+        return self.head_dim**-0.5 if self.latent is None else self.latent.scale
+
+    def pool(self, dtype: HiddenDtype) -> PoolLayout:
+        """Return the description of the model's KV pool."""
+        names = ("k", "v") if self.latent is None else ("latent",)
+        heads, width = self.num_kv_heads, self.head_dim
+        return pool_of(self.num_layers, dtype, [KvPlane(name, heads, width, dtype) for name in names])
+
+    @property
     def layer_products(self) -> int:
         """Number of weights in the matrices of one layer by which a token is multiplied."""
-        qkv = self.hidden_size * (self.q_size + 2 * self.kv_size)
         experts = self.experts
-        inner_size = (
-            self.intermediate_size if experts is None else experts.num_active * experts.inner_size + experts.shared_size
-        )
-        return qkv + self.q_size * self.hidden_size + 3 * self.hidden_size * inner_size
+        inner_size = self.intermediate_size
+        if experts is not None:
+            inner_size = experts.num_active * experts.inner_size + experts.shared_size
+        return self.attention_products + 3 * self.hidden_size * inner_size
+
+    @property
+    def attention_products(self) -> int:
+        """The same of the attention layer."""
+        latent = self.latent
+        if latent is None:
+            return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        query_dim = latent.plain_dim + latent.rope_dim
+        if latent.query_rank is None:
+            queries = self.hidden_size * self.num_heads * query_dim
+        else:
+            queries = latent.query_rank * (self.hidden_size + self.num_heads * query_dim)
+        of_heads = self.num_heads * latent.rank * (latent.plain_dim + latent.value_dim)
+        out = self.num_heads * latent.value_dim * self.hidden_size
+        return queries + self.hidden_size * self.kv_size + of_heads + out

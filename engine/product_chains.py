@@ -1,8 +1,8 @@
 """Chains of a model's small products, in the order of a decode step: the surroundings in which tuning.py times them.
 
     layers of one shape    the first few decoder layers of the model, with attention; of a drafter, without
-    feed-forward layers    that stand in no decoder layer, such as the one for all tokens beside experts
-    single products        the output matrix, a drafter's input projection
+    feed-forward layers    that stand in no such layer: for all tokens beside experts, or behind attention to latents
+    single products        the output matrix, a drafter's input projection, those of attention to latents
 
 The products are found by walking the objects of the model and the drafter, so a new family or drafter needs no line
 here. Of a product that ranks share, a rank measures its own share alone: a chain waits for no other rank.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..kernels.linear_configs import ProductShape
 from .attention import AttentionContext
+from .layers.attention import Attention
 from .layers.decoder import DecoderBody
 from .layers.mlp import Mlp
 from .layers.residual import Residual
@@ -76,11 +77,11 @@ _EMPTY = Chain((), 0, lambda *_: None)
 
 def find_chains(model: DecoderModel, drafter: object = None) -> list[Chain]:
     """Return chains with every 16-bit dense product of a model and its drafter: decoder layers of equal shapes, then
-    feed-forward layers that are in no decoder layer, then single products."""
-    of_model, bodies = list(_parts(model, DecoderBody)), list(_parts([model, drafter], DecoderBody))
+    other feed-forward layers, then single products."""
+    of_model, bodies = _bodies(model), _bodies([model, drafter])
     in_bodies = [body.mlp for body in bodies if isinstance(body.mlp, Mlp)]
     mlps = [mlp for mlp in _parts([model, drafter], Mlp) if not any(mlp is each for each in in_bodies)]
-    in_layers = [linear for body in bodies for linear in (body.attention.qkv, body.attention.out)]
+    in_layers = [linear for body in bodies for linear in (_attention(body).qkv, body.attention.out)]
     in_layers += [linear for mlp in (*in_bodies, *mlps) for linear in (mlp.gate_up, mlp.down)]
     known = {id(linear) for linear in in_layers}
     lone = [linear for linear in _parts([model, drafter], Linear) if id(linear) not in known]
@@ -94,9 +95,20 @@ def find_chains(model: DecoderModel, drafter: object = None) -> list[Chain]:
     return [chain for chain in found if chain.uses]
 
 
+def _bodies(roots: object) -> list[DecoderBody]:
+    """Return the decoder layers whose attention has a product of q, k and v."""
+    return [body for body in _parts(roots, DecoderBody) if isinstance(body.attention, Attention)]
+
+
+def _attention(body: DecoderBody) -> Attention:
+    assert isinstance(body.attention, Attention), body
+    return body.attention
+
+
 def _body_alone(body: DecoderBody) -> DecoderBody:
     """Return the layer with the products of this rank's shares. It computes other numbers, as fast."""
-    attention = replace(body.attention, qkv=_alone(body.attention.qkv), out=_alone(body.attention.out))
+    of = _attention(body)
+    attention = replace(of, qkv=_alone(of.qkv), out=_alone(of.out))
     mlp = _mlp_alone(body.mlp) if isinstance(body.mlp, Mlp) else body.mlp
     return replace(body, attention=attention, mlp=mlp)
 
@@ -141,7 +153,7 @@ def _measurable(uses: Sequence[Use]) -> tuple[Use, ...]:
 
 
 def _body_uses(body: DecoderBody) -> tuple[Use, ...]:
-    uses = [Use(body.attention.qkv, "plain"), Use(body.attention.out, "added")]
+    uses = [Use(_attention(body).qkv, "plain"), Use(body.attention.out, "added")]
     return _measurable(uses) + (_mlp_uses(body.mlp) if isinstance(body.mlp, Mlp) else ())
 
 
@@ -187,7 +199,7 @@ def _run_step(body: DecoderBody, stream: Residual, norm: Tensor, step: Attention
 def _run_products(body: DecoderBody, stream: Residual, norm: Tensor, step: AttentionContext | None) -> None:
     """Run the products of a layer whose attention has no pool here: a part of q, k and v replaces its output."""
     del step
-    qkv, out = body.attention.qkv, body.attention.out
+    qkv, out = _attention(body).qkv, body.attention.out
     stream.add(out, _of_width(qkv(_of_width(stream.normed(norm), qkv.in_size)), out.in_size))
     if isinstance(body.mlp, Mlp):
         body.mlp.add_to(stream, norm)

@@ -186,14 +186,27 @@ def _check_quantization(config: ModelConfig, size: int, model: str, *, has_all_h
     if quantization.weight_scale == "blocks":
         widths = {"hidden units": config.intermediate_size // size}
         if not has_all_heads:
-            widths["numbers of query heads"] = config.q_size // size
-            widths["numbers of KV heads"] = config.kv_size // min(size, config.num_kv_heads)
+            widths |= _head_widths(config, size)
         for what, width in widths.items():
             if width % BLOCK:
                 raise ConfigError(
                     f"{model} has FP8 scales for blocks of {BLOCK}; {size} ranks would have {width} {what} each, which "
                     "cuts a block; use fewer ranks"
                 )
+
+
+def _head_widths(config: ModelConfig, size: int) -> dict[str, int]:
+    """Return the numbers of heads that one of `size` ranks has, which are rows and columns of its weights."""
+    latent = config.latent
+    if latent is None:
+        of_kv = config.kv_size // min(size, config.num_kv_heads)
+        return {"numbers of query heads": config.q_size // size, "numbers of KV heads": of_kv}
+    num_heads = config.num_heads // size
+    return {
+        "numbers of query heads": num_heads * (latent.plain_dim + latent.rope_dim),
+        "numbers of keys and values": num_heads * (latent.plain_dim + latent.value_dim),
+        "numbers of values": num_heads * latent.value_dim,
+    }
 
 
 ONE_RANK = Ranks()

@@ -2,10 +2,11 @@
 
 For a query at position p of a sequence, head h, and that sequence's keys K and values V of kv head h // group_size:
 
-    out = sum_j softmax_j(q . K_j / sqrt(head_dim)) V_j,    j <= p  and, with a window w,  j > p - w
+    out = sum_j softmax_j(q . K_j * scale) V_j,    j <= p  and, with a window w,  j > p - w
 
-A layer's pages are one tensor `kv_layer` [num_pages, 2 (K|V), num_kv_heads, page_size, head_dim]; position j of a
-sequence lies in slot j % page_size of page `block_table[seq, j // page_size]`.
+The scale is 1 / sqrt(head_dim), unless the model has another. A layer's pages are one tensor `kv_layer` [num_pages,
+num_planes, num_kv_heads, page_size, head_dim]. Position j of a sequence lies in slot j % page_size of page
+`block_table[seq, j // page_size]`. There are two planes, K and V, or one: then the keys are also the values (MLA).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def paged_attention_ref(
     window: int | None,
     positions: torch.Tensor | None = None,
     tree: Tree | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Return the attention of `q` [num_tokens, num_heads, head_dim], sequences end to end: a new tensor of its shape.
 
@@ -42,12 +44,11 @@ def paged_attention_ref(
     num_kv_heads = kv_layer.shape[2]
     outputs: list[torch.Tensor] = []
     for seq, q_seq in enumerate(q.float().split(list(query_lens))):
-        pages = kv_layer[block_table[seq]].float()  # [max_pages, 2, num_kv_heads, page_size, head_dim]
-        k, v = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[
-            :, :, : seq_lens[seq]
-        ]  # each [num_kv_heads, seq_len, head_dim]
+        pages = kv_layer[block_table[seq]].float()  # [max_pages, num_planes, num_kv_heads, page_size, head_dim]
+        planes = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : seq_lens[seq]]
+        k, v = planes[0], planes[-1]  # each [num_kv_heads, seq_len, head_dim]
         grouped = q_seq.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        scores = torch.einsum("tkgd,kjd->kgtj", grouped, k) * head_dim**-0.5
+        scores = torch.einsum("tkgd,kjd->kgtj", grouped, k) * (scale or head_dim**-0.5)
         if tree is None:
             mask = _mask(query_lens[seq], seq_lens[seq], window, seq_lens[seq], q.device)
         else:
@@ -87,7 +88,7 @@ class _Group:
     num_seqs: int
     query_len: int
     kv_len: int  # of the longest sequence
-    gather: torch.Tensor  # [2 * num_seqs * num_kv_heads * num_pages] int64, blocks in order K|V, seq, head, page
+    gather: torch.Tensor  # [num_planes * num_seqs * num_kv_heads * num_pages] int64, in order plane, seq, head, page
     masks: dict[int | None, torch.Tensor | None]  # per window, [num_seqs, 1, query_len, kv_len] additive; None: no mask
     is_causal: bool  # the plain triangle; masks are not used
 
@@ -96,7 +97,7 @@ class _Group:
 class AttentionPlan:
     """The inputs that all layers of one forward share: slots of new KV, blocks to gather, and masks."""
 
-    store: torch.Tensor  # [num_tokens * 2 * num_kv_heads] int64, slot rows in order token, K|V, head
+    store: torch.Tensor  # [num_tokens * num_planes * num_kv_heads] int64, slot rows in order token, plane, head
     fresh_pages: torch.Tensor | None  # [n] int64, pages that this forward begins and does not fill
     groups: tuple[_Group, ...]
 
@@ -113,6 +114,7 @@ class AttentionPlan:
         dtype: torch.dtype,
         positions: torch.Tensor | None = None,
         tree: Tree | None = None,
+        num_planes: int = 2,
     ) -> AttentionPlan:
         """`block_table` [num_seqs, max_pages] int64; `seq_lens` are the lengths after this forward. A tree has the same
         number of new tokens, with their `positions`, in every sequence."""
@@ -138,20 +140,21 @@ class AttentionPlan:
                     num_seqs=len(seqs),
                     query_len=query_len,
                     kv_len=max(lens),
-                    gather=gather_index(pages, lens, page_size, num_kv_heads),
+                    gather=_gather_index(pages, lens, page_size, num_kv_heads, num_planes),
                     masks=masks,
                     is_causal=is_causal,
                 )
             )
         return cls(
-            store=_store_index(block_table, query_lens, seq_lens, page_size, num_kv_heads),
+            store=_store_index(block_table, query_lens, seq_lens, page_size, num_planes * num_kv_heads),
             fresh_pages=_fresh_pages(block_table, query_lens, seq_lens, page_size),
             groups=tuple(groups),
         )
 
 
 def store_kv(kv_new: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan) -> None:
-    """Write the new tokens' keys and values: `kv_new` [num_tokens, 2 * num_kv_heads, head_dim], keys first."""
+    """Write the new tokens' keys and values: `kv_new` [num_tokens, num_planes * num_kv_heads, head_dim], keys
+    first."""
     head_dim = kv_layer.shape[-1]
     assert kv_new.shape[0] * kv_new.shape[1] == plan.store.shape[0], (kv_new.shape, plan.store.shape)
     kv_layer.view(-1, head_dim).index_copy_(0, plan.store, kv_new.reshape(-1, head_dim))
@@ -166,59 +169,66 @@ def clear_fresh_pages(kv: torch.Tensor, plan: AttentionPlan) -> None:
         kv.index_fill_(1, plan.fresh_pages, 0.0)
 
 
-def paged_attention(q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, window: int | None) -> torch.Tensor:
+def paged_attention(
+    q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, window: int | None, scale: float | None = None
+) -> torch.Tensor:
     """Return `paged_attention_ref` by few torch operations: [num_tokens, num_heads, head_dim] -> the same shape."""
-    num_pages, _, num_kv_heads, page_size, head_dim = kv_layer.shape
-    assert q.shape[1] % num_kv_heads == 0 and q.shape[2] == head_dim, (q.shape, kv_layer.shape)
-    blocks = kv_layer.view(num_pages * 2 * num_kv_heads, page_size * head_dim)
+    assert q.shape[1] % kv_layer.shape[2] == 0 and q.shape[2] == kv_layer.shape[4], (q.shape, kv_layer.shape)
     if len(plan.groups) == 1:
-        return _attend(q, blocks, plan.groups[0], num_kv_heads, window)
+        return _attend(q, kv_layer, plan.groups[0], window, scale)
     out = torch.empty_like(q)
     for group in plan.groups:
-        out[group.tokens] = _attend(q[group.tokens], blocks, group, num_kv_heads, window)
+        out[group.tokens] = _attend(q[group.tokens], kv_layer, group, window, scale)
     return out
 
 
-def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def decode_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None
+) -> torch.Tensor:
     """Return the attention of one query per sequence, `q` [num_seqs, num_heads, head_dim] -> the same shape.
 
     `k` and `v` are [num_seqs, num_kv_heads, kv_len, head_dim]; `mask` [num_seqs, 1, 1, kv_len] is additive. The query
     heads of a kv head are rows of one matrix."""
     num_seqs, num_heads, head_dim = q.shape
     grouped = q.view(num_seqs, k.shape[1], num_heads // k.shape[1], head_dim)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(num_seqs, num_heads, head_dim)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(num_seqs, num_heads, head_dim)
 
 
 def _attend(
-    q: torch.Tensor, blocks: torch.Tensor, group: _Group, num_kv_heads: int, window: int | None
+    q: torch.Tensor, kv_layer: torch.Tensor, group: _Group, window: int | None, scale: float | None
 ) -> torch.Tensor:
-    head_dim, num_seqs, query_len = q.shape[2], group.num_seqs, group.query_len
-    gathered = blocks.index_select(0, group.gather).view(2, num_seqs, num_kv_heads, -1, head_dim)
-    k, v = gathered[:, :, :, : group.kv_len].unbind(0)  # each [num_seqs, num_kv_heads, kv_len, head_dim]
+    num_pages, num_planes, num_kv_heads, page_size, head_dim = kv_layer.shape
+    num_seqs, query_len = group.num_seqs, group.query_len
+    blocks = kv_layer.view(num_pages * num_planes * num_kv_heads, page_size * head_dim)
+    gathered = blocks.index_select(0, group.gather).view(num_planes, num_seqs, num_kv_heads, -1, head_dim)
+    planes = gathered[:, :, :, : group.kv_len]
+    k, v = planes[0], planes[-1]  # each [num_seqs, num_kv_heads, kv_len, head_dim]
     mask = None if group.is_causal else group.masks[window]
-    out = decode_attention(q, k, v, mask) if query_len == 1 else _attend_several(q, k, v, mask, group, num_kv_heads)
+    out = decode_attention(q, k, v, mask, scale) if query_len == 1 else _attend_several(q, k, v, mask, group, scale)
     if (mask is not None or group.is_causal) and out.sum().isnan():
-        return _attend_selecting(q, k, v, mask, group)
+        return _attend_selecting(q, k, v, mask, group, scale)
     return out
 
 
 def _attend_several(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: _Group, num_kv_heads: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: _Group, scale: float | None
 ) -> torch.Tensor:
     (num_tokens, num_heads, head_dim), (num_seqs, query_len) = q.shape, (group.num_seqs, group.query_len)
+    num_kv_heads = k.shape[1]
     group_size = num_heads // num_kv_heads
     # [num_seqs * num_kv_heads, group_size, ...]: a kv head is broadcast over its query heads, not copied
     q = q.view(num_seqs, query_len, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
     k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, group_size, -1, -1) for x in (k, v))
     if mask is not None and num_seqs > 1:
         mask = mask.repeat_interleave(num_kv_heads, 0)
-    out = F.scaled_dot_product_attention(q.flatten(0, 1), k, v, attn_mask=mask, is_causal=group.is_causal)
+    out = F.scaled_dot_product_attention(q.flatten(0, 1), k, v, attn_mask=mask, is_causal=group.is_causal, scale=scale)
     out = out.view(num_seqs, num_kv_heads, group_size, query_len, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(num_tokens, num_heads, head_dim)
 
 
 def _attend_selecting(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: _Group
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: _Group, scale: float | None
 ) -> torch.Tensor:
     """Attend so that a hidden key has no influence, even if it is NaN: after a first try that gave NaN."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
@@ -226,7 +236,7 @@ def _attend_selecting(
     if mask is None:  # the plain triangle
         mask = _mask(group.query_len, group.kv_len, None, group.kv_len, q.device).expand(group.num_seqs, 1, -1, -1)
     is_seen = mask == 0  # [num_seqs, 1, query_len, kv_len]
-    scores = torch.einsum("stkgd,skjd->skgtj", grouped.float(), k.float()) * head_dim**-0.5
+    scores = torch.einsum("stkgd,skjd->skgtj", grouped.float(), k.float()) * (scale or head_dim**-0.5)
     weights = scores.masked_fill(~is_seen.unsqueeze(1), float("-inf")).softmax(-1)
     out = _weighted(weights, v.float(), is_seen.squeeze(1))  # [num_seqs, num_kv_heads, group_size, query_len, head_dim]
     return out.permute(0, 3, 1, 2, 4).reshape(num_tokens, num_heads, head_dim).to(q.dtype)
@@ -286,24 +296,24 @@ def _rows(seqs: list[int], starts: list[int], query_len: int, device: torch.devi
     return (first + torch.arange(query_len, device=device)).flatten()
 
 
-def gather_index(
-    pages: torch.Tensor, lens: list[int], page_size: int, num_kv_heads: int, num_columns: int | None = None
+def _gather_index(
+    pages: torch.Tensor, lens: list[int], page_size: int, num_kv_heads: int, num_planes: int
 ) -> torch.Tensor:
-    """Return the blocks to gather, in order K|V, seq, head, column: [2 * num_seqs * num_kv_heads * num_columns] int64.
+    """Return the blocks to gather, in order plane, seq, head, column: [num_planes * num_seqs * num_kv_heads *
+    num_columns] int64.
 
-    They index a layer that is viewed as [num_pages * 2 * num_kv_heads, page_size * head_dim]. Without `num_columns`,
-    there are as many columns as the longest sequence has pages. A sequence with fewer pages repeats its first page,
-    which is finite and masked."""
+    They index a layer that is viewed as [num_pages * num_planes * num_kv_heads, page_size * head_dim]. There are as
+    many columns as the longest sequence has pages. A sequence with fewer pages repeats its first page, which is finite
+    and masked."""
     device = pages.device
     counts = [-(-seq_len // page_size) for seq_len in lens]
-    num_columns = max(counts) if num_columns is None else num_columns
-    pages = F.pad(pages[:, : max(counts)], (0, num_columns - max(counts)))
-    if min(counts) < num_columns:
+    pages = pages[:, : max(counts)]
+    if min(counts) < max(counts):
         beyond = torch.arange(pages.shape[1], device=device) >= torch.tensor(counts, device=device).unsqueeze(1)
         pages = torch.where(beyond, pages[:, :1], pages)
     head = torch.arange(num_kv_heads, device=device).view(1, 1, num_kv_heads, 1)
-    kv = torch.arange(2, device=device).view(2, 1, 1, 1)
-    return ((pages.unsqueeze(1) * 2 + kv) * num_kv_heads + head).flatten()
+    plane = torch.arange(num_planes, device=device).view(num_planes, 1, 1, 1)
+    return ((pages.unsqueeze(1) * num_planes + plane) * num_kv_heads + head).flatten()
 
 
 def _store_index(
@@ -311,9 +321,10 @@ def _store_index(
     query_lens: tuple[int, ...],
     seq_lens: tuple[int, ...],
     page_size: int,
-    num_kv_heads: int,
+    num_blocks: int,
 ) -> torch.Tensor:
-    """Return the rows of new KV in a layer that is viewed as [num_pages * 2 * num_kv_heads * page_size, head_dim]."""
+    """Return the rows of new KV in a layer that is viewed as [num_pages * num_blocks * page_size, head_dim], with
+    `num_blocks` of num_planes * num_kv_heads."""
     device = block_table.device
     if max(query_lens) == 1:
         position = torch.tensor(seq_lens, device=device) - 1
@@ -323,10 +334,8 @@ def _store_index(
         position = torch.cat([torch.arange(end - length, end, device=device) for length, end in spans])
         seq = torch.repeat_interleave(torch.tensor(query_lens, device=device))
         page = block_table[seq, position // page_size]
-    kv_head = torch.arange(2 * num_kv_heads, device=device)
-    return (
-        (page.unsqueeze(1) * (2 * num_kv_heads) + kv_head) * page_size + (position % page_size).unsqueeze(1)
-    ).flatten()
+    block = torch.arange(num_blocks, device=device)
+    return ((page.unsqueeze(1) * num_blocks + block) * page_size + (position % page_size).unsqueeze(1)).flatten()
 
 
 def _fresh_pages(

@@ -22,11 +22,12 @@ def attend(
     window: int | None,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Return `attend_ref`, a new tensor [num_tokens, num_heads * head_dim]; `qkv` is overwritten."""
-    num_tokens, num_kv_heads, head_dim = qkv.shape[0], kv.shape[3], kv.shape[5]
+    num_tokens, num_planes, num_kv_heads, head_dim = qkv.shape[0], kv.shape[2], kv.shape[3], kv.shape[5]
     heads = qkv.numpy().reshape(num_tokens, -1, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
+    num_heads = heads.shape[1] - num_planes * num_kv_heads
     assert num_tokens == len(rows.positions) and num_heads % num_kv_heads == 0, (qkv.shape, kv.shape)
     q_norm, k_norm = (_NO_NORM, _NO_NORM) if norms is None else (norms[0].numpy(), norms[1].numpy())
     out = np.empty((num_tokens, num_heads, head_dim), dtype=np.float32)
@@ -36,7 +37,8 @@ def attend(
         starts = rows.starts[part.start : part.stop + 1]
         numba_kernels.attend(
             heads, pages, 0, rows.cos, rows.sin, q_norm, k_norm, eps, rows.block_table[part], starts,
-            rows.seq_lens[part], rows.positions, rows.tree_starts[part], rows.visible, window or 0, out,
+            rows.seq_lens[part], rows.positions, rows.tree_starts[part], rows.visible, window or 0,
+            scale or head_dim**-0.5, out,
         )  # fmt: skip
 
     others = [_threads().submit(attend_part, part) for part in rows.parts[1:]]

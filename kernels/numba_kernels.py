@@ -100,11 +100,11 @@ def silu_mul(gate_up, out):
 
 @compiled(_SUMS)
 def attend(
-    qkv,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim] float32; queries and keys are overwritten
-    kv,  # [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] float32, written
+    qkv,  # [num_tokens, num_heads + num_planes * num_kv_heads, head_dim] float32; queries and keys are overwritten
+    kv,  # [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim] float32, written
     layer,
-    cos,  # [num_tokens, 1, head_dim] float32
-    sin,  # [num_tokens, 1, head_dim] float32, its first half negated
+    cos,  # [num_tokens, 1, rotary_dim] float32
+    sin,  # [num_tokens, 1, rotary_dim] float32, its first half negated
     q_norm,  # [head_dim] float32; [0]: heads are not normed
     k_norm,  # [head_dim] float32; [0]: heads are not normed
     eps,
@@ -115,6 +115,7 @@ def attend(
     tree_starts,  # [num_seqs] int64
     visible,  # [num_tokens, num_columns] bool; no rows: causal
     window,  # 0: none
+    scale,  # of scores
     out,  # [num_tokens, num_heads, head_dim] float32, written
 ):
     """Norm and rotate queries and keys in place, store keys and values in their pages, and attend: `attend_ref`.
@@ -122,22 +123,22 @@ def attend(
     The sequences may be a part of a forward's. `starts` then counts tokens of the whole forward, as do the rows of
     `qkv`, `cos`, `sin`, `positions`, `visible` and `out`."""
     num_heads, head_dim = out.shape[1:]
-    num_kv_heads = kv.shape[3]
+    num_kv_heads, first_rotated = kv.shape[3], head_dim - cos.shape[2]
     scores = np.empty((num_heads, seq_lens.max()), np.float32)
-    scale = np.float32(_ONE / np.sqrt(np.float32(head_dim)))
+    factor = np.float32(scale)
     for seq in range(seq_lens.shape[0]):
         table, first, stop, seq_len = block_table[seq], starts[seq], starts[seq + 1], seq_lens[seq]
         for token in range(first, stop):
             if q_norm.shape[0] > 0:
                 _norm_heads(qkv[token, :num_heads], q_norm, eps)
                 _norm_heads(qkv[token, num_heads : num_heads + num_kv_heads], k_norm, eps)
-            _rotate_heads(qkv[token, : num_heads + num_kv_heads], cos[token, 0], sin[token, 0])
+            _rotate_heads(qkv[token, : num_heads + num_kv_heads], first_rotated, cos[token, 0], sin[token, 0])
             _store(qkv[token, num_heads:], kv, layer, table, seq_len - stop + token)
         for token in range(first, stop):
             slot = seq_len - stop + token
             begin = min(slot, max(0, positions[token] - window + 1)) if window > 0 else 0
             end = slot + 1 if visible.shape[0] == 0 else seq_len
-            _scores(qkv[token, :num_heads], scale, kv, layer, table, begin, end, scores)
+            _scores(qkv[token, :num_heads], factor, kv, layer, table, begin, end, scores)
             if visible.shape[0] > 0:
                 tree_start = tree_starts[seq]
                 window_start = positions[token] - window + 1 if window > 0 else np.int64(-1)
@@ -177,11 +178,13 @@ def _norm_heads(heads, weight, eps):
 
 
 @compiled(_SUMS)
-def _rotate_heads(heads, cos, sin):
-    """Rotate `heads` [num_heads, head_dim] in place, as `rotary_ref` does; `cos` and `sin` are [head_dim]."""
-    half = heads.shape[1] // 2
+def _rotate_heads(heads, first, cos, sin):
+    """Rotate the numbers of `heads` [num_heads, head_dim] from `first` on in place, as `rotary_ref` does.
+
+    `cos` and `sin` are [head_dim - first]."""
+    half = cos.shape[0] // 2
     for head in range(heads.shape[0]):
-        a, b = heads[head, :half], heads[head, half:]
+        a, b = heads[head, first : first + half], heads[head, first + half :]
         for i in range(half):
             x, y = a[i], b[i]
             a[i] = x * cos[i] + y * sin[i]
@@ -190,19 +193,18 @@ def _rotate_heads(heads, cos, sin):
 
 @compiled(_SUMS)
 def _store(new, kv, layer, table, slot):
-    """Store one token's keys and values, `new` [2 * num_kv_heads, head_dim], in `slot` of the pages `table`.
+    """Store one token's keys and values, `new` [num_planes * num_kv_heads, head_dim], in `slot` of the pages `table`.
 
     A page that begins with this slot is cleared first, as `clear_fresh_pages` does."""
-    num_kv_heads, page_size, head_dim = kv.shape[3:]
+    num_planes, num_kv_heads, page_size, head_dim = kv.shape[2:]
     page, row = table[slot // page_size], slot % page_size
     if row == 0:
         kv[layer, page] = _ZERO
-    for head in range(num_kv_heads):
-        k, v = kv[layer, page, 0, head, row], kv[layer, page, 1, head, row]
-        for i in range(head_dim):
-            k[i] = new[head, i]
-        for i in range(head_dim):
-            v[i] = new[num_kv_heads + head, i]
+    for plane in range(num_planes):
+        for head in range(num_kv_heads):
+            target, source = kv[layer, page, plane, head, row], new[plane * num_kv_heads + head]
+            for i in range(head_dim):
+                target[i] = source[i]
 
 
 @compiled(_SUMS)
@@ -211,13 +213,14 @@ def _scores(q, scale, kv, layer, table, begin, end, scores):
 
     `q` is [num_heads, head_dim], `table` [max_pages] int64. Pages are read one by one, all heads of a page together,
     which is their order in memory. The page after is prefetched, and after the last one the first values."""
-    num_kv_heads, page_size = kv.shape[3:5]
+    num_planes, num_kv_heads, page_size = kv.shape[2:5]
     group = q.shape[0] // num_kv_heads
     first_column, stop_column = begin // page_size, (end + page_size - 1) // page_size
     for column in range(first_column, stop_column):
         first = column * page_size
         low, high = max(begin, first), min(end, first + page_size)
-        _prefetch(kv[layer, table[column + 1], 0] if column + 1 < stop_column else kv[layer, table[first_column], 1])
+        next_column, next_plane = (column + 1, 0) if column + 1 < stop_column else (first_column, num_planes - 1)
+        _prefetch(kv[layer, table[next_column], next_plane])
         for kv_head in range(num_kv_heads):
             k = kv[layer, table[column], 0, kv_head][low - first : high - first]
             for head in range(kv_head * group, (kv_head + 1) * group):
@@ -271,7 +274,7 @@ def _weighted_values(weights, kv, layer, table, begin, end, has_hidden, sums):
 
     `sums` is [num_heads, head_dim]. Four keys are added in one step, so that a sum is loaded and stored once for four
     products. If `has_hidden`, a key of weight 0 adds 0, even if its values are NaN."""
-    num_kv_heads, page_size = kv.shape[3:5]
+    num_planes, num_kv_heads, page_size = kv.shape[2:5]
     group = sums.shape[0] // num_kv_heads
     for head in range(sums.shape[0]):
         for i in range(sums.shape[1]):
@@ -281,9 +284,9 @@ def _weighted_values(weights, kv, layer, table, begin, end, has_hidden, sums):
         first = column * page_size
         low, high = max(begin, first), min(end, first + page_size)
         if column + 1 < stop_column:
-            _prefetch(kv[layer, table[column + 1], 1])
+            _prefetch(kv[layer, table[column + 1], num_planes - 1])
         for kv_head in range(num_kv_heads):
-            v = kv[layer, table[column], 1, kv_head][low - first : high - first]
+            v = kv[layer, table[column], num_planes - 1, kv_head][low - first : high - first]
             num_in_fours = v.shape[0] // 4 * 4
             for head in range(kv_head * group, (kv_head + 1) * group):
                 p, y = weights[head, low - begin : high - begin], sums[head]

@@ -69,6 +69,10 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "decode_attention": (_triton("triton_attention", _FLOATS),),
         "extend_attention": (_triton("triton_extend", _FLOATS),),
         "norm_rotate_store": (_triton("triton_store", _FLOATS),),
+        # latents.py; the last two depend on the plan, too
+        "join_latents": (_triton("triton_latents", _FLOATS),),
+        "latent_attention": (_triton("triton_latents", _FLOATS),),
+        "rotate_store": (_triton("triton_latents", _FLOATS),),
         # history.py
         "gather_keys": (_triton("triton_history", _FLOATS),),
         "join_parts": (_triton("triton_history", _FLOATS),),

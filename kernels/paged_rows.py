@@ -6,6 +6,7 @@ For each new token, with the heads q, k, v that its row of `qkv` holds:
     page of the token's slot = k, v                  a page that begins is cleared first
     out = attention of q over its sequence           attention.py: causal, a window, a tree
 
+If fewer numbers of a head are rotated than it has, they are its last ones. If pages have one plane, `qkv` has no v.
 `attend_stored` is the last line alone.
 """
 
@@ -34,8 +35,8 @@ class PagedRows:
     Tokens of a sequence lie together, and sequences lie end to end. New token i of a sequence has slot seq_len -
     query_len + i. A token of a tree sees all slots before `tree_starts`. `visible` says which later slots it sees."""
 
-    cos: np.ndarray  # [num_tokens, 1, head_dim] float32
-    sin: np.ndarray  # [num_tokens, 1, head_dim] float32, signed as `apply_rotary_` takes it
+    cos: np.ndarray  # [num_tokens, 1, rotary_dim] float32
+    sin: np.ndarray  # [num_tokens, 1, rotary_dim] float32, signed as `apply_rotary_` takes it
     block_table: np.ndarray  # [num_seqs, max_pages] int64
     starts: np.ndarray  # [num_seqs + 1] int64, the first token of each sequence, and the end
     seq_lens: np.ndarray  # [num_seqs] int64, after this forward
@@ -96,31 +97,35 @@ def attend_ref(
     window: int | None,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Return the attended values [num_tokens, num_heads * head_dim], a new tensor; store the new tokens' keys and
     values.
 
-    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] float32 may be overwritten. `kv` [num_layers,
-    num_pages, 2, num_kv_heads, page_size, head_dim] float32 is the pool. `norms` holds the weights of queries and keys,
-    [head_dim] each; None: heads are not normed. Slots beyond a sequence's length have no influence."""
-    num_kv_heads, page_size, head_dim = kv.shape[3:]
+    `qkv` [num_tokens, (num_heads + num_planes * num_kv_heads) * head_dim] float32 may be overwritten. `kv` [num_layers,
+    num_pages, num_planes, num_kv_heads, page_size, head_dim] float32 is the pool. `norms` holds the weights of queries
+    and keys, [head_dim] each; None: heads are not normed. `scale`: of scores; None: 1 / sqrt(head_dim). Slots beyond a
+    sequence's length have no influence."""
+    num_planes, num_kv_heads, page_size, head_dim = kv.shape[2:]
     heads = qkv.view(len(qkv), -1, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    num_heads = heads.shape[1] - num_planes * num_kv_heads
+    q, k, v = heads.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
     if norms is not None:
         q, k = rms_norm_ref(q, norms[0], eps), rms_norm_ref(k, norms[1], eps)
     cos, sin = torch.from_numpy(rows.cos), torch.from_numpy(rows.sin)
-    q, k = rotary_ref(q, cos, sin), rotary_ref(k, cos, sin)
+    first = head_dim - cos.shape[2]  # that is rotated
+    q, k = (torch.cat((x[..., :first], rotary_ref(x[..., first:], cos, sin)), dim=-1) for x in (q, k))
     pages, table = torch.from_numpy(kv[layer]), torch.from_numpy(rows.block_table)
     for seq, (start, stop) in enumerate(itertools.pairwise(rows.starts.tolist())):
         for token in range(start, stop):
             slot = int(rows.seq_lens[seq]) - stop + token
-            page = pages[table[seq, slot // page_size]]  # [2, num_kv_heads, page_size, head_dim]
+            page = pages[table[seq, slot // page_size]]  # [num_planes, num_kv_heads, page_size, head_dim]
             if slot % page_size == 0:
                 page.zero_()
-            page[0, :, slot % page_size], page[1, :, slot % page_size] = k[token], v[token]
+            for plane, new in zip(page, (k, v), strict=False):
+                plane[:, slot % page_size] = new[token]
     lens, positions = rows.seq_lens.tolist(), torch.from_numpy(rows.positions)
-    return paged_attention_ref(q, pages, table, rows.query_lens, lens, window, positions, rows.tree).flatten(1)
+    return paged_attention_ref(q, pages, table, rows.query_lens, lens, window, positions, rows.tree, scale).flatten(1)
 
 
 def attend_stored_ref(

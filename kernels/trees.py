@@ -124,8 +124,8 @@ def move_slots_ref_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: T
     """Copy the KV of slots `sources` to slots `targets` of the same sequence, each [num_seqs, n] int64, in all layers.
 
     All sources are read before a target is written, so a slot may be both. A sequence names no target twice. `kv` is
-    the pool [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]; `block_table` is [num_seqs, max_pages]
-    int64."""
+    the pool [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim]; `block_table` is [num_seqs,
+    max_pages] int64."""
     page_size = kv.shape[4]
     pages, rows = block_table.gather(1, sources // page_size), sources % page_size
     new_pages, new_rows = block_table.gather(1, targets // page_size), targets % page_size

@@ -39,7 +39,7 @@ from .triton_attention import (
 from .triton_shares import Shares, max_splits, unpacked
 from .triton_softmax import has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
 
-_SEQS = 32  # sequences that `_sequence` looks at in one step
+_SEQS = 32  # sequences that `tile_at` looks at in one step
 _MIN_SPLIT = 512  # keys; shorter splits cost more to combine than they save, as a tile has many rows
 _MAX_REGISTERS = 128  # per thread, so that two programs of 8 warps fit on a processor
 
@@ -86,7 +86,7 @@ def extend_attention(
     assert out.is_contiguous() and (out.shape, out.dtype) == (q.shape, q.dtype), (out.shape, out.dtype)
     shares = parts = stats = None
     if num_tiles < 2 * tiles.num_slots and plan.block_table.shape[1] * page_size > _MIN_SPLIT:
-        shares = plan.shares(_shares, num_tiles, group, tiles.block_m, tiles.num_slots, num_kv_heads)
+        shares = plan.shares(tile_shares, num_tiles, group, tiles.block_m, tiles.num_slots, num_kv_heads, _MIN_SPLIT)
         num_rows = len(shares.items) * num_kv_heads * tiles.block_m
         parts = torch.empty((num_rows, head_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
@@ -107,7 +107,9 @@ def _per_sm(kv_layer: torch.Tensor) -> int:
     return 2 if padded(kv_layer.shape[4]) * kv_layer.itemsize <= 128 else 1
 
 
-def _shares(plan: TritonPlan, num_tiles: int, group: int, block_m: int, num_slots: int, num_kv_heads: int) -> Shares:
+def tile_shares(
+    plan: TritonPlan, num_tiles: int, group: int, block_m: int, num_slots: int, num_kv_heads: int, min_split: int
+) -> Shares:
     """Return the division of the keys of `num_tiles` tiles among programs, by the number of keys of each tile."""
     assert plan.starts is not None
     num_keys = torch.empty(num_tiles, dtype=torch.int64, device=plan.seq_lens.device)
@@ -115,7 +117,7 @@ def _shares(plan: TritonPlan, num_tiles: int, group: int, block_m: int, num_slot
         num_keys, plan.seq_lens, plan.starts, len(plan.seq_lens), GROUP=group, BLOCK_M=block_m, SEQS=_SEQS, num_warps=1
     )
     most = max_splits(num_sms(plan.seq_lens.device), num_kv_heads)
-    return Shares.of(num_keys, num_slots, most, num_kv_heads, _MIN_SPLIT, gathers=True)
+    return Shares.of(num_keys, num_slots, most, num_kv_heads, min_split, gathers=True)
 
 
 @triton.jit(do_not_specialize=("num_seqs", "window", "table_stride"))
@@ -148,8 +150,8 @@ def _extend_kernel(
     """Grid: (num_tiles, NUM_KV_HEADS), or (NUM_KV_HEADS, num_items) with items. A tile may have no rows.
 
     Without items the last tiles run first, because the last tiles of a sequence have most keys."""
-    tile, kv_head, split, num_splits = _work(items_ptr)
-    seq, start, query_len, first_row = _tile(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
+    tile, kv_head, split, num_splits = tile_work(items_ptr)
+    seq, start, query_len, first_row = tile_at(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
     if (first_row < query_len * GROUP) & (num_splits > 0):
         seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
         table_ptr += seq.to(tl.int64) * table_stride
@@ -243,8 +245,8 @@ def _weighted(
 
 
 @triton.jit
-def _work(items_ptr):
-    """Return a program's tile, kv head, split and number of splits (-1: no work). `items_ptr` as in
+def tile_work(items_ptr):
+    """Return a program's tile, kv head, split and number of splits (-1: no work). Grid and `items_ptr` as in
     `_extend_kernel`."""
     if items_ptr is None:
         return tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), 0, 1
@@ -272,7 +274,7 @@ def _span(last_seen, window, items_ptr, split, num_splits, HAS_WINDOW: tl.conste
 
 
 @triton.jit
-def _tile(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr):
+def tile_at(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr):
     """Return a tile's sequence, the sequence's first token and number of tokens, and the tile's first row in it.
 
     A tile whose first row is beyond the sequence's last row has no rows. `starts_ptr` is [num_seqs + 1] int32."""
@@ -294,7 +296,7 @@ def _keys_kernel(
 ):
     """Grid: (num_tiles,). Store the number of keys of each tile; 0 for a tile without rows."""
     tile = tl.program_id(0)
-    seq, _, query_len, first_row = _tile(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
+    seq, _, query_len, first_row = tile_at(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
     last = tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
     end = tl.load(seq_lens_ptr + seq) - query_len + last + 1
     tl.store(num_keys_ptr + tile, tl.where(first_row < query_len * GROUP, end, 0))

@@ -61,12 +61,12 @@ def walk_tree(
 
 def move_slots_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy slots as `move_slots_ref_` does. `kv` and the rows of `block_table` are contiguous."""
-    num_layers, num_pages, _, num_kv_heads, page_size, head_dim = kv.shape
+    num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim = kv.shape
     num_seqs, num_moves = sources.shape
     assert kv.is_contiguous() and block_table.stride(1) == 1 and targets.shape == sources.shape, sources.shape
     if not num_moves:
         return
-    _move_kernel[(num_seqs, num_layers, 2 * num_kv_heads)](
+    _move_kernel[(num_seqs, num_layers, num_planes * num_kv_heads)](
         kv, block_table, sources.contiguous(), targets.contiguous(), block_table.stride(0), num_pages, num_moves,
         PAGE_SIZE=page_size, HEAD_DIM=head_dim, MOVES=triton.next_power_of_2(num_moves),
         BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
@@ -155,7 +155,7 @@ def _walk_kernel(
 
 @triton.jit(do_not_specialize=("table_stride", "num_pages", "num_moves"))
 def _move_kernel(
-    kv_ptr,  # [num_layers, num_pages, 2 * num_kv_heads, PAGE_SIZE, HEAD_DIM] of any dtype, written
+    kv_ptr,  # [num_layers, num_pages, num_planes * num_kv_heads, PAGE_SIZE, HEAD_DIM] of any dtype, written
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     sources_ptr,  # [num_seqs, num_moves] int64
     targets_ptr,  # [num_seqs, num_moves] int64
@@ -167,7 +167,8 @@ def _move_kernel(
     MOVES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid: (num_seqs, num_layers, 2 * num_kv_heads). A program loads all moved rows of one head, then stores them."""
+    """Grid: (num_seqs, num_layers, num_planes * num_kv_heads). A program loads all moved rows of one head, then stores
+    them."""
     seq, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     move, dims = tl.arange(0, MOVES), tl.arange(0, BLOCK_D)
     is_move = move < num_moves

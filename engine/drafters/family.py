@@ -73,7 +73,7 @@ class Loading(NamedTuple):
     shape: DraftShape
     hidden: HiddenLayout
     target: DecoderModel
-    target_kv: torch.Tensor  # the target's pool, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]
+    target_kv: torch.Tensor  # the target's pool, [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim]
     draft_kv: torch.Tensor | None  # the drafter's own pool, if it has one
     on_progress: Progress | None
     ranks: Ranks  # that share the draft
@@ -160,12 +160,7 @@ class Speculation:
         if not self.has_pool:
             return None
         assert self.draft is not None
-        return PoolLayout(
-            num_layers=self.draft.num_layers,
-            num_kv_heads=self.draft.num_kv_heads,
-            head_dim=self.draft.head_dim,
-            dtype=self.hidden.draft_dtype,
-        )
+        return self.draft.pool(self.hidden.draft_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

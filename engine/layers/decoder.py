@@ -11,8 +11,22 @@ from typing import Protocol
 from torch import Tensor
 
 from ..attention import AttentionContext
-from .attention import Attention
+from ..products.linear import Linear
 from .residual import Residual
+
+
+class SelfAttention(Protocol):
+    """The first half of a decoder layer."""
+
+    @property
+    def out(self) -> Linear:
+        """The output projection, which the residual stream takes along (`Residual.add`)."""
+        ...
+
+    def __call__(self, normed: Tensor, context: AttentionContext) -> Tensor:
+        """Store what the pool holds of the new tokens and return the attended values: [num_tokens, in_size] ->
+        [num_tokens, out.in_size]."""
+        ...
 
 
 class FeedForward(Protocol):
@@ -31,7 +45,7 @@ class FeedForward(Protocol):
 class DecoderBody:
     """A decoder layer without its input norm. Draft heads feed it inputs of their own."""
 
-    attention: Attention
+    attention: SelfAttention
     mlp_norm: Tensor  # [hidden_size]
     mlp: FeedForward
 

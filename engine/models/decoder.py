@@ -74,7 +74,7 @@ class DecoderModel:
         self.device = embedding.weight.device
         self.stack = stack
         self._embedding, self._lm_head = embedding, lm_head
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, self.device, config.rotary_dim)
+        self._rotary = RotaryEmbedding(config.rope, config.rotated_size, self.device, config.rotary_dim)
 
     @property
     def handoff_hidden_size(self) -> int:
@@ -85,7 +85,7 @@ class DecoderModel:
         """Store the new tokens' KV in their pages and return their hidden states after the last norm,
         [num_tokens, hidden_size].
 
-        `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the model's dtype."""
+        `kv` [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim], of the model's dtype."""
         return self.forward_with_aux(batch, kv, ()).final
 
     @torch.inference_mode()

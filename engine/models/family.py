@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..config_file import ConfigFile
 from ..layers.decoder import DecoderLayer
-from ..model_config import ExpertsConfig, ModelConfig
+from ..model_config import ExpertsConfig, LatentConfig, ModelConfig
 from ..weights import Weights
 from .decoder import DecoderModel
 
@@ -32,5 +32,6 @@ class ModelFamily:
     needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed
     has_streams: bool = False  # hc_mult residual streams (hyper-connections)
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
-    read_experts: Callable[[ConfigFile], ExpertsConfig] | None = None  # None: it has no mixtures of experts
+    read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts
+    read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own
     read_mtp_layer: Callable[[ModelConfig, Weights, str, int], DecoderLayer] | None = None  # None: as Llama's

@@ -136,6 +136,8 @@ class FrozenKvHead:
 def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:
     """Check a head's directory. Raises ModelError for one that is no such head, ConfigError for a head that does not
     fit the target."""
+    if target.latent is not None:
+        raise ConfigError(f"{directory} attends to keys and values of heads; the target's pool has latents")
     config = read_model_config(directory, "LlamaForCausalLM")
     raw = json.loads((directory / "config.json").read_text())
     width, layers = raw.get("backbone_hidden_size"), raw.get("target_layers")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention import HeadNorms
 from ..layers.attention import Attention, WideNorms
-from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward
+from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward, SelfAttention
 from ..layers.embedding import Embedding, LmHead
 from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
@@ -52,12 +52,17 @@ def read_norm(config: ModelConfig, weights: Weights) -> Tensor:
 
 
 def read_layer(
-    config: ModelConfig, weights: Weights, prefix: str, index: int, mlp: FeedForward | None = None
+    config: ModelConfig,
+    weights: Weights,
+    prefix: str,
+    index: int,
+    mlp: FeedForward | None = None,
+    attention: SelfAttention | None = None,
 ) -> DecoderLayer:
-    """Read one decoder layer, which has KV in layer `index` of the pool. `mlp`: the second half, if it is another than
-    Llama's."""
+    """Read one decoder layer, which has KV in layer `index` of the pool. `mlp`, `attention`: its halves, if they are
+    others than Llama's."""
     norm = weights.tensor(f"{prefix}.input_layernorm.weight", config.hidden_size)
-    return DecoderLayer(norm, read_body(config, weights, prefix, index, mlp=mlp))
+    return DecoderLayer(norm, read_body(config, weights, prefix, index, mlp=mlp, attention=attention))
 
 
 def read_body(
@@ -68,11 +73,12 @@ def read_body(
     *,
     in_size: int | None = None,
     mlp: FeedForward | None = None,
+    attention: SelfAttention | None = None,
 ) -> DecoderBody:
     """Read a decoder layer without its input norm. `in_size`: width of what q, k and v read, hidden_size unless told
-    otherwise. `mlp`: the second half, if it is another than Llama's."""
+    otherwise. `mlp`, `attention`: its halves, if they are others than Llama's."""
     return DecoderBody(
-        read_attention(config, weights, f"{prefix}.self_attn", index, in_size or config.hidden_size),
+        attention or read_attention(config, weights, f"{prefix}.self_attn", index, in_size or config.hidden_size),
         weights.tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
         mlp or read_mlp(config, weights, f"{prefix}.mlp", config.intermediate_size),
     )

@@ -106,7 +106,7 @@ def load_layers(
     are the layers' `copies` of the target's embedding and head."""
     source = HeadTensors(file.directory, target.dtype, target.device, ranks, file.config.quantization)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
-    rotary = RotaryEmbedding(config.rope, config.head_dim, target.device, config.rotary_dim)
+    rotary = RotaryEmbedding(config.rope, config.rotated_size, target.device, config.rotary_dim)
     layers = tuple(load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
     for prefix in prefixes:
         source.refuse_unknown(*(f"{prefix}.{name}" for name in copies), within=f"{prefix}.")

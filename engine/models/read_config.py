@@ -28,12 +28,11 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     _check_supported(raw, family)
     num_heads = raw.integer("num_attention_heads")
     hidden_size = raw.integer("hidden_size")
-    num_kv_heads = raw.integer("num_key_value_heads", num_heads)
-    head_dim = raw.integer("head_dim", hidden_size // num_heads)
-    if num_heads % num_kv_heads:
-        raise raw.error("num_key_value_heads", f"does not divide num_attention_heads ({num_heads})")
-    if head_dim % 2:
-        raise raw.error("head_dim", "is odd, and rotary embeddings turn pairs", value=head_dim)
+    latent = None if family.read_latent is None else family.read_latent(raw)
+    if latent is None:
+        num_kv_heads, head_dim = _heads(raw, num_heads, hidden_size)
+    else:
+        num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
     rope = _rope(raw, family)
     return ModelConfig(
@@ -63,7 +62,19 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         quantization=read_quantization(raw, path),
         rotary_dim=_rotary_dim(raw, family, rope, head_dim),
         has_wide_norms=family.has_wide_norms,
+        latent=latent,
     )
+
+
+def _heads(raw: ConfigFile, num_heads: int, hidden_size: int) -> tuple[int, int]:
+    """Return the number of KV heads and the width of a head."""
+    num_kv_heads = raw.integer("num_key_value_heads", num_heads)
+    head_dim = raw.integer("head_dim", hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise raw.error("num_key_value_heads", f"does not divide num_attention_heads ({num_heads})")
+    if head_dim % 2:
+        raise raw.error("head_dim", "is odd, and rotary embeddings turn pairs", value=head_dim)
+    return num_kv_heads, head_dim
 
 
 def _family(raw: ConfigFile, architecture: str | None) -> ModelFamily:

@@ -16,6 +16,7 @@ from ..progress import Progress
 from ..ranks import ONE_RANK, Ranks
 from ..weights import CheckpointWeights, ListedWeights
 from .decoder import DecoderModel
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import ModelFamily
 from .glm4_moe import GLM4_MOE
 from .hyper_llama import HYPER_LLAMA
@@ -29,7 +30,18 @@ _UNUSED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")  # s
 
 FAMILIES = {
     family.architecture: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, HYPER_LLAMA)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        GLM4_MOE,
+        MINIMAX_M2,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        HYPER_LLAMA,
+    )
 }
 
 

@@ -194,6 +194,12 @@ class Product(ABC):
         """Make the product of a weight that has the format's tensors. Return None if the format does not serve it on
         its device."""
 
+    @classmethod
+    def numbers(cls, source: WeightSource) -> Tensor:
+        """Return the numbers that a weight of the format stands for: [sum of out_sizes, in_size] of the model's dtype,
+        on its device."""
+        return source.fused("weight")
+
     @abstractmethod
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """Return the product, [num_rows, in_size] -> [num_rows, out_size], of x's dtype.

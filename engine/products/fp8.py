@@ -90,6 +90,13 @@ class Fp8Product(Product):
     def build(cls, source: WeightSource) -> Self:
         return cls(*read_fp8(source), source.bias, source.in_size, sum(source.out_sizes))
 
+    @classmethod
+    def numbers(cls, source: WeightSource) -> Tensor:
+        quantization = source.quantization
+        if quantization is None or quantization.is_online:
+            return source.fused("weight")
+        return dequantized(*_stored(source, quantization)).to(source.dtype)
+
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         assert norm is None and residual is None, "nothing is fused here"
         values, scales = self.rounding(x)
@@ -120,6 +127,10 @@ class Fp8ProductOnCpu(Product):
         plain = GivenWeight(dequantized(*of.weight), of.bias)
         product = BlockedProduct.build(plain) or DenseProduct.build(plain)
         return cls(product, of.rounding, of.in_size, of.out_size)
+
+    @classmethod
+    def numbers(cls, source: WeightSource) -> Tensor:
+        return Fp8Product.numbers(source)
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         assert norm is None and residual is None, "nothing is fused here"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from torch import Tensor
+
 from ...metadata.errors import ModelError
 from ..quantization import Quantization
 from .base import Product, StoredTensor, WeightSource
@@ -35,9 +37,20 @@ def stored_tensors(
 
 def choose(source: WeightSource) -> Product:
     """Make the product of a weight. Raises ModelError if none of those that read its format serves the device."""
+    for product in _readers(source):
+        if (built := product.build(source)) is not None:
+            return built
+    stored = stored_tensors(source.has, source.out_sizes[0], source.in_size, source.quantization)
+    raise ModelError(f"weights of {' and '.join(stored)} in {source.dtype} are not served on {source.device.type}")
+
+
+def plain_numbers(source: WeightSource) -> Tensor:
+    """Return the numbers that a weight stands for, as `Product.numbers`."""
+    return _readers(source)[0].numbers(source)
+
+
+def _readers(source: WeightSource) -> list[type[Product]]:
+    """Return the products that read the format of a weight, in order."""
     sizes = source.out_sizes[0], source.in_size, source.quantization
     stored = stored_tensors(source.has, *sizes)
-    for product in PRODUCTS:
-        if product.tensors(*sizes) == stored and (built := product.build(source)) is not None:
-            return built
-    raise ModelError(f"weights of {' and '.join(stored)} in {source.dtype} are not served on {source.device.type}")
+    return [product for product in PRODUCTS if product.tensors(*sizes) == stored]

@@ -1,7 +1,8 @@
 """The layout of a KV pool: where each head of each plane lies in a page. Imports no torch.
 
 A pool has `num_pages` pages in each of `num_layers` layers. A page of a layer is a list of planes, one behind the
-other: K and V today. A plane is a list of blocks, one per head. A block holds the tokens of the page for that head:
+other: K and V, or one plane of latents. A plane is a list of blocks, one per head. A block holds the tokens of the
+page for that head:
 
     page of a layer   | block K 0 | block K 1 | ... | block V 0 | block V 1 | ...
     block             | values [page_size, head_dim] of dtype | padding | extra [page_size, extra_bytes] | padding |

@@ -54,8 +54,10 @@ def weight_bytes(config: ModelConfig, num_tokens: int) -> tuple[int, int]:
     weights by which each token is multiplied. The experts of tokens are drawn uniformly."""
     size, experts = config.hidden_size, config.experts
     num_mixtures = 0 if experts is None else len(experts.layers)
-    attention = size * (2 * config.q_size + 2 * config.kv_size)
-    always = config.num_layers * attention + (config.num_layers - num_mixtures) * 3 * size * config.intermediate_size
+    always = (
+        config.num_layers * config.attention_products
+        + (config.num_layers - num_mixtures) * 3 * size * config.intermediate_size
+    )
     read = active = always
     if experts is not None:
         expert, shared = 3 * size * experts.inner_size, 3 * size * experts.shared_size

@@ -17,7 +17,7 @@ from baton.metadata.wire.messages import Cancel, Resend
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Unit
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 MakePair = Callable[..., NodePair]
 
 
@@ -66,8 +66,9 @@ def test_greedy_output_equals_transformers(
     assert any(admitted.num_cached_pages for admitted in pair.admitted)
 
 
-def test_preemption_changes_no_token(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
-    model = checkpoint("llama")
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_preemption_changes_no_token(family: str, checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    model = checkpoint(family)
     settings = {"page_size": 4, "chunk_tokens": 8}
     cases = prompts(50, (9, 14, 11, 7, 10, 13))
     sampled = [params(20, temperature=1.0, seed=i, repetition_penalty=1.1, frequency_penalty=0.2) for i in range(6)]

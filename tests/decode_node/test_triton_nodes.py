@@ -43,10 +43,11 @@ def outputs(model: Path, **settings: Any) -> list[list[int]]:
 
 
 @pytest.mark.timeout(600)  # the interpreter is slow on a busy machine
+@pytest.mark.parametrize("has_latents", [False, True])
 def test_output_is_that_of_the_cpu_kernels(
-    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_latents: bool, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = drafters.target_of("eagle3", checkpoint)
+    model = checkpoint("deepseek_v3", q_lora_rank=48) if has_latents else drafters.target_of("eagle3", checkpoint)
     head = write_head(tmp_path / "eagle3", "eagle3", model)
     settings: dict[str, Any] = {"speculative": "eagle3", "draft_model": str(head), "draft_steps": 2}
     expected = outputs(model)

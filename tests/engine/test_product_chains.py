@@ -41,6 +41,14 @@ def test_experts_have_kernels_of_their_own(checkpoint: Callable[..., Path]) -> N
     assert [uses(chain) for chain in find_chains(engine.model)] == [BODY[:2], HEAD]
 
 
+def test_products_of_attention_to_latents_are_alone(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint("deepseek_v3", q_lora_rank=48))
+    found = [uses(chain) for chain in find_chains(engine.model)]
+    assert found[0] == BODY[2:]
+    alone = [(48 + 56, 64), (4 * 36, 48), (64, 4 * 24), (512, 64)]
+    assert sorted(found[1:]) == sorted([("plain", shape)] for shape in alone)
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [

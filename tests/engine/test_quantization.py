@@ -21,7 +21,10 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import read_target
 from baton.engine.fingerprint import fingerprint
 from baton.engine.group import OneRank
+from baton.engine.layers.latent_attention import LatentAttention
+from baton.engine.models.decoder import DecoderStack
 from baton.engine.models.read_config import read_model_config
+from baton.engine.models.registry import load_model
 from baton.engine.products.base import INNER_IN, INNER_OUT
 from baton.engine.products.fp8 import Fp8ProductOnCpu
 from baton.engine.quantization import ONLINE_FP8, chosen
@@ -66,6 +69,25 @@ def test_ranks_that_would_round_other_rows_are_refused(checkpoint: Callable[...,
     check_shares(wide, 2, "the model", has_all_heads=True)
     with pytest.raises(ConfigError, match="2 ranks would have 32 numbers of query heads each"):
         check_shares(wide, 2, "the model")
+
+
+def test_ranks_share_whole_blocks_of_attention_to_latents(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Of 4 heads each rank has 2, whose keys and values are those of the whole model."""
+    sizes = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "intermediate_size": 256}
+    path = quantized(checkpoint("deepseek_v3", **sizes), tmp_path / "fp8", BLOCKS)
+    own = read_model_config(path)
+    ups = []
+    for ranks in (Ranks(), Ranks(OneOf(0, 2)), Ranks(OneOf(1, 2))):
+        stack = load_model(path, own, torch.float32, torch.device("cpu"), ranks=ranks).stack
+        assert isinstance(stack, DecoderStack)
+        attention = stack.layers[1].body.attention
+        assert isinstance(attention, LatentAttention)
+        ups.append((attention.key_up, attention.value_up))
+    for whole, first, second in zip(*ups, strict=True):
+        assert len(first) == 2 and torch.equal(whole, torch.cat((first, second)))
+    odd = read_model_config(quantized(checkpoint("deepseek_v3", intermediate_size=256), tmp_path / "odd", BLOCKS))
+    with pytest.raises(ConfigError, match="2 ranks would have 72 numbers of query heads each"):
+        check_shares(odd, 2, "the model")
 
 
 class OneOf(OneRank):

@@ -186,6 +186,7 @@ def test_tied_heads_take_their_share_of_the_embedding() -> None:
             RankRows(),
             "has 33 hidden units of an expert, which 2 ranks cannot divide",
         ),
+        ("deepseek_v3", {}, 3, None, "DeepseekV3ForCausalLM has 4 query heads, which 3 ranks cannot divide"),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(

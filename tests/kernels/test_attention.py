@@ -70,6 +70,26 @@ def test_equals_the_reference(
     torch.testing.assert_close(ours, expected, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_the_keys_of_a_single_plane_are_also_the_values(shape: str, num_kv_heads: int) -> None:
+    """As with K and V that are equal. The scale is that of the caller."""
+    (query_lens, seq_lens), scale = SHAPES[shape], 0.3
+    q, kv, table = make_pool(query_lens, seq_lens, 4, num_kv_heads, 4)
+    kv[:, :, 1] = kv[:, :, 0]
+    single, others = kv[0, :, :1].contiguous(), (table, query_lens, seq_lens)
+    expected = paged_attention_ref(q * (scale * HEAD_DIM**0.5), kv[0].nan_to_num(), *others, None)
+    found = paged_attention_ref(q, single.nan_to_num(), *others, None, scale=scale)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+    sizes = {"page_size": 4, "num_kv_heads": num_kv_heads, "windows": frozenset({None}), "dtype": torch.float32}
+    plan = AttentionPlan.build(*others, **sizes, num_planes=1)
+    torch.testing.assert_close(paged_attention(q, single, plan, None, scale), expected, atol=2e-6, rtol=0)
+    new = torch.randn(len(q), num_kv_heads, HEAD_DIM)
+    store_kv(new, single, plan)
+    last = table[0, (seq_lens[0] - 1) // 4], (seq_lens[0] - 1) % 4
+    assert torch.equal(single[last[0], 0, :, last[1]], new[query_lens[0] - 1])
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=["bf16", "fp16"])
 def test_16_bits(dtype: torch.dtype, atol: float) -> None:
     query_lens, seq_lens = SHAPES["mixture"]

@@ -269,6 +269,19 @@ def test_odd_shapes(page_size: int, heads: tuple[int, int], head_dim: int) -> No
     torch.testing.assert_close(attend_stored(*stored), attend_stored_ref(*stored), atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_a_single_plane_whose_heads_are_rotated_in_part(shape: str, is_tree: bool, page_size: int) -> None:
+    case = Case(*SHAPES[shape], heads=(5, 1), head_dim=56, page_size=page_size, is_tree=is_tree)
+    case.cos, case.sin = case.cos[..., 10:26].contiguous(), case.sin[..., 10:26].contiguous()
+    kv, qkv = case.kv[:, :, :1].nan_to_num(), case.qkv[:, : 6 * 56]
+    kv_ref, arguments = kv.clone(), (LAYER, case.rows(), None, None, 0.0, 0.3)
+    expected = attend_ref(qkv.clone(), kv_ref.numpy(), *arguments)
+    torch.testing.assert_close(attend(qkv.clone(), kv.numpy(), *arguments), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(kv, kv_ref, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 @IN_A_FILE
 def test_stored_keys_of_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
     q, pool = make_queries(1), make_large_pool(tmp_path)

@@ -37,6 +37,21 @@ def test_new_tokens_are_stored_and_attended() -> None:
     torch.testing.assert_close(stored, expected[1:])
 
 
+def test_the_last_numbers_of_heads_are_rotated_and_a_single_plane_has_keys_that_are_the_values() -> None:
+    kv, qkv, rows = torch.zeros(1, 12, 1, 1, 3, 6), torch.randn(3, 3 * 6), rows_of([2, 1], [2, 1])
+    rows.cos.fill(0.0)  # a quarter turn
+    rows.sin[..., :2], rows.sin[..., 2:] = -1.0, 1.0
+    out = attend_ref(qkv.clone(), kv.numpy(), 0, rows, None, scale=0.7)
+    heads = qkv.view(3, 3, 6)
+    heads = torch.cat((heads[..., :2], -heads[..., 4:], heads[..., 2:4]), -1)
+    table = torch.from_numpy(rows.block_table)
+    assert torch.equal(kv[0, table[0, 0], 0, 0, :2], heads[:2, 2]) and torch.equal(
+        kv[0, table[1, 0], 0, 0, 0], heads[2, 2]
+    )
+    weights = (heads[1, :2] @ heads[:2, 2].T * 0.7).softmax(-1)  # of the second token
+    torch.testing.assert_close(out[1], (weights @ heads[:2, 2]).flatten())
+
+
 def test_lengths_and_trees_are_those_given() -> None:
     tree = Tree(torch.tensor([3, 3]), torch.tensor([[True, False], [True, True], [True, False]]))
     rows = rows_of([2, 1], [5, 4], tree)

@@ -71,12 +71,15 @@ def test_who_descends_from_whom(num_drafts: int, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("page_size", "head_dim", "num_moves"), [(4, 16, 3), (16, 20, 5), (1, 8, 1)])
-def test_the_move(page_size: int, head_dim: int, num_moves: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("planes", "page_size", "head_dim", "num_moves"), [((2, 3), 4, 16, 3), ((2, 3), 1, 8, 1), ((1, 1), 16, 20, 5)]
+)
+def test_the_move(planes: tuple[int, int], page_size: int, head_dim: int, num_moves: int, dtype: torch.dtype) -> None:
     """Sources lie among targets, over the borders of pages; one sequence stays as it is."""
     generator = torch.Generator().manual_seed(page_size)
     num_seqs, num_columns = 3, -(-40 // page_size)
-    kv = torch.randn(2, 1 + num_seqs * num_columns, 2, 3, page_size, head_dim, generator=generator).to(DEVICE, dtype)
+    shape = (2, 1 + num_seqs * num_columns, *planes, page_size, head_dim)
+    kv = torch.randn(shape, generator=generator).to(DEVICE, dtype)
     table = (torch.randperm(num_seqs * num_columns, generator=generator) + 1).view(num_seqs, num_columns).to(DEVICE)
     starts = torch.tensor([[7], [20], [11]])
     targets = starts + torch.arange(1, num_moves + 1)

@@ -28,6 +28,19 @@ TINY: dict[str, Any] = {  # fields of a transformers configuration
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+_DEEPSEEK = {
+    "kv_lora_rank": 40,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+}
 
 
 _CLASS_NAMES = {"hyper_llama": "Llama", "minimax_m2": "MiniMaxM2"}
@@ -42,8 +55,8 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`.
 
     Families: llama, mistral, qwen2, qwen3, qwen3_moe (4 experts, 2 of them active), glm4_moe and minimax_m2 (7
-    experts), and hyper_llama, a llama with `hc_mult` residual streams (4 by default). `config` overrides fields of the
-    transformers configuration."""
+    experts), deepseek_v2 and deepseek_v3 (dense unless `first_k_dense_replace` is given), and hyper_llama, a llama with
+    `hc_mult` residual streams (4 by default). `config` overrides fields of the transformers configuration."""
     import torch
     import transformers
 
@@ -54,8 +67,12 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
         "head_dim": 16,
         **({"sliding_window": None} if family == "mistral" else {}),
         **_EXPERTS.get(family, {}),
+        **(_DEEPSEEK if "deepseek" in family else {}),
         **config,
     }
+    if "deepseek" in family:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+        fields.setdefault("first_k_dense_replace", fields["num_hidden_layers"])
     torch.manual_seed(seed)
     model = getattr(transformers, f"{class_name}ForCausalLM")(getattr(transformers, f"{class_name}Config")(**fields))
     path.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 _E4M3 = sorted(x for x in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist() if x == x)
 _NUMBERS = torch.tensor(_E4M3, dtype=torch.float64).unique()  # all of them, ascending
+_WITHOUT_ROUNDING = "kv_b_proj"  # attention multiplies by parts of it, and rounds no row for them
+_OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", _WITHOUT_ROUNDING)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_PROJECTIONS += _OF_LATENTS
 
 
 class Scheme(NamedTuple):
@@ -109,10 +112,13 @@ def rounding_model(plain: Path, scheme: Scheme) -> Any:
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     for name, module in model.named_modules():
+        if scheme is ONLINE and name.endswith(_WITHOUT_ROUNDING):
+            continue
         if isinstance(module, nn.Linear) and name.split(".")[-1] in _PROJECTIONS:
             values, scales = _weight(module.weight.detach(), scheme)
             module.weight.data = _spread(values, scales.float().double(), scheme.weight).float()
-            module.forward = _rounded_forward(module, f"{name}.weight", scheme)
+            if not name.endswith(_WITHOUT_ROUNDING):
+                module.forward = _rounded_forward(module, f"{name}.weight", scheme)
         elif hasattr(module, "gate_up_proj"):
             _round_experts(module, scheme)
     return model

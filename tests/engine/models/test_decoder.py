@@ -15,6 +15,7 @@ from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.products.half import HalfProduct
 from baton.engine.work import BatchRow
+from baton.metadata.handoff.kv_layout import KvLayout
 
 PAGE_SIZE = 4
 NUM_PAGES = 120
@@ -30,6 +31,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+DEEPSEEK = {"num_attention_heads": 5, "hidden_size": 80, "rms_norm_eps": 1e-2}
+DEEPSEEK_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -65,6 +68,11 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "deepseek-v2": ("deepseek_v2", DEEPSEEK),
+    "deepseek-v2-query-latent-yarn": ("deepseek_v2", {"q_lora_rank": 48, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK | {"q_lora_rank": 48}),
+    "deepseek-v3-yarn": ("deepseek_v3", DEEPSEEK | {"rope_parameters": DEEPSEEK_YARN}),
+    "deepseek-v3-halves": ("deepseek_v3", {"rope_interleave": False, "kv_lora_rank": 48}),
 }
 
 
@@ -80,11 +88,9 @@ class Run:
     def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         config = read_model_config(model_dir)
         self.model: DecoderModel = load_model(model_dir, config, dtype, "cpu")
-        self.kv = torch.full(
-            (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim),
-            float("nan"),
-            dtype=dtype,
-        )
+        pool = config.pool("float32")
+        shape = KvLayout.of(pool, PAGE_SIZE).stacked_shape(NUM_PAGES)
+        self.kv = torch.full(shape, float("nan"), dtype=dtype)
         self._free = random.Random(seed).sample(range(1, NUM_PAGES), NUM_PAGES - 1)
 
     def pages(self, num_tokens: int) -> list[int]:
@@ -172,7 +178,7 @@ def test_only_the_rows_own_slots_are_written(checkpoint: Checkpoint) -> None:
     assert (run.kv[:, untouched] == 7.0).all()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_models(checkpoint: Checkpoint, family: str, dtype: str) -> None:
     """Computed in 16 bits, logits are as close to those of the float32 model as those of transformers are (within a

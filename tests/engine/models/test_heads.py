@@ -53,12 +53,18 @@ def test_states_and_logits_equal_plain_torch(
     check_rows(Oracle(kind, head, model), model, head, temperature)
 
 
+OWN_LAYERS: list[tuple[str, dict[str, Any]]] = [
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}),
+    ("deepseek_v3", {"first_k_dense_replace": 1, "q_lora_rank": 48}),
+]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("family", "more"), OWN_LAYERS, ids=[family for family, _ in OWN_LAYERS])
 def test_a_targets_own_layer_with_experts_equals_transformers(
-    temperature: float, checkpoint: Checkpoints, tmp_path: Path
+    family: str, more: dict[str, Any], temperature: float, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    more = {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}
-    model = with_mtp(checkpoint("glm4_moe", num_hidden_layers=3, **more), tmp_path / "model")
+    model = with_mtp(checkpoint(family, num_hidden_layers=3, **more), tmp_path / "model")
     check_rows(OwnMtpOracle(model), model, model, temperature)
 
 

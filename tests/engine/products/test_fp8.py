@@ -26,6 +26,7 @@ from baton.engine.work import BatchRow
 from baton.kernels.fp8 import dequantized
 from baton.kernels.operations import preferring
 from baton.metadata.errors import ModelError
+from baton.metadata.handoff.kv_layout import KvLayout
 
 Checkpoint = Callable[..., Path]
 PAGE_SIZE = 4
@@ -50,7 +51,7 @@ def plain(checkpoint: Checkpoint) -> Path:
 def forward(model: DecoderModel, config: ModelConfig, ids: list[int], chunks: tuple[int, ...]) -> Tensor:
     """Return the logits of all ids, computed chunk by chunk."""
     pages = list(range(1, 1 + -(-len(ids) // PAGE_SIZE)))
-    shape = (config.num_layers, len(pages) + 1, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    shape = KvLayout.of(config.pool("float32"), PAGE_SIZE).stacked_shape(len(pages) + 1)
     kv, position, logits = torch.full(shape, float("nan"), dtype=model.dtype), 0, list[Tensor]()
     for size in chunks:
         row = BatchRow(ids[position : position + size], position, pages, num_logits=size)
@@ -81,11 +82,27 @@ def test_every_scheme_equals_transformers_that_rounds_alike(name: str, plain: Pa
     check(model, config, plain, SCHEMES[name])
 
 
-def test_a_plain_checkpoint_is_rounded_while_it_is_read(plain: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_plain_checkpoint_is_rounded_while_it_is_read(family: str, checkpoint: Checkpoint) -> None:
+    plain = checkpoint(family, **(ODD if family == "llama" else {"q_lora_rank": 48}))
     config = dataclasses.replace(read_model_config(plain), quantization=ONLINE_FP8)
     model = load_model(plain, config, torch.float32, "cpu")
     check(model, config, plain, ONLINE)
     assert not isinstance(model._lm_head.linear.product, Fp8ProductOnCpu)
+
+
+@pytest.mark.parametrize("name", ["blocks", "w8a8", "fp8-static"])
+def test_attention_to_latents_multiplies_by_the_numbers_that_stored_weights_stand_for(
+    name: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The heads' 5 * 44 rows are cut off within a block, and so is the latent."""
+    sizes = {"hidden_size": 160, "intermediate_size": 200, "num_attention_heads": 5}
+    if name == "blocks":
+        sizes |= {"q_lora_rank": 48, "first_k_dense_replace": 1}  # and experts in the second layer
+    plain = checkpoint("deepseek_v3", **sizes)
+    path = quantized(plain, tmp_path / name, SCHEMES[name])
+    config = read_model_config(path)
+    check(load_model(path, config, torch.float32, "cpu"), config, plain, SCHEMES[name])
 
 
 @pytest.mark.parametrize("name", ["blocks", "w8a8", "fp8-static", "w8a16"])
