@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import drafters
 import pytest
 import torch
 from node_pair import node_pairs, params
@@ -152,6 +153,32 @@ def test_ranks_and_fp8_give_the_text_of_transformers(
         results = pair.run()
     for index, ids in enumerate(prompts):
         reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 16))
+    assert reference.num_ties <= 1, reference.num_ties
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter"), [("qwen3_moe", "eagle3"), ("glm4_moe", "standalone"), ("minimax_m2", "eagle")]
+)
+def test_drafts_do_not_change_the_text(family: str, drafter: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Prompts that share a beginning, twice, in chunks, with trees where the drafter has them."""
+    model = checkpoint(family)
+    drafts = drafters.settings(drafter, model, tmp_path, steps=3) | (
+        {} if drafter == "standalone" else {"draft_topk": 2}
+    )
+    reference, prompts = Reference(model), [prompt(9, 1), prompt(40, 2), prompt(40, 2)[:25] + prompt(8, 3)]
+    both = {"page_size": 4, "num_pages": 200, "chunk_tokens": 11, **drafts}
+    with node_pairs() as start:
+        pair = start(model, prefill=both, decode=both)
+        for turn in range(2):
+            for index, ids in enumerate(prompts):
+                pair.submit(f"{turn} {index}", ids, params(20))
+            pair.run()
+        results = pair.results
+        assert pair.decode.stats().num_drafted > 0
+    for index, ids in enumerate(prompts):
+        expected = reference.generate(ids, 20)
+        for turn in range(2):
+            reference.assert_greedy(ids, results[f"{turn} {index}", 0].ids, expected)
     assert reference.num_ties <= 1, reference.num_ties
 
 
