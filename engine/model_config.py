@@ -120,11 +120,14 @@ class ModelConfig:
     def layer_products(self) -> int:
         """Number of weights in the matrices of one layer by which a token is multiplied."""
         experts = self.experts
-        inner_size = self.intermediate_size if experts is None else experts.num_active * experts.inner_size
-        return self._attention_products + 3 * self.hidden_size * inner_size
+        inner_size = self.intermediate_size
+        if experts is not None:
+            inner_size = experts.num_active * experts.inner_size + experts.shared_size
+        return self.attention_products + 3 * self.hidden_size * inner_size
 
     @property
-    def _attention_products(self) -> int:
+    def attention_products(self) -> int:
+        """The same of the attention layer."""
         latent = self.latent
         if latent is None:
             return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)

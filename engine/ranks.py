@@ -23,8 +23,8 @@ from ..metadata.errors import ConfigError
 from ..metadata.handoff.kv_layout import Shard
 from .group import Group, OneRank
 from .model_config import ModelConfig
-from .products.base import VOCAB, Product, Split, WeightShard
-from .products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
+from .products.base import VOCAB, Product, Split, Sum, WeightShard
+from .products.ranked import GatheredProduct, OwnRowsSum, RankRows, ScatteredProduct, SummedProduct
 from .row_shares import Lens, RowShares
 
 
@@ -135,6 +135,12 @@ class Ranks:
             return None
         return WeightShard(self.group.rank, self.group.size, split.dim, split.num_parts, pads=split.divides == "vocab")
 
+    def sum_of(self, split: Split) -> Sum | None:
+        """Return the sum over the ranks that divide the columns of a weight. None: there is nothing to sum."""
+        if self.shard(split) is None:
+            return None
+        return self.group if self.rows is None else OwnRowsSum(self.group, self.rows)
+
     def vocab(self, size: int) -> VocabShares | None:
         """Return the ranks that divide a vocabulary of `size` tokens as `VOCAB`. None: this rank has all logits."""
         return None if self.shard(VOCAB) is None else VocabShares(self.group, size)
@@ -165,11 +171,6 @@ def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: b
             flag = "--dp-attention" if has_all_heads else "--tp"
             raise ConfigError(f"{model} has {count} {what}, which {size} ranks cannot divide; let {flag} be a divisor")
     _check_quantization(config, size, model, has_all_heads=has_all_heads)
-    if config.experts is not None and has_all_heads:
-        raise ConfigError(
-            f"{model} has mixtures of experts: a rank would skip experts that another rank needs; divide the "
-            "attention, too, with --tp"
-        )
     num_kv_heads = config.num_kv_heads
     if not has_all_heads and num_kv_heads % size and size % num_kv_heads:
         raise ConfigError(

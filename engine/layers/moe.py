@@ -23,6 +23,7 @@ from ...kernels.linear import sum_parts
 from ..model_config import ExpertsConfig
 from ..products.base import Sum
 from ..products.experts import Experts
+from ..products.ranked import OwnRowsSum
 from .mlp import Mlp
 from .residual import Residual
 
@@ -85,9 +86,11 @@ class MoeMlp:
         stream.add_output(self._summand(stream.normed(norm)), self.sums_over)
 
     def _summand(self, x: Tensor) -> Tensor:
-        """Return this rank's summand of the output."""
+        """Return this rank's summand of the output; of the rows of all ranks, if each has rows of its own."""
+        if isinstance(self.sums_over, OwnRowsSum):
+            x = self.sums_over.gather(x)
         out = self.experts(x, *self.router(x))
         if self.shared is None:
             return out
-        parts = self.shared.down.parts(self.shared.gate_up.gated(x))
+        parts = self.shared.down.product.alone.parts(self.shared.gate_up.product.alone.gated(x))
         return out.add_(parts if parts.ndim == 2 else sum_parts(parts, out.dtype))

@@ -55,8 +55,7 @@ def read_mixture(config: ModelConfig, weights: Weights, prefix: str, names: Mixt
     shared: Mlp | None = None
     if experts.shared_size:
         shared = read_mlp(config, weights, f"{prefix}.{names.shared}", experts.shared_size)
-    is_shared = weights.ranks.shard(INNER_IN) is not None
-    return MoeMlp(router, products, shared, weights.ranks.group if is_shared else None)
+    return MoeMlp(router, products, shared, weights.ranks.sum_of(INNER_IN))
 
 
 def read_mixture_layer(config: ModelConfig, weights: Weights, prefix: str, index: int) -> DecoderLayer:

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.experts import ExpertWeight, experts_linear, gated_experts_linear, mix_parts, place_experts
 from ...kernels.fp8 import dequantized
 from ...kernels.operations import captures
-from ...kernels.silu import silu_mul
-from .base import WeightSource
+from .base import GivenWeight, Product, WeightSource
 from .fp8 import RowRounding, read_fp8
+from .registry import choose
 
 
 class ExpertSources(NamedTuple):
@@ -53,25 +52,26 @@ class Experts(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchExperts(Experts):
-    """Plain weights and torch's products, one expert after the other. The host reads which experts are chosen, which
-    costs nothing on a CPU. FP8 weights are here as the numbers that they stand for, and rows are rounded."""
+    """Products of each expert, one expert after the other. The host reads which experts are chosen, which costs nothing
+    on a CPU. FP8 weights are here as the numbers that they stand for, and rows are rounded."""
 
-    gate_up: Tensor  # [num_experts, 2 * inner_size, size]
-    down: Tensor  # [num_experts, size, inner_size]
+    gate_up: tuple[Product, ...]  # size -> 2 * inner_size
+    down: tuple[Product, ...]  # inner_size -> size
     roundings: tuple[RowRounding, RowRounding] | None = None  # of the rows of both; None: they are not rounded
 
     @classmethod
     def build(cls, sources: ExpertSources) -> Self | None:
         if captures(sources.gate_up.device):
             return None
-        weights, roundings = list[Tensor](), list[RowRounding]()
+        products, roundings = list[tuple[Product, ...]](), list[RowRounding]()
         for source in (sources.gate_up, sources.down):
             weight, rounding = _read(source)
             whole = weight.values if weight.scales is None else dequantized(weight.values, weight.scales, weight.group)
-            weights.append(whole.to(source.dtype).unflatten(0, (sources.num_experts, -1)))
+            each = whole.to(source.dtype).chunk(sources.num_experts)
+            products.append(tuple(choose(GivenWeight(weight, None)) for weight in each))
             if rounding is not None:
                 roundings.append(rounding)
-        return cls(weights[0], weights[1], (roundings[0], roundings[1]) if roundings else None)
+        return cls(products[0], products[1], (roundings[0], roundings[1]) if roundings else None)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -82,8 +82,8 @@ class TorchExperts(Experts):
 
     def _expert(self, index: int, x: Tensor) -> Tensor:
         of_x, of_inner = self.roundings or (None, None)
-        inner = silu_mul(F.linear(x if of_x is None else of_x.numbers(x), self.gate_up[index]))
-        return F.linear(inner if of_inner is None else of_inner.numbers(inner), self.down[index])
+        inner = self.gate_up[index].gated(x if of_x is None else of_x.numbers(x))
+        return self.down[index](inner if of_inner is None else of_inner.numbers(inner))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

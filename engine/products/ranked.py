@@ -35,6 +35,10 @@ class OwnRowsSum:
     group: Group
     rows: RankRows
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the rows of all ranks, [num_own_rows, size] -> [sum of num_rows, size]."""
+        return self.group.gather(x, self.rows.lens)
+
     def sum(self, x: Tensor) -> Tensor:
         """[sum of num_rows, size] -> [num_own_rows, size]."""
         return self.group.reduce_scatter(x, self.rows.lens)

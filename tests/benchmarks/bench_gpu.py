@@ -3,6 +3,8 @@
     python tests/benchmarks/synthetic.py llama-3.2-1b models/1b
     python tests/benchmarks/bench_gpu.py --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
     python tests/benchmarks/bench_gpu.py --model models/8b --tp 2 --only decode sampling prefill
+    python tests/benchmarks/synthetic.py qwen3-30b-a3b models/30b --config-only
+    python tests/benchmarks/bench_gpu.py --model models/30b --load-format dummy --quantization fp8 --only decode
 
 Prints one line per point, then Markdown tables beside the best peer's figures, and writes JSON with --json FILE. If the
 model is planted, the generated text is compared with the known text (`checked_tokens` of it); a difference ends the
@@ -188,6 +190,8 @@ def _load(options: argparse.Namespace, ranks: Ranks) -> Engine:
         context_len=options.context_len,
         chunk_tokens=8192,
         prefix_cache=False,
+        quantization=options.quantization,
+        load_format=options.load_format,
         **settings,
     )
     with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
@@ -410,7 +414,7 @@ def _prompt_row(
 ) -> dict[str, Any]:
     """Return the figures of prompts of `num_tokens` tokens each, which took these times."""
     took, total = statistics.median(seconds), num_prompts * num_tokens
-    _, products = weight_bytes(engine)
+    _, products = weight_bytes(engine.model_config, total)
     config = engine.model_config
     head = config.hidden_size * config.vocab_size
     attention = 2 * 2 * num_prompts * num_tokens * num_tokens / 2 * config.num_layers * config.q_size
@@ -497,6 +501,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--speculative", default="eagle3")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--topk", type=int, default=1, help="branches of a node; more than 1: trees")
+    parser.add_argument("--quantization", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--load-format", choices=["safetensors", "dummy"], default="safetensors")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["greedy"], help="of sampling, for adaptive")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from baton.engine.engine import Engine
+from baton.engine.model_config import ModelConfig
+from baton.metadata.handoff.schema import page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +49,30 @@ def best_s(run: Callable[[], Any], times: int = 10) -> float:
     return best
 
 
-def weight_bytes(engine: Engine) -> tuple[int, int]:
-    """Return (bytes, products) of the matrices that a decode step reads: all but the embedding."""
-    config = engine.model_config
-    count = config.num_layers * config.layer_products + config.hidden_size * config.vocab_size
-    return 2 * count, count
+def weight_bytes(config: ModelConfig, num_tokens: int) -> tuple[int, int]:
+    """Return (bytes, products): of the matrices that a step of `num_tokens` reads, all but the embedding, and the
+    weights by which each token is multiplied. The experts of tokens are drawn uniformly."""
+    size, experts = config.hidden_size, config.experts
+    num_mixtures = 0 if experts is None else len(experts.layers)
+    always = (
+        config.num_layers * config.attention_products
+        + (config.num_layers - num_mixtures) * 3 * size * config.intermediate_size
+    )
+    read = active = always
+    if experts is not None:
+        expert, shared = 3 * size * experts.inner_size, 3 * size * experts.shared_size
+        share = 1 - (1 - experts.num_active / experts.num_experts) ** num_tokens
+        read += num_mixtures * int(share * experts.num_experts * expert + shared)
+        active += num_mixtures * (experts.num_active * expert + shared)
+    head = size * config.vocab_size
+    return read * (2 if config.quantization is None else 1) + 2 * head, active + head
 
 
 def floor_s(engine: Engine, num_tokens: int, kv_tokens: int, limits: Limits, num_logits: int | None = None) -> float:
     """Return the least seconds of a step of `num_tokens` new tokens that reads the KV of `kv_tokens` tokens."""
     config = engine.model_config
-    weights, products = weight_bytes(engine)
-    kv_bytes = kv_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2
+    weights, products = weight_bytes(config, num_tokens)
+    kv_bytes = kv_tokens * page_bytes(engine.schema) // engine.schema.page_size
     head = config.hidden_size * config.vocab_size
     flops = 2 * num_tokens * (products - head) + 2 * (num_tokens if num_logits is None else num_logits) * head
     return max((weights + kv_bytes) / limits.bytes_per_s, flops / limits.flops_per_s)

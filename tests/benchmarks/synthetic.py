@@ -107,6 +107,57 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {  # fields of config.json that diffe
     },
 }
 
+ARCHITECTURES |= {
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "glm-4.5-air": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "vocab_size": 151552,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    },
+}
+
 _LOGIT_SPREAD = 3.0  # standard deviation of random logits
 
 
@@ -149,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, help="fewer or more layers than the original has")
     parser.add_argument("--planted", action="store_true", help="a text that is known in advance (planted_text.py)")
+    parser.add_argument("--config-only", action="store_true", help="no weights: for --load-format dummy")
     heads = "EAGLE-3 heads beside a planted model, in DIR/eagle3-A: shares of tokens that they propose right"
     parser.add_argument("--acceptance", type=float, nargs="+", default=[], metavar="A", help=heads)
     options = parser.parse_args(arguments)
@@ -157,7 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fields = ARCHITECTURES[options.architecture] | {"dtype": options.dtype}
     if options.layers is not None:
         fields["num_hidden_layers"] = options.layers
-    if options.planted:
+    if options.config_only:
+        config = write_config(options.directory, fields)
+        write_tokenizer(options.directory, config.vocab_size)
+    elif options.planted:
         model = write_planted(options.directory, fields, seed=options.seed)
         for share in options.acceptance:
             write_planted_eagle3(options.directory / f"eagle3-{share:g}", model, share, seed=options.seed)

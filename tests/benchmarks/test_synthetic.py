@@ -22,7 +22,9 @@ from baton.router.text.tokenizer import TextTokenizer
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19)], ids=str
+    ("name", "billions"),
+    [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.53)],
+    ids=str,
 )
 def test_sizes_are_those_of_the_original(tmp_path: Path, name: str, billions: float) -> None:
     config = tensor_files.write_config(tmp_path, synthetic.ARCHITECTURES[name])
@@ -41,6 +43,15 @@ def test_random_logits_are_neither_certain_nor_arbitrary(tmp_path: Path, name: s
     entropy = -(probs * probs.clamp_min(1e-30).log()).sum(-1)
     assert 1.0 < entropy.quantile(0.1) < entropy.quantile(0.9) < 6.0, entropy  # ln(1024) is 6.9
     assert len(set(logits.argmax(-1).tolist())) > 24
+
+
+def test_a_model_without_weights_is_for_dummies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = small("qwen3-30b-a3b") | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    monkeypatch.setitem(synthetic.ARCHITECTURES, "qwen3-30b-a3b", fields)
+    synthetic.main(["qwen3-30b-a3b", str(tmp_path), "--config-only"])
+    settings = {"device": "cpu", "threads": 1, "num_pages": 64, "load_format": "dummy", "quantization": "fp8"}
+    engine = Engine(EngineConfig(model=str(tmp_path), **settings))
+    assert engine.forward([BatchRow(random_prompt(20), 0, [1, 2])]).isfinite().all()
 
 
 def test_shards_are_bounded_indexed_and_alike_for_one_seed(tmp_path: Path) -> None:

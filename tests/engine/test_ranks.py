@@ -179,8 +179,13 @@ def test_tied_heads_take_their_share_of_the_embedding() -> None:
             "has 2 KV heads, which 3 ranks cannot share",
         ),
         ("qwen3_moe", {}, 3, RankRows(), "has 128 hidden units, which 3 ranks cannot divide"),
-        ("qwen3_moe", {}, 2, RankRows(), "has mixtures of experts"),
-        ("deepseek_v3", {"first_k_dense_replace": 1}, 2, RankRows(), "has mixtures of experts"),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 33},
+            2,
+            RankRows(),
+            "has 33 hidden units of an expert, which 2 ranks cannot divide",
+        ),
         ("deepseek_v3", {}, 3, None, "DeepseekV3ForCausalLM has 4 query heads, which 3 ranks cannot divide"),
     ],
 )

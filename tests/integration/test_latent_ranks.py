@@ -34,6 +34,7 @@ CASES = (
     Case("dense", "tp", 3, 1),
     Case("experts", "tp", 1, 2),
     Case("dense", "dp_attention", 2, 2),
+    Case("experts", "dp_attention", 1, 2),
 )
 
 

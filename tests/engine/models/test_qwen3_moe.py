@@ -113,20 +113,22 @@ def test_greedy_text_equals_transformers(model_dir: Path, num_steps: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "prefill_tp", "decode_tp", "scheme"),
+    ("family", "config", "prefill", "decode", "scheme"),
     [
-        ("qwen3_moe", {"norm_topk_prob": True}, 1, 2, None),
-        ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}, 2, 1, None),
-        ("minimax_m2", {"num_key_value_heads": 1}, 2, 1, None),  # both ranks have the same head of k
-        ("glm4_moe", {"head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256}, 2, 1, "blocks"),
-        ("minimax_m2", {}, 2, 1, "w8a8"),
+        ("qwen3_moe", {"norm_topk_prob": True}, {}, {"tp": 2}, None),
+        ("glm4_moe", {}, {}, {"dp_attention": 2}, None),
+        ("minimax_m2", {}, {"dp_attention": 2}, {}, "w8a8"),
+        ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}, {"tp": 2}, {}, None),
+        ("minimax_m2", {"num_key_value_heads": 1}, {"tp": 2}, {}, None),  # both ranks have the same head of k
+        ("glm4_moe", {"head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256}, {"tp": 2}, {}, "blocks"),
+        ("minimax_m2", {}, {"tp": 2}, {}, "w8a8"),
     ],
 )
 def test_ranks_and_fp8_give_the_text_of_transformers(
     family: str,
     config: dict[str, Any],
-    prefill_tp: int,
-    decode_tp: int,
+    prefill: dict[str, int],
+    decode: dict[str, int],
     scheme: str | None,
     checkpoint: Checkpoint,
     tmp_path: Path,
@@ -144,7 +146,7 @@ def test_ranks_and_fp8_give_the_text_of_transformers(
     prompts = [prompt(length, seed) for seed, length in enumerate((3, 21, 40))]
     both = {"page_size": 4, "num_pages": 120, "chunk_tokens": 9}
     with node_pairs() as start:
-        pair = start(model, prefill={**both, "tp": prefill_tp}, decode={**both, "tp": decode_tp})
+        pair = start(model, prefill=both | prefill, decode=both | decode)
         for index, ids in enumerate(prompts):
             pair.submit(f"{index}", ids, params(16))
         results = pair.run()
