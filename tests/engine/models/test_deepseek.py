@@ -171,6 +171,25 @@ def test_its_own_layer_drafts_through_the_handoff(checkpoint: Checkpoint, tmp_pa
     assert reference.num_ties == 0
 
 
+@pytest.mark.parametrize("transport", ["local", "zmq"])
+@pytest.mark.parametrize("families", [("llama", "deepseek_v2"), ("deepseek_v2", "llama")], ids=str)
+def test_target_and_draft_have_pools_of_unlike_kinds(
+    families: tuple[str, str], transport: str, checkpoint: Checkpoint
+) -> None:
+    model, draft = map(checkpoint, families)
+    both = {"page_size": 4, "num_pages": 160, "chunk_tokens": 9, "transport": transport}
+    both |= {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 3}
+    reference, prompts = Reference(model), [[5, 9, 300], list(range(40, 75)), [*list(range(40, 60)), 7, 8]]
+    with node_pairs() as start:
+        pair = start(model, prefill=both, decode=both)
+        for index, ids in enumerate(prompts):
+            pair.submit(f"{index}", ids, params(20))
+        results = pair.run()
+        assert pair.decode.stats().num_drafted > 0
+    for index, ids in enumerate(prompts):
+        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 20))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
