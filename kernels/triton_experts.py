@@ -22,6 +22,7 @@ from .fp8 import BLOCK, E4M3
 from .triton_silu import silu_mul_of
 
 MAX_PLACED = 4096  # pairs that one program places; torch sorts more of them
+MAX_SMALL = 32  # pairs of a block whose products are those of float16, if they are of FP8
 _CHUNK = 32  # pairs that it looks at together
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MIX_BLOCK = 1024
@@ -81,20 +82,27 @@ def _product(
     out = torch.empty((num_pairs, size), dtype=dtype, device=x.device)
     if not num_pairs:
         return out
-    scales, is_small = weight.scales, block <= 32
-    block_n = 64 if is_small else 128
+    scales = weight.scales
+    tiles, launch = tiles_of(block, is_scaled=scales is not None)
     dependent = gpu.dependent_launch(len(places.chosen))
-    _product_kernel[len(places.experts), triton.cdiv(size, block_n)](
+    _product_kernel[len(places.experts), triton.cdiv(size, tiles["BLOCK_N"])](
         x, x if x_scales is None else x_scales, weight.values, weight.values if scales is None else scales, out,
         places.pairs, places.experts, num_pairs // len(x), places.num_experts, size, out_size, in_size, x.stride(0),
         1 if scales is None else scales.shape[1],
-        ROWS=1 if scales is None or len(scales) == len(weight.values) else BLOCK,
-        BLOCK_M=block, BLOCK_N=block_n, BLOCK_K=BLOCK if scales is not None or is_small else 64,
+        ROWS=1 if scales is None or len(scales) == len(weight.values) else BLOCK, **tiles,
         IS_SCALED=scales is not None, IS_GROUPED=scales is not None and scales.shape[1] > 1,
-        HAS_X_SCALES=x_scales is not None, IS_GATED=is_gated, IS_FP8=x.dtype == E4M3 and not is_small,
-        DEPENDENT=dependent, num_warps=4 if is_small else 8, num_stages=4 if is_small else 3, launch_pdl=dependent,
+        HAS_X_SCALES=x_scales is not None, IS_GATED=is_gated, IS_FP8=x.dtype == E4M3 and block > MAX_SMALL,
+        DEPENDENT=dependent, **launch, launch_pdl=dependent,
     )  # fmt: skip
     return out
+
+
+def tiles_of(block: int, *, is_scaled: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes of the tiles of a product in blocks of `block` pairs, and how its programs are launched."""
+    if block <= MAX_SMALL:
+        return {"BLOCK_M": block, "BLOCK_N": 64, "BLOCK_K": BLOCK}, {"num_warps": 4, "num_stages": 4}
+    block_k = BLOCK if is_scaled else 64
+    return {"BLOCK_M": block, "BLOCK_N": 128, "BLOCK_K": block_k}, {"num_warps": 8, "num_stages": 3}
 
 
 def serves_mix(parts: Tensor, shares: Tensor) -> bool:

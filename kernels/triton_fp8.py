@@ -94,19 +94,25 @@ def fp8_linear(
     out = torch.empty((num_rows, out_size), dtype=dtype, device=x.device)
     if not num_rows:
         return out
-    is_few = num_rows <= MAX_FEW
-    block_m = max(16, triton.next_power_of_2(num_rows)) if is_few else 128
-    block_n = 32 if is_few else 128
+    tiles, launch = tiles_of(num_rows)
     dependent = gpu.dependent_launch(num_rows)
-    _linear_kernel[triton.cdiv(out_size, block_n), triton.cdiv(num_rows, block_m)](
+    _linear_kernel[triton.cdiv(out_size, tiles["BLOCK_N"]), triton.cdiv(num_rows, tiles["BLOCK_M"])](
         x, scales if x_scales is None else x_scales, weight, scales, out if bias is None else bias, out,
         num_rows, out_size, in_size, x.stride(0), scales.shape[1],
-        ROWS=1 if len(scales) == out_size else BLOCK, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK,
+        ROWS=1 if len(scales) == out_size else BLOCK, **tiles,
         IS_GROUPED=scales.shape[1] > 1, HAS_X_SCALES=x_scales is not None, HAS_BIAS=bias is not None,
-        IS_FP8=x.dtype == E4M3 and not is_few, IS_EVEN=in_size % BLOCK == 0, DEPENDENT=dependent,
-        num_warps=4 if is_few else 8, num_stages=6 if is_few else 3, launch_pdl=dependent,
+        IS_FP8=x.dtype == E4M3 and num_rows > MAX_FEW, IS_EVEN=in_size % BLOCK == 0, DEPENDENT=dependent,
+        **launch, launch_pdl=dependent,
     )  # fmt: skip
     return out
+
+
+def tiles_of(num_rows: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes of the tiles of a product of so many rows, and how its programs are launched."""
+    if num_rows <= MAX_FEW:
+        block_m = max(16, triton.next_power_of_2(num_rows))
+        return {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": BLOCK}, {"num_warps": 4, "num_stages": 6}
+    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": BLOCK}, {"num_warps": 8, "num_stages": 3}
 
 
 @triton.jit

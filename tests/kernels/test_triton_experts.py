@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from compile_kernels import SHARED_BYTES, shared_bytes
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, ULP, random
 
@@ -104,3 +107,10 @@ def test_parts_are_mixed(num_rows: int, num_active: int, size: int, dtype: torch
     shares = random(num_rows, num_active, seed=1).abs()
     actual = triton_experts.mix_parts(parts, shares)
     torch.testing.assert_close(actual, mix_parts_ref(parts, shares), atol=1e-5, rtol=2 * ULP[dtype])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
+def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
+    """Compiled for a GPU of compute capability 9.0, with the tiles that are launched."""
+    found = shared_bytes("experts", tmp_path)
+    assert len(found) == 10 and max(found.values()) <= SHARED_BYTES, found

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import triton_device
+from compile_kernels import SHARED_BYTES, shared_bytes
 from triton_device import DEVICE
 
 pytest.importorskip("triton")
@@ -29,7 +26,6 @@ from baton.kernels.triton_store import token_rows
 RANK, ROTARY_DIM = 40, 16
 WIDTH = RANK + ROTARY_DIM
 SCALE = 0.11
-SHARED_BYTES = 227 * 1024  # of a processor of an H100
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -195,12 +191,7 @@ def test_new_latents_are_rotated_and_stored(
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
 def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
     """Compiled for a GPU of compute capability 9.0, for the sizes of DeepSeek's models and the tiles of `choose`."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = Path(triton_device.__file__).with_name("compile_kernels.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = dict(line.split() for line in done.stdout.splitlines())
+    found = shared_bytes("latents", tmp_path)
     assert list(found) == ["join", "rotate", "tree", "chunk"]
     assert 2 * int(found["tree"]) <= SHARED_BYTES and int(found["chunk"]) <= SHARED_BYTES
 

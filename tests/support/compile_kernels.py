@@ -1,40 +1,57 @@
-"""Compile kernels of attention to latents for a GPU that is not there: `python compile_kernels.py`.
+"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8` or `experts`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from triton import compiler
-from triton.backends.compiler import GPUTarget
-
-from baton.kernels import triton_latents
-
-H100 = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024  # of a processor of an H100
 _TYPES = {"table": "*i64", "seq_lens": "*i64", "starts": "*i32", "tree_starts": "*i64", "visible": "*i64"}
 _TYPES |= {"items": "*i64", "arrivals": "*i32", "parts": "*fp32", "stats": "*fp32", "rows": "*i64"}
+_E4M3 = "*fp8e4nv"
 
 
-def compiled_bytes(kernel: Any, constants: dict[str, Any], **options: int) -> int:
-    """Return the shared memory of a kernel whose other tensors are bfloat16."""
-    types = {
-        name: _TYPES.get(name.removesuffix("_ptr"), "*bf16")
+def shared_bytes(name: str, cache: Path) -> dict[str, int]:
+    """Compile a group of kernels in another process, for compute capability 9.0. Return the shared memory of each. Also
+    called where there is no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, __file__, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {line.rpartition(" ")[0]: int(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}
+
+
+def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, str] = _TYPES, **options: int) -> int:
+    """Return the shared memory of a kernel. `types` are those of its tensors; the others are bfloat16."""
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+
+    kinds = {
+        name: types.get(name.removesuffix("_ptr"), "*bf16")
         if name.endswith("_ptr")
         else "fp32"
         if name in ("scale", "eps")
         else "i32"
         for name in kernel.arg_names
     } | dict.fromkeys(constants, "constexpr")
-    types = {name: types[name] for name in kernel.arg_names}
+    kinds = {name: kinds[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
-    source = compiler.ASTSource(fn=kernel, signature=types, constexprs=places, attrs=aligned)
-    return compiler.compile(source, target=H100, options=options).metadata.shared
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind.startswith("*")}
+    source = compiler.ASTSource(fn=kernel, signature=kinds, constexprs=places, attrs=aligned)
+    return compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
 
-def main() -> None:
+def _latents() -> None:
+    from baton.kernels import triton_latents
+
     sizes = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512}
     joins = {**sizes, "IS_INTERLEAVED": True, "HALF": 32}
     print("join", compiled_bytes(triton_latents._join_kernel, joins, num_warps=2))
@@ -49,5 +66,50 @@ def main() -> None:
     print("chunk", compiled_bytes(triton_latents._attend_kernel, chunk, num_warps=8, num_stages=2))
 
 
+def _fp8() -> None:
+    from baton.kernels import triton_fp8
+
+    types = {"values": _E4M3, "weight": _E4M3, "scales": "*fp32", "x_scales": "*fp32", "stored": "*fp32"}
+    for way in ("groups", "stored"):
+        constants = {"GROUPS": 8, "WIDTH": 128, "IS_STORED": way == "stored", "IS_STORED_BY_ROW": False}
+        constants |= {"IS_POWER": False, "DEPENDENT": True}
+        print(f"round {way}", compiled_bytes(triton_fp8._round_kernel, constants, types, num_warps=4))
+    for x in (_E4M3, "*bf16"):
+        for num_rows in (1, 64, 8192):
+            for is_grouped in (False, True):
+                is_few = num_rows <= triton_fp8.MAX_FEW
+                tiles, launch = triton_fp8.tiles_of(num_rows)
+                constants = {**tiles, "ROWS": 128 if is_grouped else 1, "IS_GROUPED": is_grouped, "DEPENDENT": True}
+                constants |= {"HAS_X_SCALES": x == _E4M3, "HAS_BIAS": False, "IS_EVEN": True}
+                constants["IS_FP8"] = x == _E4M3 and not is_few
+                name = f"{x[1:]} {num_rows} {'groups' if is_grouped else 'rows'}"
+                print(name, compiled_bytes(triton_fp8._linear_kernel, constants, types | {"x": x}, **launch))
+
+
+def _experts() -> None:
+    from baton.kernels import triton_experts
+
+    types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32"}
+    places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": 32, "DEPENDENT": True}
+    print("place", compiled_bytes(triton_experts._place_kernel, places, types, num_warps=8))
+    mix = {"ACTIVE": 8, "BLOCK": 1024, "DEPENDENT": True}
+    print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types | {"shares": "*fp32"}, num_warps=4))
+    formats = {
+        "plain": ("*bf16", "*bf16"),
+        "e4m3": (_E4M3, _E4M3),
+        "groups": (_E4M3, _E4M3),
+        "16 bits": ("*bf16", _E4M3),
+    }
+    for name, (x, weight) in formats.items():
+        for block in (16, 128):
+            is_scaled, is_grouped = name != "plain", name == "groups"
+            tiles, launch = triton_experts.tiles_of(block, is_scaled=is_scaled)
+            constants = {**tiles, "ROWS": 128 if is_grouped else 1, "IS_SCALED": is_scaled, "IS_GROUPED": is_grouped}
+            constants |= {"HAS_X_SCALES": x == _E4M3, "IS_GATED": True, "DEPENDENT": True}
+            constants["IS_FP8"] = x == _E4M3 and block > triton_experts.MAX_SMALL
+            own = types | {"x": x, "weight": weight}
+            print(f"{name} {block}", compiled_bytes(triton_experts._product_kernel, constants, own, **launch))
+
+
 if __name__ == "__main__":
-    main()
+    {"latents": _latents, "fp8": _fp8, "experts": _experts}[sys.argv[1]]()
