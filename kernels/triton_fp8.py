@@ -110,7 +110,7 @@ def fp8_linear(
 def tiles_of(num_rows: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return the sizes of the tiles of a product of so many rows, and how its programs are launched."""
     if num_rows <= MAX_FEW:
-        block_m = max(16, triton.next_power_of_2(num_rows))
+        block_m = max(16, 1 << (num_rows - 1).bit_length())
         return {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": BLOCK}, {"num_warps": 4, "num_stages": 6}
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": BLOCK}, {"num_warps": 8, "num_stages": 3}
 
