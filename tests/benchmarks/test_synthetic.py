@@ -23,7 +23,13 @@ from baton.router.text.tokenizer import TextTokenizer
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.53)],
+    [
+        ("llama-3.2-1b", 1.24),
+        ("llama-3.1-8b", 8.03),
+        ("qwen3-8b", 8.19),
+        ("qwen3-30b-a3b", 30.53),
+        ("deepseek-v2-lite", 15.71),
+    ],
     ids=str,
 )
 def test_sizes_are_those_of_the_original(tmp_path: Path, name: str, billions: float) -> None:

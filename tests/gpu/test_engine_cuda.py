@@ -46,7 +46,7 @@ def chunked_logits(engine: Engine, ids: list[int], chunk: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["demo", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["demo", "llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3"])
 def test_logits_equal_transformers(name: str, dtype: str, checkpoint: Callable[..., Path]) -> None:
     model = DEMO if name == "demo" else checkpoint(name)
     engine = Engine(EngineConfig(model=str(model), device="cuda", dtype=dtype, num_pages=400))

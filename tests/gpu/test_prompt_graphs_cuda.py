@@ -116,7 +116,9 @@ def _given(*pair: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "config"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 50})])
+@pytest.mark.parametrize(
+    ("family", "config"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 50}), ("deepseek_v3", {})]
+)
 def test_graphs_bring_what_direct_calls_bring(
     family: str, config: dict[str, Any], dtype: str, checkpoint: Callable[..., Path]
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from cuda_cases import CASES, MEMBERS, PARAMS
 from cuda_cases import kernels as kernels
 from drafters import settings, target_of
+from heads import write_head
 from node_pair import params
 from solo import Solo, spoil
 
@@ -39,6 +40,18 @@ def test_graphs_bring_what_direct_calls_bring(
 ) -> None:
     model = target_of(name, checkpoint)
     drafting = settings(name, model, tmp_path) | shape
+    direct = run(Solo(model, device="cuda", num_pages=200, **drafting))
+    captured = Solo(model, device="cuda", num_pages=200, num_slots=5, buckets=(1, 2), **drafting)
+    captured.rounds.executor.warm_up()
+    assert run(captured) == direct
+
+
+@pytest.mark.parametrize("shape", [{}, {"draft_topk": 3, "draft_tokens": 8}], ids=["chain", "tree"])
+def test_graphs_over_latents_bring_what_direct_calls_bring(
+    shape: dict[str, int], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = checkpoint("deepseek_v3", q_lora_rank=48)
+    drafting = {"speculative": "eagle", "draft_model": str(write_head(tmp_path, "eagle", model)), **shape}
     direct = run(Solo(model, device="cuda", num_pages=200, **drafting))
     captured = Solo(model, device="cuda", num_pages=200, num_slots=5, buckets=(1, 2), **drafting)
     captured.rounds.executor.warm_up()
