@@ -78,6 +78,24 @@ PUBLIC = {  # config.json of published checkpoints
         "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
         "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
     },
+    "kimi-k2": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
+        "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 131072, "model_type": "kimi_k2", "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "topk_group": 1,
+        "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 163840,
+    },
 }  # fmt: skip
 
 
@@ -225,7 +243,10 @@ def test_a_head_without_kv_of_its_own_is_refused(checkpoint: Checkpoint, tmp_pat
         Solo(target, speculative="frozen-kv-mtp", draft_model=str(head))
 
 
-@pytest.mark.parametrize(("name", "num_billions", "scale"), [("v2-lite", 15.7, 0.11472), ("v3", 671.0, 0.13523)])
+@pytest.mark.parametrize(
+    ("name", "num_billions", "scale"),
+    [("v2-lite", 15.7, 0.11472), ("v3", 671.0, 0.13523), ("kimi-k2", 1026.4, 0.13086)],
+)
 def test_published_models_have_their_sizes(name: str, num_billions: float, scale: float, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC[name]))
     config = read_model_config(tmp_path)
