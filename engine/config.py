@@ -34,10 +34,11 @@ class EngineConfig(NodeConfig):
     dtype: DtypeChoice = setting(
         "auto", "compute in this type; auto takes float32 on cpu and the type of the checkpoint on cuda"
     )
-    load_format: Literal["safetensors", "dummy"] = setting(
+    load_format: str = setting(
         "safetensors",
         "dummy: make random weights instead of reading files, to measure a model of which only config.json and the "
-        "tokenizer are here; the text is noise",
+        "tokenizer are here; the text is noise; MODULE:FUNCTION: make them by a function of your own "
+        "(engine/made_checkpoint.py)",
     )
     quantization: Literal["auto", "fp8"] = setting(
         "auto",

@@ -40,6 +40,7 @@ from .fingerprint import fingerprint, fingerprint_of
 from .grammar import Grammars
 from .host_memory import available_memory
 from .logprobs import Logprobs, compute_logprobs
+from .made_checkpoint import FILES
 from .model_card import read_card
 from .model_config import ModelConfig
 from .models.decoder import DecoderModel
@@ -140,7 +141,7 @@ class Engine:
             self.device,
             progress,
             self._ranks,
-            is_dummy=self._config.load_format == "dummy",
+            load_format=self._config.load_format,
         )
         if not captures(self.device):
             return load()
@@ -149,9 +150,11 @@ class Engine:
         return loading.result()
 
     def _fingerprint(self) -> str:
-        if self._config.load_format == "dummy":  # numbers differ between kinds of devices
-            return fingerprint_of(self.model_config, {"dummy": self.device.type.encode()})
-        return fingerprint(self.model_dir, self.model_config)
+        load_format = self._config.load_format
+        if load_format == FILES:
+            return fingerprint(self.model_dir, self.model_config)
+        made = f"{load_format} on {self.device.type}"  # devices draw other numbers
+        return fingerprint_of(self.model_config, {"": made.encode()})
 
     @property
     def fingerprints(self) -> tuple[str, str | None]:

@@ -10,7 +10,7 @@ import torch
 
 from ...metadata.errors import ModelError
 from ..checkpoint import Checkpoint, TensorSpec
-from ..dummy_checkpoint import DummyCheckpoint, EveryName
+from ..made_checkpoint import FILES, EveryName, MadeCheckpoint, maker
 from ..model_config import ModelConfig
 from ..progress import Progress
 from ..ranks import ONE_RANK, Ranks
@@ -53,22 +53,22 @@ def load_model(
     progress: Progress | None = None,
     ranks: Ranks = ONE_RANK,
     *,
-    is_dummy: bool = False,
+    load_format: str = FILES,
 ) -> DecoderModel:
     """Load the checkpoint in `model_dir`, or this rank's share of it, ready to run. `progress(bytes_done, bytes_total)`
-    is called while it loads. `is_dummy`: make the weights instead.
+    is called while it loads. `load_format`: as of made_checkpoint.py.
 
     Raises ConfigError if so many ranks cannot share the model. Raises ModelError for an architecture without a family
     here, for files or tensors that are missing, damaged, or of a wrong shape or dtype, and for tensors in the model's
     layers that the family does not use."""
     ranks.check(config)
     family = _family(config)
-    if is_dummy:
-        specs = tensor_specs(config, EveryName())
-        checkpoint = DummyCheckpoint(Path(model_dir), specs, torch.device(device))
-    else:
+    if load_format == FILES:
         checkpoint = Checkpoint(Path(model_dir))
         specs = tensor_specs(config, checkpoint.names)
+    else:
+        specs = tensor_specs(config, EveryName())
+        checkpoint = MadeCheckpoint(Path(model_dir), specs, maker(load_format, config, torch.device(device)))
     bytes_total = checkpoint.check(specs)
     _refuse_unknown(checkpoint, config, specs)
     if checkpoint.num_left_out:

@@ -3,8 +3,8 @@
     python tests/benchmarks/synthetic.py llama-3.2-1b models/1b
     python tests/benchmarks/bench_gpu.py --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
     python tests/benchmarks/bench_gpu.py --model models/8b --tp 2 --only decode sampling prefill
-    python tests/benchmarks/synthetic.py qwen3-30b-a3b models/30b --config-only
-    python tests/benchmarks/bench_gpu.py --model models/30b --load-format dummy --quantization fp8 --only decode
+    python tests/benchmarks/synthetic.py qwen3-30b-a3b models/30b --planted --config-only
+    python tests/benchmarks/bench_gpu.py --model models/30b --load-format planted:maker --only decode
 
 Prints one line per point, then Markdown tables beside the best peer's figures, and writes JSON with --json FILE. If the
 model is planted, the generated text is compared with the known text (`checked_tokens` of it); a difference ends the
@@ -502,7 +502,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--topk", type=int, default=1, help="branches of a node; more than 1: trees")
     parser.add_argument("--quantization", choices=["auto", "fp8"], default="auto")
-    parser.add_argument("--load-format", choices=["safetensors", "dummy"], default="safetensors")
+    parser.add_argument("--load-format", default="safetensors", help="dummy, or planted:maker")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["greedy"], help="of sampling, for adaptive")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")

@@ -24,6 +24,7 @@ Sources: rotary pairs as in engine/rope.py; the metric is that of Kademlia (Maym
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +51,9 @@ RANDOM_LOGIT = 0.05  # standard deviation of what that adds to logits
 _SLOW = 0.1  # most that a bit may lose by rotation, in SHARPNESS; least lead of a position, in cosines
 _FAST = 0.01  # least frequency that tells positions
 _MAX_CONTEXT = 16384
+
+
+PLANTED = {"tie_word_embeddings": False, "rope_theta": ROPE_THETA, "rope_scaling": None, "planted": True}
 
 
 class Dims(NamedTuple):
@@ -272,6 +276,11 @@ class Heads:
             )
 
 
+def maker(config: ModelConfig) -> Callable[[TensorSpec], Tensor]:
+    """Return what makes the tensors of a planted model, for --load-format planted:maker."""
+    return PlantedModel(config).tensor
+
+
 def write_planted(
     directory: Path, fields: dict[str, Any], *, seed: int = 0, shard_bytes: int = SHARD_BYTES
 ) -> PlantedModel:
@@ -279,8 +288,7 @@ def write_planted(
 
     All shapes stay. Embedding and head are separate, and the rotary frequencies are lower.
     """
-    own = {"tie_word_embeddings": False, "rope_theta": ROPE_THETA, "rope_scaling": None, "planted": True}
-    config = write_config(directory, fields | own)
+    config = write_config(directory, fields | PLANTED)
     model, dtype = PlantedModel(config, seed), getattr(torch, config.checkpoint_dtype)
     write_shards(directory, ((spec.name, model.tensor(spec).to(dtype)) for spec in tensor_specs(config)), shard_bytes)
     write_tokenizer(directory, config.vocab_size)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planted import write_planted
+from planted import PLANTED, write_planted
 from planted_eagle3 import write_planted_eagle3
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
 from torch import Tensor
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, help="fewer or more layers than the original has")
     parser.add_argument("--planted", action="store_true", help="a text that is known in advance (planted_text.py)")
-    parser.add_argument("--config-only", action="store_true", help="no weights: for --load-format dummy")
+    parser.add_argument("--config-only", action="store_true", help="for --load-format dummy or planted:maker")
     heads = "EAGLE-3 heads beside a planted model, in DIR/eagle3-A: shares of tokens that they propose right"
     parser.add_argument("--acceptance", type=float, nargs="+", default=[], metavar="A", help=heads)
     options = parser.parse_args(arguments)
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.layers is not None:
         fields["num_hidden_layers"] = options.layers
     if options.config_only:
-        config = write_config(options.directory, fields)
+        config = write_config(options.directory, fields | (PLANTED if options.planted else {}))
         write_tokenizer(options.directory, config.vocab_size)
     elif options.planted:
         model = write_planted(options.directory, fields, seed=options.seed)

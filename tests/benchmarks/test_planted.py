@@ -12,7 +12,7 @@ import synthetic
 import tensor_files
 import torch
 from node_pair import NodePair, params
-from planted import PlantedModel, write_planted
+from planted import PLANTED, PlantedModel, write_planted
 from planted_models import random_prompt, small
 from planted_text import PlantedText
 from solo import Solo
@@ -102,7 +102,7 @@ def test_real_sizes_have_room_for_the_text(tmp_path: Path, architecture: str) ->
     assert (model.text.num_bits, model.text.key_bits, model.stream.scale) == (10, 13, 8.0)
 
 
-@pytest.mark.parametrize("architecture", ["llama-3.1-8b", "qwen3-8b"])
+@pytest.mark.parametrize("architecture", ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b"])
 def test_the_margin_is_far_above_the_error_of_16_bits(planted: Planted, architecture: str) -> None:
     """Checks every position of a prompt computed in chunks."""
     model, ids = planted(architecture), random_prompt(500, 5)
@@ -148,6 +148,18 @@ def test_a_model_that_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
 
 
 # --- the whole engine ---
+
+
+def test_weights_may_be_made_where_they_are_loaded(tmp_path: Path) -> None:
+    """A mixture of experts without files: its routers send tokens anywhere, and its experts write beside the text."""
+    config = tensor_files.write_config(tmp_path, small("qwen3-30b-a3b") | PLANTED)
+    tensor_files.write_tokenizer(tmp_path, config.vocab_size)
+    solo = Solo(tmp_path, speculative="ngram", load_format="planted:maker")
+    prompt = random_prompt(150, 3)
+    sequence = solo.start(prompt, params(60), chunk=37)
+    assert solo.run(sequence, 40, 3) == PlantedText(1024).continuation(prompt, 40)
+    quantized = Solo(tmp_path, speculative="ngram", load_format="planted:maker", quantization="fp8")
+    assert quantized.run(quantized.start(prompt, params(30), chunk=150), 20, 0) == sequence.token_ids[150:170]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -20,9 +20,13 @@ _SMALL = {
 }
 
 
+_SMALL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
 def small(architecture: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
     """Return the config.json of an architecture, made small."""
-    return ARCHITECTURES[architecture] | _SMALL | fields
+    experts = _SMALL_EXPERTS if "num_experts" in ARCHITECTURES[architecture] else {}
+    return ARCHITECTURES[architecture] | _SMALL | experts | fields
 
 
 def random_prompt(num_tokens: int, seed: int = 0, vocab_size: int = 1024) -> list[int]:

@@ -13,8 +13,11 @@ from node_pair import node_pairs, params
 from quantized import SCHEMES
 
 from baton.engine.checkpoint import TensorSpec
-from baton.engine.dummy_checkpoint import DummyCheckpoint, EveryName
-from baton.metadata.errors import ModelError
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.made_checkpoint import EveryName, MadeCheckpoint, dummy_tensor
+from baton.engine.model_config import ModelConfig
+from baton.metadata.errors import ConfigError, ModelError
 
 CPU = torch.device("cpu")
 
@@ -59,14 +62,37 @@ def test_without_the_option_the_files_are_missed(checkpoint: Callable[..., Path]
         start(model)
 
 
+def make_ones(config: ModelConfig) -> Callable[[TensorSpec], torch.Tensor]:
+    """A function of the operator's."""
+    assert config.architecture == "LlamaForCausalLM"
+    return lambda spec: torch.ones(spec.shape) / spec.shape[-1]
+
+
+def test_a_function_of_the_operator_makes_them(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = without_weights(checkpoint("llama"), tmp_path / "model")
+    own = f"{__name__}:make_ones"
+    engine = Engine(EngineConfig(model=str(model), device="cpu", threads=1, num_pages=9, load_format=own))
+    assert engine.model.embed(torch.tensor([3])).unique().tolist() == [1 / 64]
+    dummy = Engine(EngineConfig(model=str(model), device="cpu", threads=1, num_pages=9, load_format="dummy"))
+    assert engine.fingerprints != dummy.fingerprints
+
+
+@pytest.mark.parametrize("name", ["other", "no_module:f", f"{__name__}:no_function"])
+def test_a_function_that_is_not_there_is_refused(name: str, checkpoint: Callable[..., Path]) -> None:
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=9, load_format=name)
+    with pytest.raises(ConfigError, match=f"--load-format {name}: .*; use safetensors, dummy, or MODULE:FUNCTION"):
+        Engine(config)
+
+
 def test_numbers_follow_from_the_name() -> None:
     specs = [TensorSpec("a.weight", (64, 256)), TensorSpec("b.weight", (64, 256), ("F8_E4M3",)), TensorSpec("n", (9,))]
-    one, other = (DummyCheckpoint(Path(), specs, CPU) for _ in range(2))
-    assert one.names == {"a.weight", "b.weight", "n"}
-    assert torch.equal(one.read("a.weight"), other.read("a.weight"))
-    assert abs(float(one.read("a.weight").std()) * 16 - 1) < 0.05
-    assert one.read("b.weight").dtype is torch.float8_e4m3fn and torch.equal(one.read("n"), torch.ones(9))
-    assert one.check(specs) == 2 * 64 * 256 + 64 * 256 + 2 * 9
+    a, b, norm = specs
+    made = MadeCheckpoint(Path(), specs, lambda spec: dummy_tensor(spec, CPU))
+    assert made.names == {"a.weight", "b.weight", "n"}
+    assert torch.equal(made.read("a.weight"), dummy_tensor(a, CPU))
+    assert abs(float(made.read("a.weight").std()) * 16 - 1) < 0.05
+    assert dummy_tensor(b, CPU).dtype is torch.float8_e4m3fn and torch.equal(dummy_tensor(norm, CPU), torch.ones(9))
+    assert made.check(specs) == 2 * 64 * 256 + 64 * 256 + 2 * 9
 
 
 def test_every_scale_is_there_and_no_bias() -> None:
