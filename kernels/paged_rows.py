@@ -96,13 +96,16 @@ def attend_ref(
     window: int | None,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attended values [num_tokens, num_heads * head_dim], a new tensor; store the new tokens' keys and
     values.
 
     `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] float32 may be overwritten. `kv` [num_layers,
     num_pages, 2, num_kv_heads, page_size, head_dim] float32 is the pool. `norms` holds the weights of queries and keys,
-    [head_dim] each; None: heads are not normed. Slots beyond a sequence's length have no influence."""
+    [head_dim] each; None: heads are not normed. `sinks` are [num_heads] float32. Slots beyond a sequence's length have no
+    influence."""
     num_kv_heads, page_size, head_dim = kv.shape[3:]
     heads = qkv.view(len(qkv), -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -120,7 +123,7 @@ def attend_ref(
                 page.zero_()
             page[0, :, slot % page_size], page[1, :, slot % page_size] = k[token], v[token]
     lens, positions = rows.seq_lens.tolist(), torch.from_numpy(rows.positions)
-    return paged_attention_ref(q, pages, table, rows.query_lens, lens, window, positions, rows.tree).flatten(1)
+    return paged_attention_ref(q, pages, table, rows.query_lens, lens, window, positions, rows.tree, sinks).flatten(1)
 
 
 def attend_stored_ref(
