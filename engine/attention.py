@@ -53,8 +53,8 @@ class AttentionContext(Protocol):
     ) -> torch.Tensor:
         """Attend in layer `index` of the pool: `qkv` [num_tokens, q_size + 2 * kv_size] -> [num_tokens, q_size].
 
-        `qkv` may be overwritten. `window`: positions that a query sees, its own included; None: all. `sinks`: a score of
-        each query head that has no value, [num_heads] float32. On return the new tokens' KV is stored."""
+        `qkv` may be overwritten. `window`: positions that a query sees, its own included; None: all. `sinks`: scores of
+        query heads that have no value, [num_heads] float32. On return the new tokens' KV is stored."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..kernels.silu import SwigluClamp
 from ..metadata.handoff.hidden_layout import spec_hidden_size
 from .quantization import Quantization
 from .rope import RopeConfig
@@ -28,6 +29,7 @@ class ExpertsConfig:
     num_ranking: int = 1  # largest scores of a group, whose sum ranks it
     scaling: float = 1.0  # of the output
     shared_size: int = 0  # hidden units for all tokens, beside the experts
+    clamp: SwigluClamp | None = None  # of an expert's gate; None: it is a plain SwiGLU
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class ModelConfig:
     quantization: Quantization | None = None  # of the linear layers
     rotary_dim: int | None = None  # the first numbers of a head, which are rotated; None: all
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
+    has_sinks: bool = False  # each query head has a score without a value
 
     @property
     def spec_hidden_size(self) -> int:

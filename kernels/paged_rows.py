@@ -104,8 +104,8 @@ def attend_ref(
 
     `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] float32 may be overwritten. `kv` [num_layers,
     num_pages, 2, num_kv_heads, page_size, head_dim] float32 is the pool. `norms` holds the weights of queries and keys,
-    [head_dim] each; None: heads are not normed. `sinks` are [num_heads] float32. Slots beyond a sequence's length have no
-    influence."""
+    [head_dim] each; None: heads are not normed. `sinks` are [num_heads] float32. Slots beyond a sequence's length have
+    no influence."""
     num_kv_heads, page_size, head_dim = kv.shape[3:]
     heads = qkv.view(len(qkv), -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads

@@ -75,8 +75,9 @@ def extend_attention(
 ) -> torch.Tensor:
     """Return `paged_attention_ref` of a causal plan with `starts`: contiguous `out` or a new tensor, of q's shape.
 
-    `q` [num_tokens, num_heads, head_dim] and `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] have strides
-    and dtypes as in `decode_attention`, as has `sinks` [num_heads]. A sequence may have no new tokens. Rows of a sequence of length 0 are 0."""
+    `q` [num_tokens, num_heads, head_dim], `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] and `sinks`
+    [num_heads] are as in `decode_attention`. A sequence may have no new tokens. Rows of a sequence of length 0 are
+    0."""
     num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
     num_kv_heads, page_size, starts = kv_layer.shape[2], kv_layer.shape[3], plan.starts
     num_seqs = len(plan.seq_lens)

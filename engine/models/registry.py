@@ -17,6 +17,7 @@ from ..weights import CheckpointWeights, ListedWeights
 from .decoder import DecoderModel
 from .family import ModelFamily
 from .glm4_moe import GLM4_MOE
+from .gpt_oss import GPT_OSS
 from .hyper_llama import HYPER_LLAMA
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .minimax_m2 import MINIMAX_M2
@@ -28,7 +29,7 @@ _UNUSED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")  # s
 
 FAMILIES = {
     family.architecture: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, HYPER_LLAMA)
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS, HYPER_LLAMA)
 }
 
 

@@ -4,6 +4,8 @@ down of every expert in another.
     gate_up    rows of expert 0's gate, expert 0's up, expert 1's gate, ...    [num_experts * 2 * inner_size, size]
     down       rows of expert 0, expert 1, ...                                 [num_experts * size, inner_size]
 
+Either may have biases. The gate is a SwiGLU, which may be clamped.
+
 A format is a class and a line in EXPERT_PRODUCTS. It reads the tensors that a product of that format reads.
 """
 
@@ -18,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.experts import ExpertWeight, experts_linear, gated_experts_linear, mix_parts, place_experts
-from ...kernels.fp8 import dequantized
 from ...kernels.operations import captures
-from ...kernels.silu import silu_mul
+from ...kernels.silu import SwigluClamp, clamped_silu_mul, silu_mul
 from .base import WeightSource
 from .fp8 import RowRounding, read_fp8
 
@@ -32,6 +33,7 @@ class ExpertSources(NamedTuple):
     gate_up: WeightSource
     down: WeightSource
     num_experts: int
+    clamp: SwigluClamp | None = None  # of the gate; None: it is a plain SwiGLU
 
 
 class Experts(ABC):
@@ -54,24 +56,29 @@ class Experts(ABC):
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchExperts(Experts):
     """Plain weights and torch's products, one expert after the other. The host reads which experts are chosen, which
-    costs nothing on a CPU. FP8 weights are here as the numbers that they stand for, and rows are rounded."""
+    costs nothing on a CPU. FP8 and MXFP4 weights are here as the numbers that they stand for, and FP8 rounds rows."""
 
     gate_up: Tensor  # [num_experts, 2 * inner_size, size]
     down: Tensor  # [num_experts, size, inner_size]
     roundings: tuple[RowRounding, RowRounding] | None = None  # of the rows of both; None: they are not rounded
+    gate_up_bias: Tensor | None = None  # [num_experts, 2 * inner_size]
+    down_bias: Tensor | None = None  # [num_experts, size]
+    clamp: SwigluClamp | None = None
 
     @classmethod
     def build(cls, sources: ExpertSources) -> Self | None:
         if captures(sources.gate_up.device):
             return None
-        weights, roundings = list[Tensor](), list[RowRounding]()
-        for source in (sources.gate_up, sources.down):
-            weight, rounding = _read(source)
-            whole = weight.values if weight.scales is None else dequantized(weight.values, weight.scales, weight.group)
-            weights.append(whole.to(source.dtype).unflatten(0, (sources.num_experts, -1)))
-            if rounding is not None:
-                roundings.append(rounding)
-        return cls(weights[0], weights[1], (roundings[0], roundings[1]) if roundings else None)
+        num, dtype = sources.num_experts, sources.gate_up.dtype
+        (gate_up, of_x), (down, of_inner) = _read(sources.gate_up), _read(sources.down)
+        return cls(
+            gate_up.numbers(num, dtype),
+            down.numbers(num, dtype),
+            None if of_x is None or of_inner is None else (of_x, of_inner),
+            gate_up.biases(num),
+            down.biases(num),
+            sources.clamp,
+        )
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -82,8 +89,11 @@ class TorchExperts(Experts):
 
     def _expert(self, index: int, x: Tensor) -> Tensor:
         of_x, of_inner = self.roundings or (None, None)
-        inner = silu_mul(F.linear(x if of_x is None else of_x.numbers(x), self.gate_up[index]))
-        return F.linear(inner if of_inner is None else of_inner.numbers(inner), self.down[index])
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[index]
+        inner = F.linear(x if of_x is None else of_x.numbers(x), self.gate_up[index], bias)
+        inner = silu_mul(inner) if self.clamp is None else clamped_silu_mul(inner, self.clamp)
+        bias = None if self.down_bias is None else self.down_bias[index]
+        return F.linear(inner if of_inner is None else of_inner.numbers(inner), self.down[index], bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,17 +104,18 @@ class GroupedExperts(Experts):
     down: ExpertWeight
     num_experts: int
     roundings: tuple[RowRounding, RowRounding] | None = None
+    clamp: SwigluClamp | None = None
 
     @classmethod
     def build(cls, sources: ExpertSources) -> Self | None:
         (gate_up, of_x), (down, of_inner) = _read(sources.gate_up), _read(sources.down)
         roundings = None if of_x is None or of_inner is None else (of_x, of_inner)
-        return cls(gate_up, down, sources.num_experts, roundings)
+        return cls(gate_up, down, sources.num_experts, roundings, sources.clamp)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         places = place_experts(chosen, self.num_experts)
         values, scales = (x, None) if self.roundings is None else self.roundings[0](x)
-        inner = gated_experts_linear(values, scales, self.gate_up, places, x.dtype)
+        inner = gated_experts_linear(values, scales, self.gate_up, places, x.dtype, self.clamp)
         values, scales = (inner, None) if self.roundings is None else self.roundings[1](inner)
         return mix_parts(experts_linear(values, scales, self.down, places, x.dtype), shares)
 
@@ -121,7 +132,10 @@ def choose_experts_product(sources: ExpertSources) -> Experts:
 def _read(source: WeightSource) -> tuple[ExpertWeight, RowRounding | None]:
     """Return a weight in the format that its tensors have, and how rows are rounded for it; None: they are not."""
     quantization = source.quantization
+    if quantization is not None and quantization.weight_scale == "mxfp4" and source.has("blocks"):
+        values, scales = (torch.cat(source.parts(name)).to(source.device) for name in ("blocks", "scales"))
+        return ExpertWeight(values, scales, source.in_size // scales.shape[1], source.bias), None
     if quantization is None or not (quantization.is_online or source.has(quantization.scale_name)):
-        return ExpertWeight(source.fused("weight"), None, source.in_size), None
+        return ExpertWeight(source.fused("weight"), None, source.in_size, source.bias), None
     weight, rounding = read_fp8(source)
-    return ExpertWeight(*weight), rounding
+    return ExpertWeight(*weight, source.bias), rounding
