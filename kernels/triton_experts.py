@@ -108,15 +108,15 @@ def _product(
     scales, is_small = weight.scales, block <= 32
     block_n = 64 if is_small else 128
     is_fp8 = scales is not None and not weight.is_packed
+    num_groups = 1 if scales is None else scales.shape[1]
     dependent = gpu.dependent_launch(len(places.chosen))
     _product_kernel[len(places.experts), triton.cdiv(size, block_n)](
         x, x if x_scales is None else x_scales, weight.values, weight.values if scales is None else scales,
         weight.bias, out, places.pairs, places.experts, num_pairs // len(x), places.num_experts, size, out_size,
-        row_bytes, x.stride(0), 1 if scales is None else scales.shape[1],
-        0.0 if clamp is None else clamp.limit, 0.0 if clamp is None else clamp.alpha,
+        row_bytes, x.stride(0), num_groups, 0.0 if clamp is None else clamp.limit, 0.0 if clamp is None else clamp.alpha,
         ROWS=1 if scales is None or len(scales) == len(weight.values) else BLOCK,
         BLOCK_M=block, BLOCK_N=block_n, BLOCK_K=64 if weight.is_packed or not (is_fp8 or is_small) else BLOCK,
-        IS_SCALED=is_fp8, IS_GROUPED=is_fp8 and scales.shape[1] > 1,
+        IS_SCALED=is_fp8, IS_GROUPED=is_fp8 and num_groups > 1,
         HAS_X_SCALES=x_scales is not None, IS_GATED=is_gated, IS_CLAMPED=clamp is not None,
         PACKED_GROUP=weight.group if weight.is_packed else 0, IS_FP8=x.dtype == E4M3 and not is_small,
         DEPENDENT=dependent, num_warps=4 if is_small else 8, num_stages=4 if is_small else 3, launch_pdl=dependent,
