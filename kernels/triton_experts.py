@@ -109,11 +109,12 @@ def _product(
     block_n = 64 if is_small else 128
     is_fp8 = scales is not None and not weight.is_packed
     num_groups = 1 if scales is None else scales.shape[1]
+    limit, alpha = clamp or (0.0, 0.0)
     dependent = gpu.dependent_launch(len(places.chosen))
     _product_kernel[len(places.experts), triton.cdiv(size, block_n)](
         x, x if x_scales is None else x_scales, weight.values, weight.values if scales is None else scales,
         weight.bias, out, places.pairs, places.experts, num_pairs // len(x), places.num_experts, size, out_size,
-        row_bytes, x.stride(0), num_groups, 0.0 if clamp is None else clamp.limit, 0.0 if clamp is None else clamp.alpha,
+        row_bytes, x.stride(0), num_groups, limit, alpha,
         ROWS=1 if scales is None or len(scales) == len(weight.values) else BLOCK,
         BLOCK_M=block, BLOCK_N=block_n, BLOCK_K=64 if weight.is_packed or not (is_fp8 or is_small) else BLOCK,
         IS_SCALED=is_fp8, IS_GROUPED=is_fp8 and num_groups > 1,
@@ -253,6 +254,7 @@ def _product_kernel(
             is_k = start + k < row_size
             if PACKED_GROUP > 0:
                 x_at = x_ptr + rows[None, :] * x_stride + 2 * (start + k)[:, None]
+                odd = tl.load(x_at + 1, mask=is_m[None, :] & is_k[:, None], other=0.0)
             else:
                 x_at = x_ptr + rows[None, :] * x_stride + (start + k)[:, None]
             x = tl.load(x_at, mask=is_m[None, :] & is_k[:, None], other=0.0)
@@ -265,7 +267,6 @@ def _product_kernel(
                 is_read = is_n[:, None] & is_k[None, :]
                 if PACKED_GROUP > 0:
                     weight = tl.load(at + half * size * row_size, mask=is_read, other=0)
-                    odd = tl.load(x_at + 1, mask=is_m[None, :] & is_k[:, None], other=0.0)
                     scale_at = scales_ptr + (weight_rows + half * size)[:, None] * num_groups
                     scale_at += ((start + k) * 2 // PACKED_GROUP)[None, :]
                     scale = tl.load(scale_at, mask=is_read, other=0)
