@@ -7,6 +7,7 @@ Nothing is read on the host, and no shape depends on the choice, so that a CUDA 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,20 +29,20 @@ class ExpertWeight(NamedTuple):
     group: int
     bias: Tensor | None = None  # [num_experts * out_size]
 
-    def numbers(self, num_experts: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that the weights stand for, [num_experts, out_size, in_size]."""
+    def numbers(self, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the numbers that the weight of each expert stands for, [out_size, in_size]."""
         if self.scales is None:
             whole = self.values.to(dtype)
         elif self.is_packed:  # one after the other, as float32 numbers take eight times the memory
             parts = zip(self.values.chunk(num_experts), self.scales.chunk(num_experts), strict=True)
-            return torch.stack([unpacked(*part, self.group).to(dtype) for part in parts])
+            return tuple(unpacked(*part, self.group).to(dtype) for part in parts)
         else:
             whole = dequantized(self.values, self.scales, self.group).to(dtype)
-        return whole.unflatten(0, (num_experts, -1))
+        return whole.chunk(num_experts)
 
-    def biases(self, num_experts: int) -> Tensor | None:
-        """Return the bias of each expert, [num_experts, out_size]."""
-        return None if self.bias is None else self.bias.unflatten(0, (num_experts, -1))
+    def biases(self, num_experts: int) -> Sequence[Tensor | None]:
+        """Return the bias of each expert, [out_size]."""
+        return [None] * num_experts if self.bias is None else self.bias.chunk(num_experts)
 
     @property
     def is_packed(self) -> bool:
@@ -103,7 +104,8 @@ def experts_linear_ref(
     out = rows.new_zeros(len(chosen), len(weight.values) // places.num_experts)
     biases = weight.biases(places.num_experts)
     for expert, numbers in enumerate(weight.numbers(places.num_experts, torch.float32)):
-        product = F.linear(rows, numbers, None if biases is None else biases[expert].float())
+        product, bias = F.linear(rows, numbers), biases[expert]
+        product = product if bias is None else product + bias.float()
         out = torch.where((chosen == expert).unsqueeze(1), product, out)
     return out.to(dtype)
 

@@ -24,6 +24,7 @@ from .silu import SwigluClamp
 from .triton_silu import silu_mul_of
 
 MAX_PLACED = 4096  # pairs that one program places; torch sorts more of them
+MAX_SMALL = 32  # pairs of a block whose products are those of float16, if they are of FP8
 _CHUNK = 32  # pairs that it looks at together
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MIX_BLOCK = 1024
@@ -99,30 +100,36 @@ def _product(
     clamp: SwigluClamp | None = None,
 ) -> Tensor:
     num_pairs, block = places.chosen.numel(), places.block
-    out_size, row_bytes = len(weight.values) // places.num_experts, weight.values.shape[1]
-    assert x.shape[1] == row_bytes * (2 if weight.is_packed else 1), (x.shape, weight.values.shape)
+    out_size, row_size = len(weight.values) // places.num_experts, weight.values.shape[1]
+    assert x.shape[1] == row_size * (2 if weight.is_packed else 1), (x.shape, weight.values.shape)
     size = out_size // 2 if is_gated else out_size
     out = torch.empty((num_pairs, size), dtype=dtype, device=x.device)
     if not num_pairs:
         return out
-    scales, is_small = weight.scales, block <= 32
-    block_n = 64 if is_small else 128
-    is_fp8 = scales is not None and not weight.is_packed
+    scales, is_fp8 = weight.scales, weight.scales is not None and not weight.is_packed
     num_groups = 1 if scales is None else scales.shape[1]
+    tiles, launch = tiles_of(block, is_scaled=is_fp8, is_packed=weight.is_packed)
     limit, alpha = clamp or (0.0, 0.0)
     dependent = gpu.dependent_launch(len(places.chosen))
-    _product_kernel[len(places.experts), triton.cdiv(size, block_n)](
+    _product_kernel[len(places.experts), triton.cdiv(size, tiles["BLOCK_N"])](
         x, x if x_scales is None else x_scales, weight.values, weight.values if scales is None else scales,
         weight.bias, out, places.pairs, places.experts, num_pairs // len(x), places.num_experts, size, out_size,
-        row_bytes, x.stride(0), num_groups, limit, alpha,
-        ROWS=1 if scales is None or len(scales) == len(weight.values) else BLOCK,
-        BLOCK_M=block, BLOCK_N=block_n, BLOCK_K=64 if weight.is_packed or not (is_fp8 or is_small) else BLOCK,
-        IS_SCALED=is_fp8, IS_GROUPED=is_fp8 and num_groups > 1,
-        HAS_X_SCALES=x_scales is not None, IS_GATED=is_gated, IS_CLAMPED=clamp is not None,
-        PACKED_GROUP=weight.group if weight.is_packed else 0, IS_FP8=x.dtype == E4M3 and not is_small,
-        DEPENDENT=dependent, num_warps=4 if is_small else 8, num_stages=4 if is_small else 3, launch_pdl=dependent,
+        row_size, x.stride(0), num_groups, limit, alpha,
+        ROWS=1 if scales is None or len(scales) == len(weight.values) else BLOCK, **tiles,
+        IS_SCALED=is_fp8, IS_GROUPED=is_fp8 and num_groups > 1, HAS_X_SCALES=x_scales is not None,
+        IS_GATED=is_gated, IS_CLAMPED=clamp is not None, PACKED_GROUP=weight.group if weight.is_packed else 0,
+        IS_FP8=x.dtype == E4M3 and block > MAX_SMALL, DEPENDENT=dependent, **launch, launch_pdl=dependent,
     )  # fmt: skip
     return out
+
+
+def tiles_of(block: int, *, is_scaled: bool, is_packed: bool = False) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes of the tiles of a product in blocks of `block` pairs, and how its programs are launched."""
+    if block <= MAX_SMALL:
+        block_k = BLOCK // 2 if is_packed else BLOCK  # bytes if packed
+        return {"BLOCK_M": block, "BLOCK_N": 64, "BLOCK_K": block_k}, {"num_warps": 4, "num_stages": 4}
+    block_k = BLOCK if is_scaled else 64
+    return {"BLOCK_M": block, "BLOCK_N": 128, "BLOCK_K": block_k}, {"num_warps": 8, "num_stages": 3}
 
 
 def serves_mix(parts: Tensor, shares: Tensor) -> bool:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.experts import ExpertWeight, experts_linear, gated_experts_linear, mix_parts, place_experts
 from ...kernels.operations import captures
-from ...kernels.silu import SwigluClamp, clamped_silu_mul, silu_mul
-from .base import WeightSource
+from ...kernels.silu import SwigluClamp, clamped_silu_mul
+from .base import GivenWeight, Product, WeightSource
 from .fp8 import RowRounding, read_fp8
+from .registry import choose
 
 
 class ExpertSources(NamedTuple):
@@ -55,30 +55,28 @@ class Experts(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchExperts(Experts):
-    """Plain weights and torch's products, one expert after the other. The host reads which experts are chosen, which
-    costs nothing on a CPU. FP8 and MXFP4 weights are here as the numbers that they stand for, and FP8 rounds rows."""
+    """Products of each expert, one expert after the other. The host reads which experts are chosen, which costs nothing
+    on a CPU. FP8 and MXFP4 weights are here as the numbers that they stand for, and FP8 rounds rows."""
 
-    gate_up: Tensor  # [num_experts, 2 * inner_size, size]
-    down: Tensor  # [num_experts, size, inner_size]
+    gate_up: tuple[Product, ...]  # size -> 2 * inner_size
+    down: tuple[Product, ...]  # inner_size -> size
     roundings: tuple[RowRounding, RowRounding] | None = None  # of the rows of both; None: they are not rounded
-    gate_up_bias: Tensor | None = None  # [num_experts, 2 * inner_size]
-    down_bias: Tensor | None = None  # [num_experts, size]
     clamp: SwigluClamp | None = None
 
     @classmethod
     def build(cls, sources: ExpertSources) -> Self | None:
         if captures(sources.gate_up.device):
             return None
-        num, dtype = sources.num_experts, sources.gate_up.dtype
-        (gate_up, of_x), (down, of_inner) = _read(sources.gate_up), _read(sources.down)
-        return cls(
-            gate_up.numbers(num, dtype),
-            down.numbers(num, dtype),
-            None if of_x is None or of_inner is None else (of_x, of_inner),
-            gate_up.biases(num),
-            down.biases(num),
-            sources.clamp,
-        )
+        products, roundings = list[tuple[Product, ...]](), list[RowRounding]()
+        for source in (sources.gate_up, sources.down):
+            weight, rounding = _read(source)
+            each = zip(
+                weight.numbers(sources.num_experts, source.dtype), weight.biases(sources.num_experts), strict=True
+            )
+            products.append(tuple(choose(GivenWeight(*own)) for own in each))
+            if rounding is not None:
+                roundings.append(rounding)
+        return cls(products[0], products[1], (roundings[0], roundings[1]) if roundings else None, sources.clamp)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -89,11 +87,9 @@ class TorchExperts(Experts):
 
     def _expert(self, index: int, x: Tensor) -> Tensor:
         of_x, of_inner = self.roundings or (None, None)
-        bias = None if self.gate_up_bias is None else self.gate_up_bias[index]
-        inner = F.linear(x if of_x is None else of_x.numbers(x), self.gate_up[index], bias)
-        inner = silu_mul(inner) if self.clamp is None else clamped_silu_mul(inner, self.clamp)
-        bias = None if self.down_bias is None else self.down_bias[index]
-        return F.linear(inner if of_inner is None else of_inner.numbers(inner), self.down[index], bias)
+        gate_up, x = self.gate_up[index], x if of_x is None else of_x.numbers(x)
+        inner = gate_up.gated(x) if self.clamp is None else clamped_silu_mul(gate_up(x), self.clamp)
+        return self.down[index](inner if of_inner is None else of_inner.numbers(inner))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ from baton.engine.layers.mlp import Mlp
 from baton.engine.layers.moe import ExpertRouter, MoeMlp
 from baton.engine.layers.residual import Residual
 from baton.engine.model_config import ExpertsConfig
+from baton.engine.products.dense import DenseProduct
 from baton.engine.products.experts import TorchExperts
 from baton.engine.products.linear import Linear
 from baton.kernels.norm import rms_norm_ref
@@ -36,14 +37,13 @@ CONFIGS = {
 
 def layer(config: ExpertsConfig) -> MoeMlp:
     bias = random(NUM_EXPERTS, seed=2) if config.has_bias else None
-    gate_up = torch.stack([random(2 * INNER, SIZE, seed=10 + i) for i in range(NUM_EXPERTS)])
-    down = torch.stack([random(SIZE, INNER, seed=20 + i) for i in range(NUM_EXPERTS)])
+    gate_up = [DenseProduct.of(random(2 * INNER, SIZE, seed=10 + i), None) for i in range(NUM_EXPERTS)]
+    down = [DenseProduct.of(random(SIZE, INNER, seed=20 + i), None) for i in range(NUM_EXPERTS)]
     shared = None
     if config.shared_size:
         shared = Mlp(Linear.dense(random(24, SIZE, seed=30)), Linear.dense(random(SIZE, 12, seed=31)))
-    return MoeMlp(
-        ExpertRouter(random(NUM_EXPERTS, SIZE, seed=1), bias, config), TorchExperts(gate_up, down), shared, None
-    )
+    router = ExpertRouter(random(NUM_EXPERTS, SIZE, seed=1), bias, config)
+    return MoeMlp(router, TorchExperts(tuple(gate_up), tuple(down)), shared, None)
 
 
 def formula(mlp: MoeMlp, token: torch.Tensor) -> torch.Tensor:
@@ -61,8 +61,8 @@ def formula(mlp: MoeMlp, token: torch.Tensor) -> torch.Tensor:
     y = torch.zeros(SIZE, dtype=torch.float64)
     assert isinstance(mlp.experts, TorchExperts)
     for index in chosen:
-        inner = silu_mul_ref((mlp.experts.gate_up[index] @ token).unsqueeze(0))[0]
-        y += config.scaling * scores[index] / total * (mlp.experts.down[index] @ inner)
+        inner = silu_mul_ref(mlp.experts.gate_up[index](token.unsqueeze(0)))
+        y += config.scaling * scores[index] / total * mlp.experts.down[index](inner)[0]
     return y.float() if mlp.shared is None else y.float() + mlp.shared(token.unsqueeze(0))[0]
 
 
