@@ -329,7 +329,7 @@ def _decode_kernel(
         visible_ptrs = visible_ptr + batch_tokens * num_words
     else:
         tree_start, visible_ptrs = 0, visible_ptr
-    has_sink = (split == 0) & (begin < end)
+    has_sink = (split == 0) & (begin < end)  # without keys, no sums are stored
     sums, total, highest = sink_seen(sinks_ptr, heads, has_sink, BLOCK_M, BLOCK_D)
     sums, total, highest = _weighted(
         q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new,

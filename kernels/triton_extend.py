@@ -167,8 +167,7 @@ def _extend_kernel(
         q = tl.load(q_ptrs, mask=is_row[:, None] & is_dim, other=0.0)
         k_ptrs = kv_ptr + kv_head * (PAGE_SIZE * HEAD_DIM) + dims[None, :]
         V_OFFSET: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
-        has_sink = (split == 0) & (begin < end)
-        sums, total, highest = sink_seen(sinks_ptr, heads, has_sink, BLOCK_M, BLOCK_D)
+        sums, total, highest = sink_seen(sinks_ptr, heads, split == 0, BLOCK_M, BLOCK_D)
         pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
         for first in range(begin, full, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
@@ -186,7 +185,7 @@ def _extend_kernel(
         if has_nan(sums):
             FEW_KEYS: tl.constexpr = 16  # per tile, so that `weigh_seen` needs no more registers than `weigh`
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
-            sums, total, highest = sink_seen(sinks_ptr, heads, has_sink, BLOCK_M, BLOCK_D)
+            sums, total, highest = sink_seen(sinks_ptr, heads, split == 0, BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(
                 q, k_ptrs, table_ptr, its_pages, begin, end, last_seen, window, scale, sums, total, highest, True,
                 HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,

@@ -18,6 +18,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.read_config import read_model_config
 from baton.engine.rope import RotaryEmbedding
 from baton.engine.work import BatchRow
+from baton.kernels import prompt_attention
 from baton.kernels.operations import preferring
 
 pytestmark = pytest.mark.skipif(not triton_device.IS_INTERPRETED, reason="compares with the ways of a CPU")
@@ -90,3 +91,25 @@ def test_two_batches_of_one_forward_attend_as_alone(kind: Any, window: int | Non
             found, kv = attend(config, rows, norms, num_first, SINKS)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(kv[1], expected_kv[1], atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_with_sinks_are_left_to_the_kernels(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's fused attention of whole prompts has no sinks."""
+
+    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seqs: int) -> torch.Tensor:
+        calls.append(num_seqs)
+        return torch.zeros_like(q)
+
+    calls: list[int] = []
+    monkeypatch.setattr(prompt_attention, "serves", lambda *_: True)
+    monkeypatch.setattr(prompt_attention, "takes", lambda *_: True)
+    monkeypatch.setattr(prompt_attention, "prompt_attention", fused)
+    config = read_model_config(checkpoint("mistral", sliding_window=None))
+    with preferring("reference"):
+        expected, _ = attend(config, ROWS["prompts"], None, sinks=SINKS)
+    with preferring("triton"):
+        found, _ = attend(config, ROWS["prompts"], None, sinks=SINKS)
+        assert not calls
+        attend(config, ROWS["prompts"], None)
+        assert calls == [1, 1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

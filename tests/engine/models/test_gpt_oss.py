@@ -140,6 +140,19 @@ def test_mxfp4_is_exact_in_16_bits_and_stays_packed_on_a_gpu(checkpoint: Checkpo
     assert ours.gate_up.values.nbytes == 5 * 2 * 96 * 64 / 2  # 4 bits each
 
 
+def test_transformers_reads_the_same_numbers(models: dict[str, Path]) -> None:
+    """It unpacks the checkpoint by itself, so the tests' checkpoints are in the public format."""
+    import transformers
+
+    unpack = transformers.Mxfp4Config(dequantize=True)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        models["mxfp4"], dtype=torch.float32, quantization_config=unpack
+    )
+    ids = torch.tensor([prompt(30)])
+    with torch.inference_mode():
+        assert torch.equal(theirs(ids).logits, Reference(models["plain"]).model(ids).logits)
+
+
 def test_the_tensors_of_mxfp4_are_listed(checkpoint: Checkpoint, tmp_path: Path) -> None:
     packed, _ = in_mxfp4(checkpoint("gpt_oss", intermediate_size=96), tmp_path)
     written = {name: tuple(tensor.shape) for name, tensor in load_file(packed / "model.safetensors").items()}
