@@ -4,8 +4,8 @@ For a query at position p of a sequence, head h, and that sequence's keys K and 
 
     out = sum_j softmax_j(q . K_j / sqrt(head_dim)) V_j,    j <= p  and, with a window w,  j > p - w
 
-A layer may have a sink per query head (arXiv:2309.17453, as gpt-oss learns it): one more score of the softmax, whose
-value is 0.
+A layer may have a sink per query head, a learnt number (gpt-oss, after arXiv:2309.17453). It is one more score of the
+softmax, whose value is 0.
 
 A layer's pages are one tensor `kv_layer` [num_pages, 2 (K|V), num_kv_heads, page_size, head_dim]; position j of a
 sequence lies in slot j % page_size of page `block_table[seq, j // page_size]`.
@@ -33,6 +33,7 @@ def paged_attention_ref(
     window: int | None,
     positions: torch.Tensor | None = None,
     tree: Tree | None = None,
+    *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of `q` [num_tokens, num_heads, head_dim], sequences end to end: a new tensor of its shape.
@@ -200,7 +201,7 @@ def paged_attention(
 
 
 def decode_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the attention of one query per sequence, `q` [num_seqs, num_heads, head_dim] -> the same shape.
 
@@ -247,7 +248,7 @@ def _attend(
     if sinks is not None and not q.is_cpu:  # no other fused kernel serves all masks and tells its sums
         return _attend_selecting(q, k, v, mask, group, sinks)
     if query_len == 1:
-        out = decode_attention(q, k, v, mask, sinks)
+        out = decode_attention(q, k, v, mask, sinks=sinks)
     else:
         out = _attend_several(q, k, v, mask, group, num_kv_heads, sinks)
     if (mask is not None or group.is_causal) and out.sum().isnan():

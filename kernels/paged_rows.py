@@ -123,7 +123,8 @@ def attend_ref(
                 page.zero_()
             page[0, :, slot % page_size], page[1, :, slot % page_size] = k[token], v[token]
     lens, positions = rows.seq_lens.tolist(), torch.from_numpy(rows.positions)
-    return paged_attention_ref(q, pages, table, rows.query_lens, lens, window, positions, rows.tree, sinks).flatten(1)
+    out = paged_attention_ref(q, pages, table, rows.query_lens, lens, window, positions, rows.tree, sinks=sinks)
+    return out.flatten(1)
 
 
 def attend_stored_ref(

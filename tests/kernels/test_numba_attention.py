@@ -115,7 +115,7 @@ class Case:
                 pages[page, 0, :, slot % self.page_size], pages[page, 1, :, slot % self.page_size] = k[row], v[row]
                 row += 1
         out = paged_attention_ref(
-            q, pages, self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree, sinks
+            q, pages, self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree, sinks=sinks
         )
         return out.flatten(1), pages
 

@@ -110,7 +110,7 @@ class Case:
     def check(self, out: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None) -> None:
         expected = paged_attention_ref(
             self.q, self.kv.nan_to_num(), self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree,
-            sinks,
+            sinks=sinks,
         )  # fmt: skip
         torch.testing.assert_close(out, expected, atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])
 

@@ -190,7 +190,7 @@ def models(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> 
     ("kind", "drafter", "nodes", "tp", "transport"),
     [
         ("plain", "none", {"chunk_tokens": 7}, (1, 1), "local"),
-        ("plain", "eagle3", {"chunk_tokens": 9}, (1, 1), "zmq"),
+        ("plain", "eagle3", {"chunk_tokens": 9, "draft_topk": 3}, (1, 1), "zmq"),
         ("plain", "standalone", {"chunk_tokens": 64}, (1, 1), "zmq"),
         ("mxfp4", "none", {"chunk_tokens": 11}, (1, 2), "local"),
         ("mxfp4", "standalone", {"chunk_tokens": 5}, (2, 1), "zmq"),
