@@ -43,12 +43,19 @@ class HeadNorms(NamedTuple):
 class AttentionContext(Protocol):
     """State that the attention layers of one forward share: positions, pages, masks, plans of kernels."""
 
-    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+    def __call__(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend in layer `index` of the pool: `qkv` [num_tokens, q_size + num_planes * kv_size] -> [num_tokens,
         q_size]. If the pool has latents, the result may have the `rank` first numbers of each head alone.
 
-        `qkv` may be overwritten. `window`: positions that a query sees, its own included; None: all. On return the new
-        tokens' KV is stored."""
+        `qkv` may be overwritten. `window`: positions that a query sees, its own included; None: all. `sinks`: scores of
+        query heads that have no value, [num_heads] float32. On return the new tokens' KV is stored."""
         ...
 
 
@@ -90,8 +97,15 @@ class _NoAttention:
 
     q_size: int
 
-    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
-        del index, norms, window
+    def __call__(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        del index, norms, window, sinks
         assert len(qkv) == 0, qkv.shape
         return qkv[:, : self.q_size]
 
@@ -105,10 +119,17 @@ class _JointAttention:
     second: AttentionContext
     num_first: int  # tokens of the first batch
 
-    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+    def __call__(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         first, second = qkv.tensor_split((self.num_first,))
-        of_second = self.second(index, second, norms, window)
-        return torch.cat([self.first(index, first, norms, window), of_second])
+        of_second = self.second(index, second, norms, window, sinks)
+        return torch.cat([self.first(index, first, norms, window, sinks), of_second])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +138,18 @@ class _CompiledAttention:
     rows: PagedRows
     kv: np.ndarray  # [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim] float32
 
-    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+    def __call__(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         config = self.config
-        return attend(qkv, self.kv, index, self.rows, window, norms, config.rms_norm_eps, config.softmax_scale)
+        return attend(
+            qkv, self.kv, index, self.rows, window, norms, config.rms_norm_eps, config.softmax_scale, sinks=sinks
+        )
 
 
 def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> TritonPlan:
@@ -224,18 +254,30 @@ class _TritonAttention:
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
 
-    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+    def __call__(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         from ..kernels.triton_store import norm_rotate_store
 
         assert self.plan.rows is not None
         kv_layer, eps = self.kv_layers[index], self.config.rms_norm_eps
         q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.plan.rows, norms, eps)
-        if self.prompts is not None:
+        if self.prompts is not None and sinks is None:  # torch's fused attention has none
             return self._attend_prompts(self.prompts, q, qkv, kv_layer)
-        return self.attend(q, kv_layer, window).flatten(1)
+        return self.attend(q, kv_layer, window, sinks).flatten(1)
 
     def attend(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, window: int | None, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        window: int | None,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of `q` [num_tokens, num_heads, head_dim], whose KV is stored: `out`, or a new tensor of
         q's shape."""
@@ -243,7 +285,7 @@ class _TritonAttention:
         from ..kernels.triton_extend import extend_attention
 
         attend = decode_attention if self.plan.starts is None else extend_attention
-        return attend(q, kv_layer, self.plan, window, out=out)
+        return attend(q, kv_layer, self.plan, window, out=out, sinks=sinks)
 
     def _attend_prompts(
         self, prompts: PromptPieces, q: torch.Tensor, qkv: torch.Tensor, kv_layer: torch.Tensor
@@ -279,7 +321,14 @@ class _TritonLatents:
     cos: torch.Tensor  # [num_tokens, 1, rope_dim]
     sin: torch.Tensor  # [num_tokens, 1, rope_dim], signed
 
-    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+    def __call__(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         from ..kernels.triton_latents import latent_attention, rotate_store
 
         assert norms is None and window is None and self.plan.rows is not None, (norms, window)
@@ -307,14 +356,21 @@ class _JointTritonAttention:
         cos, sin = torch.cat([first.cos, second.cos]), torch.cat([first.sin, second.sin])
         return cls(first, second, rows, cos, sin)
 
-    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+    def __call__(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         from ..kernels.triton_store import norm_rotate_store
 
         kv_layer, eps = self.first.kv_layers[index], self.first.config.rms_norm_eps
         q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.rows, norms, eps)
         out, num_first = torch.empty_like(q, memory_format=torch.contiguous_format), len(self.first.cos)
-        self.first.attend(q[:num_first], kv_layer, window, out[:num_first])
-        self.second.attend(q[num_first:], kv_layer, window, out[num_first:])
+        self.first.attend(q[:num_first], kv_layer, window, sinks, out[:num_first])
+        self.second.attend(q[num_first:], kv_layer, window, sinks, out[num_first:])
         return out.flatten(1)
 
 
@@ -326,7 +382,14 @@ class _GatheredAttention:
     cos: torch.Tensor  # [num_tokens, 1, rotary_dim]
     sin: torch.Tensor  # [num_tokens, 1, rotary_dim], signed
 
-    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+    def __call__(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         config = self.config
         num_tokens, num_heads, num_rotated = qkv.shape[0], config.num_heads, config.num_heads + config.num_kv_heads
         qkv = qkv.view(num_tokens, -1, config.head_dim)
@@ -337,4 +400,5 @@ class _GatheredAttention:
         apply_rotary_(qkv[:, :num_rotated, config.head_dim - config.rotated_size :], self.cos, self.sin)
         kv_layer = self.kv_layers[index]
         store_kv(qkv[:, num_heads:], kv_layer, self.plan)
-        return paged_attention(q, kv_layer, self.plan, window, config.softmax_scale).view(num_tokens, -1)
+        out = paged_attention(q, kv_layer, self.plan, window, config.softmax_scale, sinks=sinks)
+        return out.view(num_tokens, -1)

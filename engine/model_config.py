@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..kernels.silu import SwigluClamp
 from ..metadata.handoff.hidden_layout import HiddenDtype, spec_hidden_size
 from ..metadata.handoff.kv_layout import pool_of
 from ..metadata.wire.node_info import KvPlane, PoolLayout
@@ -30,6 +31,7 @@ class ExpertsConfig:
     num_ranking: int = 1  # largest scores of a group, whose sum ranks it
     scaling: float = 1.0  # of the output
     shared_size: int = 0  # hidden units for all tokens, beside the experts
+    clamp: SwigluClamp | None = None  # of an expert's gate; None: it is a plain SwiGLU
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class ModelConfig:
     rotary_dim: int | None = None  # the first numbers of a head, which are rotated; None: all
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
+    has_sinks: bool = False  # each query head has a score without a value
 
     @property
     def spec_hidden_size(self) -> int:

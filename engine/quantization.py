@@ -1,8 +1,9 @@
-"""Linear layers in FP8 (e4m3): what scales their weights, and how the rows that they multiply are rounded.
+"""Weights in FP8 (e4m3) and MXFP4: what scales them, and how the rows that they multiply are rounded.
 
     weight_scale    blocks    one for 128 x 128 numbers
                     rows      one for each row, which is one output
                     tensor    one for each projection
+                    mxfp4     a power of two for 32 columns of a row of 4-bit numbers: experts in one tensor, no others
     rounding        groups    each row to e4m3, with a scale for each 128 columns
                     rows      each row to e4m3, with one scale
                     stored    each row to e4m3, with the scale that the checkpoint has for the layer
@@ -19,13 +20,13 @@ from typing import Literal
 
 from ..metadata.errors import ConfigError
 
-WeightScale = Literal["blocks", "rows", "tensor"]
+WeightScale = Literal["blocks", "rows", "tensor", "mxfp4"]
 Rounding = Literal["groups", "rows", "stored", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantization of a model's linear layers. Layers that a checkpoint leaves in 16 bits have no scales there."""
+    """The quantization of a model's weights. Layers that a checkpoint leaves in 16 bits have no scales there."""
 
     weight_scale: WeightScale
     rounding: Rounding

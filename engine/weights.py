@@ -45,6 +45,10 @@ class Weights(ABC):
         """Return a tensor of this shape, in memory of its own, in `dtype` (None: the model's)."""
 
     @abstractmethod
+    def stored(self, specs: Collection[TensorSpec]) -> list[Tensor]:
+        """Return tensors as they are in the file: copy them, their memory may be the file's."""
+
+    @abstractmethod
     def source(
         self,
         out_sizes: Mapping[str, int],
@@ -101,6 +105,13 @@ class ListedWeights(Weights):
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.specs.append(TensorSpec(name, shape))
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def stored(self, specs: Collection[TensorSpec]) -> list[Tensor]:
+        self.specs += specs
+        return [
+            torch.empty(spec.shape, dtype=torch.uint8 if spec.dtypes == ("U8",) else self.dtype, device=self.device)
+            for spec in specs
+        ]
 
     def source(
         self,
@@ -205,7 +216,6 @@ class CheckpointWeights(Weights):
         return self.ranks.own(config)
 
     def stored(self, specs: Collection[TensorSpec]) -> list[Tensor]:
-        """Return tensors as they are in the file, mapped: copy them."""
         found = [TensorSpec(self.full_name(spec.name), spec.shape, spec.dtypes) for spec in specs]
         self.checkpoint.check(found)
         self.asked |= {spec.name for spec in found}

@@ -4,9 +4,12 @@ For a query at position p of a sequence, head h, and that sequence's keys K and 
 
     out = sum_j softmax_j(q . K_j * scale) V_j,    j <= p  and, with a window w,  j > p - w
 
-The scale is 1 / sqrt(head_dim), unless the model has another. A layer's pages are one tensor `kv_layer` [num_pages,
-num_planes, num_kv_heads, page_size, head_dim]. Position j of a sequence lies in slot j % page_size of page
-`block_table[seq, j // page_size]`. There are two planes, K and V, or one: then the keys are also the values (MLA).
+The scale is 1 / sqrt(head_dim), unless the model has another. A layer may have a sink per query head, a learnt number
+(gpt-oss, after arXiv:2309.17453). It is one more score of the softmax, whose value is 0.
+
+A layer's pages are one tensor `kv_layer` [num_pages, num_planes, num_kv_heads, page_size, head_dim]. Position j of a
+sequence lies in slot j % page_size of page `block_table[seq, j // page_size]`. There are two planes, K and V, or one:
+then the keys are also the values (MLA).
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ def paged_attention_ref(
     positions: torch.Tensor | None = None,
     tree: Tree | None = None,
     scale: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of `q` [num_tokens, num_heads, head_dim], sequences end to end: a new tensor of its shape.
 
@@ -39,7 +44,7 @@ def paged_attention_ref(
     max_pages] int64. The KV of the new tokens must be stored already. Slots that a token does not see have no
     influence, even if they hold NaN.
 
-    For new tokens of a tree, a window counts by `positions` [num_tokens] int64."""
+    For new tokens of a tree, a window counts by `positions` [num_tokens] int64. `sinks` are [num_heads] float32."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_layer.shape[2]
     outputs: list[torch.Tensor] = []
@@ -56,10 +61,19 @@ def paged_attention_ref(
             tokens = slice(sum(query_lens[:seq]), sum(query_lens[: seq + 1]))
             start, seq_len = int(tree.starts[seq]), seq_lens[seq]
             mask = _tree_mask(positions[tokens], tree.visible[tokens, : seq_len - start], seq_len, window)
-        weights = scores.masked_fill(mask < 0, float("-inf")).softmax(-1)
+        weights = _softmax(scores.masked_fill(mask < 0, float("-inf")), sinks)
         out = _weighted(weights, v, mask == 0)  # [num_kv_heads, group_size, query_len, head_dim]
         outputs.append(out.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim))
     return torch.cat(outputs).to(q.dtype)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the weights of keys, of the shape of `scores` [..., num_kv_heads, group_size, query_len, kv_len]. `sinks`
+    are [num_heads] float32."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
 def _weighted(weights: torch.Tensor, v: torch.Tensor, is_seen: torch.Tensor) -> torch.Tensor:
@@ -170,20 +184,32 @@ def clear_fresh_pages(kv: torch.Tensor, plan: AttentionPlan) -> None:
 
 
 def paged_attention(
-    q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, window: int | None, scale: float | None = None
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: AttentionPlan,
+    window: int | None,
+    scale: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `paged_attention_ref` by few torch operations: [num_tokens, num_heads, head_dim] -> the same shape."""
     assert q.shape[1] % kv_layer.shape[2] == 0 and q.shape[2] == kv_layer.shape[4], (q.shape, kv_layer.shape)
     if len(plan.groups) == 1:
-        return _attend(q, kv_layer, plan.groups[0], window, scale)
+        return _attend(q, kv_layer, plan.groups[0], window, scale, sinks)
     out = torch.empty_like(q)
     for group in plan.groups:
-        out[group.tokens] = _attend(q[group.tokens], kv_layer, group, window, scale)
+        out[group.tokens] = _attend(q[group.tokens], kv_layer, group, window, scale, sinks)
     return out
 
 
 def decode_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of one query per sequence, `q` [num_seqs, num_heads, head_dim] -> the same shape.
 
@@ -191,12 +217,38 @@ def decode_attention(
     heads of a kv head are rows of one matrix."""
     num_seqs, num_heads, head_dim = q.shape
     grouped = q.view(num_seqs, k.shape[1], num_heads // k.shape[1], head_dim)
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-    return out.reshape(num_seqs, num_heads, head_dim)
+    of_rows = None if sinks is None else sinks.view(k.shape[1], -1)
+    return _fused(grouped, k, v, mask, scale, of_rows).reshape(num_seqs, num_heads, head_dim)
+
+
+def _fused(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Return torch's fused attention of `q` [.., num_rows, head_dim] to k and v [.., kv_len, head_dim], of q's shape.
+
+    `sinks` are [.., num_rows] float32, of any shape that broadcasts. The kernel of a CPU tells the logarithm of each
+    row's sum of exponentials, and with it what is left of the weights beside the sink."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sums = fused(q, k, v, is_causal=is_causal, attn_mask=mask, scale=scale)
+    return (out * torch.sigmoid(log_sums - sinks).unsqueeze(-1)).to(q.dtype)
 
 
 def _attend(
-    q: torch.Tensor, kv_layer: torch.Tensor, group: _Group, window: int | None, scale: float | None
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    group: _Group,
+    window: int | None,
+    scale: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     num_pages, num_planes, num_kv_heads, page_size, head_dim = kv_layer.shape
     num_seqs, query_len = group.num_seqs, group.query_len
@@ -205,14 +257,25 @@ def _attend(
     planes = gathered[:, :, :, : group.kv_len]
     k, v = planes[0], planes[-1]  # each [num_seqs, num_kv_heads, kv_len, head_dim]
     mask = None if group.is_causal else group.masks[window]
-    out = decode_attention(q, k, v, mask, scale) if query_len == 1 else _attend_several(q, k, v, mask, group, scale)
+    if sinks is not None and not q.is_cpu:  # no other fused kernel serves all masks and tells its sums
+        return _attend_selecting(q, k, v, mask, group, scale, sinks)
+    if query_len == 1:
+        out = decode_attention(q, k, v, mask, scale, sinks=sinks)
+    else:
+        out = _attend_several(q, k, v, mask, group, scale, sinks)
     if (mask is not None or group.is_causal) and out.sum().isnan():
-        return _attend_selecting(q, k, v, mask, group, scale)
+        return _attend_selecting(q, k, v, mask, group, scale, sinks)
     return out
 
 
 def _attend_several(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: _Group, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    group: _Group,
+    scale: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     (num_tokens, num_heads, head_dim), (num_seqs, query_len) = q.shape, (group.num_seqs, group.query_len)
     num_kv_heads = k.shape[1]
@@ -222,13 +285,20 @@ def _attend_several(
     k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, group_size, -1, -1) for x in (k, v))
     if mask is not None and num_seqs > 1:
         mask = mask.repeat_interleave(num_kv_heads, 0)
-    out = F.scaled_dot_product_attention(q.flatten(0, 1), k, v, attn_mask=mask, is_causal=group.is_causal, scale=scale)
+    of_rows = None if sinks is None else sinks.view(num_kv_heads, group_size, 1).repeat(num_seqs, 1, 1)
+    out = _fused(q.flatten(0, 1), k, v, mask, scale, of_rows, is_causal=group.is_causal)
     out = out.view(num_seqs, num_kv_heads, group_size, query_len, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(num_tokens, num_heads, head_dim)
 
 
 def _attend_selecting(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: _Group, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    group: _Group,
+    scale: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend so that a hidden key has no influence, even if it is NaN: after a first try that gave NaN."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
@@ -237,7 +307,7 @@ def _attend_selecting(
         mask = _mask(group.query_len, group.kv_len, None, group.kv_len, q.device).expand(group.num_seqs, 1, -1, -1)
     is_seen = mask == 0  # [num_seqs, 1, query_len, kv_len]
     scores = torch.einsum("stkgd,skjd->skgtj", grouped.float(), k.float()) * (scale or head_dim**-0.5)
-    weights = scores.masked_fill(~is_seen.unsqueeze(1), float("-inf")).softmax(-1)
+    weights = _softmax(scores.masked_fill(~is_seen.unsqueeze(1), float("-inf")), sinks)
     out = _weighted(weights, v.float(), is_seen.squeeze(1))  # [num_seqs, num_kv_heads, group_size, query_len, head_dim]
     return out.permute(0, 3, 1, 2, 4).reshape(num_tokens, num_heads, head_dim).to(q.dtype)
 

@@ -7,6 +7,7 @@ Nothing is read on the host, and no shape depends on the choice, so that a CUDA 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,22 +15,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fp8 import dequantized, spread
+from .mxfp4 import unpacked
 from .operations import Operation
-from .silu import silu_mul
+from .silu import SwigluClamp, clamped_silu_mul, silu_mul
 
 
 class ExpertWeight(NamedTuple):
     """The weights of all experts, one below the other: [num_experts * out_size, in_size]. `scales` and `group` are as
-    for `fp8_linear`; None: the values are plain numbers."""
+    for `fp8_linear`, or, if the values are bytes, as in mxfp4.py; None: the values are plain numbers."""
 
     values: Tensor
     scales: Tensor | None
     group: int
+    bias: Tensor | None = None  # [num_experts * out_size]
 
-    def of(self, expert: int, num_experts: int) -> Tensor:
-        """Return the numbers of one expert's weight, [out_size, in_size] float32."""
-        whole = self.values.float() if self.scales is None else dequantized(self.values, self.scales, self.group)
-        return whole.chunk(num_experts)[expert]
+    def numbers(self, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the numbers that the weight of each expert stands for, [out_size, in_size]."""
+        if self.scales is None:
+            whole = self.values.to(dtype)
+        elif self.is_packed:  # one after the other, as float32 numbers take eight times the memory
+            parts = zip(self.values.chunk(num_experts), self.scales.chunk(num_experts), strict=True)
+            return tuple(unpacked(*part, self.group).to(dtype) for part in parts)
+        else:
+            whole = dequantized(self.values, self.scales, self.group).to(dtype)
+        return whole.chunk(num_experts)
+
+    def biases(self, num_experts: int) -> Sequence[Tensor | None]:
+        """Return the bias of each expert, [out_size]."""
+        return [None] * num_experts if self.bias is None else self.bias.chunk(num_experts)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the values are MXFP4."""
+        return self.values.dtype is torch.uint8
 
 
 class Places(NamedTuple):
@@ -77,25 +95,34 @@ def most_blocks(num_pairs: int, num_experts: int, block: int) -> int:
 def experts_linear_ref(
     x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype
 ) -> Tensor:
-    """Return the product of each pair's row with its expert's weight, [num_pairs, out_size] of `dtype`.
+    """Return the product of each pair's row with its expert's weight, and its bias, [num_pairs, out_size] of `dtype`.
 
     `x` has a row for each row of `places.chosen`, or one for each pair; `x_scales` are as for `fp8_linear`."""
     chosen = places.chosen.flatten()
     rows = x.float() if x_scales is None else x.float() * spread(x_scales, weight.group, x.shape[1])
     rows = rows.repeat_interleave(len(chosen) // max(1, len(x)), 0)
     out = rows.new_zeros(len(chosen), len(weight.values) // places.num_experts)
-    for expert in range(places.num_experts):
-        product = F.linear(rows, weight.of(expert, places.num_experts))
+    biases = weight.biases(places.num_experts)
+    for expert, numbers in enumerate(weight.numbers(places.num_experts, torch.float32)):
+        product, bias = F.linear(rows, numbers), biases[expert]
+        product = product if bias is None else product + bias.float()
         out = torch.where((chosen == expert).unsqueeze(1), product, out)
     return out.to(dtype)
 
 
 def gated_experts_linear_ref(
-    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: ExpertWeight,
+    places: Places,
+    dtype: torch.dtype,
+    clamp: SwigluClamp | None = None,
 ) -> Tensor:
     """Return `silu_mul` of the product, whose first half is the gate: [num_pairs, out_size / 2]. Arguments as for
-    `experts_linear`."""
-    return silu_mul(experts_linear_ref(x, x_scales, weight, places, dtype))
+    `experts_linear`. `clamp`: `clamped_silu_mul` instead."""
+    if clamp is None:
+        return silu_mul(experts_linear_ref(x, x_scales, weight, places, dtype))
+    return clamped_silu_mul(experts_linear_ref(x, x_scales, weight, places, torch.float32), clamp).to(dtype)
 
 
 def mix_parts_ref(parts: Tensor, shares: Tensor) -> Tensor:

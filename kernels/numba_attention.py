@@ -11,7 +11,7 @@ import torch
 from . import numba_kernels
 from .paged_rows import PagedRows
 
-_NO_NORM = np.empty(0, dtype=np.float32)
+_NONE = np.empty(0, dtype=np.float32)
 
 
 def attend(
@@ -23,13 +23,16 @@ def attend(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
     scale: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `attend_ref`, a new tensor [num_tokens, num_heads * head_dim]; `qkv` is overwritten."""
     num_tokens, num_planes, num_kv_heads, head_dim = qkv.shape[0], kv.shape[2], kv.shape[3], kv.shape[5]
     heads = qkv.numpy().reshape(num_tokens, -1, head_dim)
     num_heads = heads.shape[1] - num_planes * num_kv_heads
     assert num_tokens == len(rows.positions) and num_heads % num_kv_heads == 0, (qkv.shape, kv.shape)
-    q_norm, k_norm = (_NO_NORM, _NO_NORM) if norms is None else (norms[0].numpy(), norms[1].numpy())
+    q_norm, k_norm = (_NONE, _NONE) if norms is None else (norms[0].numpy(), norms[1].numpy())
+    of_heads = _NONE if sinks is None else sinks.numpy()
     out = np.empty((num_tokens, num_heads, head_dim), dtype=np.float32)
     pages = kv[layer : layer + 1]  # contiguous, which the pool need not be
 
@@ -38,7 +41,7 @@ def attend(
         numba_kernels.attend(
             heads, pages, 0, rows.cos, rows.sin, q_norm, k_norm, eps, rows.block_table[part], starts,
             rows.seq_lens[part], rows.positions, rows.tree_starts[part], rows.visible, window or 0,
-            scale or head_dim**-0.5, out,
+            scale or head_dim**-0.5, of_heads, out,
         )  # fmt: skip
 
     others = [_threads().submit(attend_part, part) for part in rows.parts[1:]]

@@ -28,6 +28,7 @@ _LOWEST = np.float32(-87.0)  # its exponential is nearly the least normal number
 _LINE_BYTES = 64
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
+_NO_SINK = np.float32(-np.inf)
 
 
 def compiled(flags: set[str]) -> Callable[[Callable[..., Any]], Any]:
@@ -116,6 +117,7 @@ def attend(
     visible,  # [num_tokens, num_columns] bool; no rows: causal
     window,  # 0: none
     scale,  # of scores
+    sinks,  # [num_heads] float32; [0]: none
     out,  # [num_tokens, num_heads, head_dim] float32, written
 ):
     """Norm and rotate queries and keys in place, store keys and values in their pages, and attend: `attend_ref`.
@@ -144,7 +146,7 @@ def attend(
                 window_start = positions[token] - window + 1 if window > 0 else np.int64(-1)
                 _hide(scores, begin, tree_start, seq_len, visible[token], positions[first:stop], window_start)
             for head in range(num_heads):
-                _softmax(scores[head, : end - begin])
+                _softmax(scores[head, : end - begin], sinks[head] if sinks.shape[0] > 0 else _NO_SINK)
             _weighted_values(scores, kv, layer, table, begin, end, visible.shape[0] > 0, out[token])
 
 
@@ -160,7 +162,7 @@ def attend_stored(q, kv, layer, block_table, seq_lens, out):
         end = seq_lens[seq]
         _scores(q[seq], scale, kv, layer, block_table[seq], 0, end, scores)
         for head in range(num_heads):
-            _softmax(scores[head, :end])
+            _softmax(scores[head, :end], _NO_SINK)
         _weighted_values(scores, kv, layer, block_table[seq], 0, end, False, out[seq])
 
 
@@ -247,10 +249,10 @@ def _hide(scores, begin, tree_start, seq_len, visible, positions, window_start):
 
 
 @compiled(_SUMS)
-def _softmax(scores):
-    """Compute the softmax of one row [num_keys], in place."""
-    highest = _maximum(scores)
-    total = _ZERO
+def _softmax(scores, sink):
+    """Compute the softmax of one row [num_keys] and a sink, in place. A sink of -inf is none."""
+    highest = max(_maximum(scores), sink)
+    total = _exp(sink - highest)
     for j in range(scores.shape[0]):
         scores[j] = _exp(scores[j] - highest)
         total += scores[j]

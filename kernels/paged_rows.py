@@ -98,14 +98,16 @@ def attend_ref(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
     scale: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attended values [num_tokens, num_heads * head_dim], a new tensor; store the new tokens' keys and
     values.
 
     `qkv` [num_tokens, (num_heads + num_planes * num_kv_heads) * head_dim] float32 may be overwritten. `kv` [num_layers,
     num_pages, num_planes, num_kv_heads, page_size, head_dim] float32 is the pool. `norms` holds the weights of queries
-    and keys, [head_dim] each; None: heads are not normed. `scale`: of scores; None: 1 / sqrt(head_dim). Slots beyond a
-    sequence's length have no influence."""
+    and keys, [head_dim] each; None: heads are not normed. `scale`: of scores; None: 1 / sqrt(head_dim). `sinks` are
+    [num_heads] float32. Slots beyond a sequence's length have no influence."""
     num_planes, num_kv_heads, page_size, head_dim = kv.shape[2:]
     heads = qkv.view(len(qkv), -1, head_dim)
     num_heads = heads.shape[1] - num_planes * num_kv_heads
@@ -125,7 +127,9 @@ def attend_ref(
             for plane, new in zip(page, (k, v), strict=False):
                 plane[:, slot % page_size] = new[token]
     lens, positions = rows.seq_lens.tolist(), torch.from_numpy(rows.positions)
-    return paged_attention_ref(q, pages, table, rows.query_lens, lens, window, positions, rows.tree, scale).flatten(1)
+    tree = rows.tree
+    out = paged_attention_ref(q, pages, table, rows.query_lens, lens, window, positions, tree, scale, sinks=sinks)
+    return out.flatten(1)
 
 
 def attend_stored_ref(

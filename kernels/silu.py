@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +14,21 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up of `gate_up` [num_rows, 2 * size], gate first: a new tensor [num_rows, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+class SwigluClamp(NamedTuple):
+    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate) of numbers that are clamped first."""
+
+    limit: float  # the gate is at most this, and up is between minus this and this
+    alpha: float
+
+
+def clamped_silu_mul(gate_up: torch.Tensor, clamp: SwigluClamp) -> torch.Tensor:
+    """Return the clamped gate of `gate_up` [num_rows, 2 * size], gate first: a new tensor [num_rows, size]. Computes in
+    float32 and rounds to gate_up's dtype at the end."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return ((up + 1) * gate * torch.sigmoid(clamp.alpha * gate)).to(gate_up.dtype)
 
 
 silu_mul = Operation("silu_mul", silu_mul_ref)

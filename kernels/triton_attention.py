@@ -33,8 +33,8 @@ from .triton_shares import MIN_SPLIT, Shares, max_splits, work
 from .triton_softmax import (
     combine_kernel,
     has_nan,
-    nothing_seen,
     quotient,
+    sink_seen,
     store_heads,
     store_part,
     weigh,
@@ -143,12 +143,15 @@ def decode_attention(
     window: int | None = None,
     tiles: DecodeTiles | None = None,
     out: torch.Tensor | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `paged_attention_ref` of a uniform plan, causal or a tree: contiguous `out` or a new tensor, of q's shape.
 
     `q` [num_tokens, num_heads, head_dim] may be strided by token, as a view of qkv is. `kv_layer` [num_pages, 2,
     num_kv_heads, page_size, head_dim] is contiguous. Both are float32, bfloat16 or float16. Products have that dtype,
-    sums are float32. Slots beyond a sequence's length are not read. A row that sees no slot is 0."""
+    sums are float32. Slots beyond a sequence's length are not read. A row that sees no slot is 0. `sinks` are
+    [num_heads] float32."""
     num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
     num_kv_heads, page_size, query_len = kv_layer.shape[2], kv_layer.shape[3], plan.query_len
     num_seqs, max_pages = plan.block_table.shape
@@ -174,7 +177,7 @@ def decode_attention(
         parts = torch.empty((num_rows, head_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
     _decode_kernel[(num_tiles, *grid)](
-        out, parts, stats, items, arrivals, q, kv_layer, plan.block_table,
+        out, parts, stats, items, arrivals, q, kv_layer, sinks, plan.block_table,
         plan.seq_lens if shares is None else shares.lens,
         plan.tree_starts, visible, None if window is None else plan.positions,
         query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
@@ -272,6 +275,7 @@ def _decode_kernel(
     arrivals_ptr,  # [num_seqs * grid[0]] int32; None: `combine_kernel` combines parts
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype
+    sinks_ptr,  # [NUM_KV_HEADS * GROUP] float32; None: there are none
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     seq_lens_ptr,  # [num_items] int64 with items, [num_seqs] without
     tree_starts_ptr,  # [num_seqs] int64, read if IS_TREE
@@ -325,19 +329,22 @@ def _decode_kernel(
         visible_ptrs = visible_ptr + batch_tokens * num_words
     else:
         tree_start, visible_ptrs = 0, visible_ptr
+    has_sink = (split == 0) & (begin < end)  # without keys, no sums are stored
+    sums, total, highest = sink_seen(sinks_ptr, heads, has_sink, BLOCK_M, BLOCK_D)
     sums, total, highest = _weighted(
         q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new,
-        seq * query_len, tree_start, num_words, scale, False,
-        IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, BLOCK_N, BLOCK_D,
+        seq * query_len, tree_start, num_words, scale, sums, total, highest, False,
+        IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if HAS_HIDDEN:  # noqa: SIM102
         if has_nan(sums):
             FEW_KEYS: tl.constexpr = 16  # per tile, so that `weigh_seen` needs no more registers than `weigh`
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
+            sums, total, highest = sink_seen(sinks_ptr, heads, has_sink, BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(
                 q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, its_pages, begin, end, last_seen, lowest, first_new,
-                seq * query_len, tree_start, num_words, scale, True,
-                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, FEW_KEYS, BLOCK_D,
+                seq * query_len, tree_start, num_words, scale, sums, total, highest, True,
+                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,
             )  # fmt: skip
 
     if DEPENDENT:
@@ -368,20 +375,21 @@ def _weighted(
     tree_start,
     num_words,
     scale,
+    sums,  # [BLOCK_M, BLOCK_D] float32
+    total,  # [BLOCK_M] float32
+    highest,  # [BLOCK_M] float32
     SELECTS: tl.constexpr,
     IS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return the state of the running softmax (triton_softmax.py) after slots begin .. end - 1.
+    """Continue the running softmax (triton_softmax.py) over slots begin .. end - 1.
 
     With SELECTS, keys that a row does not see may be NaN."""
-    sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
     is_dim = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)

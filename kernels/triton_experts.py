@@ -1,7 +1,8 @@
 """`place_experts`, `experts_linear`, `gated_experts_linear` and `mix_parts` of kernels/experts.py on a GPU.
 
 A program of a product multiplies one block of pairs, all of one expert, by some rows of that expert's weight. FP8
-numbers are multiplied as in triton_fp8.py: as float16 in small blocks, by FP8 tensor cores in large ones.
+numbers are multiplied as in triton_fp8.py: as float16 in small blocks, by FP8 tensor cores in large ones. MXFP4 stays
+packed in memory: a program unpacks its bytes to x's dtype, and multiplies even and odd columns one after the other.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
@@ -19,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import gpu
 from .experts import ExpertWeight, Places, block_size, most_blocks
 from .fp8 import BLOCK, E4M3
+from .silu import SwigluClamp
 from .triton_silu import silu_mul_of
 
 MAX_PLACED = 4096  # pairs that one program places; torch sorts more of them
@@ -48,11 +50,20 @@ def place_experts(chosen: Tensor, num_experts: int) -> Places:
     return Places(chosen, num_experts, pairs, experts)
 
 
-def serves(x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype) -> bool:
+def serves(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: ExpertWeight,
+    places: Places,
+    dtype: torch.dtype,
+    clamp: SwigluClamp | None = None,
+) -> bool:
     """Return whether the products take these tensors."""
-    del places, dtype
+    del places, dtype, clamp
     if x.stride(1) != 1 or not weight.values.is_contiguous():
         return False
+    if weight.is_packed:
+        return x.dtype in _FLOATS and x_scales is None
     if weight.scales is None:
         return x.dtype == weight.values.dtype and x.dtype in _FLOATS
     is_whole = weight.scales.shape[1] == 1 and (x_scales is None or x_scales.shape[1] == 1)
@@ -67,40 +78,56 @@ def experts_linear(
 
 
 def gated_experts_linear(
-    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: ExpertWeight,
+    places: Places,
+    dtype: torch.dtype,
+    clamp: SwigluClamp | None = None,
 ) -> Tensor:
     """Return `gated_experts_linear_ref`: sums in another order."""
-    return _product(x, x_scales, weight, places, dtype, is_gated=True)
+    return _product(x, x_scales, weight, places, dtype, is_gated=True, clamp=clamp)
 
 
 def _product(
-    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, places: Places, dtype: torch.dtype, *, is_gated: bool
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: ExpertWeight,
+    places: Places,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool,
+    clamp: SwigluClamp | None = None,
 ) -> Tensor:
     num_pairs, block = places.chosen.numel(), places.block
-    out_size, in_size = len(weight.values) // places.num_experts, weight.values.shape[1]
+    out_size, row_size = len(weight.values) // places.num_experts, weight.values.shape[1]
+    assert x.shape[1] == row_size * (2 if weight.is_packed else 1), (x.shape, weight.values.shape)
     size = out_size // 2 if is_gated else out_size
     out = torch.empty((num_pairs, size), dtype=dtype, device=x.device)
     if not num_pairs:
         return out
-    scales = weight.scales
-    tiles, launch = tiles_of(block, is_scaled=scales is not None)
+    scales, is_fp8 = weight.scales, weight.scales is not None and not weight.is_packed
+    num_groups = 1 if scales is None else scales.shape[1]
+    tiles, launch = tiles_of(block, is_scaled=is_fp8, is_packed=weight.is_packed)
+    limit, alpha = clamp or (0.0, 0.0)
     dependent = gpu.dependent_launch(len(places.chosen))
     _product_kernel[len(places.experts), triton.cdiv(size, tiles["BLOCK_N"])](
-        x, x if x_scales is None else x_scales, weight.values, weight.values if scales is None else scales, out,
-        places.pairs, places.experts, num_pairs // len(x), places.num_experts, size, out_size, in_size, x.stride(0),
-        1 if scales is None else scales.shape[1],
+        x, x if x_scales is None else x_scales, weight.values, weight.values if scales is None else scales,
+        weight.bias, out, places.pairs, places.experts, num_pairs // len(x), places.num_experts, size, out_size,
+        row_size, x.stride(0), num_groups, limit, alpha,
         ROWS=1 if scales is None or len(scales) == len(weight.values) else BLOCK, **tiles,
-        IS_SCALED=scales is not None, IS_GROUPED=scales is not None and scales.shape[1] > 1,
-        HAS_X_SCALES=x_scales is not None, IS_GATED=is_gated, IS_FP8=x.dtype == E4M3 and block > MAX_SMALL,
-        DEPENDENT=dependent, **launch, launch_pdl=dependent,
+        IS_SCALED=is_fp8, IS_GROUPED=is_fp8 and num_groups > 1, HAS_X_SCALES=x_scales is not None,
+        IS_GATED=is_gated, IS_CLAMPED=clamp is not None, PACKED_GROUP=weight.group if weight.is_packed else 0,
+        IS_FP8=x.dtype == E4M3 and block > MAX_SMALL, DEPENDENT=dependent, **launch, launch_pdl=dependent,
     )  # fmt: skip
     return out
 
 
-def tiles_of(block: int, *, is_scaled: bool) -> tuple[dict[str, int], dict[str, int]]:
+def tiles_of(block: int, *, is_scaled: bool, is_packed: bool = False) -> tuple[dict[str, int], dict[str, int]]:
     """Return the sizes of the tiles of a product in blocks of `block` pairs, and how its programs are launched."""
     if block <= MAX_SMALL:
-        return {"BLOCK_M": block, "BLOCK_N": 64, "BLOCK_K": BLOCK}, {"num_warps": 4, "num_stages": 4}
+        block_k = BLOCK // 2 if is_packed else BLOCK  # bytes if packed
+        return {"BLOCK_M": block, "BLOCK_N": 64, "BLOCK_K": block_k}, {"num_warps": 4, "num_stages": 4}
     block_k = BLOCK if is_scaled else 64
     return {"BLOCK_M": block, "BLOCK_N": 128, "BLOCK_K": block_k}, {"num_warps": 8, "num_stages": 3}
 
@@ -163,12 +190,33 @@ def _place_kernel(
         next_place += tl.sum(is_own, 0)
 
 
+@triton.jit
+def _numbers_of(packed, scales, part: tl.constexpr):
+    """Return the even (`part` 0) or odd (1) columns of bytes as mxfp4.py says, float32. `scales` are bytes, of
+    `packed`'s shape.
+
+    A value's three low bits are the exponent and the mantissa of a float16 that is 2^14 times smaller."""
+    value = (packed.to(tl.int16) >> (4 * part)) & 15
+    halves = ((value & 7) << 9) | ((value & 8) << 12)
+    power = tl.minimum(scales.to(tl.int32) + 14, 254) << 23
+    return halves.to(tl.float16, bitcast=True).to(tl.float32) * power.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _clamped_silu_mul_of(gate, up, limit, alpha):
+    """Return `clamped_silu_mul` of two float32 tiles of one shape."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return (up + 1.0) * tl.div_rn(gate, 1.0 + tl.exp(-alpha * gate))
+
+
 @triton.jit(do_not_specialize=["num_active"])
 def _product_kernel(
     x_ptr,  # [num_rows, in_size] or [num_pairs, in_size]
     x_scales_ptr,  # [num_rows or num_pairs, num_groups] float32
-    weight_ptr,  # [num_experts * out_size, in_size]
-    scales_ptr,  # [num_experts * out_size / ROWS, num_groups] float32
+    weight_ptr,  # [num_experts * out_size, row_size]
+    scales_ptr,  # [num_experts * out_size / ROWS, num_groups] float32, or bytes if packed
+    bias_ptr,  # [num_experts * out_size]; None: there is none
     out_ptr,  # [num_pairs, size], written
     pairs_ptr,  # [num_blocks * BLOCK_M] int32
     experts_ptr,  # [num_blocks] int32
@@ -176,9 +224,11 @@ def _product_kernel(
     num_experts,
     size,
     out_size,
-    in_size,
+    row_size,  # numbers of a row, or bytes if packed
     x_stride,
     num_groups,
+    limit,
+    alpha,
     ROWS: tl.constexpr,  # of a scale
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -187,6 +237,8 @@ def _product_kernel(
     IS_GROUPED: tl.constexpr,  # a scale belongs to BLOCK_K columns; else to all of them
     HAS_X_SCALES: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
+    PACKED_GROUP: tl.constexpr,  # columns that share a scale, if a byte has two (MXFP4); 0: it is not packed
     IS_FP8: tl.constexpr,  # multiply by FP8 tensor cores
     DEPENDENT: tl.constexpr,
 ):
@@ -205,22 +257,35 @@ def _product_kernel(
         k = tl.arange(0, BLOCK_K)
         y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        for start in range(0, in_size, BLOCK_K):
-            is_k = start + k < in_size
-            x_at = x_ptr + rows[None, :] * x_stride + (start + k)[:, None]
+        for start in range(0, row_size, BLOCK_K):
+            is_k = start + k < row_size
+            if PACKED_GROUP > 0:
+                x_at = x_ptr + rows[None, :] * x_stride + 2 * (start + k)[:, None]
+                odd = tl.load(x_at + 1, mask=is_m[None, :] & is_k[:, None], other=0.0)
+            else:
+                x_at = x_ptr + rows[None, :] * x_stride + (start + k)[:, None]
             x = tl.load(x_at, mask=is_m[None, :] & is_k[:, None], other=0.0)
-            at = weight_ptr + weight_rows[:, None] * in_size + (start + k)[None, :]
+            at = weight_ptr + weight_rows[:, None] * row_size + (start + k)[None, :]
             group = start // BLOCK_K
             x_scale = tl.full((1, BLOCK_M), 1.0, dtype=tl.float32)
             if IS_GROUPED and HAS_X_SCALES:
                 x_scale = tl.load(x_scales_ptr + rows * num_groups + group, mask=is_m, other=0.0)[None, :]
             for half in tl.static_range(2 if IS_GATED else 1):
-                weight = tl.load(at + half * size * in_size, mask=is_n[:, None] & is_k[None, :], other=0.0)
-                if IS_SCALED and not IS_FP8:  # both are exact
-                    dtype = tl.float16 if x.dtype == tl.float8e4nv else x.dtype
-                    part = tl.dot(weight.to(tl.float16).to(dtype), x.to(dtype))
+                is_read = is_n[:, None] & is_k[None, :]
+                if PACKED_GROUP > 0:
+                    weight = tl.load(at + half * size * row_size, mask=is_read, other=0)
+                    scale_at = scales_ptr + (weight_rows + half * size)[:, None] * num_groups
+                    scale_at += ((start + k) * 2 // PACKED_GROUP)[None, :]
+                    scale = tl.load(scale_at, mask=is_read, other=0)
+                    part = tl.dot(_numbers_of(weight, scale, 0).to(x.dtype), x, input_precision="ieee")
+                    part = tl.dot(_numbers_of(weight, scale, 1).to(x.dtype), odd, part, input_precision="ieee")
                 else:
-                    part = tl.dot(weight, x, input_precision="ieee")
+                    weight = tl.load(at + half * size * row_size, mask=is_read, other=0.0)
+                    if IS_SCALED and not IS_FP8:  # both are exact
+                        dtype = tl.float16 if x.dtype == tl.float8e4nv else x.dtype
+                        part = tl.dot(weight.to(tl.float16).to(dtype), x.to(dtype))
+                    else:
+                        part = tl.dot(weight, x, input_precision="ieee")
                 if IS_GROUPED:
                     scale_rows = (weight_rows + half * size) // ROWS
                     part *= x_scale * tl.load(scales_ptr + scale_rows * num_groups + group)[:, None]
@@ -237,8 +302,14 @@ def _product_kernel(
             y *= scale * tl.load(scales_ptr + weight_rows // ROWS * num_groups)[:, None]
             if IS_GATED:
                 up *= scale * tl.load(scales_ptr + (weight_rows + size) // ROWS * num_groups)[:, None]
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + weight_rows).to(tl.float32)[:, None]
+            if IS_GATED:
+                up += tl.load(bias_ptr + weight_rows + size).to(tl.float32)[:, None]
+        if IS_CLAMPED:
+            y = _clamped_silu_mul_of(y, up, limit, alpha)
         y = y.to(out_ptr.dtype.element_ty)
-        if IS_GATED:
+        if IS_GATED and not IS_CLAMPED:
             y = silu_mul_of(y, up.to(y.dtype))
         out_at = out_ptr + tl.maximum(pairs, 0).to(tl.int64)[None, :] * size + n[:, None]
         tl.store(out_at, y, mask=is_n[:, None] & is_m[None, :])

@@ -37,7 +37,7 @@ from .triton_attention import (
     tile_rows,
 )
 from .triton_shares import Shares, max_splits, unpacked
-from .triton_softmax import has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
+from .triton_softmax import has_nan, quotient, sink_seen, store_heads, store_part, weigh, weigh_seen
 
 _SEQS = 32  # sequences that `tile_at` looks at in one step
 _MIN_SPLIT = 512  # keys; shorter splits cost more to combine than they save, as a tile has many rows
@@ -70,11 +70,14 @@ def extend_attention(
     window: int | None = None,
     tiles: ExtendTiles | None = None,
     out: torch.Tensor | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `paged_attention_ref` of a causal plan with `starts`: contiguous `out` or a new tensor, of q's shape.
 
-    `q` [num_tokens, num_heads, head_dim] and `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] have strides
-    and dtypes as in `decode_attention`. A sequence may have no new tokens. Rows of a sequence of length 0 are 0."""
+    `q` [num_tokens, num_heads, head_dim], `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] and `sinks`
+    [num_heads] are as in `decode_attention`. A sequence may have no new tokens. Rows of a sequence of length 0 are
+    0."""
     num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
     num_kv_heads, page_size, starts = kv_layer.shape[2], kv_layer.shape[3], plan.starts
     num_seqs = len(plan.seq_lens)
@@ -92,7 +95,7 @@ def extend_attention(
         stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
     items, arrivals = (None, None) if shares is None else (shares.items, shares.arrivals)
     _extend_kernel[(num_tiles, num_kv_heads) if items is None else (num_kv_heads, len(items))](
-        out, parts, stats, items, arrivals, q, kv_layer, plan.block_table, plan.seq_lens, starts,
+        out, parts, stats, items, arrivals, q, kv_layer, sinks, plan.block_table, plan.seq_lens, starts,
         num_seqs, window or 0, q.stride(0), plan.block_table.stride(0), softmax_scale(head_dim),
         HAS_WINDOW=window is not None, NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), SEQS=_SEQS,
@@ -129,6 +132,7 @@ def _extend_kernel(
     arrivals_ptr,  # [num_tiles * NUM_KV_HEADS] int32, with items
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype
+    sinks_ptr,  # [NUM_KV_HEADS * GROUP] float32; None: there are none
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     seq_lens_ptr,  # [num_seqs] int64
     starts_ptr,  # [num_seqs + 1] int32
@@ -165,7 +169,7 @@ def _extend_kernel(
         q = tl.load(q_ptrs, mask=is_row[:, None] & is_dim, other=0.0)
         k_ptrs = kv_ptr + kv_head * (PAGE_SIZE * HEAD_DIM) + dims[None, :]
         V_OFFSET: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
-        sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
+        sums, total, highest = sink_seen(sinks_ptr, heads, split == 0, BLOCK_M, BLOCK_D)
         pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
         for first in range(begin, full, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
@@ -183,7 +187,7 @@ def _extend_kernel(
         if has_nan(sums):
             FEW_KEYS: tl.constexpr = 16  # per tile, so that `weigh_seen` needs no more registers than `weigh`
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
-            sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
+            sums, total, highest = sink_seen(sinks_ptr, heads, split == 0, BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(
                 q, k_ptrs, table_ptr, its_pages, begin, end, last_seen, window, scale, sums, total, highest, True,
                 HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,

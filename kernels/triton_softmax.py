@@ -6,6 +6,9 @@ A program visits keys tile by tile and keeps three float32 values, its state, ab
     total    [BLOCK_M]            the sum of those weights
     highest  [BLOCK_M]            the highest score so far, in base 2
 
+A layer may have a sink per query head. It is one more score, whose value is 0. The program of a row's first keys
+begins with it (`sink_seen`), so it is counted once.
+
 The result of a row is sums / total (`quotient`). If several programs share a row's keys, each stores its state
 (`store_part`), in the order of items (triton_shares.py), and the parts are combined:
 
@@ -27,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .triton_shares import is_last, splits_of, unpacked
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -36,6 +40,22 @@ def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     `highest` is the least float32 instead of -inf, so that a row which has seen nothing makes no NaN."""
     total = tl.zeros([BLOCK_M], tl.float32)
     return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), total, tl.full([BLOCK_M], -_LARGEST, tl.float32)
+
+
+@triton.jit
+def sink_seen(
+    sinks_ptr,  # [num_heads] float32; None: there are none
+    heads,  # [BLOCK_M] int32, the query head of each row
+    has_sink,  # whether the program has the first keys of its rows
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Return the state before any key, as `nothing_seen`, after the sink of each row."""
+    sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
+    if sinks_ptr is not None:
+        total = tl.where(has_sink, total + 1.0, total)
+        highest = tl.where(has_sink, tl.load(sinks_ptr + heads) * _LOG2_E, highest)
+    return sums, total, highest
 
 
 @triton.jit

@@ -57,6 +57,7 @@ class Attention:
     window: int | None  # positions that a query sees, its own included; None: all
     out: Linear  # q_size -> hidden_size
     wide_norms: WideNorms | None = None
+    sinks: Tensor | None = None  # [num_heads] float32, scores without a value, of this rank's heads
 
     def __call__(self, normed: Tensor, context: AttentionContext) -> Tensor:
         """Store the new tokens' KV and return the attended values: [num_tokens, in_size] -> [num_tokens, q_size].
@@ -65,4 +66,4 @@ class Attention:
         qkv = self.qkv(normed)
         if self.wide_norms is not None:
             self.wide_norms.apply_(qkv)
-        return context(self.index, qkv, self.head_norms, self.window)
+        return context(self.index, qkv, self.head_norms, self.window, self.sinks)

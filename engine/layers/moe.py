@@ -42,11 +42,12 @@ class ExpertRouter:
     weight: Tensor  # [num_experts, hidden_size] float32
     bias: Tensor | None  # [num_experts] float32, added to the scores for the choice alone
     config: ExpertsConfig
+    product_bias: Tensor | None = None  # [num_experts] float32, of the product
 
     def __call__(self, x: Tensor) -> Routes:
         """Return the routes of tokens [num_tokens, hidden_size]."""
         config = self.config
-        product = F.linear(x.float(), self.weight)
+        product = F.linear(x.float(), self.weight, self.product_bias)
         scores = product.sigmoid() if config.scoring == "sigmoid" else product.softmax(-1)
         ranking = scores if self.bias is None else scores + self.bias
         if config.num_groups > 1:

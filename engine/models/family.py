@@ -26,9 +26,10 @@ class ModelFamily:
     has_out_bias: bool = True  # attention_bias is also that of the output projection
     qk_norm: bool | Literal["use_qk_norm"] = False  # a key of config.json: that decides
     has_wide_norms: bool = False
+    has_sinks: bool = False
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
     may_have_mlp_bias: bool = False
-    window: Literal["refused", "all_layers", "by_layer"] = "refused"
+    window: Literal["refused", "all_layers", "by_layer", "by_type"] = "refused"  # by_type: as layer_types says
     needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed
     has_streams: bool = False  # hc_mult residual streams (hyper-connections)
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to

@@ -17,7 +17,7 @@ from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward, SelfAttenti
 from ..layers.embedding import Embedding, LmHead
 from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
-from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, VOCAB, heads_out
+from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, VOCAB, WeightShard, heads_out
 from ..rope import rotary_order
 from ..weights import Weights
 from .decoder import DecoderModel, DecoderStack
@@ -100,6 +100,7 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
             weights.ranks.shard(split),
             weights.ranks.group,
         )
+    sinks = _sinks(config, weights, prefix, weights.ranks.shard(split)) if config.has_sinks else None
     return Attention(
         index,
         weights.fused(sizes, in_size, bias=config.qkv_bias, split=split, orders=orders),
@@ -109,7 +110,14 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
             f"{prefix}.o_proj", config.hidden_size, config.q_size, bias=config.attention_bias, split=HEADS_IN
         ),
         wide_norms,
+        sinks,
     )
+
+
+def _sinks(config: ModelConfig, weights: Weights, prefix: str, shard: WeightShard | None) -> Tensor:
+    """Read the sinks of this rank's query heads."""
+    sinks = weights.tensor(f"{prefix}.sinks", config.num_heads, dtype=torch.float32)
+    return sinks if shard is None else shard.take(sinks, 0).clone()
 
 
 def head_order(config: ModelConfig, size: int) -> Tensor:

@@ -63,6 +63,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         rotary_dim=_rotary_dim(raw, family, rope, head_dim),
         has_wide_norms=family.has_wide_norms,
         latent=latent,
+        has_sinks=family.has_sinks,
     )
 
 
@@ -186,6 +187,8 @@ def _sliding_window(raw: ConfigFile, family: ModelFamily) -> tuple[int | None, .
     num_layers = raw.integer("num_hidden_layers")
     window = raw.integer("sliding_window") if raw.get("sliding_window") is not None else None
     layer_types = raw.get("layer_types")
+    if family.window == "by_type":
+        return _by_layer_types(raw, layer_types, window, num_layers)
     if family.window == "by_layer":
         window = window if raw.flag("use_sliding_window") else None
         first = raw.integer("max_window_layers", 28, minimum=0)

@@ -3,6 +3,7 @@
     fp8                   DeepSeek's blocks of 128 x 128, and one scale per tensor
     compressed-tensors    8-bit floats: per tensor, per channel, or in blocks; activations rounded, or left in 16 bits
     modelopt              FP8: one scale per tensor for weights and for activations
+    mxfp4                 4 bits with a power of two for 32 columns, of experts; activations stay in 16 bits
 
 Everything else is refused by name.
 """
@@ -33,7 +34,7 @@ def read_quantization(raw: ConfigFile, model_dir: Path) -> Quantization | None:
         raise raw.error(_KEY, "must be an object")
     reader = _Reader(raw.path, _KEY, raw.get(_KEY))
     method = reader.get("quant_method")
-    kinds = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt}
+    kinds = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "mxfp4": _mxfp4}
     if method not in kinds:
         raise reader.error("quant_method", f"{', '.join(kinds)} are")
     return kinds[method](reader)
@@ -115,3 +116,8 @@ def _compressed_tensors(reader: _Reader) -> Quantization:
 def _modelopt(reader: _Reader) -> Quantization:
     reader.require("quant_algo", "FP8")
     return Quantization("tensor", "stored")
+
+
+def _mxfp4(reader: _Reader) -> Quantization:
+    del reader  # the names of the tensors tell which layers are in it
+    return Quantization("mxfp4", "none")

@@ -19,6 +19,7 @@ from .decoder import DecoderModel
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import ModelFamily
 from .glm4_moe import GLM4_MOE
+from .gpt_oss import GPT_OSS
 from .hyper_llama import HYPER_LLAMA
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .minimax_m2 import MINIMAX_M2
@@ -38,6 +39,7 @@ FAMILIES = {
         QWEN3_MOE,
         GLM4_MOE,
         MINIMAX_M2,
+        GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         HYPER_LLAMA,

@@ -4,6 +4,8 @@ down of every expert in another.
     gate_up    rows of expert 0's gate, expert 0's up, expert 1's gate, ...    [num_experts * 2 * inner_size, size]
     down       rows of expert 0, expert 1, ...                                 [num_experts * size, inner_size]
 
+Either may have biases. The gate is a SwiGLU, which may be clamped.
+
 A format is a class and a line in EXPERT_PRODUCTS. It reads the tensors that a product of that format reads.
 """
 
@@ -17,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.experts import ExpertWeight, experts_linear, gated_experts_linear, mix_parts, place_experts
-from ...kernels.fp8 import dequantized
 from ...kernels.operations import captures
+from ...kernels.silu import SwigluClamp, clamped_silu_mul
 from .base import GivenWeight, Product, WeightSource
 from .fp8 import RowRounding, read_fp8
 from .registry import choose
@@ -31,6 +33,7 @@ class ExpertSources(NamedTuple):
     gate_up: WeightSource
     down: WeightSource
     num_experts: int
+    clamp: SwigluClamp | None = None  # of the gate; None: it is a plain SwiGLU
 
 
 class Experts(ABC):
@@ -53,11 +56,12 @@ class Experts(ABC):
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchExperts(Experts):
     """Products of each expert, one expert after the other. The host reads which experts are chosen, which costs nothing
-    on a CPU. FP8 weights are here as the numbers that they stand for, and rows are rounded."""
+    on a CPU. FP8 and MXFP4 weights are here as the numbers that they stand for, and FP8 rounds rows."""
 
     gate_up: tuple[Product, ...]  # size -> 2 * inner_size
     down: tuple[Product, ...]  # inner_size -> size
     roundings: tuple[RowRounding, RowRounding] | None = None  # of the rows of both; None: they are not rounded
+    clamp: SwigluClamp | None = None
 
     @classmethod
     def build(cls, sources: ExpertSources) -> Self | None:
@@ -66,12 +70,13 @@ class TorchExperts(Experts):
         products, roundings = list[tuple[Product, ...]](), list[RowRounding]()
         for source in (sources.gate_up, sources.down):
             weight, rounding = _read(source)
-            whole = weight.values if weight.scales is None else dequantized(weight.values, weight.scales, weight.group)
-            each = whole.to(source.dtype).chunk(sources.num_experts)
-            products.append(tuple(choose(GivenWeight(weight, None)) for weight in each))
+            each = zip(
+                weight.numbers(sources.num_experts, source.dtype), weight.biases(sources.num_experts), strict=True
+            )
+            products.append(tuple(choose(GivenWeight(*own)) for own in each))
             if rounding is not None:
                 roundings.append(rounding)
-        return cls(products[0], products[1], (roundings[0], roundings[1]) if roundings else None)
+        return cls(products[0], products[1], (roundings[0], roundings[1]) if roundings else None, sources.clamp)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -82,7 +87,8 @@ class TorchExperts(Experts):
 
     def _expert(self, index: int, x: Tensor) -> Tensor:
         of_x, of_inner = self.roundings or (None, None)
-        inner = self.gate_up[index].gated(x if of_x is None else of_x.numbers(x))
+        gate_up, x = self.gate_up[index], x if of_x is None else of_x.numbers(x)
+        inner = gate_up.gated(x) if self.clamp is None else clamped_silu_mul(gate_up(x), self.clamp)
         return self.down[index](inner if of_inner is None else of_inner.numbers(inner))
 
 
@@ -94,17 +100,18 @@ class GroupedExperts(Experts):
     down: ExpertWeight
     num_experts: int
     roundings: tuple[RowRounding, RowRounding] | None = None
+    clamp: SwigluClamp | None = None
 
     @classmethod
     def build(cls, sources: ExpertSources) -> Self | None:
         (gate_up, of_x), (down, of_inner) = _read(sources.gate_up), _read(sources.down)
         roundings = None if of_x is None or of_inner is None else (of_x, of_inner)
-        return cls(gate_up, down, sources.num_experts, roundings)
+        return cls(gate_up, down, sources.num_experts, roundings, sources.clamp)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         places = place_experts(chosen, self.num_experts)
         values, scales = (x, None) if self.roundings is None else self.roundings[0](x)
-        inner = gated_experts_linear(values, scales, self.gate_up, places, x.dtype)
+        inner = gated_experts_linear(values, scales, self.gate_up, places, x.dtype, self.clamp)
         values, scales = (inner, None) if self.roundings is None else self.roundings[1](inner)
         return mix_parts(experts_linear(values, scales, self.down, places, x.dtype), shares)
 
@@ -121,7 +128,10 @@ def choose_experts_product(sources: ExpertSources) -> Experts:
 def _read(source: WeightSource) -> tuple[ExpertWeight, RowRounding | None]:
     """Return a weight in the format that its tensors have, and how rows are rounded for it; None: they are not."""
     quantization = source.quantization
+    if quantization is not None and quantization.weight_scale == "mxfp4" and source.has("blocks"):
+        values, scales = (torch.cat(source.parts(name)).to(source.device) for name in ("blocks", "scales"))
+        return ExpertWeight(values, scales, source.in_size // scales.shape[1], source.bias), None
     if quantization is None or not (quantization.is_online or source.has(quantization.scale_name)):
-        return ExpertWeight(source.fused("weight"), None, source.in_size), None
+        return ExpertWeight(source.fused("weight"), None, source.in_size, source.bias), None
     weight, rounding = read_fp8(source)
-    return ExpertWeight(*weight), rounding
+    return ExpertWeight(*weight, source.bias), rounding

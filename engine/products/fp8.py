@@ -71,7 +71,7 @@ class Fp8Product(Product):
     def tensors(
         cls, out_size: int, in_size: int, quantization: Quantization | None
     ) -> Mapping[str, StoredTensor] | None:
-        if quantization is None:
+        if quantization is None or quantization.weight_scale == "mxfp4":
             return None
         if quantization.is_online:
             return {"weight": StoredTensor((out_size, in_size))}
@@ -165,6 +165,8 @@ def _stored(source: WeightSource, quantization: Quantization) -> Fp8Weight:
         case "tensor":
             spread = [each.reshape(1, 1).expand(size, 1) for each, size in zip(scales, out_sizes, strict=True)]
             return Fp8Weight(values, torch.cat(spread), source.in_size)
+        case "mxfp4":
+            raise AssertionError("not FP8")
 
 
 def _rounded(source: WeightSource) -> Fp8Weight:

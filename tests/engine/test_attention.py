@@ -18,12 +18,14 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.read_config import read_model_config
 from baton.engine.rope import RotaryEmbedding
 from baton.engine.work import BatchRow
+from baton.kernels import prompt_attention
 from baton.kernels.operations import preferring
 
 pytestmark = pytest.mark.skipif(not triton_device.IS_INTERPRETED, reason="compares with the ways of a CPU")
 
 PAGE_SIZE, NUM_PAGES = 16, 8
 Checkpoint = Callable[..., Path]
+SINKS = torch.tensor([4.0, -3.0, 0.5, 1.0])
 ROWS = {
     "decode": [BatchRow([1], 20, [3, 5]), BatchRow([1], 6, [2])],
     "chunks": [BatchRow([1] * 3, 14, [3, 5]), BatchRow([1], 6, [2])],
@@ -32,7 +34,11 @@ ROWS = {
 
 
 def attend(
-    config: ModelConfig, rows: list[BatchRow], norms: HeadNorms | None, num_first: int | None = None
+    config: ModelConfig,
+    rows: list[BatchRow],
+    norms: HeadNorms | None,
+    num_first: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attended values of layer 1, and the pool afterwards. `num_first`: rows of the first of two joint batches."""
     generator = torch.Generator().manual_seed(0)
@@ -46,19 +52,21 @@ def attend(
         parts = (ForwardBatch.build(part, PAGE_SIZE, "cpu") for part in (rows[:num_first], rows[num_first:]))
         batch = JointBatch.of(*parts)
     context = begin_attention(config, rotary, batch, kv)
-    return context(1, qkv, norms, config.sliding_window[1]), kv
+    return context(1, qkv, norms, config.sliding_window[1], sinks), kv
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("has_norms", [True, False])
-def test_all_ways_agree(rows: str, window: int | None, has_norms: bool, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize(("has_norms", "has_sinks"), [(True, False), (False, False), (False, True)])
+def test_all_ways_agree(
+    rows: str, window: int | None, has_norms: bool, has_sinks: bool, checkpoint: Checkpoint
+) -> None:
     config = read_model_config(checkpoint("mistral", sliding_window=window))
     norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim)) if has_norms else None
     ways = {}
     for way, kind in (("triton", "triton"), ("numba", "numba"), ("gathered", "reference")):
         with preferring(kind):
-            ways[way] = attend(config, ROWS[rows], norms)
+            ways[way] = attend(config, ROWS[rows], norms, sinks=SINKS if has_sinks else None)
     used = sorted({page for row in ROWS[rows] for page in row.pages})
     for way in ("triton", "numba"):
         torch.testing.assert_close(ways[way][0], ways["gathered"][0], atol=1e-4, rtol=1e-4)
@@ -78,8 +86,30 @@ def test_two_batches_of_one_forward_attend_as_alone(kind: Any, window: int | Non
     norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim))
     rows = [*ROWS["decode"], BatchRow([1] * 5, 0, [4]), BatchRow([1], 9, [1]), BatchRow([1] * 20, 3, [6, 7])]
     with preferring(kind):
-        expected, expected_kv = attend(config, rows, norms)
+        expected, expected_kv = attend(config, rows, norms, sinks=SINKS)
         for num_first in (1, 2, 4):
-            found, kv = attend(config, rows, norms, num_first)
+            found, kv = attend(config, rows, norms, num_first, SINKS)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(kv[1], expected_kv[1], atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_with_sinks_are_left_to_the_kernels(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's fused attention of whole prompts has no sinks."""
+
+    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seqs: int) -> torch.Tensor:
+        calls.append(num_seqs)
+        return torch.zeros_like(q)
+
+    calls: list[int] = []
+    monkeypatch.setattr(prompt_attention, "serves", lambda *_: True)
+    monkeypatch.setattr(prompt_attention, "takes", lambda *_: True)
+    monkeypatch.setattr(prompt_attention, "prompt_attention", fused)
+    config = read_model_config(checkpoint("mistral", sliding_window=None))
+    with preferring("reference"):
+        expected, _ = attend(config, ROWS["prompts"], None, sinks=SINKS)
+    with preferring("triton"):
+        found, _ = attend(config, ROWS["prompts"], None, sinks=SINKS)
+        assert not calls
+        attend(config, ROWS["prompts"], None)
+        assert calls == [1, 1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

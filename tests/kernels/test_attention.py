@@ -90,29 +90,50 @@ def test_the_keys_of_a_single_plane_are_also_the_values(shape: str, num_kv_heads
     assert torch.equal(single[last[0], 0, :, last[1]], new[query_lens[0] - 1])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (6, 1)])
+def test_sinks_equal_the_reference(shape: str, window: int | None, num_heads: int, num_kv_heads: int) -> None:
+    query_lens, seq_lens = SHAPES[shape]
+    q, kv, table = make_pool(query_lens, seq_lens, num_heads, num_kv_heads, 4)
+    sinks = torch.tensor([9.0, *[0.5] * (num_heads - 2), -60.0])
+    plan = plan_of(table, query_lens, seq_lens, 4, num_kv_heads, window)
+    ours = paged_attention(q, kv[0], plan, window, sinks=sinks)
+    expected = paged_attention_ref(q, kv[0].nan_to_num(), table, query_lens, seq_lens, window, sinks=sinks)
+    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=0)
+    without = paged_attention(q, kv[0], plan, window)
+    torch.testing.assert_close(ours[:, -1], without[:, -1], atol=2e-6, rtol=0)
+    assert (ours[:, 0].abs().amax(1) < without[:, 0].abs().amax(1)).all()
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=["bf16", "fp16"])
 def test_16_bits(dtype: torch.dtype, atol: float) -> None:
     query_lens, seq_lens = SHAPES["mixture"]
     q, kv, table = make_pool(query_lens, seq_lens, 4, 2, 4, dtype)
-    ours = paged_attention(q, kv[0], plan_of(table, query_lens, seq_lens, 4, 2, 6, dtype), 6)
-    expected = paged_attention_ref(q, kv[0].nan_to_num(), table, query_lens, seq_lens, 6)
-    assert ours.dtype == dtype
-    torch.testing.assert_close(ours, expected, atol=atol, rtol=0)
+    for sinks in (None, torch.tensor([2.0, 0.0, -3.0, 1.0])):
+        ours = paged_attention(q, kv[0], plan_of(table, query_lens, seq_lens, 4, 2, 6, dtype), 6, sinks=sinks)
+        expected = paged_attention_ref(q, kv[0].nan_to_num(), table, query_lens, seq_lens, 6, sinks=sinks)
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, expected, atol=atol, rtol=0)
 
 
 def test_the_reference_is_the_formula() -> None:
     """One query at a time, over keys looked up slot by slot."""
     query_lens, seq_lens, window, page_size = (2, 1), (7, 5), 4, 4
     q, kv, table = make_pool(query_lens, seq_lens, 4, 2, page_size)
+    sinks = torch.tensor([0.0, 1.5, -2.0, 80.0])
     out = paged_attention_ref(q, kv[0].nan_to_num(), table, query_lens, seq_lens, window)
+    with_sinks = paged_attention_ref(q, kv[0].nan_to_num(), table, query_lens, seq_lens, window, sinks=sinks)
     queries = [(0, 5), (0, 6), (1, 4)]  # (sequence, position)
     for row, (seq, position) in enumerate(queries):
         for head in range(4):
             slots = [(table[seq, j // page_size], j % page_size) for j in range(position - window + 1, position + 1)]
             k = torch.stack([kv[0, page, 0, head // 2, slot] for page, slot in slots])
             v = torch.stack([kv[0, page, 1, head // 2, slot] for page, slot in slots])
-            expected = (k @ q[row, head] / HEAD_DIM**0.5).softmax(0) @ v
-            torch.testing.assert_close(out[row, head], expected, atol=1e-6, rtol=0)
+            scores = k @ q[row, head] / HEAD_DIM**0.5
+            torch.testing.assert_close(out[row, head], scores.softmax(0) @ v, atol=1e-6, rtol=0)
+            weights = torch.cat((scores, sinks[head : head + 1])).softmax(0)[:-1]
+            torch.testing.assert_close(with_sinks[row, head], weights @ v, atol=1e-6, rtol=0)
 
 
 def test_store_and_clear() -> None:
@@ -151,8 +172,10 @@ def test_a_number_that_is_none_spoils_only_rows_that_see_it(
     positions = torch.arange(seq_lens[seq] - query_lens[seq], seq_lens[seq])
     sees = torch.zeros(len(q), dtype=torch.bool)
     sees[first : first + query_lens[seq]] = positions >= slot
+    sinks = torch.full((4,), -90.0)  # they change nothing
     for out in (
         paged_attention(q, kv[0], plan, None),
+        paged_attention(q, kv[0], plan, None, sinks=sinks),
         paged_attention_ref(q, kv[0], table, query_lens, seq_lens, None),
     ):
         torch.testing.assert_close(out[~sees], clean[~sees], atol=2e-6, rtol=0)

@@ -16,7 +16,8 @@ from baton.kernels.experts import (
     place_experts_ref,
 )
 from baton.kernels.fp8 import E4M3, dequantized
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.mxfp4 import unpacked
+from baton.kernels.silu import SwigluClamp, clamped_silu_mul, silu_mul_ref
 
 NUM_EXPERTS = 7
 
@@ -67,6 +68,25 @@ def test_products_are_those_of_each_expert(is_quantized: bool, has_row_of_each_p
     torch.testing.assert_close(ours, expected)
     gated = gated_experts_linear_ref(x, None, weight, places, torch.float32)
     torch.testing.assert_close(gated, silu_mul_ref(expected))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_products_with_biases_and_a_clamped_gate(is_packed: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    chosen, biases = choose(9, 2), torch.randn(NUM_EXPERTS, 12, generator=generator)
+    weights, clamp = torch.randn(NUM_EXPERTS, 12, 64, generator=generator), SwigluClamp(1.0, 1.3)
+    weight = ExpertWeight(weights.flatten(0, 1), None, 64, biases.flatten())
+    if is_packed:
+        values = torch.randint(256, (NUM_EXPERTS * 12, 32), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 127, (NUM_EXPERTS * 12, 2), dtype=torch.uint8, generator=generator)
+        weight = ExpertWeight(values, scales, 32, biases.flatten())
+        weights = unpacked(values, scales, 32).unflatten(0, (NUM_EXPERTS, 12))
+    x, places = torch.randn(9, 64, generator=generator), place_experts_ref(chosen, NUM_EXPERTS)
+    pairs = enumerate(chosen.flatten())
+    expected = torch.stack([F.linear(x[pair // 2], weights[expert], biases[expert]) for pair, expert in pairs])
+    torch.testing.assert_close(experts_linear_ref(x, None, weight, places, torch.float32), expected)
+    gated = gated_experts_linear_ref(x, None, weight, places, torch.float32, clamp)
+    torch.testing.assert_close(gated, clamped_silu_mul(expected, clamp))
 
 
 def test_parts_are_mixed_by_their_shares() -> None:

@@ -96,11 +96,11 @@ class Case:
         lens = torch.tensor(self.seq_lens)
         return PagedRows.build(rotary, self.table, self.query_lens, lens, self.positions, self.tree)
 
-    def run(self, window: int | None) -> torch.Tensor:
+    def run(self, window: int | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         qkv = self.qkv.clone()
-        return attend(qkv, self.kv.numpy(), LAYER, self.rows(), window, self.norms, 1e-6)
+        return attend(qkv, self.kv.numpy(), LAYER, self.rows(), window, self.norms, 1e-6, sinks=sinks)
 
-    def expected(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(self, window: int | None, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(output, layer's pages after it with zeros for NaN), by the specifications."""
         heads = self.qkv.view(len(self.qkv), -1, self.head_dim)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -115,7 +115,7 @@ class Case:
                 pages[page, 0, :, slot % self.page_size], pages[page, 1, :, slot % self.page_size] = k[row], v[row]
                 row += 1
         out = paged_attention_ref(
-            q, pages, self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree
+            q, pages, self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree, sinks=sinks
         )
         return out.flatten(1), pages
 
@@ -145,6 +145,19 @@ def test_attention_equals_the_reference(shape: str, window: int | None, is_tree:
     torch.testing.assert_close(case.run(window), expected, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(case.kv[LAYER].nan_to_num(), pages, atol=TOLERANCE, rtol=0)
     assert case.kv[1 - LAYER].isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["causal", "tree"])
+def test_sinks_equal_the_reference(shape: str, window: int | None, is_tree: bool) -> None:
+    case = Case(*SHAPES[shape], is_tree=is_tree)
+    sinks = torch.tensor([9.0, 0.5, 1e4, -1e4])
+    expected, _ = case.expected(window, sinks)
+    out = case.run(window, sinks)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=0)
+    assert (out[:, 64:96] == 0).all()
+    assert torch.equal(out[:, 96:], Case(*SHAPES[shape], is_tree=is_tree).run(window)[:, 96:])
 
 
 @pytest.mark.parametrize("head_dim", [8, 20, 32, 64, 80, 128])
@@ -260,8 +273,9 @@ def test_odd_shapes(page_size: int, heads: tuple[int, int], head_dim: int) -> No
     """The backend and the specification beside it, which also stores."""
     case = Case(*SHAPES["verify"], heads=heads, head_dim=head_dim, page_size=page_size, with_norms=True)
     kv, kv_ref = case.kv.nan_to_num(), case.kv.nan_to_num()
-    ours = attend(case.qkv.clone(), kv.numpy(), LAYER, case.rows(), 20, case.norms, 1e-6)
-    expected = attend_ref(case.qkv.clone(), kv_ref.numpy(), LAYER, case.rows(), 20, case.norms, 1e-6)
+    sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(2))
+    ours = attend(case.qkv.clone(), kv.numpy(), LAYER, case.rows(), 20, case.norms, 1e-6, sinks=sinks)
+    expected = attend_ref(case.qkv.clone(), kv_ref.numpy(), LAYER, case.rows(), 20, case.norms, 1e-6, sinks=sinks)
     torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(kv, kv_ref, atol=TOLERANCE, rtol=TOLERANCE)
     q = torch.randn(3, heads[0], head_dim, generator=torch.Generator().manual_seed(1))

@@ -67,6 +67,43 @@ def test_trees(tree_before: int, query_len: int, window: int | None, block_n: in
     case.check(case.decode(window, num_slots=2, block_n=block_n), window)
 
 
+@pytest.mark.parametrize("num_slots", [1, 3, 20], ids=["whole", "shared", "split"])
+@pytest.mark.parametrize(
+    ("tree_before", "query_len", "window"), [(None, 1, None), (None, 5, 20), (3, 7, None), (3, 7, 6)]
+)
+def test_sinks_count_once(tree_before: int | None, query_len: int, window: int | None, num_slots: int) -> None:
+    """Alone, by splits that the last program combines, and by splits that a launch of its own does."""
+    case = Case((query_len,) * 3, (query_len, 300, 140), (6, 2), page_size=4, tree_before=tree_before)
+    sinks = case.sinks()
+    case.check(case.decode(window, sinks, num_slots=num_slots, block_n=16), window, sinks)
+
+
+def test_a_sink_takes_all_or_nothing() -> None:
+    case = Case((1, 1), (50, 33), (2, 1))
+    sinks = torch.tensor([1e4, -1e4], device=DEVICE)
+    out, without = case.decode(None, sinks, num_slots=2, block_n=16), case.decode(num_slots=2, block_n=16)
+    assert (out[:, 0] == 0).all()
+    assert torch.equal(out[:, 1], without[:, 1])
+
+
+def test_padding_rows_have_no_sink() -> None:
+    """A length of 0 gives 0, whatever lies in memory for its splits."""
+    case = Case((2, 2, 2), (30, 300, 2), page_size=4)
+    case.lens[2] = 0
+    for num_slots in (1, 4, 40):
+        assert (case.decode(None, case.sinks(), num_slots=num_slots, block_n=16)[4:] == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_hidden_number_that_is_none_spoils_no_sink() -> None:
+    case = Case((5, 5), (150, 40), (2, 1), page_size=10)
+    sinks = case.sinks()
+    clean, slot = case.decode(None, sinks, num_slots=9, block_n=16), 147
+    case.kv[case.table[0, slot // 10], :, :, slot % 10] = float("nan")
+    sees = torch.tensor([False, False, True, True, True] + [False] * 5, device=DEVICE)
+    assert_spoils_only(case.decode(None, sinks, num_slots=9, block_n=16), clean, sees, 1, float("nan"))
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), HEADS_IN_DTYPES, ids=str)
 def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     case = Case((3, 3), (40, 9), (2, 1), head_dim=head_dim, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from baton.kernels.experts import (
     place_experts_ref,
 )
 from baton.kernels.fp8 import BLOCK, E4M3, round_rows_ref
+from baton.kernels.silu import SwigluClamp
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 DTYPES = [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
@@ -49,13 +51,22 @@ def test_no_pairs_and_too_many_are_left_to_the_reference() -> None:
 
 
 def check(
-    x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, chosen: Tensor, num: int, dtype: torch.dtype
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: ExpertWeight,
+    chosen: Tensor,
+    num: int,
+    dtype: torch.dtype,
+    clamp: SwigluClamp | None = None,
 ) -> None:
     places = place_experts_ref(chosen, num)
     assert triton_experts.serves(x, x_scales, weight, places, dtype)
     for ours, theirs in (
         (triton_experts.experts_linear, experts_linear_ref),
-        (triton_experts.gated_experts_linear, gated_experts_linear_ref),
+        (
+            functools.partial(triton_experts.gated_experts_linear, clamp=clamp),
+            functools.partial(gated_experts_linear_ref, clamp=clamp),
+        ),
     ):
         actual = ours(x, x_scales, weight, places, dtype).float()
         expected = theirs(x, x_scales, weight, places, torch.float32)
@@ -89,6 +100,45 @@ def test_products_of_fp8(
     check(x, x_scales, weight, chosen, num_experts, torch.float16)
     check(x, None, weight, chosen, num_experts, torch.float16)
     check(random(num_rows, in_size, dtype=torch.float16), None, weight, chosen, num_experts, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_active"), [(1, 7, 2), (33, 7, 3), (200, 3, 2)])
+@pytest.mark.parametrize(("out_size", "in_size", "group"), [(256, 256, 32), (88, 96, 32), (88, 48, 16)])
+def test_products_of_mxfp4_with_biases(
+    num_rows: int, num_experts: int, num_active: int, out_size: int, in_size: int, group: int, dtype: torch.dtype
+) -> None:
+    """All bytes, and scales from 2^-12 to 2^0, with a gate that is clamped."""
+    chosen, generator = choose(num_rows, num_experts, num_active), torch.Generator().manual_seed(1)
+    rows = num_experts * out_size
+    values = torch.randint(256, (rows, in_size // 2), dtype=torch.uint8, generator=generator).to(DEVICE)
+    scales = torch.randint(115, 128, (rows, in_size // group), dtype=torch.uint8, generator=generator).to(DEVICE)
+    weight = ExpertWeight(values, scales, group, random(rows, seed=2).to(dtype))
+    clamp = SwigluClamp(7.0, 1.702)
+    x = random(num_rows, in_size, seed=3, scale=0.3, dtype=dtype)
+    check(x, None, weight, chosen, num_experts, dtype, clamp)
+    check(x, None, weight._replace(bias=None), chosen, num_experts, dtype)
+
+
+@pytest.mark.parametrize("scale", [0, 1, 100, 127, 140, 200])
+def test_numbers_of_mxfp4_are_exact(scale: int) -> None:
+    """Each of the 16 values in each half of a byte, by a product with unit rows."""
+    values = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
+    weight = ExpertWeight(values, torch.full((16, 1), scale, dtype=torch.uint8, device=DEVICE), 32)
+    chosen = torch.zeros(32, 1, dtype=torch.int64, device=DEVICE)
+    places, x = place_experts_ref(chosen, 1), torch.eye(32, device=DEVICE)
+    found = triton_experts.experts_linear(x, None, weight, places, torch.float32)
+    assert torch.equal(found, weight.numbers(1, torch.float32)[0].T)
+
+
+def test_a_gate_is_clamped_and_experts_have_biases_in_any_format() -> None:
+    chosen, clamp = choose(33, 7, 3), SwigluClamp(0.5, 0.9)
+    plain = ExpertWeight(random(7 * 88, 72, seed=1), None, 72, random(7 * 88, seed=2))
+    check(random(33, 72), None, plain, chosen, 7, torch.float32, clamp)
+    scales = random(7 * 88, 1, seed=3).abs() * 0.02 + 0.01
+    rounded = ExpertWeight(plain.values.to(E4M3), scales, 72, plain.bias)
+    x, x_scales = round_rows_ref(random(33, 72), 72)
+    check(x, x_scales, rounded, chosen, 7, torch.float16, clamp)
 
 
 def test_what_is_not_served_is_left_to_the_reference() -> None:

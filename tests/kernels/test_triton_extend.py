@@ -46,6 +46,26 @@ def test_windows(window: int, page_size: int, query_len: int) -> None:
     case.check(case.extend(window, block_n=16), window)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_count_once(window: int | None, is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_extend, "_MIN_SPLIT", 32)
+    case = Case((21, 1, 0, 7), (21, 90, 0, 160), (6, 2), page_size=4)
+    sinks = case.sinks()
+    sizes = {"num_slots": 20 if is_shared else 1, "block_m": 16, "block_n": 16}
+    case.check(case.extend(window, sinks, **sizes), window, sinks)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_hidden_number_that_is_none_spoils_no_sink() -> None:
+    case = Case((5, 5), (60, 40), (2, 1), page_size=10)
+    sinks, slot = case.sinks(), 57
+    clean = case.extend(None, sinks, block_m=16, block_n=16)
+    case.kv[case.table[0, slot // 10], :, :, slot % 10] = float("nan")
+    sees = torch.tensor([False, False, True, True, True] + [False] * 5, device=DEVICE)
+    assert_spoils_only(case.extend(None, sinks, block_m=16, block_n=16), clean, sees, 1, float("nan"))
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), HEADS_IN_DTYPES, ids=str)
 def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     case = Case((3, 3), (40, 9), (2, 1), head_dim=head_dim, dtype=dtype)
@@ -125,6 +145,7 @@ def test_chunks_that_see_nothing(window: int | None) -> None:
     out = case.extend(window, block_m=16, block_n=16)
     assert torch.equal(out[:9], expected)
     assert (out[9:] == 0).all()
+    assert (case.extend(window, case.sinks(), block_m=16, block_n=16)[9:] == 0).all()
 
 
 def test_large_scores() -> None:

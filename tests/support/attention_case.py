@@ -88,22 +88,30 @@ class Case:
             row += query_len
         return torch.tensor(positions, device=DEVICE), Tree(torch.tensor(starts, device=DEVICE), visible.to(DEVICE))
 
-    def decode(self, window: int | None = None, **tiles: int) -> torch.Tensor:
+    def sinks(self) -> torch.Tensor:
+        """A sink per query head: a large one, which takes most of the weight, a small one, and ordinary ones."""
+        sinks = torch.randn(self.num_heads, generator=self.generator)
+        sinks[0], sinks[-1] = 9.0, -60.0
+        return sinks.to(DEVICE)
+
+    def decode(self, window: int | None = None, sinks: torch.Tensor | None = None, **tiles: int) -> torch.Tensor:
         plan = TritonPlan.uniform(
             self.table, self.lens, self.query_lens[0], self.page_size, self.tree, self.positions, is_stored=True
         )
         assert plan.starts is None
         chosen = DecodeTiles.choose(self.q, self.kv, len(self.table))._replace(**tiles)
-        return decode_attention(self.q, self.kv, plan, window, chosen)
+        return decode_attention(self.q, self.kv, plan, window, chosen, sinks=sinks)
 
-    def extend(self, window: int | None = None, **tiles: int) -> torch.Tensor:
+    def extend(self, window: int | None = None, sinks: torch.Tensor | None = None, **tiles: int) -> torch.Tensor:
         plan = TritonPlan.ragged(self.table, self.lens, self.starts, len(self.qkv), self.page_size)
-        return extend_attention(self.q, self.kv, plan, window, ExtendTiles.choose(self.kv)._replace(**tiles))
+        tiles_of = ExtendTiles.choose(self.kv)._replace(**tiles)
+        return extend_attention(self.q, self.kv, plan, window, tiles_of, sinks=sinks)
 
-    def check(self, out: torch.Tensor, window: int | None = None) -> None:
+    def check(self, out: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None) -> None:
         expected = paged_attention_ref(
-            self.q, self.kv.nan_to_num(), self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree
-        )
+            self.q, self.kv.nan_to_num(), self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree,
+            sinks=sinks,
+        )  # fmt: skip
         torch.testing.assert_close(out, expected, atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])
 
 

@@ -48,6 +48,22 @@ _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "glm4_moe": {"n_routed_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24},
     "minimax_m2": {"num_local_experts": 7, "num_experts_per_tok": 2, "intermediate_size": 48, "rotary_dim": 8},
+    "gpt_oss": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "sliding_window": 7,
+        "swiglu_limit": 1.5,  # small, so that it matters
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
 }
 
 
@@ -55,8 +71,9 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`.
 
     Families: llama, mistral, qwen2, qwen3, qwen3_moe (4 experts, 2 of them active), glm4_moe and minimax_m2 (7
-    experts), deepseek_v2 and deepseek_v3 (dense unless `first_k_dense_replace` is given), and hyper_llama, a llama with
-    `hc_mult` residual streams (4 by default). `config` overrides fields of the transformers configuration."""
+    experts), gpt_oss (5 experts, a window of 7 in every other layer), deepseek_v2 and deepseek_v3 (dense unless
+    `first_k_dense_replace` is given), and hyper_llama, a llama with `hc_mult` residual streams (4 by default). `config`
+    overrides fields of the transformers configuration."""
     import torch
     import transformers
 
@@ -79,6 +96,8 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     model.float().eval().save_pretrained(path)
     if family == "hyper_llama":
         _add_streams(path, hc_mult, seed)
+    if family == "gpt_oss":
+        _add_biases(path, seed)
     (path / "tokenizer.json").write_text(_tokenizer())
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -105,6 +124,18 @@ def _add_streams(path: Path, hc_mult: Any, seed: int) -> None:
     tensors = load_file(path / "model.safetensors")
     for layer in range(config["num_hidden_layers"]):
         tensors |= random_sites(f"model.layers.{layer}", hc_mult, generator)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def _add_biases(path: Path, seed: int) -> None:
+    """Replace the biases of the gpt-oss in `path`, which transformers leaves at zero, and spread its sinks."""
+    import torch
+
+    tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for name in sorted(tensors):
+        if name.endswith(("bias", "sinks")):
+            scale = 2.0 if name.endswith("sinks") else 0.3
+            tensors[name] = scale * torch.randn(tensors[name].shape, generator=generator)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 

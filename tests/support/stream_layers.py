@@ -24,7 +24,9 @@ class Mixing:
     def __init__(self) -> None:
         self.indices: list[int] = []  # of the layers that asked
 
-    def __call__(self, index: int, qkv: Tensor, norms: HeadNorms | None, window: int | None) -> Tensor:
+    def __call__(
+        self, index: int, qkv: Tensor, norms: HeadNorms | None, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         self.indices.append(index)
         return qkv.unflatten(1, (3, -1)).mean(1)
 

@@ -46,20 +46,26 @@ def dense(x: torch.Tensor, layer: Attention, config: ModelConfig, cos: torch.Ten
     distance = position.unsqueeze(1) - position
     seen = (distance >= 0) & (distance < (layer.window or len(x)))
     scores = torch.einsum("qhd,khd->hqk", q, k) / config.head_dim**0.5
-    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if layer.sinks is None:
+        probabilities = scores.softmax(-1)
+    else:
+        column = layer.sinks.view(-1, 1, 1).expand(-1, len(x), 1)
+        probabilities = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", probabilities, v).flatten(1)
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(("has_norms", "has_sinks"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("chunks", [(20,), (7, 1, 1, 11), (18, 1, 1)])
 def test_equals_dense_attention(
-    window: int | None, has_norms: bool, chunks: tuple[int, ...], checkpoint: Checkpoint
+    window: int | None, has_norms: bool, has_sinks: bool, chunks: tuple[int, ...], checkpoint: Checkpoint
 ) -> None:
     config = read_model_config(checkpoint("mistral", sliding_window=window))
     norms = HeadNorms(random(config.head_dim, seed=1), random(config.head_dim, seed=2)) if has_norms else None
     qkv = Linear.dense(random(config.q_size + 2 * config.kv_size, IN_SIZE, seed=3) / 5)
-    layer = Attention(1, qkv, norms, window, Linear.dense(torch.eye(config.q_size)))
+    sinks = random(config.num_heads, seed=5) if has_sinks else None
+    layer = Attention(1, qkv, norms, window, Linear.dense(torch.eye(config.q_size)), sinks=sinks)
     rotary = RotaryEmbedding(config.rope, config.head_dim, torch.device("cpu"))
     shape = (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
     kv, x, pages = torch.full(shape, float("nan")), random(20, IN_SIZE, seed=4), [7, 2, 9, 1, 5]

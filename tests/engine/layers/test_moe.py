@@ -79,6 +79,16 @@ def test_no_tokens_are_no_tokens(name: str) -> None:
     assert layer(CONFIGS[name])(torch.empty(0, SIZE)).shape == (0, SIZE)
 
 
+def test_a_bias_of_the_product_changes_choice_and_shares() -> None:
+    """Softmax over all experts, divided by the sum of the chosen ones, is the softmax of their products."""
+    weight, bias, x = random(NUM_EXPERTS, SIZE, seed=1), random(NUM_EXPERTS, seed=2), random(7, SIZE, seed=3)
+    routes = ExpertRouter(weight, None, PLAIN, bias)(x)
+    best = (x @ weight.T + bias).topk(2)
+    assert torch.equal(routes.chosen, best.indices)
+    torch.testing.assert_close(routes.shares, best.values.softmax(-1))
+    assert not torch.equal(routes.chosen, ExpertRouter(weight, None, PLAIN)(x).chosen)
+
+
 def test_the_choice_is_made_in_float32() -> None:
     """Scores that bfloat16 cannot tell apart."""
     weight = torch.tensor([[1.0, 2.0**-12], [1.0, 2.0**-11], [0.0, 0.0]])

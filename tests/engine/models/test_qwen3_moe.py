@@ -45,6 +45,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-groups": ("glm4_moe", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
     "glm-linear": ("glm4_moe", {"rope_parameters": LINEAR, "n_shared_experts": 3, "head_dim": 32}),
     "glm-no-dense-layer": ("glm4_moe", {"first_k_dense_replace": 0}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss-odd": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "head_dim": 20,
+            "sliding_window": 2,  # transformers' cache cannot hold a window of 1
+            "num_attention_heads": 6,
+        },
+    ),
+    "gpt-oss-plain": ("gpt_oss", {"attention_bias": False, "rope_parameters": YARN, "swiglu_limit": 7.0}),
+    "gpt-oss-alpha": ("gpt_oss", {"swiglu_alpha": 0.9, "tie_word_embeddings": True, "num_experts_per_tok": 1}),
     "minimax": ("minimax_m2", {}),
     "minimax-all-rotated": ("minimax_m2", {"rotary_dim": 16, "num_key_value_heads": 1}),
 }
@@ -54,7 +69,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def model_dir(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, config = VARIANTS[request.param]
     path = checkpoint(family, **config)
-    return path if family == "qwen3_moe" else with_biases(path, tmp_path_factory.mktemp("biased") / "model")
+    return (
+        path if family in ("qwen3_moe", "gpt_oss") else with_biases(path, tmp_path_factory.mktemp("biased") / "model")
+    )
 
 
 def with_biases(source: Path, path: Path) -> Path:
@@ -123,6 +140,9 @@ def test_greedy_text_equals_transformers(model_dir: Path, num_steps: int) -> Non
         ("minimax_m2", {"num_key_value_heads": 1}, {"tp": 2}, {}, None),  # both ranks have the same head of k
         ("glm4_moe", {"head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256}, {"tp": 2}, {}, "blocks"),
         ("minimax_m2", {}, {"tp": 2}, {}, "w8a8"),
+        ("gpt_oss", {}, {}, {"tp": 2}, None),
+        ("gpt_oss", {"num_key_value_heads": 1}, {"tp": 2}, {}, None),
+        ("gpt_oss", {}, {}, {"dp_attention": 2}, None),
     ],
 )
 def test_ranks_and_fp8_give_the_text_of_transformers(
@@ -137,7 +157,7 @@ def test_ranks_and_fp8_give_the_text_of_transformers(
     """Ranks divide the hidden units of every expert, and the sum over ranks is made once for a mixture."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64} if scheme == "blocks" else {}
     plain = checkpoint(family, **config, **heads)
-    if family != "qwen3_moe":
+    if family not in ("qwen3_moe", "gpt_oss"):
         plain = with_biases(plain, tmp_path / "biased")
     model, reference = plain, Reference(plain)
     if scheme is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mxfp4 import CONFIG
 from quantized import SCHEMES
 
 from baton.engine.config_file import ConfigFile
@@ -40,6 +41,10 @@ def test_modelopt_may_be_in_config_json(tmp_path: Path) -> None:
     assert read(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}) == Quantization("tensor", "stored")
 
 
+def test_mxfp4_rounds_nothing_else(tmp_path: Path) -> None:
+    assert read(tmp_path, CONFIG) == Quantization("mxfp4", "none")
+
+
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 
@@ -53,7 +58,7 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **
     ("config", "words"),
     [
         ("fp8", "quantization_config = 'fp8' must be an object"),
-        ({"quant_method": "awq"}, "quant_method = 'awq' is not served; fp8, compressed-tensors, modelopt are"),
+        ({"quant_method": "awq"}, "quant_method = 'awq' is not served; fp8, compressed-tensors, modelopt, mxfp4 are"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method = 'gptq' is not served"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2' is not served; None and 'e4m3' are"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\] is not served"),

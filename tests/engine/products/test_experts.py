@@ -10,8 +10,11 @@ from baton.engine.products.base import GivenWeight, WeightSource
 from baton.engine.products.experts import ExpertSources, GroupedExperts, TorchExperts, choose_experts_product
 from baton.engine.quantization import ONLINE_FP8, Quantization
 from baton.kernels.fp8 import E4M3
+from baton.kernels.mxfp4 import unpacked
+from baton.kernels.silu import SwigluClamp
 
 NUM_EXPERTS, SIZE, INNER = 5, 40, 24
+CLAMP = SwigluClamp(1.5, 1.702)
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
@@ -41,17 +44,39 @@ class Stored(WeightSource):
         raise AssertionError(name)
 
 
+class Packed(GivenWeight):
+    """MXFP4 with a scale for each 8 columns, beside biases."""
+
+    def __init__(self, out_size: int, in_size: int, seed: int) -> None:
+        super().__init__(torch.empty(out_size, in_size), numbers(out_size, seed=seed))
+        self.quantization, generator = Quantization("mxfp4", "none"), torch.Generator().manual_seed(seed)
+        self._tensors = {
+            "blocks": torch.randint(256, (out_size, in_size // 2), dtype=torch.uint8, generator=generator),
+            "scales": torch.randint(122, 128, (out_size, in_size // 8), dtype=torch.uint8, generator=generator),
+        }
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def parts(self, name: str) -> list[Tensor]:
+        return list(self._tensors[name].chunk(NUM_EXPERTS))
+
+
 def sources(kind: str) -> ExpertSources:
+    if kind == "packed":
+        packed = Packed(NUM_EXPERTS * 2 * INNER, SIZE, seed=1), Packed(NUM_EXPERTS * SIZE, INNER, seed=2)
+        return ExpertSources(*packed, NUM_EXPERTS, CLAMP)
     gate_up, down = numbers(NUM_EXPERTS * 2 * INNER, SIZE, seed=1), numbers(NUM_EXPERTS * SIZE, INNER, seed=2)
     if kind == "stored":
         return ExpertSources(Stored(gate_up, 2 * NUM_EXPERTS), Stored(down, NUM_EXPERTS), NUM_EXPERTS)
-    given = GivenWeight(gate_up, None), GivenWeight(down, None)
+    biases = (numbers(len(gate_up), seed=5), numbers(len(down), seed=6)) if "biased" in kind else (None, None)
+    given = GivenWeight(gate_up, biases[0]), GivenWeight(down, biases[1])
     for each in given:
-        each.quantization = ONLINE_FP8 if kind == "online" else None
-    return ExpertSources(*given, NUM_EXPERTS)
+        each.quantization = ONLINE_FP8 if "online" in kind else None
+    return ExpertSources(*given, NUM_EXPERTS, CLAMP if "biased" in kind else None)
 
 
-@pytest.mark.parametrize("kind", ["plain", "stored", "online"])
+@pytest.mark.parametrize("kind", ["plain", "biased", "stored", "online", "online biased", "packed"])
 @pytest.mark.parametrize("num_rows", [0, 1, 9])
 def test_both_ways_give_the_same(kind: str, num_rows: int) -> None:
     ours, grouped = TorchExperts.build(sources(kind)), GroupedExperts.build(sources(kind))
@@ -60,6 +85,29 @@ def test_both_ways_give_the_same(kind: str, num_rows: int) -> None:
     chosen = torch.rand(num_rows, NUM_EXPERTS, generator=generator).topk(2).indices
     shares = torch.rand(num_rows, 2, generator=generator)
     torch.testing.assert_close(grouped(x, chosen, shares), ours(x, chosen, shares), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["biased", "packed"])
+def test_biases_and_a_clamped_gate_are_those_of_the_formula(kind: str) -> None:
+    given, x = sources(kind), numbers(1, SIZE, seed=3)
+    experts = TorchExperts.build(given)
+    assert experts is not None
+    weights = [_numbers(each).unflatten(0, (NUM_EXPERTS, -1)) for each in given[:2]]
+    biases = [each.bias.unflatten(0, (NUM_EXPERTS, -1)) for each in given[:2] if each.bias is not None]
+    chosen, shares = torch.tensor([[3, 1]]), torch.tensor([[0.75, 0.5]])
+    expected = torch.zeros(SIZE)
+    for expert, share in zip((3, 1), (0.75, 0.5), strict=True):
+        gate, up = (weights[0][expert] @ x[0] + biases[0][expert]).chunk(2)
+        gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
+        inner = (up + 1) * gate * torch.sigmoid(CLAMP.alpha * gate)
+        expected += share * (weights[1][expert] @ inner + biases[1][expert])
+    torch.testing.assert_close(experts(x, chosen, shares)[0], expected, atol=1e-3, rtol=1e-4)
+
+
+def _numbers(source: WeightSource) -> Tensor:
+    if source.has("weight"):
+        return source.fused("weight")
+    return unpacked(torch.cat(source.parts("blocks")), torch.cat(source.parts("scales")), 8)
 
 
 def test_a_cpu_has_the_ones_of_torch() -> None:

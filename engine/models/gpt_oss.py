@@ -1,0 +1,81 @@
+"""gpt-oss: attention with sinks, a window in every other layer, and experts with biases and a clamped activation."""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.silu import SwigluClamp
+from ..config_file import ConfigFile
+from ..layers.moe import ExpertRouter, MoeMlp
+from ..model_config import ExpertsConfig, ModelConfig
+from ..products.base import INNER_IN, INNER_OUT
+from ..products.experts import ExpertSources, choose_experts_product
+from ..stacked_weights import StackedWeight
+from ..weights import Weights
+from .decoder import DecoderModel
+from .family import ModelFamily
+from .llama import read_layer, read_model
+from .mixtures import num_active_of, num_experts_of
+
+_ALPHA = 1.702  # of published files, which do not name it
+
+
+def read_gpt_oss(config: ModelConfig, weights: Weights) -> DecoderModel:
+    """Read a whole model."""
+    layers = (
+        read_layer(config, weights, prefix, i, _read_mixture(config, weights, f"{prefix}.mlp"))
+        for i, prefix in enumerate(f"model.layers.{i}" for i in range(config.num_layers))
+    )
+    return read_model(config, weights, layers)
+
+
+def _read_mixture(config: ModelConfig, weights: Weights, prefix: str) -> MoeMlp:
+    experts, size = config.experts, config.hidden_size
+    assert experts is not None, config
+    num, inner_size = experts.num_experts, experts.inner_size
+    router = ExpertRouter(
+        weights.tensor(f"{prefix}.router.weight", num, size, dtype=torch.float32),
+        None,
+        experts,
+        weights.tensor(f"{prefix}.router.bias", num, dtype=torch.float32),
+    )
+    products = choose_experts_product(
+        ExpertSources(
+            StackedWeight(weights, f"{prefix}.experts.gate_up_proj", num, 2, inner_size, size, INNER_OUT),
+            StackedWeight(weights, f"{prefix}.experts.down_proj", num, 1, size, inner_size, INNER_IN),
+            num,
+            experts.clamp,
+        )
+    )
+    is_shared = weights.ranks.shard(INNER_IN) is not None
+    return MoeMlp(router, products, None, weights.ranks.group if is_shared else None)
+
+
+def _read_experts(raw: ConfigFile) -> ExpertsConfig:
+    num_experts = num_experts_of(raw)
+    return ExpertsConfig(
+        num_experts,
+        num_active_of(raw, num_experts),
+        raw.integer("intermediate_size"),
+        norm_topk_prob=True,
+        layers=tuple(range(raw.integer("num_hidden_layers"))),
+        clamp=SwigluClamp(raw.positive("swiglu_limit", raw.get("swiglu_limit")), raw.number("swiglu_alpha", _ALPHA)),
+    )
+
+
+GPT_OSS = ModelFamily(
+    architecture="GptOssForCausalLM",
+    read=read_gpt_oss,
+    has_sinks=True,
+    window="by_type",
+    needs=(
+        "num_key_value_heads",
+        "head_dim",
+        "attention_bias",
+        "layer_types",
+        "num_experts_per_tok",
+        "rms_norm_eps",
+        "swiglu_limit",
+    ),
+    read_experts=_read_experts,
+)
