@@ -76,6 +76,7 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"]
 IGNORED = frozenset(  # fields that are accepted without effect
     {
         "cache_control",
+        "diagnostics",
         "inference_geo",
         "metadata",
         "prompt_cache_key",
