@@ -39,7 +39,7 @@ from .parameters import check_served
 from .prompts import chat_prompt
 from .renamed import renamed
 from .tool_types import FunctionChoice, FunctionTool, NamedTool, Tool, ToolChoice
-from .tools import tool_use
+from .tools import check_callers, tool_use
 
 NAMES = {  # fields of a chat completion -> what they are called here
     "continue_final_message": "messages",
@@ -112,10 +112,7 @@ def _conversation(body: MessagesInput) -> ChatRequest:
         response_format = ResponseFormat(type="json_schema", json_schema=schema)
     thinking, choice = body.thinking, body.tool_choice
     for index, tool in enumerate(body.tools or ()):
-        if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
-            raise RequestError(
-                f"tools[{index}].allowed_callers: only the model calls tools; add 'direct'", param="tools"
-            )
+        check_callers(f"tools[{index}]", tool.allowed_callers)
     tools = [
         Tool("function", FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))
         for tool in body.tools or ()

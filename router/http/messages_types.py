@@ -8,15 +8,14 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from ...metadata.wire.request import MAX_CONTEXT
 from .openai_types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
-from .tool_types import MAX_TOOLS, CallId, ToolName
+from .tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, ToolName
 
 StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 
 
 class MessageText(TextPart, frozen=True, forbid_unknown_fields=True):
-    """A block where all are text. `cache_control` has no effect: prefixes are cached by themselves."""
+    """A block where all are text."""
 
-    cache_control: dict[str, Any] | None = None
     citations: list[Any] | None = None
 
 
@@ -93,7 +92,7 @@ class SystemTurn(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, 
 Turn = UserTurn | AssistantTurn | SystemTurn
 
 
-class CustomTool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CustomTool(ClientTool, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tool that the client runs. Its schema binds the model if a call is forced; `strict` has no further effect.
     `cache_control`, `eager_input_streaming` and `input_examples` have none: what the model writes is streamed at once.
     The model sees the tool at once, also with `defer_loading`. `allowed_callers` must hold `direct`."""
@@ -107,7 +106,7 @@ class CustomTool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     eager_input_streaming: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
     defer_loading: bool | None = None
-    allowed_callers: Annotated[list[str], Meta(extra_json_schema={"contains": {"const": "direct"}})] | None = None
+    allowed_callers: DirectCallers | None = None
 
 
 class AutoChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="auto"):

@@ -66,13 +66,11 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
         NotServed("background", "responses are not computed in the background", (None, False)),
         NotServed("context_management", "contexts are not managed"),
         NotServed("conversation", "conversations are not stored; send the messages in `input`", (None,)),
-        NotServed("include", "there is nothing to include", (None, [], ["reasoning.encrypted_content"])),
         NotServed("max_tool_calls", "calls are not counted; parallel_tool_calls: false allows one", (None,)),
         NotServed("previous_response_id", "responses are not stored; send the messages in `input`", (None,)),
         NotServed("prompt", "prompts are not stored", (None,)),
         NotServed("store", "responses are not stored", (None, False)),
         NotServed("top_logprobs", "log-probabilities are served by /v1/chat/completions", (None, 0)),
-        NotServed("truncation", "an input that is too long is refused", (None, "disabled")),
     ),
 }
 

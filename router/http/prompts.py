@@ -121,9 +121,10 @@ def chat_text(
 ) -> str:
     """Return the prompt text of a conversation. `tools`: those that the model may call.
 
-    A developer's message becomes the system's if the template knows no developer. A message of either that stands behind
-    others is joined to the message before it if the template does not write it there. Raises RequestError if the model has
-    no chat template, if the tool calls of the messages do not fit together, or if the template refuses the messages.
+    A developer's message becomes the system's if the template knows no developer. A message of either that stands
+    behind others is joined to the message before it if the template does not write it there. Raises RequestError if
+    the model has no chat template, if the tool calls of the messages do not fit together, or if the template refuses
+    the messages.
     """
     check_history(messages)
     if group.template is None:

@@ -106,6 +106,12 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
     return ToolUse(tools, TOOL_PARSERS[parser_name], parser_name, forced, is_parallel)
 
 
+def check_callers(path: str, allowed_callers: Sequence[str] | None) -> None:
+    """Raise RequestError for the tool at a path of the body that the model may not call itself."""
+    if allowed_callers is not None and "direct" not in allowed_callers:
+        raise RequestError(f"{path}.allowed_callers: only the model calls tools; add 'direct'", param="tools")
+
+
 def check_history(messages: Sequence[ChatMessage]) -> None:
     """Raise RequestError for a message whose tool calls, or whose answer to one, do not fit the messages before it."""
     known = set[str]()

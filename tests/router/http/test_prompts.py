@@ -121,7 +121,7 @@ STRICT = (  # as of several families: only the first message may be the system's
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
     "{{ m.role }}:{{ m.content }};{% endfor %}"
 )
-FORGETFUL = "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+FORGETFUL = STRICT.replace("{{ raise_exception('late') }}", "{% continue %}")
 LATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 

@@ -283,3 +283,73 @@ def test_without_a_parser_tools_are_refused(make_system: Callable[..., System]) 
     forced = {**body, "tools": [unnamable], "tool_choice": "required"}
     status, answer, _ = given.router.request("POST", "/v1/chat/completions", forced)
     assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+LANGCHAIN: Any = {  # the shapes of what libraries send, by the second turn of a session
+    "model": "fake",
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "id": "c", "function": {"name": "now", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "now", "description": "", "parameters": {"type": "object"}}}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "temperature": 0.7,
+    "n": 1,
+}
+LITELLM: Any = {
+    "model": "fake",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"index": 0, "id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+            ],
+            "function_call": None,
+            "provider_specific_fields": {"refusal": None},
+            "reasoning_content": "hm",
+            "thinking_blocks": None,
+        },
+        {"role": "tool", "name": "now", "tool_call_id": "c", "content": [{"type": "text", "text": "noon"}]},
+    ],
+    "tools": [NOW],
+    "max_tokens": 50,
+    "metadata": {"user_id": "u"},
+}
+VERCEL: Any = {
+    "model": "fake",
+    "max_tokens": None,
+    "temperature": 0,
+    "messages": [
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}, "strict": False}}],
+    "tool_choice": "auto",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+@pytest.mark.parametrize("body", [LANGCHAIN, LITELLM, VERCEL], ids=["LangChain", "LiteLLM", "Vercel"])
+def test_what_libraries_send_is_served(hermes: System, body: Any) -> None:
+    say(hermes, "Yes.")
+    status, answer, _ = hermes.router.request("POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    assert f"{call('now', {})}<|im_end|>\n<|im_start|>tool\nnoon" in prompt_of(hermes)
