@@ -191,10 +191,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "tool_choice.type: 'required' is not served; served are: auto, any, ",
     ),
     ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name: unknown field"),
-    (
-        {"tools": [TOOL], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
-        "output_config.format: excludes tools",
-    ),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: the router cannot read thoughts"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: Object missing required field"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: Expected `int` >= 1"),

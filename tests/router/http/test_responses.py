@@ -417,11 +417,16 @@ def test_schemas_of_tools_are_refused_by_their_place(thinker: System) -> None:
     assert answer["error"]["message"].startswith("tools[1].parameters: Invalid type: objekt")
 
 
-def test_a_format_excludes_tools(thinker: System) -> None:
-    body = {"model": "fake", "input": "hello", "tools": [NOW], "text": {"format": {"type": "json_object"}}}
+@pytest.mark.parametrize(("text", "kind"), [('{"a": 1}', "message"), (call("now", {}), "function_call")])
+def test_a_format_with_tools_binds_the_answer_and_the_calls(thinker: System, text: str, kind: str) -> None:
+    say(thinker, f"<think>hm</think>{text}")
+    text_format = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    body = {"model": "fake", "input": "hello", "tools": [NOW], "text": {"format": text_format}}
     status, answer, _ = thinker.router.request("POST", "/v1/responses", body)
-    assert (status, answer["error"]["param"]) == (400, "text")
-    assert answer["error"]["message"].startswith("text.format: excludes tools")
+    assert status == 200 and [item["type"] for item in answer["output"]] == ["reasoning", kind], answer
+    grammar = thinker.cluster.by_name("p0").got(m.Prefill)[-1].request.params.grammar
+    assert accepts(thinker, grammar, f"<think>hm</think>{text}") and accepts(thinker, grammar, text)
+    assert not accepts(thinker, grammar, "<think>hm</think>text")
 
 
 AGENT: Any = {  # the shape of what Codex sends, by the second turn of a session

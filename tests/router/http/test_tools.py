@@ -202,8 +202,11 @@ def function(parameters: Any) -> Any:
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "there is no tool 'f'"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "excludes tools"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "excludes tools"),
+        (
+            {"response_format": {"type": "json_object"}, "tools": [NOW, function({"type": "objekt"})]},
+            "tools",
+            "tools[1].function.parameters: Invalid type: objekt",
+        ),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos", "excludes"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
         ({"functions": [{"name": "f"}]}, "functions", "given as tools"),

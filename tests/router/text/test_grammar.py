@@ -244,7 +244,8 @@ def test_thoughts_may_come_before_every_kind(
         (Qwen3ReasoningParser, "<think>\n\n</think>\n\n", ("",)),
         (DeepSeekR1ReasoningParser, "assistant\n", ("hm</think>",)),
     ):
-        grammar = converted(GrammarSource(kind, text, parser.grammar(prompt, literal=json.dumps)), vocabulary)
+        frame = f"start: thoughts @answer\n{parser.grammar(prompt, literal=json.dumps)}"
+        grammar = converted(GrammarSource(kind, text, frame), vocabulary)
         for lead in before:
             assert [each for each in inside if not takes(vocabulary, grammar, lead + each)] == []
             assert [each for each in outside if takes(vocabulary, grammar, lead + each)] == []
@@ -257,9 +258,10 @@ def test_harmony_binds_the_final_message() -> None:
     inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in HarmonyReasoningParser.markers])
     vocabulary = llguidance.LLTokenizer(inner.to_str(), n_vocab=440, eos_token=[1])
     ids = {mark: f"<[{inner.token_to_id(mark)}]>" for mark in HarmonyReasoningParser.markers}
-    thoughts = HarmonyReasoningParser.answer_grammar("", literal=lambda text: ids[text])
-    assert thoughts is not None
-    grammar = converted(GrammarSource("choice", '["yes"]', thoughts), vocabulary)
+    literal = ids.__getitem__
+    mark = HarmonyReasoningParser.answer_mark(literal)
+    frame = f"start: thoughts {mark} @answer\n{HarmonyReasoningParser.grammar('', literal=literal)}"
+    grammar = converted(GrammarSource("choice", '["yes"]', frame), vocabulary)
     assert isinstance(grammar, Grammar)
     analysis, final = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "<|channel|>final<|message|>"
     for text, is_allowed in (
@@ -270,4 +272,4 @@ def test_harmony_binds_the_final_message() -> None:
     ):
         encoded, matcher = inner.encode(text).ids, llguidance.LLMatcher(vocabulary, grammar.text)
         assert (matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()) == is_allowed
-    assert HarmonyReasoningParser.answer_grammar("", literal=json.dumps) is None
+    assert HarmonyReasoningParser.grammar("", literal=json.dumps) is None
