@@ -186,6 +186,16 @@ def test_an_agents_turn(make_router: Callable[..., RunningRouter], tokenizer_fil
         assert (status, answer) == (200, {"input_tokens": num_tokens(system, shown)})
 
 
+@pytest.mark.parametrize(("text", "kind"), [('{"a": 1}', "text"), (PARIS, "tool_use")])
+def test_a_format_may_stand_beside_tools(system: System, client: anthropic.Anthropic, text: str, kind: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    say(system, f"<think>\nhm\n</think>\n\n{text}")
+    given = body_of(output_config={"format": {"type": "json_schema", "schema": schema}}, thinking=ENABLED)
+    answer = client.messages.create(**given)
+    assert [block.type for block in answer.content] == ["thinking", kind]
+    assert client.messages.count_tokens(**{k: v for k, v in given.items() if k != "max_tokens"}).input_tokens > 0
+
+
 def test_results_come_before_the_text_of_their_message() -> None:
     made = AssistantTurn([ToolUseBlock(id=name, name="now", input={"a": 1}) for name in "ab"])
     results: list[TextBlock | ToolResultBlock] = [

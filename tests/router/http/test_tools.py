@@ -110,6 +110,24 @@ def test_the_clients_own_helpers_read_arguments_and_send_them_back(hermes: Syste
         assert '"arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nrain' in prompt_of(hermes)
 
 
+class Report(pydantic.BaseModel):
+    summary: str
+
+
+def test_a_loop_of_the_clients_own_helpers_ends_in_a_structured_answer(hermes: System, client: openai.OpenAI) -> None:
+    given: Any = {"model": "fake", "tools": [openai.pydantic_function_tool(Weather)], "response_format": Report}
+    say(hermes, call("Weather", {"city": "Paris"}))
+    first = client.chat.completions.parse(messages=[USER], **given).choices[0]
+    assert first.finish_reason == "tool_calls" and first.message.parsed is None
+    (made,) = first.message.tool_calls or ()
+    assert made.function.parsed_arguments == Weather(city="Paris")
+    say(hermes, '{"summary": "rain"}')
+    told: Any = [USER, first.message, {"role": "tool", "tool_call_id": made.id, "content": "rain"}]
+    assert client.chat.completions.parse(messages=told, **given).choices[0].message.parsed == Report(summary="rain")
+    with client.chat.completions.stream(messages=told, **given) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == Report(summary="rain")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_of_two_turns(hermes: System, client: openai.OpenAI, stream: bool) -> None:
     say(hermes, PARIS)

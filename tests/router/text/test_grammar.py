@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from baton.router.reasoning_parsers.harmony import HarmonyReasoningParser
 from baton.router.reasoning_parsers.think_tags import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 from baton.router.text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, converted
+from baton.router.tool_parsers.harmony import HarmonyParser
 
 from ..sites import tokenizer_file
 
@@ -253,7 +254,7 @@ def test_thoughts_may_come_before_every_kind(
             assert not takes(vocabulary, grammar, "<think>\nhm")
 
 
-def test_harmony_binds_the_final_message() -> None:
+def test_harmony_binds_the_final_message_and_calls_beside_it() -> None:
     inner = tokenizers.Tokenizer.from_buffer(tokenizer_file())
     inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in HarmonyReasoningParser.markers])
     vocabulary = llguidance.LLTokenizer(inner.to_str(), n_vocab=440, eos_token=[1])
@@ -273,3 +274,18 @@ def test_harmony_binds_the_final_message() -> None:
         encoded, matcher = inner.encode(text).ids, llguidance.LLMatcher(vocabulary, grammar.text)
         assert (matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()) == is_allowed
     assert HarmonyReasoningParser.grammar("", literal=json.dumps) is None
+    calls = HarmonyParser.grammar({"f": {"type": "object"}}, may_repeat=True, literal=literal)
+    frame = frame.replace(f"{mark} @answer", f"(calls | {mark} @answer)") + f"\n{calls}"
+    grammar = converted(GrammarSource("choice", '["yes"]', frame), vocabulary)
+    assert isinstance(grammar, Grammar)
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    for text, is_allowed in (
+        (f"{analysis}{final}yes", True),
+        (f"{analysis}{call}{{}}", True),
+        (f'{call}{{"a": 1}}', True),
+        (f"{final}{{}}", False),
+        (f"{call}yes", False),
+        (call.replace("functions.f", "functions.g") + "{}", False),
+    ):
+        encoded, matcher = inner.encode(text).ids, llguidance.LLMatcher(vocabulary, grammar.text)
+        assert (matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()) == is_allowed, text
