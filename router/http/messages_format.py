@@ -51,8 +51,8 @@ class MessagesFormat(AnswerFormat):
     ) -> None:
         super().__init__(response_id, model, tokenizer, num_logprobs=None, with_ids=False)
         self._max_tokens = max_tokens
-        self._reader = OutputReader(reading)
-        self._blocks = MessageBlocks(self._reader, shows_thoughts=shows_thoughts)
+        self._reader = OutputReader(reading, with_thoughts=shows_thoughts)
+        self._blocks = MessageBlocks(self._reader)
         self._end: Delta | None = None  # the last output of a stream
 
     def usage_of(self, requests: abc.Sequence[Request]) -> Usage:

@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from ..output_parser import OutputEvent
 from ..reasoning_parsers.base import Thought
 from ..tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
-from .output_reader import OutputReader
+from .output_reader import OutputReader, WholeCall, WholePart
 from .response_tools import CalledTool, ResponseTools, custom_input
 from .responses_types import (
     OutputCall,
@@ -66,11 +66,11 @@ class ResponseOutput:
 
     def whole(self, text: str, status: Status) -> list[OutputItem]:
         """Return the items of a whole output. `status`: that of the response."""
-        self._read(_without_broken_calls(self._reader.events(text, is_last=True)))
+        self._read(self._reader.whole(text))
         self.end(status)
         return self.items
 
-    def _read(self, events: Iterable[OutputEvent]) -> list[ResponseEvent]:
+    def _read(self, events: Iterable[OutputEvent | WholePart]) -> list[ResponseEvent]:
         for event in events:
             match event:
                 case Thought():
@@ -82,20 +82,27 @@ class ResponseOutput:
                         self._begin(_MessageDraft(self._next_suffix))
                     self._add(event.text)
                 case CallBegin():
-                    called = self._tools.called(event.name)
-                    kind = _CustomCallDraft if called.is_custom else _CallDraft
-                    self._begin(kind(self._next_suffix, event.call_id, called))
+                    self._begin_call(event)
                 case CallArguments():
                     self._add(event.text)
                 case CallEnd():
                     self._end("completed")
                 case CallBroken():
                     self._end("incomplete")
+                case WholeCall():
+                    self._begin_call(event)
+                    self._add(event.arguments)
+                    self._end("completed")
         return self._take()
 
     @property
     def _next_suffix(self) -> str:
         return f"{self._id_suffix}_{len(self._drafts)}"
+
+    def _begin_call(self, call: CallBegin | WholeCall) -> None:
+        called = self._tools.called(call.name)
+        kind = _CustomCallDraft if called.is_custom else _CallDraft
+        self._begin(kind(self._next_suffix, call.call_id, called))
 
     def _begin(self, draft: _Draft) -> None:
         self._end("completed")
@@ -243,15 +250,3 @@ class _CustomCallDraft(_CallDraft):
 
     def item(self, status: Status) -> OutputItem:
         return OutputCustomCall(id=self.item_id, status=status, input=self.given(status), **self._names)
-
-
-def _without_broken_calls(events: Iterable[OutputEvent]) -> list[OutputEvent]:
-    """Return the events of a whole output. The text of a broken call becomes content."""
-    kept = list[OutputEvent]()
-    for event in events:
-        if isinstance(event, CallBroken):
-            while not isinstance(kept.pop(), CallBegin):
-                pass
-            event = Content(event.text)
-        kept.append(event)
-    return kept
