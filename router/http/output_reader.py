@@ -35,8 +35,8 @@ WholePart = Thought | Content | WholeCall
 
 
 class OutputReader:
-    """Reader of one output. `reading`: how outputs are read; None: all text is content. Unless `with_thoughts`, thoughts
-    are left out, and only counted.
+    """Reader of one output. `reading`: how outputs are read; None: all text is content. Unless `with_thoughts`,
+    thoughts are left out, and only counted.
 
     `has_call`: a whole call is among the events so far.
     """
