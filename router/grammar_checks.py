@@ -59,7 +59,7 @@ class GrammarChecks:
     async def _verdict(self, source: GrammarSource, group: NodeGroup) -> _Verdict:
         eos = group.card.eos_token_ids
         name = f"{group.key.tokenizer}:{group.card.vocab_size}:{eos}"
-        parts = "\n".join((name, source.kind, f"{len(source.thoughts)}", source.thoughts, source.text))
+        parts = "\n".join((name, source.kind, f"{len(source.frame)}", source.frame, source.text))
         digest = xxhash.xxh3_128_hexdigest(parts.encode("utf-8", "surrogatepass"))
         if digest in self._known:
             self._known.move_to_end(digest)

@@ -120,7 +120,8 @@ class Access:
         scheme, _, given = http_request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = http_request.headers.get("x-api-key", "")
-        return self._callers.get(_digest(given.strip()))
+        given = given.strip()
+        return self._callers.get(_digest(given)) if given else None
 
 
 def _digest(key: str) -> bytes:

@@ -71,8 +71,10 @@ def _speculation_of(requests: abc.Sequence[Request]) -> SpeculationDetails | Non
 
 class AnswerFormat(ABC):
     """Format of one route's answers. `index` is a sequence's index in the answer. With `with_ids` answers carry token
-    ids. `num_logprobs` is None if no log-probabilities are asked for."""
+    ids. `num_logprobs` is None if no log-probabilities are asked for. `ends_with_context`: an output that is asked for
+    beyond the context ends there, and is not refused."""
 
+    ends_with_context: ClassVar[bool] = False
     _chunk_object: ClassVar[str]
     _text_start: ClassVar[bytes]  # of a chunk that adds only text: the JSON between `index` and the text
     _text_end: ClassVar[bytes]  # and between the text and `logprobs`

@@ -1,7 +1,7 @@
 """The grammar of a chat's outputs. Thoughts come first, if the model may think; then what the request asks for:
 
-    forced calls                                   forced_calls.py
-    response_format, structured_outputs            grammars.py
+    forced calls                                   bound_calls.py
+    response_format, structured_outputs            grammars.py; with tools, calls or the format
     thinking_token_budget and none of the above    anything
 
 thinking_token_budget bounds the thoughts in all three.
@@ -16,12 +16,13 @@ from ..reasoning_parsers.budget import ThoughtBudget
 from ..text.grammar import GrammarSource
 from ..text.tokenizer import TextTokenizer
 from .api import Api
-from .forced_calls import forced_grammar, literal_of
-from .grammars import grammar_of
+from .bound_calls import call_grammar, literal_of
+from .grammars import asked_grammar, grammar_of
 from .openai_types import ChatRequest
 from .tools import ToolUse
 
 _BUDGET = "thinking_token_budget"
+_NO_THOUGHTS = 'thoughts: ""'
 
 
 async def chat_grammar(
@@ -36,10 +37,10 @@ async def chat_grammar(
     """Return the grammar of all that follows a prompt's text, None if it is free. Raises RequestError for one that
     cannot be served."""
     budget = None if body.thinking_token_budget is None else _budget(body.thinking_token_budget, group, tokenizer)
-    thoughts = ""
+    thoughts, mark = _NO_THOUGHTS, ""
     if reasoning is not None:
-        rule_of = reasoning.answer_grammar if use is None else reasoning.grammar
-        thoughts = rule_of(prompt, literal=literal_of(tokenizer), budget=budget)
+        literal = literal_of(tokenizer)
+        thoughts, mark = reasoning.grammar(prompt, literal=literal, budget=budget), reasoning.answer_mark(literal)
         if thoughts is None and budget is not None:
             raise RequestError(f"{_BUDGET}: the length of this model's thoughts cannot be set", param=_BUDGET)
     elif budget is not None and not body.continue_final_message:
@@ -47,14 +48,36 @@ async def chat_grammar(
             f"{_BUDGET}: the router does not know how this model writes thoughts; start it with --reasoning-parser",
             param=_BUDGET,
         )
-    if use is None:
-        grammar = await grammar_of(api, body, group, thoughts)
-    else:
-        grammar = await forced_grammar(api, use, thoughts, group, tokenizer)
-    if grammar is not None or budget is None or reasoning is None or reasoning(prompt).place == "answer":
-        return grammar
+    asked = asked_grammar(body)
+    if use is not None and use.forced:
+        rules = _checked_thoughts(thoughts, "tool_choice", "use auto")
+        calls = await call_grammar(api, use, "tool_choice", group, tokenizer)
+        return await api.grammars.checked(
+            GrammarSource("grammar", f"start: thoughts calls\n{rules}\n{calls}"), group, "tools"
+        )
+    if asked is not None:
+        rules = _checked_thoughts(
+            thoughts, asked.place, "start the router with --reasoning-parser none to bind the whole output"
+        )
+        answer = f"{mark} @answer"
+        if use is not None:
+            rules += f"\n{await call_grammar(api, use, asked.place, group, tokenizer)}"
+            answer = f"(calls | {answer})"
+        elif reasoning is None:
+            return await grammar_of(api, asked, group)
+        return await grammar_of(api, asked, group, f"start: thoughts {answer}\n{rules}")
+    if budget is None or reasoning is None or reasoning(prompt).place == "answer":
+        return None
     text = f"start: thoughts answer\n{thoughts}\n{reasoning.any_answer(budget)}"
     return await api.grammars.checked(GrammarSource("grammar", text), group, _BUDGET)
+
+
+def _checked_thoughts(thoughts: str | None, place: str, hint: str) -> str:
+    if thoughts is None:
+        raise RequestError(
+            f"{place}: a grammar cannot follow this model's thoughts; {hint}", param=place.partition(".")[0]
+        )
+    return thoughts
 
 
 def _budget(num_tokens: int, group: NodeGroup, tokenizer: TextTokenizer) -> ThoughtBudget:

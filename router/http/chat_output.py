@@ -17,7 +17,7 @@ from ...metadata.wire.request import FinishReason
 from ..reasoning_parsers.base import Thought
 from ..tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
 from .openai_types import AssistantMessage, ChatDelta, ChatFinishReason
-from .output_reader import OutputReader, OutputReading
+from .output_reader import OutputReader, OutputReading, WholeCall
 from .tool_types import CalledFunction, FunctionDelta, ToolCall, ToolCallDelta
 
 
@@ -60,29 +60,17 @@ class ChatOutput:
 
     def message(self, text: str) -> AssistantMessage:
         """Return the message of a whole output."""
-        thoughts, content, calls = "", "", list[tuple[CallBegin, str]]()
-        for event in self._reader.events(text, is_last=True):
-            match event:
-                case Thought():
-                    thoughts += event.text
-                case Content():
-                    content += event.text
-                case CallBegin():
-                    calls.append((event, ""))
-                case CallArguments():
-                    calls[-1] = calls[-1][0], calls[-1][1] + event.text
-                case CallEnd():
-                    pass
-                case CallBroken():
-                    calls.pop()
-                    content += event.text
+        parts = self._reader.whole(text)
+        thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        calls = [part for part in parts if isinstance(part, WholeCall)]
         return AssistantMessage(
             content=content if content or not (calls or thoughts) else None,
             reasoning_content=thoughts if thoughts and self._field == "reasoning_content" else UNSET,
             reasoning=thoughts if thoughts and self._field == "reasoning" else UNSET,
             tool_calls=[
-                ToolCall(id=begin.call_id, function=CalledFunction(begin.name, arguments), type="function")
-                for begin, arguments in calls
+                ToolCall(id=call.call_id, function=CalledFunction(call.name, call.arguments), type="function")
+                for call in calls
             ]
             or UNSET,
         )

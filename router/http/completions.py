@@ -6,7 +6,7 @@ admitted  its caller and the waiting queue have room       limits.py
 tools     those that the model may call, and how its
           output is read                                   tools.py, output_readings.py
 prompts   texts and messages become token ids              prompts.py
-grammar   what the body asks for is compiled               grammars.py, forced_calls.py, chat_grammar.py
+grammar   what the body asks for is compiled               grammars.py, bound_calls.py, chat_grammar.py
 serve     one Request per prompt is submitted and
           answered, whole or as a stream                   answers.py, answer_format.py
           whatever still runs then is cancelled
@@ -47,7 +47,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
     rid = api.new_id(http_request, "cmpl")
     body = await api.body(http_request, _completion_decoder)
     check_completion(body)
-    asked_grammar(body)
+    asked = asked_grammar(body)
     group, tokenizer = api.group_of(body.model)
     prompts = prompts_of(body)
     with admitted(api, http_request, body, group, len(prompts)):
@@ -85,7 +85,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             answer_format,
             [(rid, prompt.ids) for rid, prompt in zip(rids, encoded, strict=True)],
             wants_prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-            grammar=await grammar_of(api, body, group),
+            grammar=None if asked is None else await grammar_of(api, asked, group),
         )
 
 
@@ -164,7 +164,15 @@ async def _serve(
             rid,
             group,
             ids,
-            sampling_params(body, group, len(ids), num_logprobs=answer_format.num_logprobs, seed=seed, grammar=grammar),
+            sampling_params(
+                body,
+                group,
+                len(ids),
+                num_logprobs=answer_format.num_logprobs,
+                seed=seed,
+                grammar=grammar,
+                ends_with_context=answer_format.ends_with_context,
+            ),
             answer,
             num_choices=body.n or 1,
             options=options,

@@ -44,22 +44,10 @@ def asked_grammar(body: CommonRequest) -> AskedGrammar | None:
     return asked[0]
 
 
-async def grammar_of(api: Api, body: CommonRequest, group: NodeGroup, thoughts: str | None = "") -> str | None:
-    """Return the grammar that the nodes get for a body, None if it asks for none. Raises RequestError for one that
-    cannot be served. `thoughts`: the Lark rule of what the model may write before its answer; empty: nothing; None:
-    that has no grammar."""
-    asked = asked_grammar(body)
-    if asked is None:
-        return None
-    if thoughts is None:
-        param = asked.place.partition(".")[0]
-        raise RequestError(
-            f"{asked.place}: a grammar cannot follow this model's thoughts; start the router with --reasoning-parser "
-            "none to bind the whole output",
-            param=param,
-        )
-    source = msgspec.structs.replace(asked.source, thoughts=thoughts)
-    return await api.grammars.checked(source, group, asked.place)
+async def grammar_of(api: Api, asked: AskedGrammar, group: NodeGroup, frame: str = "") -> str:
+    """Return the grammar that the nodes get for one that a body asks for. Raises RequestError if it cannot be served.
+    `frame` is that of GrammarSource."""
+    return await api.grammars.checked(msgspec.structs.replace(asked.source, frame=frame), group, asked.place)
 
 
 def _of_format(given: ResponseFormat) -> list[AskedGrammar]:

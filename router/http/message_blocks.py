@@ -1,6 +1,6 @@
 """The blocks of one message: the events of its parser as events of a stream, or as the whole content.
 
-    Thought                    a block of type thinking, if thoughts are shown
+    Thought                    a block of type thinking
     Content                    text
     CallBegin, CallArguments   tool_use
     CallBroken                 stream: the block ends with incomplete input
@@ -11,7 +11,7 @@ A block ends when one of another type begins, and with its call.
 
 from __future__ import annotations
 
-from msgspec import Raw, structs
+from msgspec import Raw
 
 from ..reasoning_parsers.base import Thought
 from ..tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
@@ -29,15 +29,14 @@ from .messages_types import (
     TextDelta,
     ThinkingDelta,
 )
-from .output_reader import OutputReader
+from .output_reader import OutputReader, WholeCall, WholePart
 
 
 class MessageBlocks:
     """The blocks of one message, as they come. `reader`: that of its output."""
 
-    def __init__(self, reader: OutputReader, *, shows_thoughts: bool) -> None:
+    def __init__(self, reader: OutputReader) -> None:
         self._reader = reader
-        self._shows_thoughts = shows_thoughts
         self._num_begun = 0
         self._open: OutputBlock | None = None  # the last block, as it began, until it ends
         self._events: list[BlockEvent] = []
@@ -46,7 +45,7 @@ class MessageBlocks:
         """Return what the next part of the text adds to the message."""
         for event in self._reader.events(text, is_last=is_last):
             match event:
-                case Thought() if self._shows_thoughts:
+                case Thought():
                     if not isinstance(self._open, OutputThinking):
                         self._begin(OutputThinking(""))
                     self._add(ThinkingDelta(event.text))
@@ -60,8 +59,6 @@ class MessageBlocks:
                     self._add(InputDelta(event.text))
                 case CallEnd() | CallBroken():
                     self._end()
-                case _:
-                    pass
         if is_last:
             self._end()
         events, self._events = self._events, []
@@ -69,30 +66,7 @@ class MessageBlocks:
 
     def whole(self, text: str) -> list[OutputBlock]:
         """Return the blocks of a whole output."""
-        blocks = list[OutputBlock]()
-        call, arguments = CallBegin(0, "", ""), ""
-        for event in self._reader.events(text, is_last=True):
-            last = blocks[-1] if blocks else None
-            match event:
-                case Thought() if self._shows_thoughts:
-                    if isinstance(last, OutputThinking):
-                        blocks[-1] = structs.replace(last, thinking=last.thinking + event.text)
-                    else:
-                        blocks.append(OutputThinking(event.text))
-                case Content() | CallBroken():
-                    if isinstance(last, OutputText):
-                        blocks[-1] = structs.replace(last, text=last.text + event.text)
-                    else:
-                        blocks.append(OutputText(event.text))
-                case CallBegin():
-                    call, arguments = event, ""
-                case CallArguments():
-                    arguments += event.text
-                case CallEnd():
-                    blocks.append(OutputToolUse(call.call_id, call.name, Raw(arguments.encode())))
-                case _:
-                    pass
-        return blocks
+        return [_block(part) for part in self._reader.whole(text)]
 
     def _begin(self, block: OutputBlock) -> None:
         self._end()
@@ -109,3 +83,13 @@ class MessageBlocks:
         if self._open is not None:
             self._events.append(BlockStop(self._num_begun - 1))
         self._open = None
+
+
+def _block(part: WholePart) -> OutputBlock:
+    match part:
+        case Thought():
+            return OutputThinking(part.text)
+        case Content():
+            return OutputText(part.text)
+        case WholeCall():
+            return OutputToolUse(part.call_id, part.name, Raw(part.arguments.encode()))

@@ -2,6 +2,7 @@
 
 user         one message of role tool per result of a tool, then one of the user with the text, if there is any
 assistant    one message: its thoughts, its text, and its calls
+system       one message, if it is still to be read and has text
 """
 
 from __future__ import annotations
@@ -12,21 +13,29 @@ from ...metadata.errors import RequestError
 from .messages_types import (
     AssistantTurn,
     MessageText,
+    SystemTurn,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
+    Turn,
     UserTurn,
 )
 from .openai_types import ChatMessage, MessagePart
 from .tool_types import CalledFunction, ToolCall
 
 
-def chat_messages(turns: Sequence[UserTurn | AssistantTurn]) -> list[ChatMessage]:
+def chat_messages(turns: Sequence[Turn]) -> list[ChatMessage]:
     """Return the messages of a conversation. Raises RequestError for a result without a call before it, and for calls
     in a last turn of the assistant, whose text is continued."""
     messages, known = list[ChatMessage](), set[str]()
+    last_user = max((index for index, turn in enumerate(turns) if isinstance(turn, UserTurn)), default=0)
     for index, turn in enumerate(turns):
+        if isinstance(turn, SystemTurn):
+            is_over = turn.clear_at == "next_user_message" and index < last_user
+            if turn.content and not is_over:
+                messages.append(ChatMessage("system", text_of(turn.content)))
+            continue
         if isinstance(turn, UserTurn):
             _check_results(turn, known, f"messages[{index}]")
             messages += _of_user(turn)

@@ -3,6 +3,8 @@ is served as one (completions.py)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from aiohttp import web
 
@@ -37,7 +39,7 @@ from .parameters import check_served
 from .prompts import chat_prompt
 from .renamed import renamed
 from .tool_types import FunctionChoice, FunctionTool, NamedTool, Tool, ToolChoice
-from .tools import tool_use
+from .tools import check_callers, tool_use
 
 NAMES = {  # fields of a chat completion -> what they are called here
     "continue_final_message": "messages",
@@ -60,7 +62,14 @@ async def messages(api: Api, http_request: web.Request) -> web.StreamResponse:
 
     def format_of(tokenizer: TextTokenizer, reading: OutputReading | None) -> AnswerFormat:
         _check_thinking(body, reading)
-        return MessagesFormat(rid, body.model, tokenizer, reading, shows_thoughts=_shows_thoughts(body.thinking))
+        return MessagesFormat(
+            rid,
+            body.model,
+            tokenizer,
+            reading,
+            max_tokens=body.max_tokens,
+            shows_thoughts=_shows_thoughts(body.thinking),
+        )
 
     with renamed(NAMES):
         return await serve_chat(api, http_request, _chat_request(body), format_of)
@@ -102,6 +111,8 @@ def _conversation(body: MessagesInput) -> ChatRequest:
         schema = JsonSchemaFormat(name="output", schema=output_format.schema)
         response_format = ResponseFormat(type="json_schema", json_schema=schema)
     thinking, choice = body.thinking, body.tool_choice
+    for index, tool in enumerate(body.tools or ()):
+        check_callers(f"tools[{index}]", tool.allowed_callers)
     tools = [
         Tool("function", FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))
         for tool in body.tools or ()
@@ -113,13 +124,24 @@ def _conversation(body: MessagesInput) -> ChatRequest:
         model=body.model,
         messages=messages,
         continue_final_message=isinstance(body.messages[-1], AssistantTurn),
-        chat_template_kwargs=thinking and {"enable_thinking": not isinstance(thinking, ThinkingDisabled)},
+        chat_template_kwargs=_template_options(body),
         thinking_token_budget=thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None,
         response_format=response_format,
         tools=tools or None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=is_parallel,
     )
+
+
+def _template_options(body: MessagesInput) -> dict[str, Any]:
+    """Return the variables for the chat template, which has no need to know them."""
+    options: dict[str, Any] = {}
+    if body.thinking is not None:
+        options["enable_thinking"] = not isinstance(body.thinking, ThinkingDisabled)
+    if body.output_config is not None and body.output_config.effort is not None:
+        effort = body.output_config.effort
+        options["reasoning_effort"] = "high" if effort in ("xhigh", "max") else effort
+    return options
 
 
 def _tool_choice(choice: ChoiceOfTools | None) -> ToolChoice | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from typing import ClassVar
 
 import msgspec
 from msgspec import UnsetType
@@ -33,7 +34,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class MessagesFormat(AnswerFormat):
-    """Answers of /v1/messages. They have one sequence. Unless `shows_thoughts`, thoughts are left out, and counted."""
+    """Answers of /v1/messages. They have one sequence. Unless `shows_thoughts`, thoughts are left out, and counted.
+    `max_tokens` is what the client asked for."""
+
+    ends_with_context: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -42,11 +46,13 @@ class MessagesFormat(AnswerFormat):
         tokenizer: TextTokenizer,
         reading: OutputReading | None,
         *,
+        max_tokens: int,
         shows_thoughts: bool,
     ) -> None:
         super().__init__(response_id, model, tokenizer, num_logprobs=None, with_ids=False)
-        self._reader = OutputReader(reading)
-        self._blocks = MessageBlocks(self._reader, shows_thoughts=shows_thoughts)
+        self._max_tokens = max_tokens
+        self._reader = OutputReader(reading, with_thoughts=shows_thoughts)
+        self._blocks = MessageBlocks(self._reader)
         self._end: Delta | None = None  # the last output of a stream
 
     def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
@@ -66,17 +72,18 @@ class MessagesFormat(AnswerFormat):
     def ended(self, requests: abc.Sequence[Request], *, with_usage: bool) -> bytes:
         del with_usage  # it always has it
         assert self._end is not None, f"{self.response_id} ended without output"
-        return _events(MessageDelta(self._reason_of(self._end), _usage_of(self.usage_of(requests))), MessageStop())
+        reason = self._reason_of(self._end, requests[0])
+        return _events(MessageDelta(reason, _usage_of(self.usage_of(requests))), MessageStop())
 
     def failed(self, error: BatonError) -> bytes:
         return named_event("error", messages_body_of(error, request_id=self.response_id))
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
-        ((_, delta),) = outputs
-        return _encode(self._message(self._blocks.whole(delta.text), delta, usage))
+        ((sequence, delta),) = outputs
+        content = self._blocks.whole(delta.text)
+        return _encode(self._message(content, self._reason_of(delta, sequence.request), usage))
 
-    def _message(self, content: list[OutputBlock], end: Delta | None, usage: Usage) -> MessageAnswer:
-        reason = None if end is None else self._reason_of(end)
+    def _message(self, content: list[OutputBlock], reason: MessageEnd | None, usage: Usage) -> MessageAnswer:
         return MessageAnswer(
             id=self.response_id,
             model=self._model,
@@ -86,10 +93,12 @@ class MessagesFormat(AnswerFormat):
             usage=_usage_of(usage),
         )
 
-    def _reason_of(self, end: Delta) -> MessageEnd:
-        """Return why an output ended: at max_tokens, after a whole call, at a stop string, or at a stop token."""
+    def _reason_of(self, end: Delta, request: Request) -> MessageEnd:
+        """Return why an output ended: at max_tokens or the end of the context, after a whole call, at a stop string, or
+        at a stop token."""
         if end.finish_reason == "length":
-            return MessageEnd("max_tokens", None)
+            is_full = request.params.max_tokens < self._max_tokens
+            return MessageEnd("model_context_window_exceeded" if is_full else "max_tokens", None)
         if self._reader.has_call:
             return MessageEnd("tool_use", None)
         if isinstance(end.stop_reason, str):

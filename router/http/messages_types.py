@@ -8,15 +8,14 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from ...metadata.wire.request import MAX_CONTEXT
 from .openai_types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
-from .tool_types import MAX_TOOLS, CallId, ToolName
+from .tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, ToolName
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 
 
 class MessageText(TextPart, frozen=True, forbid_unknown_fields=True):
-    """A block where all are text. `cache_control` has no effect: prefixes are cached by themselves."""
+    """A block where all are text."""
 
-    cache_control: dict[str, Any] | None = None
     citations: list[Any] | None = None
 
 
@@ -75,9 +74,28 @@ class AssistantTurn(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     content: str | list[TextBlock | ToolUseBlock | ThinkingBlock | RedactedBlock]
 
 
-class CustomTool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class OutputEffort(Struct, frozen=True, forbid_unknown_fields=True):
+    """How long the model should think, for one turn. It has no effect."""
+
+    effort: str | None = None
+
+
+class SystemTurn(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="role", tag="system"):
+    """A message of the system within the conversation. With `clear_at` next_user_message, the model reads it only until
+    the user's next message."""
+
+    content: str | list[MessageText] = ""
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: OutputEffort | None = None
+
+
+Turn = UserTurn | AssistantTurn | SystemTurn
+
+
+class CustomTool(ClientTool, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tool that the client runs. Its schema binds the model if a call is forced; `strict` has no further effect.
-    `cache_control` and `eager_input_streaming` have none: what the model writes is streamed at once."""
+    `cache_control`, `eager_input_streaming` and `input_examples` have none: what the model writes is streamed at once.
+    The model sees the tool at once, also with `defer_loading`. `allowed_callers` must hold `direct`."""
 
     name: ToolName
     input_schema: dict[str, Any]
@@ -86,6 +104,9 @@ class CustomTool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    defer_loading: bool | None = None
+    allowed_callers: DirectCallers | None = None
 
 
 class AutoChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="auto"):
@@ -113,20 +134,24 @@ class NoChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
 
 ChoiceOfTools = AutoChoice | AnyChoice | OneChoice | NoChoice
 
-ThoughtDisplay = Literal["summarized", "omitted"]  # summarized: thoughts are given, unabridged
+ThoughtDisplay = Literal["summarized", "omitted", "updates"]  # all but omitted: thoughts are given, unabridged
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 
 class ThinkingEnabled(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
-    """The model thinks before it answers, at most so many tokens, without the marks around its thoughts."""
+    """The model thinks before it answers, at most so many tokens, without the marks around its thoughts.
+    `block_binding` has no effect: signatures are not checked."""
 
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
     display: ThoughtDisplay | None = None
+    block_binding: dict[str, Any] | None = None
 
 
 class ThinkingAdaptive(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
-    """The model thinks before it answers, if it can."""
+    """The model thinks before it answers, if it can. `block_binding` has no effect."""
 
     display: ThoughtDisplay | None = None
+    block_binding: dict[str, Any] | None = None
 
 
 class ThinkingDisabled(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
@@ -144,21 +169,36 @@ class OutputFormat(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Format of the text that the model writes."""
+    """Format of the text that the model writes, and how long it should think. `effort` reaches chat templates that know
+    `reasoning_effort`, xhigh and max as high; it has no effect on others."""
 
     format: OutputFormat | None = None
+    effort: Effort | None = None
+
+
+class ContextEdit(Struct, frozen=True):
+    """An edit of a long conversation. None is made: the model reads the whole conversation."""
+
+    type: Literal["clear_thinking_20251015", "clear_tool_uses_20250919"]
+
+
+class ContextManagement(Struct, frozen=True, forbid_unknown_fields=True):
+    """Edits of a long conversation."""
+
+    edits: list[ContextEdit] | None = None
 
 
 class MessagesInput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields that messages and their count share."""
 
     model: Annotated[str, Meta(max_length=256)]
-    messages: Annotated[list[UserTurn | AssistantTurn], Meta(min_length=1, max_length=4096)]
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=4096)]
     system: str | list[MessageText] | None = None
     output_config: OutputConfig | None = None
     tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ChoiceOfTools | None = None
     thinking: ThinkingConfig | None = None
+    context_management: ContextManagement | None = None
     # IGNORED
     cache_control: dict[str, Any] | None = None
     speed: str | None = None
@@ -169,7 +209,7 @@ class CountTokensRequest(MessagesInput, frozen=True, forbid_unknown_fields=True,
 
 
 class MessagesRequest(MessagesInput, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of POST /v1/messages."""
+    """Body of POST /v1/messages. An output that reaches the end of the context ends there, also before `max_tokens`."""
 
     max_tokens: NumTokens
     stop_sequences: Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
@@ -178,9 +218,12 @@ class MessagesRequest(MessagesInput, frozen=True, forbid_unknown_fields=True, kw
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     # NOT_SERVED
+    compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None
+    thread: Any = None
     # IGNORED
+    diagnostics: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     inference_geo: str | None = None

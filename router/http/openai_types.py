@@ -76,9 +76,12 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"]
 IGNORED = frozenset(  # fields that are accepted without effect
     {
         "cache_control",
+        "client_metadata",
+        "diagnostics",
         "inference_geo",
         "metadata",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
@@ -212,6 +215,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
 
 
@@ -231,15 +235,16 @@ class MessagePart(Struct, frozen=True):
 
 
 class TextPart(MessagePart, frozen=True, forbid_unknown_fields=True):
-    """A part of a message; only text."""
+    """A part of a message; only text. `cache_control` has no effect: prefixes are cached by themselves."""
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. Clients send the fields typed `null`, and `parsed`, back with an assistant's message. `reasoning` is
-    another name of `reasoning_content`."""
+    """One message. Clients send the fields typed `null`, `parsed` and `provider_specific_fields` back with an
+    assistant's message. `reasoning` is another name of `reasoning_content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -253,6 +258,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     parsed: Any = None
+    provider_specific_fields: dict[str, Any] | None = None
 
 
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -57,20 +57,20 @@ NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
         NotServed("modalities", "only text is served", (None, ["text"])),
     ),
     MessagesRequest: (
+        NotServed("compaction", "conversations are not summarized; send a shorter one", (None,)),
         NotServed("container", "containers are not served", (None,)),
         NotServed("mcp_servers", "tools of MCP servers are not served; the client runs all tools"),
+        NotServed("thread", "conversations are not stored; send all messages", (None,)),
     ),
     ResponsesRequest: (
         NotServed("background", "responses are not computed in the background", (None, False)),
         NotServed("context_management", "contexts are not managed"),
         NotServed("conversation", "conversations are not stored; send the messages in `input`", (None,)),
-        NotServed("include", "there is nothing to include", (None, [], ["reasoning.encrypted_content"])),
         NotServed("max_tool_calls", "calls are not counted; parallel_tool_calls: false allows one", (None,)),
         NotServed("previous_response_id", "responses are not stored; send the messages in `input`", (None,)),
         NotServed("prompt", "prompts are not stored", (None,)),
         NotServed("store", "responses are not stored", (None, False)),
         NotServed("top_logprobs", "log-probabilities are served by /v1/chat/completions", (None, 0)),
-        NotServed("truncation", "an input that is too long is refused", (None, "disabled")),
     ),
 }
 
@@ -114,10 +114,12 @@ def sampling_params(
     num_logprobs: int | None,
     seed: int,
     grammar: str | None,
+    ends_with_context: bool = False,
 ) -> SamplingParams:
     """Return the parameters for one prompt. `grammar` binds the output.
 
-    Raises RequestError if prompt and max_tokens exceed the context.
+    Raises RequestError if prompt and max_tokens exceed the context, unless `ends_with_context`: then the output ends at
+    the end of the context.
     """
     card = group.card
     defaults = card.defaults
@@ -125,7 +127,7 @@ def sampling_params(
     stop_ids = tuple(dict.fromkeys((*eos, *(body.stop_token_ids or ()))))
     _check_ids("stop_token_ids", stop_ids, card.vocab_size)
     _check_ids("logit_bias", body.logit_bias or (), card.vocab_size)
-    max_tokens = _max_tokens(body, prompt_len, group.context_len)
+    max_tokens = _max_tokens(body, prompt_len, group.context_len, ends_with_context=ends_with_context)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise RequestError(f"min_tokens: {min_tokens} is above max_tokens = {max_tokens}", param="min_tokens")
@@ -155,7 +157,7 @@ def sampling_params(
 def asked_tokens(body: CommonRequest, context_len: int) -> int:
     """Return the largest number of output tokens that the body asks for, before its prompts are known."""
     if isinstance(body, ChatRequest):
-        return body.max_completion_tokens or body.max_tokens or context_len
+        return min(body.max_completion_tokens or body.max_tokens or context_len, context_len)
     return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
 
 
@@ -207,7 +209,7 @@ def _check_common(body: CommonRequest) -> None:
     check_served(body)
 
 
-def _max_tokens(body: CommonRequest, prompt_len: int, context_len: int) -> int:
+def _max_tokens(body: CommonRequest, prompt_len: int, context_len: int, *, ends_with_context: bool) -> int:
     room = context_len - prompt_len
     name, asked = "max_tokens", body.max_tokens
     if isinstance(body, ChatRequest):
@@ -217,6 +219,8 @@ def _max_tokens(body: CommonRequest, prompt_len: int, context_len: int) -> int:
             return min(room, MAX_CONTEXT)
     elif asked is None:
         return min(DEFAULT_COMPLETION_TOKENS, room)
+    if asked > room and ends_with_context:
+        return room
     if asked > room:
         raise RequestError(
             f"{name}: {asked} more tokens after a prompt of {prompt_len} exceed the context of {context_len}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from ...metadata.errors import RequestError
@@ -121,13 +121,16 @@ def chat_text(
 ) -> str:
     """Return the prompt text of a conversation. `tools`: those that the model may call.
 
-    A developer's message becomes the system's if the template knows no developer. Raises RequestError if the model has
-    no chat template, if the tool calls of the messages do not fit together, or if the template refuses the messages.
+    A developer's message becomes the system's if the template knows no developer. A message of either that stands
+    behind others is joined to the message before it if the template does not write it there. Raises RequestError if
+    the model has no chat template, if the tool calls of the messages do not fit together, or if the template refuses
+    the messages.
     """
     check_history(messages)
     if group.template is None:
         raise RequestError(f"model {group.key.model!r} has no chat template; use /v1/completions", param="messages")
     plain = [_plain(message, knows_developer=group.template.knows_developer) for message in messages]
+    plain = _joined(plain, group.template.late_roles)
     text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options, tools=tools)
     if continue_final:
         final = str(plain[-1]["content"]).strip()
@@ -151,6 +154,20 @@ def _check_ids(ids: Sequence[int], group: NodeGroup, param: str) -> None:
             "to generate",
             param=param,
         )
+
+
+def _joined(messages: list[dict[str, Any]], late_roles: Collection[str]) -> list[dict[str, Any]]:
+    """Return messages of which none of system or developer stands behind others, except those of `late_roles`. Its text
+    joins the system's or the user's message before it. After others it becomes the user's message."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        if not joined or message["role"] not in ("system", "developer") or message["role"] in late_roles:
+            joined.append(message)
+        elif joined[-1]["role"] in ("system", "developer", "user"):
+            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        else:
+            joined.append({**message, "role": "user"})
+    return joined
 
 
 def _plain(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:

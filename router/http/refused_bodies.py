@@ -17,6 +17,7 @@ from msgspec import Raw, inspect
 
 from ...metadata.errors import RequestError
 from .openai_types import PARTS_NOT_SERVED, MessagePart
+from .tool_types import ClientTool
 
 MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that would take long
 _LONGEST_NAME = 64  # of a field that a sentence repeats or compares
@@ -100,6 +101,8 @@ def _kind_of(fields: dict[str, Raw], kinds: list[inspect.StructType], path: str)
         words = f"{path}: {PARTS_NOT_SERVED[said]} are not served ({said}); only parts of type {served} are"
     else:
         words = f"{path}.{name}: {said[:_LONGEST_NAME]!r} is not served; served are: {served}"
+        if issubclass(kinds[0].cls, ClientTool):
+            words += "; leave it out: the server runs no tools"
     raise RequestError(words, param=_top(path))
 
 

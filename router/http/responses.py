@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from aiohttp import web
 
@@ -15,15 +17,14 @@ from .openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
 from .output_reader import OutputReading
 from .parameters import check_served
 from .renamed import renamed
+from .response_tools import ResponseTools, choice_for_chat
 from .responses_format import ResponsesFormat
 from .responses_input import messages_of
-from .responses_types import ResponsesRequest, ResponseTool, ResponseToolChoice, TextFormat
-from .tool_types import FunctionChoice, FunctionTool, NamedTool, Tool, ToolChoice
+from .responses_types import ResponsesRequest, TextFormat
 
 NAMES = {  # fields of a chat completion -> what they are called here
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
-    "reasoning_effort": "reasoning.effort",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
     "tools[].function": "tools[]",
@@ -39,14 +40,16 @@ async def responses(api: Api, http_request: web.Request) -> web.StreamResponse:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
 
+    tools = ResponseTools(body.tools or ())
+
     def format_of(tokenizer: TextTokenizer, reading: OutputReading | None) -> AnswerFormat:
-        return ResponsesFormat(rid, body, tokenizer, reading)
+        return ResponsesFormat(rid, body, tools, tokenizer, reading)
 
-    with renamed(NAMES):
-        return await serve_chat(api, http_request, _chat_request(body), format_of)
+    with renamed({**tools.paths, **NAMES}):
+        return await serve_chat(api, http_request, _chat_request(body, tools), format_of)
 
 
-def _chat_request(body: ResponsesRequest) -> ChatRequest:
+def _chat_request(body: ResponsesRequest, tools: ResponseTools) -> ChatRequest:
     """Return the body as that of a chat completion."""
     return ChatRequest(
         model=body.model,
@@ -55,20 +58,19 @@ def _chat_request(body: ResponsesRequest) -> ChatRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         stream=body.stream,
-        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        chat_template_kwargs=None if body.reasoning is None else _template_options(body.reasoning.effort),
         response_format=_response_format(body.text.format) if body.text and body.text.format else None,
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=tools.for_chat or None,
+        tool_choice=choice_for_chat(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
     )
 
 
-def _tool(given: ResponseTool) -> Tool:
-    return Tool("function", FunctionTool(given.name, given.description, given.parameters, given.strict))
-
-
-def _tool_choice(given: ResponseToolChoice | None) -> ToolChoice | None:
-    return given if given is None or isinstance(given, str) else NamedTool("function", FunctionChoice(given.name))
+def _template_options(effort: str | None) -> dict[str, Any] | None:
+    """Return the variables for the chat template, which has no need to know them."""
+    if effort is None:
+        return None
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 def _response_format(given: TextFormat) -> ResponseFormat:

@@ -16,6 +16,7 @@ from .answer_format import AnswerFormat
 from .errors import body_of
 from .openai_types import CompletionTokensDetails, Usage
 from .output_reader import OutputReader, OutputReading
+from .response_tools import ResponseTools
 from .responses_output import ResponseOutput
 from .responses_types import (
     IncompleteDetails,
@@ -38,13 +39,18 @@ class ResponsesFormat(AnswerFormat):
     """Answers of /v1/responses. They have one sequence. Its thoughts, texts and calls are items of their own."""
 
     def __init__(
-        self, response_id: str, body: ResponsesRequest, tokenizer: TextTokenizer, reading: OutputReading | None
+        self,
+        response_id: str,
+        body: ResponsesRequest,
+        tools: ResponseTools,
+        tokenizer: TextTokenizer,
+        reading: OutputReading | None,
     ) -> None:
         super().__init__(response_id, body.model, tokenizer, num_logprobs=None, with_ids=False)
         self._body = body
         self._reader = OutputReader(reading)
         self._numbers = itertools.count()  # of the events of a stream
-        self._output = ResponseOutput(self._reader, response_id, self._numbers)
+        self._output = ResponseOutput(self._reader, tools, response_id, self._numbers)
         self._end: Delta | None = None  # the last output of a stream
 
     def usage_of(self, requests: abc.Sequence[Request]) -> Usage:

@@ -1,9 +1,9 @@
 """The input of /v1/responses as the messages of a chat completion.
 
-    message                of the assistant: text of its message; of others: a message
-    reasoning              thoughts of the assistant's message
-    function_call          a tool call of the assistant's message
-    function_call_output   a message of a tool
+    message                                          of the assistant: text of its message; of others: a message
+    reasoning                                        thoughts of the assistant's message
+    function_call, custom_tool_call                  a tool call of the assistant's message
+    function_call_output, custom_tool_call_output    a message of a tool
 
 Items of the assistant that follow each other are one message. Only thoughts or text after a text begin another one, if
 no call stands between them.
@@ -17,10 +17,12 @@ from msgspec import Raw, Struct
 from ...metadata.errors import RequestError
 from .bodies import decode
 from .openai_types import ChatMessage
+from .response_tools import custom_arguments, name_for_chat
 from .responses_types import (
     INPUT_ITEMS,
     CallItem,
     CallOutputItem,
+    CustomCallItem,
     InputItem,
     InputPart,
     MessageItem,
@@ -88,10 +90,12 @@ class _Conversation:
                 parts = item.content or item.summary or []
                 self._turn_after_text().thoughts += [part.text for part in parts]
             case CallItem():
-                function = CalledFunction(item.name, item.arguments)
+                function = CalledFunction(name_for_chat(item.name, item.namespace), item.arguments)
                 arguments_of(function, f"{path}.arguments")
-                self._call_ids.add(item.call_id)
-                self._turn.calls.append(ToolCall(item.call_id, function))
+                self._call(item.call_id, function)
+            case CustomCallItem():
+                name = name_for_chat(item.name, item.namespace)
+                self._call(item.call_id, CalledFunction(name, custom_arguments(item.input)))
             case CallOutputItem():
                 if item.call_id not in self._call_ids:
                     raise RequestError(
@@ -114,6 +118,10 @@ class _Conversation:
                 )
             )
 
+    def _call(self, call_id: str, function: CalledFunction) -> None:
+        self._call_ids.add(call_id)
+        self._turn.calls.append(ToolCall(call_id, function))
+
     def _turn_after_text(self) -> _Turn:
         """Return the assistant's message for thoughts or text: a new one if the present one ends with text."""
         if self._turn.texts and not self._turn.calls:
@@ -130,9 +138,10 @@ def _item_of(raw: Raw, path: str) -> InputItem:
             return decode(data, _decoders[kind])
     except RequestError as error:
         raise RequestError(f"{path}{'.' if error.param else ': '}{error}", param="input") from None
-    raise RequestError(
-        f"{path}.type: {kind[:_LONGEST_TYPE]!r} is not served; served are: {', '.join(_decoders)}", param="input"
-    )
+    words = f"{path}.type: {kind[:_LONGEST_TYPE]!r} is not served; served are: {', '.join(_decoders)}"
+    if kind == "item_reference":
+        words += "; responses are not stored: send the items themselves, as clients do with store: false"
+    raise RequestError(words, param="input")
 
 
 def _text_of(content: str | list[InputPart]) -> str:

@@ -2,7 +2,7 @@
 
     Thought                    an item of type reasoning
     Content                    a message
-    CallBegin, CallArguments   an item of type function_call
+    CallBegin, CallArguments   an item of type function_call, or custom_tool_call, whose input comes when it is whole
     CallBroken                 stream: the item ends as incomplete
                                whole list: its text is that of a message, and the call is left out
 
@@ -20,9 +20,11 @@ from msgspec import UNSET, UnsetType
 from ..output_parser import OutputEvent
 from ..reasoning_parsers.base import Thought
 from ..tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
-from .output_reader import OutputReader
+from .output_reader import OutputReader, WholeCall, WholePart
+from .response_tools import CalledTool, ResponseTools, custom_input
 from .responses_types import (
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
@@ -34,10 +36,12 @@ from .responses_types import (
 
 
 class ResponseOutput:
-    """The items of one response, as they come. `reader` reads its text. `numbers` counts the events of its stream."""
+    """The items of one response, as they come. `reader` reads its text. `tools` are those that the model may call.
+    `numbers` counts the events of its stream."""
 
-    def __init__(self, reader: OutputReader, response_id: str, numbers: Iterator[int]) -> None:
+    def __init__(self, reader: OutputReader, tools: ResponseTools, response_id: str, numbers: Iterator[int]) -> None:
         self._reader = reader
+        self._tools = tools
         self._id_suffix = response_id.partition("-")[2]
         self._numbers = numbers
         self._drafts: list[_Draft] = []
@@ -62,11 +66,11 @@ class ResponseOutput:
 
     def whole(self, text: str, status: Status) -> list[OutputItem]:
         """Return the items of a whole output. `status`: that of the response."""
-        self._read(_without_broken_calls(self._reader.events(text, is_last=True)))
+        self._read(self._reader.whole(text))
         self.end(status)
         return self.items
 
-    def _read(self, events: Iterable[OutputEvent]) -> list[ResponseEvent]:
+    def _read(self, events: Iterable[OutputEvent | WholePart]) -> list[ResponseEvent]:
         for event in events:
             match event:
                 case Thought():
@@ -78,18 +82,27 @@ class ResponseOutput:
                         self._begin(_MessageDraft(self._next_suffix))
                     self._add(event.text)
                 case CallBegin():
-                    self._begin(_CallDraft(self._next_suffix, event))
+                    self._begin_call(event)
                 case CallArguments():
                     self._add(event.text)
                 case CallEnd():
                     self._end("completed")
                 case CallBroken():
                     self._end("incomplete")
+                case WholeCall():
+                    self._begin_call(event)
+                    self._add(event.arguments)
+                    self._end("completed")
         return self._take()
 
     @property
     def _next_suffix(self) -> str:
         return f"{self._id_suffix}_{len(self._drafts)}"
+
+    def _begin_call(self, call: CallBegin | WholeCall) -> None:
+        called = self._tools.called(call.name)
+        kind = _CustomCallDraft if called.is_custom else _CallDraft
+        self._begin(kind(self._next_suffix, call.call_id, called))
 
     def _begin(self, draft: _Draft) -> None:
         self._end("completed")
@@ -102,7 +115,8 @@ class ResponseOutput:
     def _add(self, text: str) -> None:
         draft = self._drafts[-1]
         draft.texts.append(text)
-        self._emit_part(f"{draft.text_event}.delta", delta=text, logprobs=draft.logprobs)
+        if not isinstance(draft, _CustomCallDraft):
+            self._emit_part(f"{draft.text_event}.delta", delta=text, logprobs=draft.logprobs)
 
     def _end(self, status: Status) -> None:
         """End the last item, if it has not ended."""
@@ -113,6 +127,10 @@ class ResponseOutput:
         if (part := draft.part()) is not None:
             self._emit_part(f"{draft.text_event}.done", text=draft.text, logprobs=draft.logprobs)
             self._emit_part("response.content_part.done", part=part)
+        elif isinstance(draft, _CustomCallDraft):
+            given = draft.given(status)
+            self._emit_part(f"{draft.text_event}.delta", delta=given)
+            self._emit_part(f"{draft.text_event}.done", input=given)
         else:
             self._emit_part(f"{draft.text_event}.done", arguments=draft.text)
         self._emit_item("response.output_item.done", draft.item(status))
@@ -208,25 +226,27 @@ class _CallDraft(_Draft):
     text_event = "response.function_call_arguments"
     content_index: ClassVar[int | UnsetType] = UNSET
 
-    def __init__(self, id_suffix: str, call: CallBegin) -> None:
+    def __init__(self, id_suffix: str, call_id: str, called: CalledTool) -> None:
         super().__init__(f"fc_{id_suffix}")
-        self._call = call
+        self._names = {"call_id": call_id, "name": called.name}
+        if called.namespace is not None:
+            self._names["namespace"] = called.namespace
 
     def part(self) -> None:
         return None
 
-    def item(self, status: Status) -> OutputCall:
-        call = self._call
-        return OutputCall(id=self.item_id, status=status, call_id=call.call_id, name=call.name, arguments=self.text)
+    def item(self, status: Status) -> OutputItem:
+        return OutputCall(id=self.item_id, status=status, arguments=self.text, **self._names)
 
 
-def _without_broken_calls(events: Iterable[OutputEvent]) -> list[OutputEvent]:
-    """Return the events of a whole output. The text of a broken call becomes content."""
-    kept = list[OutputEvent]()
-    for event in events:
-        if isinstance(event, CallBroken):
-            while not isinstance(kept.pop(), CallBegin):
-                pass
-            event = Content(event.text)
-        kept.append(event)
-    return kept
+class _CustomCallDraft(_CallDraft):
+    """A call of a custom tool. Its text is the arguments, in which the input stands."""
+
+    text_event = "response.custom_tool_call_input"
+
+    def given(self, status: Status) -> str:
+        """Return the input. It is empty while the call is not whole."""
+        return custom_input(self.text) if status == "completed" else ""
+
+    def item(self, status: Status) -> OutputItem:
+        return OutputCustomCall(id=self.item_id, status=status, input=self.given(status), **self._names)

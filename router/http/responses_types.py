@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from .openai_types import MessagePart, NumTokens
-from .tool_types import MAX_TOOLS, CallId, FunctionChoice, FunctionTool
+from .tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, FunctionChoice, FunctionTool, ToolName
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -59,40 +59,112 @@ class CallItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     call_id: CallId
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
     status: str | None = None
     parsed_arguments: Any = None
 
 
-class CallOutputItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the function of an earlier call returned."""
+class CustomCallItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A call of a custom tool that the model made."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: str
+    input: str
+    namespace: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class CallOutputItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the tool of an earlier call returned."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: str | list[InputPart]
     id: str | None = None
     status: str | None = None
 
 
-InputItem = MessageItem | ReasoningItem | CallItem | CallOutputItem
+InputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem | CallOutputItem
 INPUT_ITEMS: dict[str, type[InputItem]] = {  # by their `type`
     "message": MessageItem,
     "reasoning": ReasoningItem,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
 }
 
 
-class ResponseTool(FunctionTool, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """A tool. Only functions are served."""
+class ResponseFunction(
+    FunctionTool,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    kw_only=True,
+    tag_field="type",
+    tag="function",
+):
+    """A function. The model sees it at once, also with `defer_loading`. `output_schema` has no effect.
+    `allowed_callers` must hold `direct`."""
 
-    type: Literal["function"]
+    defer_loading: bool | None = None
+    allowed_callers: DirectCallers | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class CustomFormat(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The language of a custom tool's input. The model reads a grammar as a part of the tool's description; nothing
+    binds it to it."""
+
+    type: Literal["text", "grammar"]
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class ResponseCustomTool(
+    ClientTool,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    kw_only=True,
+    tag_field="type",
+    tag="custom",
+):
+    """A tool whose input is any text. The model sees a function with one argument, `input`."""
+
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+    defer_loading: bool | None = None
+    allowed_callers: DirectCallers | None = None
+
+
+class ToolNamespace(
+    ClientTool,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    kw_only=True,
+    tag_field="type",
+    tag="namespace",
+):
+    """Tools under one name. The model sees each as NAMESPACE__NAME; `description` is not shown."""
+
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[ResponseFunction | ResponseCustomTool], Meta(max_length=MAX_TOOLS)]
+
+
+ResponseTool = ResponseFunction | ResponseCustomTool | ToolNamespace
 
 
 class ResponseNamedTool(FunctionChoice, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A choice of one tool, which must be called once."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
 
 
 ResponseToolChoice = Literal["none", "auto", "required"] | ResponseNamedTool
@@ -109,15 +181,32 @@ class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the text that the model writes."""
+    """Settings of the text that the model writes. `verbosity` has no effect."""
 
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the thoughts before the answer."""
+    """Settings of the thoughts before the answer. `effort` reaches chat templates that know `reasoning_effort`, and has
+    no effect on others; `none` also turns the thoughts off in templates that know `enable_thinking`. The other fields
+    have no effect: thoughts are given as they are, without summaries."""
 
     effort: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+
+
+Includable = Literal[  # results of tools that no response has, and thoughts, which are given as they are
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ResponsesStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,7 +217,7 @@ class ResponsesStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Body of POST /v1/responses. No response is stored. Items of the input are decoded one by one, each by its type
-    (INPUT_ITEMS)."""
+    (INPUT_ITEMS). `include` has no effect. An input that is too long is refused, also with `truncation` auto."""
 
     model: Annotated[str, Meta(max_length=256)]
     input: str | Annotated[list[Raw], Meta(min_length=1, max_length=4096)]
@@ -143,20 +232,22 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    include: list[Includable] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     # NOT_SERVED
     background: bool | None = None
     context_management: list[Any] | None = None
     conversation: Any = None
-    include: list[str] | None = None
     max_tool_calls: int | None = None
     previous_response_id: str | None = None
     prompt: Any = None
     store: bool | None = None
     top_logprobs: int | None = None
-    truncation: str | None = None
     # IGNORED
+    client_metadata: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -203,9 +294,21 @@ class OutputCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="funct
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool. `input` is empty until the call is whole."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class ResponseFault(Struct, frozen=True):
@@ -284,6 +387,8 @@ class ResponseEvent(Struct, frozen=True, kw_only=True):
         "response.content_part.done",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
         "response.output_item.done",
         "response.completed",
         "response.incomplete",
@@ -299,4 +404,5 @@ class ResponseEvent(Struct, frozen=True, kw_only=True):
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     logprobs: list[Any] | UnsetType = UNSET

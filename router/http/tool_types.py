@@ -11,9 +11,14 @@ MAX_CALLS = 512  # of one message
 
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/\-]{1,128}$")]
 CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+DirectCallers = Annotated[list[str], Meta(extra_json_schema={"contains": {"const": "direct"}})]  # check_callers checks
 
 
-class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ClientTool(Struct, frozen=True):
+    """Base of the tools that a request offers. The client runs all of them."""
+
+
+class FunctionTool(ClientTool, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A function that the model may call. `parameters` is the JSON schema of its arguments. The schema binds the model
     if a call is required; `strict` has no further effect."""
 
@@ -23,7 +28,7 @@ class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     strict: bool | None = None
 
 
-class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+class Tool(ClientTool, frozen=True, forbid_unknown_fields=True):
     """A tool. Only functions are served."""
 
     type: Literal["function"]

@@ -2,7 +2,7 @@
 
     tool_choice    tools in the prompt    calls are read    the output is bound by a grammar
     none           no                     no                no
-    auto           yes                    yes               no
+    auto           yes                    yes               to calls or a format, if one is asked for
     required       yes                    yes               to one call or more
     a tool         yes                    yes               to one call of that tool
 
@@ -43,9 +43,9 @@ class ToolUse(NamedTuple):
         return {tool.function.name: _schema_of(tool.function) for tool in self.tools}
 
     @property
-    def forced_schemas(self) -> dict[str, dict[str, Any]]:
-        """The same of the tools of which one must be called."""
-        return {tool.function.name: _schema_of(tool.function) for tool in self.forced}
+    def bound_schemas(self) -> dict[str, dict[str, Any]]:
+        """The same of the tools that a grammar of calls allows: the forced ones, or all if none is forced."""
+        return {tool.function.name: _schema_of(tool.function) for tool in self.forced or self.tools}
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
@@ -73,16 +73,6 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
         raise RequestError("tool_choice: a required call needs tools", param="tool_choice")
     if not tools or choice == "none":
         return None
-    if body.response_format is not None and body.response_format.type != "text":
-        raise RequestError(
-            "response_format: excludes tools; leave one of them out, or set tool_choice to none",
-            param="response_format",
-        )
-    if body.structured_outputs is not None:
-        raise RequestError(
-            "structured_outputs: excludes tools; leave one of them out, or set tool_choice to none",
-            param="structured_outputs",
-        )
     if template is None or not template.knows_tools:
         raise RequestError("tools: the model's chat template has no place for tools", param="tools")
     parser_name = flag or template.tool_parser
@@ -104,6 +94,12 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
         )
     is_parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
     return ToolUse(tools, TOOL_PARSERS[parser_name], parser_name, forced, is_parallel)
+
+
+def check_callers(path: str, allowed_callers: Sequence[str] | None) -> None:
+    """Raise RequestError for the tool at a path of the body that the model may not call itself."""
+    if allowed_callers is not None and "direct" not in allowed_callers:
+        raise RequestError(f"{path}.allowed_callers: only the model calls tools; add 'direct'", param="tools")
 
 
 def check_history(messages: Sequence[ChatMessage]) -> None:

@@ -52,14 +52,11 @@ class ReasoningParser(ABC):
         return None
 
     @classmethod
-    def answer_grammar(
-        cls, prompt: str, *, literal: Callable[[str], str], budget: ThoughtBudget | None = None
-    ) -> str | None:
-        """Return the rule `thoughts` of all that may stand between this prompt and the text of an answer without calls.
-
-        It differs from `grammar` if such a text has a mark before it.
-        """
-        return cls.grammar(prompt, literal=literal, budget=budget)
+    def answer_mark(cls, literal: Callable[[str], str]) -> str:
+        """Return the Lark items of the mark that stands between the thoughts and an answer without calls, if there is
+        one. `literal` is that of `grammar`."""
+        del literal
+        return ""
 
     @classmethod
     @abstractmethod

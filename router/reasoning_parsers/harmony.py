@@ -51,11 +51,8 @@ class HarmonyReasoningParser(ReasoningParser):
         return f"thoughts: ({thought}){'*' if budget is None else '?'}"
 
     @classmethod
-    def answer_grammar(
-        cls, prompt: str, *, literal: Callable[[str], str], budget: ThoughtBudget | None = None
-    ) -> str | None:
-        thoughts = cls.grammar(prompt, literal=literal, budget=budget)
-        return None if thoughts is None else f'{thoughts} {literal(CHANNEL)} "final" {literal(MESSAGE)}'
+    def answer_mark(cls, literal: Callable[[str], str]) -> str:
+        return f'{literal(CHANNEL)} "final" {literal(MESSAGE)}'
 
     @classmethod
     def any_answer(cls, budget: ThoughtBudget) -> str:

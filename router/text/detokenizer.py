@@ -46,9 +46,9 @@ def make_detokenizer(
 
     If `skip_special`, special tokens are left out, except for those whose text is one of `markers`.
     """
-    skipped = frozenset[int]()
-    if skip_special:
-        skipped = tokenizer.special_ids.difference(map(tokenizer.special_by_text.get, markers))
+    skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+    if skipped and markers:
+        skipped = skipped.difference(map(tokenizer.special_by_text.get, markers))
     if tokenizer.is_byte_level:
         return ByteLevelDetokenizer(tokenizer, skipped)
     return WindowDetokenizer(tokenizer, prompt_ids, skipped)

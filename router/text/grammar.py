@@ -45,11 +45,12 @@ _T = TypeVar("_T")
 class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     """A grammar as the client wrote it. `text`: a JSON schema, a regular expression, a JSON list of texts, a grammar in
     Lark's or GBNF's notation, or a JSON object {"structures": [[begin, schema, end], ...], "triggers": [...]}.
-    `thoughts`: the Lark rule `thoughts` of what the model may write before; empty: nothing."""
+    `frame`: Lark rules of all that the model may write, in which @answer is the text of this grammar; empty: only that
+    text."""
 
     kind: GrammarKind
     text: str
-    thoughts: str = ""
+    frame: str = ""
 
 
 class GrammarFault(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -88,7 +89,7 @@ def converted(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> Gramm
     try:
         if len(source.text) > MAX_SOURCE:
             raise _Refused(f"has {len(source.text)} characters; at most {MAX_SOURCE} are allowed")
-        text = _behind(source.thoughts, _text_of(source, tokenizer))
+        text = _framed(source.frame, _text_of(source, tokenizer))
         if len(text) > MAX_GRAMMAR:
             raise _Refused(f"is a grammar of {len(text)} characters; at most {MAX_GRAMMAR} are allowed")
         words = _compile(text, tokenizer)
@@ -129,13 +130,13 @@ def _check_tokens(grammar: str, tokenizer: llguidance.LLTokenizer) -> None:
             raise _Refused(f"names the ordinary token {item}; write its text")
 
 
-def _behind(thoughts: str, grammar: str) -> str:
-    """Return the grammar of a text behind thoughts."""
-    if not thoughts:
+def _framed(frame: str, grammar: str) -> str:
+    """Return the grammar of a text with all that may stand around it."""
+    if not frame:
         return grammar
     is_json = grammar.lstrip().startswith("{")  # no grammar in Lark begins so
     answer, *others = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
-    first = {"lark_grammar": f"start: thoughts @answer\n{thoughts}"}
+    first = {"lark_grammar": frame}
     return json.dumps({"grammars": [first, {**answer, "name": "answer"}, *others]}, ensure_ascii=False)
 
 

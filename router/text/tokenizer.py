@@ -175,6 +175,11 @@ class ChatTemplate:
         """Return the template of a model, None if it has none."""
         return cls(card.chat_template, card.special_tokens) if card.chat_template else None
 
+    @cached_property
+    def late_roles(self) -> frozenset[str]:
+        """Which of system and developer are roles whose messages the template also writes behind other messages."""
+        return frozenset(role for role in ("system", "developer") if self._writes_late(role))
+
     def knows(self, variable: str) -> bool:
         """Whether the template uses a variable of this name."""
         return variable in self._variables
@@ -198,6 +203,14 @@ class ChatTemplate:
         except Exception as error:  # templates are foreign code and may raise anything
             words = str(error) if isinstance(error, TemplateError) else "they are not of the kind that it knows"
             raise RequestError(f"the model's chat template refuses these messages: {words}", param="messages") from None
+
+    def _writes_late(self, role: str) -> bool:
+        conversation = [("system", "first"), ("user", "hello"), (role, "behind")]
+        messages = [{"role": each, "content": text} for each, text in conversation]
+        try:
+            return "behind" in self.render(messages, add_generation_prompt=True, options={})
+        except RequestError:
+            return False
 
 
 class _GenerationTag(Extension):

@@ -7,10 +7,11 @@ such as text after a call. A broken call reaches to the end of the output.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 
 from .base import Schema
-from .json_calls import JsonCallParser, call_rules
+from .json_calls import JsonCallParser, arguments_rule
 
 TAG = "<|python_tag|>"
 
@@ -27,10 +28,17 @@ class Llama3JsonParser(JsonCallParser):
 
     @classmethod
     def grammar(cls, tools: Mapping[str, Schema], *, may_repeat: bool, literal: Callable[[str], str]) -> str:
+        """Return rules whose fixed texts end where those of a JSON schema end: llguidance reads the longest text of a
+        rule, and an answer may begin as a call does."""
         del literal
-        alternatives, rules = call_rules(tools, "parameters")
+        calls = list[str]()
+        for index, name in enumerate(tools):
+            marks = ("{", '"name"', ":", json.dumps(name), ",", '"parameters"', ":")
+            items = [*map(json.dumps, marks), f"arguments_{index}", '"}"']
+            calls.append(" SPACE? ".join(items))
+        rules = [arguments_rule(index, schema) for index, schema in enumerate(tools.values())]
         repeated = 'call ("; " call)*' if may_repeat else "call"
-        return "\n".join([f"calls: {repeated}", f"call: {alternatives}", *rules])
+        return "\n".join([f"calls: {repeated}", f"call: {' | '.join(calls)}", *rules, r"SPACE: /[ \t\r\n]+/"])
 
     def _advance(self) -> bool:
         if self._call is not None:

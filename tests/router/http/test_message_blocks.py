@@ -256,7 +256,8 @@ def test_an_output_that_ends_in_thoughts_has_no_text(thinker: System, clients: C
 
 def make(*, shows_thoughts: bool = True) -> MessageBlocks:
     new = lambda: OutputParser(Qwen3ReasoningParser(""), HermesParser({"f": {}, "now": {}}))  # noqa: E731
-    return MessageBlocks(OutputReader(OutputReading(new, None, "reasoning", True)), shows_thoughts=shows_thoughts)
+    reading = OutputReading(new, None, "reasoning", True)
+    return MessageBlocks(OutputReader(reading, with_thoughts=shows_thoughts))
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])

@@ -43,6 +43,10 @@ def client(system: System) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+TEXT: Any = {"type": "text", "text": "hello"}
+RESULT: Any = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "noon"}]}
+
+
 def body_of(*turns: Any, **more: Any) -> Any:
     return {"model": "fake", "max_tokens": 400, "messages": [USER, *turns], "tools": [WEATHER, NOW], **more}
 
@@ -109,6 +113,87 @@ def test_thoughts_of_another_server_are_left_out(system: System, client: anthrop
     turns: Any = [{"role": "assistant", "content": said}, {"role": "user", "content": [result("toolu_1", "noon")]}]
     client.messages.create(**body_of(*turns))
     assert turn("assistant", f"<think>a\nb</think>Yes.{call('now', {})}") + turn("tool", "noon") in prompt_of(system)
+
+
+AGENT: Any = {  # the shape of what Claude Code sends, by the second turn of a session
+    "model": "fake",
+    "max_tokens": 32000,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "x-billing: none"},
+        {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "<reminder>be brief</reminder>"}, TEXT]},
+        {"role": "system", "content": "Agents: none."},
+        {"role": "system", "content": [TEXT], "clear_at": "next_user_message"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "tool_use", "id": "toolu_1", "name": "now", "input": {}, "caller": {"type": "direct"}},
+            ],
+        },
+        {"role": "user", "content": [{**RESULT, "is_error": False, "cache_control": {"type": "ephemeral"}}]},
+        {"role": "system", "content": "Hurry.", "clear_at": "next_user_message", "output_config": {"effort": "low"}},
+    ],
+    "tools": [
+        {
+            **WEATHER,
+            "eager_input_streaming": True,
+            "defer_loading": True,
+            "input_examples": [{"city": "Paris"}],
+            "allowed_callers": ["direct"],
+        },
+        {**NOW, "type": "custom", "strict": True},
+    ],
+    "thinking": {"type": "adaptive", "display": "updates", "block_binding": {}},
+    "output_config": {"effort": "xhigh"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "metadata": {"user_id": '{"device_id": "d", "session_id": "s"}'},
+    "diagnostics": {"previous_message_id": None},
+    "temperature": 1,
+}
+BETAS = {
+    "anthropic-version": "2023-06-01",
+    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27,"
+    "prompt-caching-scope-2026-01-05,mid-conversation-system-2026-04-07,effort-2025-11-24",
+    "x-stainless-timeout": "600",
+}
+
+
+def test_an_agents_turn(make_router: Callable[..., RunningRouter], tokenizer_file: bytes) -> None:
+    """Hints, edits and headers that an agent sends in every request do not stop it."""
+    with marked_system(make_router(), tokenizer_file, THOUGHTS + "{{ reasoning_effort }}") as system:
+        say(system, f"<think>\nhm\n</think>\n\n{PARIS}")
+        status, raw, _ = system.router.request("POST", "/v1/messages?beta=true", AGENT, BETAS)
+        assert status == 200 and b'"stop_reason":"tool_use"' in raw and b"get_weather" in raw, raw
+        shown = prompt_of(system)
+        assert shown.endswith(
+            turn("user", "<reminder>be brief</reminder>\nhello")
+            + turn("system", "Agents: none.")
+            + turn("assistant", f"<think>hm</think>{call('now', {})}")
+            + turn("tool", "noon")
+            + turn("system", "Hurry.")
+            + "<|im_start|>assistant\nhigh"
+        )
+        counted = {
+            name: value
+            for name, value in AGENT.items()
+            if name in ("model", "system", "messages", "tools", "thinking", "output_config", "context_management")
+        }
+        status, answer, _ = system.router.request("POST", "/v1/messages/count_tokens?beta=true", counted, BETAS)
+        assert (status, answer) == (200, {"input_tokens": num_tokens(system, shown)})
+
+
+@pytest.mark.parametrize(("text", "kind"), [('{"a": 1}', "text"), (PARIS, "tool_use")])
+def test_a_format_may_stand_beside_tools(system: System, client: anthropic.Anthropic, text: str, kind: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    say(system, f"<think>\nhm\n</think>\n\n{text}")
+    given = body_of(output_config={"format": {"type": "json_schema", "schema": schema}}, thinking=ENABLED)
+    answer = client.messages.create(**given)
+    assert [block.type for block in answer.content] == ["thinking", kind]
+    assert client.messages.count_tokens(**{k: v for k, v in given.items() if k != "max_tokens"}).input_tokens > 0
 
 
 def test_results_come_before_the_text_of_their_message() -> None:

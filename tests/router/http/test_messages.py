@@ -132,6 +132,22 @@ def test_an_assistants_last_message_is_continued(system: System) -> None:
     assert prompt_of(system).endswith("The answer is")
 
 
+def test_an_output_ends_with_the_context(make_system: Callable[..., System]) -> None:
+    """Agents ask for as much as the largest models can write."""
+    system = make_system(context_len=48).up()
+    system.cluster.script = lambda prompt, choice: system.say(system.text * 9)
+    cases = {20_000: "model_context_window_exceeded", 3: "max_tokens"}
+    for max_tokens, reason in cases.items():
+        fields = {"max_tokens": max_tokens}
+        answer = client_of(system.router).messages.create(**{**BODY, **fields})
+        assert answer.stop_reason == reason
+        if reason != "max_tokens":
+            num_prompt = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+            assert num_prompt + answer.usage.output_tokens == 48
+        *_, (_, end), _ = events_of(system, **fields)
+        assert end["delta"]["stop_reason"] == reason
+
+
 def test_parameters_reach_the_nodes(system: System) -> None:
     given = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "output_config": {"format": {"type": "json_schema"}}}
     given["output_config"]["format"]["schema"] = {"type": "integer"}  # type: ignore[index]
@@ -148,11 +164,14 @@ RESULT: Any = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens: Expected `int`"),
     ({"max_tokens": 0}, "max_tokens: Expected `int` >= 1"),
-    ({"max_tokens": 10_000}, "max_tokens: 10000 more tokens"),
     ({"messages": []}, "messages: "),
     (
-        {"messages": [{"role": "system", "content": "x"}]},
-        "messages[0].role: 'system' is not served; served are: user, assistant",
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "messages[0].role: 'tool' is not served; served are: user, assistant, system",
+    ),
+    (
+        {"messages": [{"role": "system", "content": [{"type": "tool_removal"}]}]},
+        "messages[0].content[0].type: 'tool_removal' is not served; served are: text",
     ),
     ({"tools": [TOOL]}, "tools: the model's chat template has no place for tools"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name: 'f' is there twice"),
@@ -172,10 +191,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "tool_choice.type: 'required' is not served; served are: auto, any, ",
     ),
     ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name: unknown field"),
-    (
-        {"tools": [TOOL], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
-        "output_config.format: excludes tools",
-    ),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: the router cannot read thoughts"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: Object missing required field"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: Expected `int` >= 1"),
@@ -223,7 +238,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mcp_servers": [{}]}, "mcp_servers: tools of MCP servers are not served"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema: "),
-    ({"output_config": {"effort": "high"}}, "output_config.effort: unknown field"),
+    ({"output_config": {"effort": "very high"}}, "output_config.effort: Invalid enum value"),
+    ({"output_config": {"task_budget": {}}}, "output_config.task_budget: unknown field"),
+    (
+        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+        "context_management.edits[0].type: 'compact_20260112' is not served; served are: clear_thinking_20251015, ",
+    ),
+    ({"compaction": {"type": "summarize"}}, "compaction: conversations are not summarized"),
+    ({"thread": {"id": "x"}}, "thread: conversations are not stored"),
+    (
+        {"tools": [{"name": "f", "input_schema": {}, "allowed_callers": ["code_execution_20250825"]}]},
+        "tools[0].allowed_callers: only the model calls tools; add 'direct'",
+    ),
     ({"no_such": 1}, "no_such: unknown field"),
     *(
         (

@@ -25,7 +25,7 @@ def data_of(events: bytes) -> list[dict[str, Any]]:
 
 def new_format(request_: Request) -> MessagesFormat:
     assert request_.group.tokenizer is not None
-    return MessagesFormat("msg-1", "fake", request_.group.tokenizer, None, shows_thoughts=False)
+    return MessagesFormat("msg-1", "fake", request_.group.tokenizer, None, max_tokens=8, shows_thoughts=False)
 
 
 def test_output_without_text_yet_writes_no_delta(request_: Request) -> None:

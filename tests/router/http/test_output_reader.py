@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from baton.router.http.output_reader import OutputReader, OutputReading
+import pytest
+
+from baton.router.http.output_reader import OutputReader, OutputReading, WholeCall, WholePart
 from baton.router.output_parser import OutputParser
 from baton.router.reasoning_parsers.base import Thought
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
@@ -12,12 +14,13 @@ from baton.router.tool_parsers.hermes import HermesParser
 from ..sites import make_group, make_request
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+MADE = WholeCall("", "f", '{"a": 1}')
 BROKEN = '<tool_call>{"name": "f", "arguments": {"a": '
 
 
-def make(*, is_parallel: bool = True) -> OutputReader:
+def make(*, is_parallel: bool = True, with_thoughts: bool = True) -> OutputReader:
     new = lambda: OutputParser(Qwen3ReasoningParser(""), HermesParser({"f": {}}))  # noqa: E731
-    return OutputReader(OutputReading(new, None, "reasoning", is_parallel))
+    return OutputReader(OutputReading(new, None, "reasoning", is_parallel), with_thoughts=with_thoughts)
 
 
 def test_events_come_in_the_order_of_the_text() -> None:
@@ -51,3 +54,26 @@ def test_text_that_is_not_read_is_content() -> None:
     assert reader.events("<think>", is_last=False) == [Content("<think>")]
     assert reader.events("", is_last=True) == []
     assert not reader.has_call
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", []),
+        (f"<think>hm</think>A{CALL}\n{CALL}B", [Thought("hm"), Content("A"), *[MADE] * 2, Content("B")]),
+        (f"A{BROKEN}", [Content(f"A{BROKEN}")]),
+        (f"{CALL}{BROKEN}", [MADE, Content(BROKEN)]),
+        (f"A {BROKEN}</tool_call>{CALL}", [Content(f"A{BROKEN}</tool_call>"), MADE]),
+        ("<think>hm", [Thought("hm")]),
+    ],
+)
+def test_the_parts_of_a_whole_output(text: str, parts: list[WholePart]) -> None:
+    found = make().whole(text)
+    assert [part._replace(call_id="") if isinstance(part, WholeCall) else part for part in found] == parts
+    assert len({part.call_id for part in found if isinstance(part, WholeCall)}) == parts.count(MADE)
+
+
+def test_thoughts_may_be_left_out() -> None:
+    reader = make(with_thoughts=False)
+    assert reader.events("<think>hm</think>A", is_last=False) == [Content("A")]
+    assert make(with_thoughts=False).whole("<think>hm</think>A") == [Content("A")]

@@ -188,6 +188,7 @@ def test_wrong_fields_of_a_chat_are_refused_by_name(system: System, changes: dic
         {"chat_template_kwargs": {"self": 1, "two words": 2, "tools": 3}},
         {"bad_words": [], "prompt_logprobs": None, "detokenize": True, "truncate_prompt_tokens": None},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+        {"prompt_cache_key": "s", "prompt_cache_options": {"ttl": "24h"}, "safety_identifier": "u"},
     ],
 )
 def test_harmless_fields_of_a_chat_are_ignored(system: System, harmless: dict[str, Any]) -> None:

@@ -117,6 +117,30 @@ def test_a_developer_becomes_the_system_if_the_template_knows_no_developer(sourc
     assert text.removeprefix("You help a developer.") == role
 
 
+STRICT = (  # as of several families: only the first message may be the system's
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+FORGETFUL = STRICT.replace("{{ raise_exception('late') }}", "{% continue %}")
+LATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (STRICT, "system:a\n\nb;user:c\n\nd;assistant:e;user:f;"),
+        (FORGETFUL, "system:a\n\nb;user:c\n\nd;assistant:e;user:f;"),
+        (LATE, "system:a;system:b;user:c;system:d;assistant:e;system:f;"),
+    ],
+    ids=["refused", "left out", "written"],
+)
+def test_a_systems_message_behind_others_is_read(source: str, text: str) -> None:
+    group: Any = SimpleNamespace(**vars(GROUP) | {"template": ChatTemplate(source, {})})
+    roles: Any = ("system", "developer", "user", "system", "assistant", "developer")
+    messages = [ChatMessage(role=role, content=text) for role, text in zip(roles, "abcdef", strict=True)]
+    assert chat_text(group, messages, add_generation_prompt=False, options={}) == text
+
+
 def test_a_conversation_that_cannot_be_continued_or_has_no_template() -> None:
     for group, words in (
         (SimpleNamespace(template=None, key=GROUP.key), "no chat template"),

@@ -15,7 +15,7 @@ from baton.metadata.wire import messages as m
 
 from ..conftest import System
 from ..test_runner import own
-from .chats import accepts, call, prompt_of, say
+from .chats import TEMPLATE, accepts, call, prompt_of, say
 from .test_output_readings import QWEN3, TEXT, num_tokens
 
 BODY: dict[str, Any] = {"model": "fake", "input": "hello", "max_output_tokens": 100}
@@ -28,6 +28,7 @@ WEATHER: Any = {
     "strict": True,
 }
 PARIS = call("get_weather", {"city": "Paris é"})
+SPACE: Any = {"type": "namespace", "name": "git", "tools": [NOW]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -128,7 +129,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv-1"}, "conversation: "),
     ({"background": True}, "background: "),
     ({"tools": [{"type": "function"}]}, "tools[0].name: Object missing required field"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search' is not served; served are: function"),
+    (
+        {"tools": [{"type": "web_search"}]},
+        "tools[0].type: 'web_search' is not served; served are: function, custom, namespace; leave it out: the server",
+    ),
+    ({"tools": [{**NOW, "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers: only the model calls tools"),
+    ({"tools": [SPACE, {**NOW, "name": "git__now"}]}, "tools[1].name: 'git__now' is there twice"),
+    ({"tools": [{**NOW, "name": "git__now"}, SPACE]}, "tools[1].tools[0].name: 'git__now' is there twice"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type: 'mcp' is not served"),
     ({"tools": [{**NOW, "name": "a b"}]}, "tools[0].name: Expected `str` matching regex"),
     ({"tools": [{"type": "function", "function": NOW}]}, "tools[0].function: unknown field"),
@@ -138,13 +145,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice: there is no tool 'f'; the tools are: none"),
     (
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NOW]}},
-        "tool_choice.type: 'allowed_tools' is not served; served are: function",
+        "tool_choice.type: 'allowed_tools' is not served; served are: custom, function",
     ),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls: Expected `bool | null`"),
     ({"max_tool_calls": 1}, "max_tool_calls: calls are not counted"),
-    ({"include": ["file_search_call.results"]}, "include: there is nothing to include"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort: the model's chat template knows no effort"),
-    ({"reasoning": {"summary": "auto"}}, "reasoning.summary: unknown field"),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]: Invalid enum value 'message.output_text.logprobs'"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary: Invalid enum value 'long'"),
+    ({"reasoning": {"mode": "pro"}}, "reasoning.mode: unknown field"),
     ({"input": []}, "input: "),
     ({"input": [{"type": "item_reference", "role": "user", "content": ""}]}, "input[0].type: 'item_reference' is not"),
     (
@@ -410,8 +417,96 @@ def test_schemas_of_tools_are_refused_by_their_place(thinker: System) -> None:
     assert answer["error"]["message"].startswith("tools[1].parameters: Invalid type: objekt")
 
 
-def test_a_format_excludes_tools(thinker: System) -> None:
-    body = {"model": "fake", "input": "hello", "tools": [NOW], "text": {"format": {"type": "json_object"}}}
+@pytest.mark.parametrize(("text", "kind"), [('{"a": 1}', "message"), (call("now", {}), "function_call")])
+def test_a_format_with_tools_binds_the_answer_and_the_calls(thinker: System, text: str, kind: str) -> None:
+    say(thinker, f"<think>hm</think>{text}")
+    text_format = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    body = {"model": "fake", "input": "hello", "tools": [NOW], "text": {"format": text_format}}
     status, answer, _ = thinker.router.request("POST", "/v1/responses", body)
-    assert (status, answer["error"]["param"]) == (400, "text")
-    assert answer["error"]["message"].startswith("text.format: excludes tools")
+    assert status == 200 and [item["type"] for item in answer["output"]] == ["reasoning", kind], answer
+    grammar = thinker.cluster.by_name("p0").got(m.Prefill)[-1].request.params.grammar
+    assert accepts(thinker, grammar, f"<think>hm</think>{text}") and accepts(thinker, grammar, text)
+    assert not accepts(thinker, grammar, "<think>hm</think>text")
+
+
+AGENT: Any = {  # the shape of what Codex sends, by the second turn of a session
+    "model": "fake",
+    "instructions": "You are an agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandbox."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": None},
+        {"type": "function_call", "name": "log", "namespace": "mcp__git", "arguments": "{}", "call_id": "call_1"},
+        {"type": "custom_tool_call", "name": "patch", "input": "*** a", "call_id": "call_2", "status": "completed"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "none"},
+        {"type": "custom_tool_call_output", "call_id": "call_2", "output": "done"},
+    ],
+    "tools": [
+        {**NOW, "description": "The time", "strict": False, "parameters": {"type": "object", "properties": {}}},
+        {
+            "type": "custom",
+            "name": "patch",
+            "description": "Edit files.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"},
+        },
+        {
+            "type": "namespace",
+            "name": "mcp__git",
+            "description": "Git",
+            "tools": [{"type": "function", "name": "log", "parameters": {"type": "object"}, "defer_loading": True}],
+        },
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "s",
+    "client_metadata": {"x-codex-installation-id": "i"},
+    "text": {"verbosity": "low"},
+    "truncation": "auto",
+}
+
+
+def test_an_agents_turn(make_system: Callable[..., System]) -> None:
+    """Hints that an agent sends in every request do not stop it, and its custom and grouped tools are called."""
+    system = make_system(template=TEMPLATE, context_len=4096).up()
+    say(system, call("patch", {"input": "*** b"}) + call("mcp__git__log", {}))
+    events = events_of(system, **AGENT, max_output_tokens=None)
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [(item["type"], item["name"]) for item in done] == [("custom_tool_call", "patch"), ("function_call", "log")]
+    assert done[0]["input"] == "*** b" and done[1]["namespace"] == "mcp__git"
+    shown = prompt_of(system)
+    assert "Edit files." in shown and "start: /x/" in shown and "You are an agent." in shown and "Sandbox." in shown
+    assert f"{call('mcp__git__log', {})}{call('patch', {'input': '*** a'})}" in shown
+    assert shown.endswith("tool\nnone<|im_end|>\n<|im_start|>tool\ndone<|im_end|>\n<|im_start|>assistant\n")
+    turn = {"tools": AGENT["tools"], "store": False}
+    with openai.OpenAI(base_url=f"{system.router.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.responses.create(model="fake", input="hello", **turn)
+        assert [item.type for item in answer.output] == ["custom_tool_call", "function_call"]
+        said = [item.model_dump(exclude_unset=True) for item in answer.output]
+        results: Any = [
+            {"type": "custom_tool_call_output", "call_id": said[0]["call_id"], "output": "done"},
+            {"type": "function_call_output", "call_id": said[1]["call_id"], "output": "none"},
+        ]
+        say(system, "Fine.")
+        history: Any = [{"role": "user", "content": "hello"}, *said, *results]
+        assert client.responses.create(model="fake", input=history, **turn).output_text == "Fine."
+
+
+def test_a_custom_tool_can_be_forced(make_system: Callable[..., System]) -> None:
+    system = make_system(template=TEMPLATE, context_len=4096).up()
+    say(system, call("patch", {"input": "*** b"}))
+    choice = {"type": "custom", "name": "patch"}
+    given = {**BODY, "tools": AGENT["tools"], "tool_choice": choice}
+    status, answer, _ = system.router.request("POST", "/v1/responses", given)
+    assert (status, answer["tool_choice"], answer["output"][0]["input"]) == (200, choice, "*** b")
+    grammar = system.cluster.by_name("p0").got(m.Prefill)[-1].request.params.grammar
+    assert accepts(system, grammar, call("patch", {"input": "x"})) and not accepts(system, grammar, call("now", {}))
+
+
+def test_no_effort_turns_thoughts_off(thinker: System, caller: openai.OpenAI) -> None:
+    say(thinker, "A")
+    caller.responses.create(model="fake", input="hello", reasoning={"effort": "none"})
+    assert prompt_of(thinker).endswith("</think>\n\nnone")

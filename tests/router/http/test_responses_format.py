@@ -10,6 +10,7 @@ import pytest
 
 from baton.metadata.errors import Overloaded
 from baton.router.http.output_reader import OutputReading
+from baton.router.http.response_tools import ResponseTools
 from baton.router.http.responses_format import ResponsesFormat
 from baton.router.http.responses_types import ResponsesRequest
 from baton.router.output_parser import OutputParser
@@ -27,7 +28,7 @@ def request_() -> Request:
 def new_format(request_: Request, reading: OutputReading | None = None, **given: Any) -> ResponsesFormat:
     assert request_.group.tokenizer is not None
     body = msgspec.convert({"model": "fake", "input": "x", **given}, ResponsesRequest)
-    return ResponsesFormat("resp-1", body, request_.group.tokenizer, reading)
+    return ResponsesFormat("resp-1", body, ResponseTools(body.tools or ()), request_.group.tokenizer, reading)
 
 
 def data_of(events: bytes) -> list[dict[str, Any]]:

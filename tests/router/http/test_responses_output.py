@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from baton.router.http.output_reader import OutputReader, OutputReading
+from baton.router.http.response_tools import ResponseTools
 from baton.router.http.responses_output import ResponseOutput
-from baton.router.http.responses_types import Status
+from baton.router.http.responses_types import ResponseCustomTool, ResponseFunction, Status, ToolNamespace
 from baton.router.output_parser import OutputParser
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.tool_parsers.hermes import HermesParser
@@ -20,10 +21,13 @@ BROKEN = '<tool_call>{"name": "f", "arguments": {"a": '
 THOUGHTS = "<think>hm</think>"
 
 
+TOOLS = [ResponseCustomTool(name="patch"), ToolNamespace(name="mcp__git", tools=[ResponseFunction(name="log")])]
+
+
 def make(*, is_parallel: bool = True) -> ResponseOutput:
     new = lambda: OutputParser(Qwen3ReasoningParser(""), HermesParser({"f": {}}))  # noqa: E731
     reader = OutputReader(OutputReading(new, None, "reasoning", is_parallel))
-    return ResponseOutput(reader, "resp-9", itertools.count())
+    return ResponseOutput(reader, ResponseTools(TOOLS), "resp-9", itertools.count())
 
 
 def plain(value: Any) -> Any:
@@ -159,3 +163,31 @@ def test_an_item_that_has_not_ended_is_incomplete() -> None:
     assert output.items == []
     output.events(f"{THOUGHTS}A", is_last=False)
     assert shown(output.items) == [("reasoning", "completed", "hm"), ("message", "incomplete", "A")]
+
+
+PATCH = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** a\\n\\"é"}}\n</tool_call>'
+LOG = '<tool_call>\n{"name": "mcp__git__log", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_calls_are_of_the_tools_that_the_client_named(step: int) -> None:
+    output, events = stream(PATCH + LOG + CALL, "completed", step)
+    whole = plain(make().whole(PATCH + LOG + CALL, "completed"))
+    for custom, inner, other in (whole, plain(output.items)):
+        assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", '*** a\n"é')
+        assert (inner["type"], inner["namespace"], inner["name"]) == ("function_call", "mcp__git", "log")
+        assert (other["type"], other["name"]) == ("function_call", "f") and "namespace" not in other
+    first = [event for event in events if event["output_index"] == 0]
+    assert [event["type"] for event in first] == [
+        "response.output_item.added",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+        "response.output_item.done",
+    ]
+    assert first[0]["item"]["input"] == "" and first[1]["delta"] == first[2]["input"] == first[3]["item"]["input"]
+
+
+def test_a_custom_call_that_is_cut_off_is_incomplete() -> None:
+    output, _ = stream(PATCH[:-30], "incomplete", 5)
+    (item,) = plain(output.items)
+    assert (item["type"], item["status"], item["input"]) == ("custom_tool_call", "incomplete", "")

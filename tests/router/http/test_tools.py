@@ -110,6 +110,24 @@ def test_the_clients_own_helpers_read_arguments_and_send_them_back(hermes: Syste
         assert '"arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nrain' in prompt_of(hermes)
 
 
+class Report(pydantic.BaseModel):
+    summary: str
+
+
+def test_a_loop_of_the_clients_own_helpers_ends_in_a_structured_answer(hermes: System, client: openai.OpenAI) -> None:
+    given: Any = {"model": "fake", "tools": [openai.pydantic_function_tool(Weather)], "response_format": Report}
+    say(hermes, call("Weather", {"city": "Paris"}))
+    first = client.chat.completions.parse(messages=[USER], **given).choices[0]
+    assert first.finish_reason == "tool_calls" and first.message.parsed is None
+    (made,) = first.message.tool_calls or ()
+    assert made.function.parsed_arguments == Weather(city="Paris")
+    say(hermes, '{"summary": "rain"}')
+    told: Any = [USER, first.message, {"role": "tool", "tool_call_id": made.id, "content": "rain"}]
+    assert client.chat.completions.parse(messages=told, **given).choices[0].message.parsed == Report(summary="rain")
+    with client.chat.completions.stream(messages=told, **given) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == Report(summary="rain")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_of_two_turns(hermes: System, client: openai.OpenAI, stream: bool) -> None:
     say(hermes, PARIS)
@@ -202,8 +220,11 @@ def function(parameters: Any) -> Any:
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "there is no tool 'f'"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "excludes tools"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "excludes tools"),
+        (
+            {"response_format": {"type": "json_object"}, "tools": [NOW, function({"type": "objekt"})]},
+            "tools",
+            "tools[1].function.parameters: Invalid type: objekt",
+        ),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos", "excludes"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
         ({"functions": [{"name": "f"}]}, "functions", "given as tools"),
@@ -283,3 +304,73 @@ def test_without_a_parser_tools_are_refused(make_system: Callable[..., System]) 
     forced = {**body, "tools": [unnamable], "tool_choice": "required"}
     status, answer, _ = given.router.request("POST", "/v1/chat/completions", forced)
     assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+LANGCHAIN: Any = {  # the shapes of what libraries send, by the second turn of a session
+    "model": "fake",
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "id": "c", "function": {"name": "now", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "now", "description": "", "parameters": {"type": "object"}}}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "temperature": 0.7,
+    "n": 1,
+}
+LITELLM: Any = {
+    "model": "fake",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"index": 0, "id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+            ],
+            "function_call": None,
+            "provider_specific_fields": {"refusal": None},
+            "reasoning_content": "hm",
+            "thinking_blocks": None,
+        },
+        {"role": "tool", "name": "now", "tool_call_id": "c", "content": [{"type": "text", "text": "noon"}]},
+    ],
+    "tools": [NOW],
+    "max_tokens": 50,
+    "metadata": {"user_id": "u"},
+}
+VERCEL: Any = {
+    "model": "fake",
+    "max_tokens": None,
+    "temperature": 0,
+    "messages": [
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}, "strict": False}}],
+    "tool_choice": "auto",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+@pytest.mark.parametrize("body", [LANGCHAIN, LITELLM, VERCEL], ids=["LangChain", "LiteLLM", "Vercel"])
+def test_what_libraries_send_is_served(hermes: System, body: Any) -> None:
+    say(hermes, "Yes.")
+    status, answer, _ = hermes.router.request("POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    assert f"{call('now', {})}<|im_end|>\n<|im_start|>tool\nnoon" in prompt_of(hermes)

@@ -87,8 +87,8 @@ def test_a_budget_holds_for_all_thoughts_of_an_output() -> None:
 
 
 def test_the_final_message_of_harmony_follows_thoughts_within_a_budget() -> None:
-    thoughts = HarmonyReasoningParser.answer_grammar("", literal=literal, budget=ThoughtBudget(2, IDS, ENDS))
-    grammar = f'start: thoughts "yes"\n{thoughts}'
+    thoughts = HarmonyReasoningParser.grammar("", literal=literal, budget=ThoughtBudget(2, IDS, ENDS))
+    grammar = f'start: thoughts {HarmonyReasoningParser.answer_mark(literal)} "yes"\n{thoughts}'
     for count in range(5):
         assert takes(grammar, [*ANALYSIS, *(HM * 2)[:count], *AGAIN, *FINAL, *"yes"]) == (count <= 2)
     assert takes(grammar, [*FINAL, *"yes"]) and not takes(grammar, [*FINAL, *"yea"]) and not takes(grammar, [*"yes"])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from baton.router.reasoning_parsers.harmony import HarmonyReasoningParser
 from baton.router.reasoning_parsers.think_tags import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 from baton.router.text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, converted
+from baton.router.tool_parsers.harmony import HarmonyParser
 
 from ..sites import tokenizer_file
 
@@ -244,7 +245,8 @@ def test_thoughts_may_come_before_every_kind(
         (Qwen3ReasoningParser, "<think>\n\n</think>\n\n", ("",)),
         (DeepSeekR1ReasoningParser, "assistant\n", ("hm</think>",)),
     ):
-        grammar = converted(GrammarSource(kind, text, parser.grammar(prompt, literal=json.dumps)), vocabulary)
+        frame = f"start: thoughts @answer\n{parser.grammar(prompt, literal=json.dumps)}"
+        grammar = converted(GrammarSource(kind, text, frame), vocabulary)
         for lead in before:
             assert [each for each in inside if not takes(vocabulary, grammar, lead + each)] == []
             assert [each for each in outside if takes(vocabulary, grammar, lead + each)] == []
@@ -252,14 +254,15 @@ def test_thoughts_may_come_before_every_kind(
             assert not takes(vocabulary, grammar, "<think>\nhm")
 
 
-def test_harmony_binds_the_final_message() -> None:
+def test_harmony_binds_the_final_message_and_calls_beside_it() -> None:
     inner = tokenizers.Tokenizer.from_buffer(tokenizer_file())
     inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in HarmonyReasoningParser.markers])
     vocabulary = llguidance.LLTokenizer(inner.to_str(), n_vocab=440, eos_token=[1])
     ids = {mark: f"<[{inner.token_to_id(mark)}]>" for mark in HarmonyReasoningParser.markers}
-    thoughts = HarmonyReasoningParser.answer_grammar("", literal=lambda text: ids[text])
-    assert thoughts is not None
-    grammar = converted(GrammarSource("choice", '["yes"]', thoughts), vocabulary)
+    literal = ids.__getitem__
+    mark = HarmonyReasoningParser.answer_mark(literal)
+    frame = f"start: thoughts {mark} @answer\n{HarmonyReasoningParser.grammar('', literal=literal)}"
+    grammar = converted(GrammarSource("choice", '["yes"]', frame), vocabulary)
     assert isinstance(grammar, Grammar)
     analysis, final = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "<|channel|>final<|message|>"
     for text, is_allowed in (
@@ -270,4 +273,19 @@ def test_harmony_binds_the_final_message() -> None:
     ):
         encoded, matcher = inner.encode(text).ids, llguidance.LLMatcher(vocabulary, grammar.text)
         assert (matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()) == is_allowed
-    assert HarmonyReasoningParser.answer_grammar("", literal=json.dumps) is None
+    assert HarmonyReasoningParser.grammar("", literal=json.dumps) is None
+    calls = HarmonyParser.grammar({"f": {"type": "object"}}, may_repeat=True, literal=literal)
+    frame = frame.replace(f"{mark} @answer", f"(calls | {mark} @answer)") + f"\n{calls}"
+    grammar = converted(GrammarSource("choice", '["yes"]', frame), vocabulary)
+    assert isinstance(grammar, Grammar)
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    for text, is_allowed in (
+        (f"{analysis}{final}yes", True),
+        (f"{analysis}{call}{{}}", True),
+        (f'{call}{{"a": 1}}', True),
+        (f"{final}{{}}", False),
+        (f"{call}yes", False),
+        (call.replace("functions.f", "functions.g") + "{}", False),
+    ):
+        encoded, matcher = inner.encode(text).ids, llguidance.LLMatcher(vocabulary, grammar.text)
+        assert (matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()) == is_allowed, text

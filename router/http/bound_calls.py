@@ -1,0 +1,47 @@
+"""The grammar of tool calls: of those that the model must make, or may make instead of an answer that is bound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import msgspec
+
+from ...metadata.errors import RequestError
+from ..node import NodeGroup
+from ..text.grammar import GrammarSource
+from ..text.tokenizer import TextTokenizer
+from .api import Api
+from .tools import ToolUse
+
+
+async def call_grammar(api: Api, use: ToolUse, place: str, group: NodeGroup, tokenizer: TextTokenizer) -> str:
+    """Return the Lark rule `calls` of the calls that an output may make: of the tools of which one is forced, or of
+    any. `place` is the field that needs a grammar of calls.
+
+    Raises RequestError if the format has no grammar, or if a tool's schema cannot be one.
+    """
+    calls = use.parser.grammar(use.bound_schemas, may_repeat=use.is_parallel, literal=literal_of(tokenizer))
+    if calls is None:
+        hint = "use auto" if use.forced else "leave the tools out, or set tool_choice to none"
+        raise RequestError(
+            f"{place}: calls of these tools in the format {use.parser_name} have no grammar; {hint}",
+            param=place.partition(".")[0],
+        )
+    for index, tool in enumerate(use.tools):
+        name = tool.function.name
+        if name in use.bound_schemas:
+            schema = GrammarSource("json", msgspec.json.encode(use.bound_schemas[name]).decode())
+            await api.grammars.checked(schema, group, f"tools[{index}].function.parameters")
+    return calls
+
+
+def literal_of(tokenizer: TextTokenizer) -> Callable[[str], str]:
+    """Return the function that gives the Lark form of a fixed text: its token if a grammar must name that by its id,
+    else a string."""
+
+    def literal(text: str) -> str:
+        token_id = tokenizer.grammar_ids.get(text)
+        return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+
+    return literal
