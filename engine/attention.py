@@ -331,7 +331,7 @@ class _TritonLatents:
     ) -> torch.Tensor:
         from ..kernels.triton_latents import latent_attention, rotate_store
 
-        assert norms is None and window is None and self.plan.rows is not None, (norms, window)
+        assert norms is None and window is None and sinks is None and self.plan.rows is not None, (norms, window)
         latent, kv_layer = self.latent, self.kv_layers[index]
         heads = qkv.unflatten(1, (-1, latent.rank + latent.rope_dim))
         q = rotate_store(heads, self.cos, self.sin, kv_layer, self.plan.rows)

@@ -38,7 +38,7 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
         name: types.get(name.removesuffix("_ptr"), "*bf16")
         if name.endswith("_ptr")
         else "fp32"
-        if name in ("scale", "eps")
+        if name in ("scale", "eps", "limit", "alpha")
         else "i32"
         for name in kernel.arg_names
     } | dict.fromkeys(constants, "constexpr")
@@ -94,20 +94,19 @@ def _experts() -> None:
     print("place", compiled_bytes(triton_experts._place_kernel, places, types, num_warps=8))
     mix = {"ACTIVE": 8, "BLOCK": 1024, "DEPENDENT": True}
     print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types | {"shares": "*fp32"}, num_warps=4))
-    formats = {
-        "plain": ("*bf16", "*bf16"),
-        "e4m3": (_E4M3, _E4M3),
-        "groups": (_E4M3, _E4M3),
-        "16 bits": ("*bf16", _E4M3),
-    }
+    formats = {"plain": ("*bf16", "*bf16"), "e4m3": (_E4M3, _E4M3), "groups": (_E4M3, _E4M3)}
+    formats |= {"16 bits": ("*bf16", _E4M3), "packed": ("*bf16", "*u8")}
     for name, (x, weight) in formats.items():
         for block in (16, 128):
-            is_scaled, is_grouped = name != "plain", name == "groups"
-            tiles, launch = triton_experts.tiles_of(block, is_scaled=is_scaled)
+            is_packed, is_grouped = name == "packed", name == "groups"
+            is_scaled = name != "plain" and not is_packed
+            tiles, launch = triton_experts.tiles_of(block, is_scaled=is_scaled, is_packed=is_packed)
             constants = {**tiles, "ROWS": 128 if is_grouped else 1, "IS_SCALED": is_scaled, "IS_GROUPED": is_grouped}
             constants |= {"HAS_X_SCALES": x == _E4M3, "IS_GATED": True, "DEPENDENT": True}
+            constants |= {"IS_CLAMPED": is_packed, "PACKED_GROUP": 32 if is_packed else 0}
             constants["IS_FP8"] = x == _E4M3 and block > triton_experts.MAX_SMALL
-            own = types | {"x": x, "weight": weight}
+            own = types | {"x": x, "weight": weight} | ({"scales": "*u8"} if is_packed else {})
+            constants |= {} if is_packed else {"bias_ptr": None}
             print(f"{name} {block}", compiled_bytes(triton_experts._product_kernel, constants, own, **launch))
 
 
