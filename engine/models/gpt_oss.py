@@ -47,8 +47,7 @@ def _read_mixture(config: ModelConfig, weights: Weights, prefix: str) -> MoeMlp:
             experts.clamp,
         )
     )
-    is_shared = weights.ranks.shard(INNER_IN) is not None
-    return MoeMlp(router, products, None, weights.ranks.group if is_shared else None)
+    return MoeMlp(router, products, None, weights.ranks.sum_of(INNER_IN))
 
 
 def _read_experts(raw: ConfigFile) -> ExpertsConfig:
