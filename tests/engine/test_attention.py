@@ -45,7 +45,7 @@ def attend(
     if num_first is not None:
         parts = (ForwardBatch.build(part, PAGE_SIZE, "cpu") for part in (rows[:num_first], rows[num_first:]))
         batch = JointBatch.of(*parts)
-    context = begin_attention(config, rotary, batch, kv)
+    context = begin_attention(config, rotary, batch, kv, kv.dtype)
     return context(1, qkv, norms, config.sliding_window[1]), kv
 
 
