@@ -24,9 +24,27 @@ def scales_of(kv: Tensor) -> Tensor:
     a view of the same memory."""
     assert kv.dtype == E4M3, kv.dtype
     *outer, page_size, head_dim = kv.shape
-    behind = -(-page_size * head_dim // ALIGNMENT) * ALIGNMENT
-    shape, strides = (*outer, page_size * SCALE_BYTES), (*kv.stride()[:-2], 1)
-    return kv.view(torch.uint8).as_strided(shape, strides, kv.storage_offset() + behind).view(torch.float32)
+    apart = [stride if size > 1 else 0 for size, stride in zip(outer, kv.stride(), strict=False)]  # 1 has any stride
+    shape, strides = (*outer, page_size * SCALE_BYTES), (*apart, 1)
+    behind = kv.storage_offset() + _aligned(page_size * head_dim)
+    return kv.view(torch.uint8).as_strided(shape, strides, behind).view(torch.float32)
+
+
+def block_size(kv: Tensor) -> int:
+    """Return how far apart the blocks of a page lie in a pool or layer [..., num_kv_heads, page_size, head_dim], in
+    numbers."""
+    page_size, head_dim = kv.shape[-2:]
+    size = page_size * head_dim
+    return size if kv.dtype != E4M3 else _aligned(size) + _aligned(page_size * SCALE_BYTES)
+
+
+def has_close_blocks(kv_layer: Tensor) -> bool:
+    """Return whether the pages of a layer, and the blocks of each, follow one another without gaps, as kernels read
+    them. `kv_layer` is [num_pages, num_planes, num_kv_heads, page_size, head_dim]."""
+    size, (_, num_planes, num_heads, _, head_dim) = block_size(kv_layer), kv_layer.shape
+    strides = (num_planes * num_heads * size, num_heads * size, size, head_dim, 1)
+    sides = zip(kv_layer.shape, kv_layer.stride(), strides, strict=True)
+    return all(length == 1 or ours == wanted for length, ours, wanted in sides)
 
 
 def parts_of(kv: Tensor) -> tuple[Tensor, ...]:
@@ -63,3 +81,7 @@ def pages_at(kv_layer: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
     per_page = kv_layer.shape[1] * kv_layer.shape[2]
     blocks = pages.unsqueeze(1) * per_page + torch.arange(per_page, device=pages.device)
     return blocks_at(kv_layer, blocks.flatten(), dtype).view(len(pages), *kv_layer.shape[1:]).float()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
