@@ -77,7 +77,7 @@ _WARM_UP = (  # each kind of sampling that has kernels of its own
     SamplingParams(max_tokens=1, temperature=1.0, seed=1, presence_penalty=0.5, top_p=0.9),
 )
 _WARM_UP_SIZES = (1, 4, 8, 16, 32)  # rows of a product that have kernels of their own on CUDA
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": E4M3}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Engine:
@@ -506,7 +506,7 @@ def _values(pool: torch.Tensor, layout: KvLayout) -> torch.Tensor:
     plane, shape = layout.planes[0], layout.stacked_shape(pool.shape[1])
     blocks = pool.unflatten(2, (*shape[2:4], layout.block_bytes(plane)))
     num_bytes = layout.page_size * plane.head_dim * DTYPE_BYTES[plane.dtype]
-    return blocks[..., :num_bytes].view(_DTYPES[plane.dtype]).unflatten(4, shape[4:])
+    return blocks[..., :num_bytes].view(getattr(torch, plane.dtype)).unflatten(4, shape[4:])
 
 
 def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_pools: int = 1) -> int:
