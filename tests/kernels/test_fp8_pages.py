@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from compile_kernels import SHARED_BYTES, shared_bytes
 from quantized import fp8_numbers, fp8_pool, fp8_rounded
+from triton_device import DEVICE
 
 from baton.kernels.attention import (
     AttentionPlan,
@@ -118,3 +122,28 @@ def test_slots_move_with_their_scales() -> None:
     move_slots_ref_(expected, table, sources, targets)
     move_slots_ref_(kv, table, sources, targets)
     assert torch.equal(fp8_numbers(kv), expected)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
+def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
+    """Compiled for a GPU of compute capability 9.0, with the tiles that are launched. Pages in FP8 need no more shared
+    memory than pages of 16 bits."""
+    pytest.importorskip("triton")
+    found = shared_bytes("fp8_pages", tmp_path)
+    assert len(found) == 8 and max(found.values()) <= SHARED_BYTES, found
+    for kernel in ("round", "chunk", "store"):
+        assert found[f"fp8e4nv {kernel}"] <= found[f"bf16 {kernel}"]
+
+
+def test_triton_moves_slots_with_their_scales() -> None:
+    pytest.importorskip("triton")
+    from baton.kernels.triton_trees import move_slots_
+
+    for shape in ((2, 3), (1, 1)):
+        kv = fp8_pool(numbers(4, 10).to(DEVICE)[:, :, : shape[0], : shape[1]])
+        expected, table = fp8_numbers(kv), torch.tensor([[1, 2], [3, 4]], device=DEVICE)
+        sources = torch.tensor([[1, 6, 5], [2, 3, 7]], device=DEVICE)
+        targets = torch.tensor([[0, 1, 5], [3, 2, 4]], device=DEVICE)
+        move_slots_ref_(expected, table, sources, targets)
+        move_slots_(kv, table, sources, targets)
+        assert torch.equal(fp8_numbers(kv), expected)
