@@ -5,6 +5,9 @@ float32 for few new tokens per sequence. Torch operations gather the pages first
 chunks, where the copy is small beside the products. On CUDA, torch's fused attention takes prompts and chunks of many
 tokens: whole prompts from their queries, keys and values (prompt_attention.py), and chunks behind others from gathered
 pages (history.py).
+
+If pages are in FP8, a token sees its own keys and values as they are stored, or the text would depend on the division
+into chunks. Then a CPU gathers all pages, and fused attention on CUDA takes none.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 
 from ..kernels import history, prompt_attention
 from ..kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
+from ..kernels.fp8 import E4M3
 from ..kernels.norm import rms_norm
 from ..kernels.operations import captures, reads_pages
 from ..kernels.paged_rows import PagedRows, attend
@@ -60,12 +64,16 @@ class AttentionContext(Protocol):
 
 
 def begin_attention(
-    config: ModelConfig, rotary: RotaryEmbedding, batch: ForwardBatch | JointBatch, kv: torch.Tensor
+    config: ModelConfig,
+    rotary: RotaryEmbedding,
+    batch: ForwardBatch | JointBatch,
+    kv: torch.Tensor,
+    dtype: torch.dtype,
 ) -> AttentionContext:
     """Return the context of a forward over `kv` [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim],
-    of the model's dtype and device."""
+    of the model's device, and of `dtype` or e4m3 (kernels/fp8_pages.py). `dtype` is that of the model."""
     if isinstance(batch, JointBatch):
-        first, second = (begin_attention(config, rotary, part, kv) for part in (batch.first, batch.second))
+        first, second = (begin_attention(config, rotary, part, kv, dtype) for part in (batch.first, batch.second))
         if isinstance(first, _TritonAttention) and isinstance(second, _TritonAttention):
             return _JointTritonAttention.of(first, second)
         return _JointAttention(first, second, batch.first.num_tokens)
@@ -74,7 +82,7 @@ def begin_attention(
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     if batch.num_tokens == 0:
         return _NoAttention(config.q_size)
-    cos_sin = rotary(batch.positions, kv.dtype)
+    cos_sin = rotary(batch.positions, dtype)
     if captures(kv.device) and config.latent is not None:
         return _TritonLatents(config.latent, ragged_plan(batch), kv.unbind(0), *cos_sin)
     if captures(kv.device):
@@ -86,7 +94,7 @@ def begin_attention(
             cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions, batch.tree
         )
         return _CompiledAttention(config, rows, kv.numpy())
-    plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, kv.dtype, num_planes)
+    plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, dtype, num_planes)
     clear_fresh_pages(kv, plan)
     return _GatheredAttention(config, plan, kv.unbind(0), *cos_sin)
 
@@ -207,7 +215,7 @@ class PromptPieces:
         """Return None if the whole batch is the rest, or fused attention does not serve on this device."""
         from ..kernels.triton_attention import TritonPlan
 
-        if not batch.prefix_lens:  # a round
+        if not batch.prefix_lens or kv.dtype == E4M3:  # a round, or keys that must be read back as they are stored
             return None
         pieces, kind = _pieces(batch.query_lens, batch.prefix_lens), (kv.device, kv.dtype, kv.shape[-1])
         if any(piece.num_before for piece in pieces) and not history.serves(*kind):

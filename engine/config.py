@@ -16,6 +16,7 @@ SHARING = (  # what to do if nodes on one GPU take each other's memory
     f"{MEMORY_SHARE / 2:.2f} each)"
 )
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+KvDtype = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,11 @@ class EngineConfig(NodeConfig):
         "auto",
         "fp8: round the weights of a 16-bit checkpoint to FP8 while they are read, with a scale for each row, and the "
         "rows that they multiply as well; auto takes them as the checkpoint has them",
+    )
+    kv_dtype: KvDtype = setting(
+        "auto",
+        "fp8: keep keys and values in FP8, of target and draft, with a scale for each token and head, in about half "
+        "the memory of 16 bits; auto keeps them in the type that computes with them",
     )
     page_size: int = setting(
         16, "hold this many tokens in a KV page; smaller pages waste less memory, larger ones need fewer copies"

@@ -16,12 +16,13 @@ import torch
 from msgspec import structs
 
 from ..kernels import history, prompt_attention
+from ..kernels.fp8 import E4M3
 from ..kernels.operations import captures
 from ..kernels.rows import gather_rows
 from ..kernels.trees import move_slots_
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.hidden_layout import HiddenDtype
-from ..metadata.handoff.kv_layout import KvLayout, Shard
+from ..metadata.handoff.kv_layout import DTYPE_BYTES, KvLayout, Shard
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema import kv_layouts, on_gpu, page_bytes
@@ -187,6 +188,7 @@ class Engine:
             self._own_pools.close()  # before the others free their pools, which would stay allocated
             self._own_pools = None
         self._kvs.clear()
+        self._pools.clear()
         if self.drafter is not None:
             empty = torch.empty(0, device=self.device)
             self.drafter.use_pools(empty, empty)
@@ -209,7 +211,7 @@ class Engine:
         if self.device.type == "cuda":
             num_mirrored = num_pages * self.num_pools if self._hands_over else 0
             self.memory = [PageMemory(layout, num_mirrored) for layout in layouts if num_mirrored]
-            self._kvs = _on_gpu(layouts, num_pages, self.device, is_given=config.num_pages is not None)
+            self._pools = _on_gpu(layouts, num_pages, self.device, is_given=config.num_pages is not None)
             self._share_on_gpu()
         else:
             memories: Sequence[PageMemory | OwnPages]
@@ -217,12 +219,8 @@ class Engine:
                 memories, self.memory = share_pools(self._ranks, layouts, num_pages)
             else:
                 memories = self.memory = [PageMemory(layout, num_pages) for layout in layouts]
-            self._kvs = [
-                torch.from_numpy(memory.pages)
-                .view(_DTYPES[memory.layout.planes[0].dtype])
-                .view(memory.layout.stacked_shape(num_pages))
-                for memory in memories
-            ]
+            self._pools = [torch.from_numpy(memory.pages) for memory in memories]
+        self._kvs = [_values(pool, layout) for pool, layout in zip(self._pools, layouts, strict=True)]
         self.caches = [self._make_cache(rank, num_pages) for rank in range(self.num_pools)]
         self.cache, self.pool = self.caches[0], self.caches[0].pool
 
@@ -234,9 +232,9 @@ class Engine:
     def _share_on_gpu(self) -> None:
         """Put the handoff's view in front of the pools on the GPU, of which `memory` is the host mirror."""
         if self.num_pools == 1:
-            self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=self._config.checksums)
+            self.device_pool = CudaPool(self._pools, self.memory, has_checksums=self._config.checksums)
             return
-        self._own_pools = share_own_pools(self._ranks, self._kvs, self.memory, has_checksums=self._config.checksums)
+        self._own_pools = share_own_pools(self._ranks, self._pools, self.memory, has_checksums=self._config.checksums)
         self.device_pool = self._own_pools
 
     def _make_cache(self, rank: int, num_pages: int) -> PrefixCache:
@@ -297,7 +295,8 @@ class Engine:
     def _plan_prompts(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Let the fused attention of prompts plan every shape that it will meet in chunks of up to `num_tokens`."""
         config = self._ranks.own(self.model_config)
-        if config.latent is not None or not prompt_attention.serves(self.device, dtype, config.head_dim):
+        has_prompts = config.latent is None and self._config.kv_dtype == "auto"
+        if not has_prompts or not prompt_attention.serves(self.device, dtype, config.head_dim):
             return
         num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=dtype, device=self.device)
@@ -312,7 +311,7 @@ class Engine:
         """On CUDA, run a chunk behind the history that needs most working memory. The pool need not hold the history:
         all its pages are the first one of `pages`."""
         num_before = min(history.longest_rehearsal(), _context_len(self._config, self.model_config) - num_tokens)
-        has_heads = captures(self.device) and self.model_config.latent is None
+        has_heads = captures(self.device) and self.model_config.latent is None and self.kv.dtype != E4M3
         serves = has_heads and history.serves(self.device, self.kv.dtype, self.model_config.head_dim)
         if not serves or not history.takes(num_tokens, num_before):
             return
@@ -357,11 +356,12 @@ class Engine:
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pools on the device."""
-        return sum(kv.nbytes for kv in self._kvs)
+        return sum(pool.nbytes for pool in self._pools)
 
     @property
     def kv(self) -> torch.Tensor:
-        """The target's pool, [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim]."""
+        """The target's pool, [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim]. If it is of e4m3,
+        its scales lie behind it (kernels/fp8_pages.py)."""
         return self._kvs[0]
 
     def forward(self, rows: Sequence[BatchRow]) -> torch.Tensor:
@@ -428,8 +428,8 @@ class Engine:
 
     def copy_page(self, source: int, target: int) -> None:
         """All pools' KV of one page into another."""
-        for kv in self._kvs:
-            kv[:, target].copy_(kv[:, source])
+        for pool in self._pools:
+            pool[:, target].copy_(pool[:, source])
 
     def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """The target's KV of slots `sources` into slots `targets`, as `move_slots_ref_`."""
@@ -471,7 +471,8 @@ def choose_dtype(name: DtypeChoice, device: torch.device, checkpoint_dtype: Hidd
 def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
     if not 1 <= config.page_size <= 4096:
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
-    return speculation.schema(model.pool(dtype), config.page_size, checksums=config.checksums)
+    target = model.pool(dtype, config.kv_dtype)
+    return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
 
 
 def _context_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -488,12 +489,11 @@ def _check_size(num_pages: int) -> None:
 
 
 def _on_gpu(layouts: Sequence[KvLayout], num_pages: int, device: torch.device, *, is_given: bool) -> list[torch.Tensor]:
-    """Return pools of zeros on a GPU, one per layout. Raises ConfigError if they do not fit. `is_given`: the operator
-    chose `num_pages`."""
+    """Return pools of zeros on a GPU, one per layout, uint8 [num_layers, num_pages, page_layer_bytes]. Raises
+    ConfigError if they do not fit. `is_given`: the operator chose `num_pages`."""
     with suppress(torch.OutOfMemoryError):
-        return [
-            pool_zeros(layout.stacked_shape(num_pages), _DTYPES[layout.planes[0].dtype], device) for layout in layouts
-        ]
+        shapes = [(layout.num_layers, num_pages, layout.page_layer_bytes) for layout in layouts]
+        return [pool_zeros(shape, torch.uint8, device) for shape in shapes]
     needed = num_pages * sum(layout.page_bytes for layout in layouts)
     free = torch.cuda.mem_get_info(device)[0]
     has = f"{needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free"
@@ -501,6 +501,15 @@ def _on_gpu(layouts: Sequence[KvLayout], num_pages: int, device: torch.device, *
         advice = f"use {num_pages * free // needed} pages or fewer, or leave out --num-pages"
         raise ConfigError(f"num_pages {num_pages} need {has}; {advice}")
     raise ConfigError(f"the KV of this node needs {has}; if other processes use this GPU, {SHARING}")
+
+
+def _values(pool: torch.Tensor, layout: KvLayout) -> torch.Tensor:
+    """Return the values in a pool, uint8 [num_layers, num_pages, page_layer_bytes], as a view: [num_layers, num_pages,
+    num_planes, num_kv_heads, page_size, head_dim] of the planes' dtype."""
+    plane, shape = layout.planes[0], layout.stacked_shape(pool.shape[1])
+    blocks = pool.unflatten(2, (*shape[2:4], layout.block_bytes(plane)))
+    num_bytes = layout.page_size * plane.head_dim * DTYPE_BYTES[plane.dtype]
+    return blocks[..., :num_bytes].view(getattr(torch, plane.dtype)).unflatten(4, shape[4:])
 
 
 def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_pools: int = 1) -> int:

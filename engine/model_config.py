@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..kernels.fp8_pages import ALIGNMENT, SCALE_BYTES
 from ..kernels.silu import SwigluClamp
+from ..metadata.errors import ConfigError
 from ..metadata.handoff.hidden_layout import HiddenDtype, spec_hidden_size
 from ..metadata.handoff.kv_layout import pool_of
 from ..metadata.wire.node_info import KvPlane, PoolLayout
+from .config import KvDtype
 from .quantization import Quantization
 from .rope import RopeConfig
 
@@ -113,11 +116,21 @@ class ModelConfig:
         """Factor of the scores of attention."""
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
-    def pool(self, dtype: HiddenDtype) -> PoolLayout:
-        """Return the description of the model's KV pool."""
+    def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> PoolLayout:
+        """Return the description of the model's KV pool, for attention in `dtype`. Raises ConfigError for latents in
+        FP8."""
+        if kv_dtype == "fp8" and self.latent is not None:
+            raise ConfigError(
+                f"kv_dtype is fp8, but {self.architecture} has latents in place of keys and values, which are kept in "
+                "the model's type; use --kv-dtype auto"
+            )
         names = ("k", "v") if self.latent is None else ("latent",)
         heads, width = self.num_kv_heads, self.head_dim
-        return pool_of(self.num_layers, dtype, [KvPlane(name, heads, width, dtype) for name in names])
+        if kv_dtype == "fp8":
+            planes = [KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names]
+        else:
+            planes = [KvPlane(name, heads, width, dtype) for name in names]
+        return pool_of(self.num_layers, dtype, planes)
 
     @property
     def layer_products(self) -> int:

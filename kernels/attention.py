@@ -9,7 +9,8 @@ The scale is 1 / sqrt(head_dim), unless the model has another. A layer may have 
 
 A layer's pages are one tensor `kv_layer` [num_pages, num_planes, num_kv_heads, page_size, head_dim]. Position j of a
 sequence lies in slot j % page_size of page `block_table[seq, j // page_size]`. There are two planes, K and V, or one:
-then the keys are also the values (MLA).
+then the keys are also the values (MLA). Pages may be in e4m3 (fp8_pages.py). Then new tokens see their own keys and
+values as they are stored, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from .fp8 import E4M3
+from .fp8_pages import blocks_at, pages_at, parts_of, store_rows
 
 # Sequences with the same few new tokens are attended together; longer ones (prefill chunks) one by one.
 _GROUPED_QUERY_LEN = 16
@@ -49,7 +53,7 @@ def paged_attention_ref(
     num_kv_heads = kv_layer.shape[2]
     outputs: list[torch.Tensor] = []
     for seq, q_seq in enumerate(q.float().split(list(query_lens))):
-        pages = kv_layer[block_table[seq]].float()  # [max_pages, num_planes, num_kv_heads, page_size, head_dim]
+        pages = pages_at(kv_layer, block_table[seq], q.dtype)  # [max_pages, num_planes, num_kv_heads, page_size, ...]
         planes = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : seq_lens[seq]]
         k, v = planes[0], planes[-1]  # each [num_kv_heads, seq_len, head_dim]
         grouped = q_seq.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -171,7 +175,11 @@ def store_kv(kv_new: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan) 
     first."""
     head_dim = kv_layer.shape[-1]
     assert kv_new.shape[0] * kv_new.shape[1] == plan.store.shape[0], (kv_new.shape, plan.store.shape)
-    kv_layer.view(-1, head_dim).index_copy_(0, plan.store, kv_new.reshape(-1, head_dim))
+    rows = kv_new.reshape(-1, head_dim)
+    if kv_layer.dtype == E4M3:
+        store_rows(rows, kv_layer, plan.store)
+    else:
+        kv_layer.view(-1, head_dim).index_copy_(0, plan.store, rows)
 
 
 def clear_fresh_pages(kv: torch.Tensor, plan: AttentionPlan) -> None:
@@ -180,7 +188,8 @@ def clear_fresh_pages(kv: torch.Tensor, plan: AttentionPlan) -> None:
     Slots beyond a sequence's length are gathered and masked. An earlier owner's numbers there must be finite for that,
     because 0 * NaN is NaN."""
     if plan.fresh_pages is not None:
-        kv.index_fill_(1, plan.fresh_pages, 0.0)
+        for part in parts_of(kv):
+            part.index_fill_(1, plan.fresh_pages, 0)
 
 
 def paged_attention(
@@ -252,9 +261,12 @@ def _attend(
 ) -> torch.Tensor:
     num_pages, num_planes, num_kv_heads, page_size, head_dim = kv_layer.shape
     num_seqs, query_len = group.num_seqs, group.query_len
-    blocks = kv_layer.view(num_pages * num_planes * num_kv_heads, page_size * head_dim)
-    gathered = blocks.index_select(0, group.gather).view(num_planes, num_seqs, num_kv_heads, -1, head_dim)
-    planes = gathered[:, :, :, : group.kv_len]
+    if kv_layer.dtype == E4M3:
+        gathered = blocks_at(kv_layer, group.gather, q.dtype)
+    else:
+        blocks = kv_layer.view(num_pages * num_planes * num_kv_heads, page_size * head_dim)
+        gathered = blocks.index_select(0, group.gather)
+    planes = gathered.view(num_planes, num_seqs, num_kv_heads, -1, head_dim)[:, :, :, : group.kv_len]
     k, v = planes[0], planes[-1]  # each [num_seqs, num_kv_heads, kv_len, head_dim]
     mask = None if group.is_causal else group.masks[window]
     if sinks is not None and not q.is_cpu:  # no other fused kernel serves all masks and tells its sums

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .fp8_pages import parts_of
 from .operations import Operation
 from .tree_types import Ancestry, Candidates, Frontier
 
@@ -129,8 +130,9 @@ def move_slots_ref_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: T
     page_size = kv.shape[4]
     pages, rows = block_table.gather(1, sources // page_size), sources % page_size
     new_pages, new_rows = block_table.gather(1, targets // page_size), targets % page_size
-    for layer in kv:
-        layer[new_pages, :, :, new_rows] = layer[pages, :, :, rows]
+    for part in parts_of(kv):
+        for layer in part:
+            layer[new_pages, :, :, new_rows] = layer[pages, :, :, rows]
 
 
 move_slots_ = Operation("move_slots_", move_slots_ref_)

@@ -11,7 +11,7 @@ The host reads no tensor's value, so a CUDA graph can hold all of a forward. Gri
 reads from `seq_lens` how much work it has, and ends at once if it has none.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RET505
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .attention import Tree
+from .fp8 import E4M3
+from .fp8_pages import block_size, has_close_blocks, scales_of
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work
 from .triton_softmax import (
     combine_kernel,
@@ -126,13 +128,13 @@ class DecodeTiles(NamedTuple):
         all others wait for it (measured on an H200 over 1 to 256 sequences of 1,090 and 8,200 keys)."""
         num_kv_heads = kv_layer.shape[2]
         num_rows = q.shape[0] // num_seqs * (q.shape[1] // num_kv_heads)
-        block_m, block_n = min(64, max(16, triton.next_power_of_2(num_rows))), tile_keys(kv_layer)
+        block_m, block_n = min(64, max(16, triton.next_power_of_2(num_rows))), tile_keys(q)
         num_tiles = num_kv_heads * triton.cdiv(num_rows, block_m)
-        is_wide = block_m == 64 or 2 * block_n * padded(kv_layer.shape[4]) * kv_layer.itemsize > _TILE_BYTES
+        is_wide = block_m == 64 or 2 * block_n * padded(q.shape[2]) * q.itemsize > _TILE_BYTES
         num_at_once = num_sms(q.device) * (3 if block_m == 16 else 2) * (1 if is_wide else 2)  # by shared memory
         # two stages take less of it, so that more programs run at once
         is_crowded = is_wide and block_m == 16 and num_at_once < num_seqs * num_tiles
-        num_stages = stages_that_fit(kv_layer, block_n, 2 if block_m == 64 or is_crowded else 3)
+        num_stages = stages_that_fit(q, block_n, 2 if block_m == 64 or is_crowded else 3)
         return cls(block_m, block_n, max(1, num_at_once // num_tiles), num_warps=4, num_stages=num_stages)
 
 
@@ -149,9 +151,9 @@ def decode_attention(
     """Return `paged_attention_ref` of a uniform plan, causal or a tree: contiguous `out` or a new tensor, of q's shape.
 
     `q` [num_tokens, num_heads, head_dim] may be strided by token, as a view of qkv is. `kv_layer` [num_pages, 2,
-    num_kv_heads, page_size, head_dim] is contiguous. Both are float32, bfloat16 or float16. Products have that dtype,
-    sums are float32. Slots beyond a sequence's length are not read. A row that sees no slot is 0. `sinks` are
-    [num_heads] float32."""
+    num_kv_heads, page_size, head_dim] is contiguous. Both are float32, bfloat16 or float16, or `kv_layer` is a layer of
+    a pool in e4m3 (fp8_pages.py). Products have the dtype of `q`, sums are float32. Slots beyond a sequence's length
+    are not read. A row that sees no slot is 0. `sinks` are [num_heads] float32."""
     num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
     num_kv_heads, page_size, query_len = kv_layer.shape[2], kv_layer.shape[3], plan.query_len
     num_seqs, max_pages = plan.block_table.shape
@@ -159,6 +161,7 @@ def decode_attention(
     tiles = tiles or DecodeTiles.choose(q, kv_layer, num_seqs)
     assert plan.visible is None or tiles.block_n <= 64, tiles
     group, visible = num_heads // num_kv_heads, plan.visible
+    scales = scales_of(kv_layer) if kv_layer.dtype == E4M3 else None
     num_tiles = num_kv_heads * triton.cdiv(query_len * group, tiles.block_m)
     most_splits = min(max_splits(num_sms(q.device), num_tiles), triton.cdiv(max_pages * page_size, MIN_SPLIT))
     num_splits = min(tiles.num_slots, most_splits)  # of a sequence
@@ -177,14 +180,14 @@ def decode_attention(
         parts = torch.empty((num_rows, head_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
     _decode_kernel[(num_tiles, *grid)](
-        out, parts, stats, items, arrivals, q, kv_layer, sinks, plan.block_table,
+        out, parts, stats, items, arrivals, q, kv_layer, scales, sinks, plan.block_table,
         plan.seq_lens if shares is None else shares.lens,
         plan.tree_starts, visible, None if window is None else plan.positions,
         query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
         0 if visible is None else visible.shape[1], softmax_scale(head_dim),
         IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=parts is not None, DEPENDENT=dependent,
         HAS_HIDDEN=query_len > 1 or visible is not None or window is not None,
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim, BLOCK=block_size(kv_layer),
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), MIN_SPLIT=MIN_SPLIT,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
@@ -207,8 +210,8 @@ def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: TritonPlan) -> t
     """Assert the shapes, dtypes and strides that kernels take, and return (num_tokens, num_heads, head_dim)."""
     num_tokens, num_heads, head_dim = q.shape
     assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)
-    assert num_heads % kv_layer.shape[2] == 0 and q.dtype == kv_layer.dtype, (q.shape, kv_layer.shape, q.dtype)
-    assert q.stride(1) == head_dim and q.stride(2) == 1 and kv_layer.is_contiguous(), q.stride()
+    assert num_heads % kv_layer.shape[2] == 0 and kv_layer.dtype in (q.dtype, E4M3), (q.shape, kv_layer.shape, q.dtype)
+    assert q.stride(1) == head_dim and q.stride(2) == 1 and has_close_blocks(kv_layer), q.stride()
     assert plan.block_table.stride(1) == 1 and plan.seq_lens.is_contiguous(), plan.block_table.stride()
     return num_tokens, num_heads, head_dim
 
@@ -223,15 +226,15 @@ def softmax_scale(head_dim: int) -> float:
     return head_dim**-0.5 * math.log2(math.e)
 
 
-def tile_keys(kv_layer: torch.Tensor) -> int:
-    """Return the number of keys in a tile: at most 64, the bits of a word."""
-    num_bytes = _TILE_BYTES // 2 if kv_layer.dtype == torch.float32 else _TILE_BYTES
-    return min(64, max(16, num_bytes // (padded(kv_layer.shape[4]) * kv_layer.itemsize)))
+def tile_keys(q: torch.Tensor) -> int:
+    """Return the number of keys in a tile: at most 64, the bits of a word. Keys are multiplied in the dtype of q."""
+    num_bytes = _TILE_BYTES // 2 if q.dtype == torch.float32 else _TILE_BYTES
+    return min(64, max(16, num_bytes // (padded(q.shape[2]) * q.itemsize)))
 
 
-def stages_that_fit(kv_layer: torch.Tensor, block_n: int, most: int) -> int:
+def stages_that_fit(q: torch.Tensor, block_n: int, most: int) -> int:
     """Return how many tiles of keys and values fit into the shared memory of a processor at once, 1 to `most`."""
-    return max(1, min(most, _STAGES_BYTES // (2 * block_n * padded(kv_layer.shape[4]) * kv_layer.itemsize)))
+    return max(1, min(most, _STAGES_BYTES // (2 * block_n * padded(q.shape[2]) * q.itemsize)))
 
 
 @functools.cache
@@ -258,6 +261,26 @@ def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
+def scaled(
+    values,  # [BLOCK_N, BLOCK_D], keys or values of slots as they lie in pages
+    scales_ptr,  # scales of the kv head's keys in page 0; None: return `values`
+    plane: tl.constexpr,  # 0: keys, 1: values
+    pages,  # as `load_pages` returns them
+    slots,  # [BLOCK_N] int32
+    is_inside,  # [BLOCK_N] bool, which slots are read
+    dtype: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    V_OFFSET: tl.constexpr,  # of values behind keys, in numbers of a page
+):
+    """Return values times their scales in `dtype`, [BLOCK_N, BLOCK_D], as `blocks_at` (fp8_pages.py) does."""
+    if scales_ptr is None:
+        return values
+    else:
+        ptrs = scales_ptr + pages.to(tl.int64) * (V_OFFSET // 2) + plane * (V_OFFSET // 4) + slots % PAGE_SIZE
+        return (values.to(tl.float32) * tl.load(ptrs, mask=is_inside, other=0.0)[:, None]).to(dtype)
+
+
+@triton.jit
 def tile_rows(first, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return, for each row of a tile that begins with row `first`, its token in the sequence, its query head, and
     whether there is such a row: each [BLOCK_M]."""
@@ -274,7 +297,8 @@ def _decode_kernel(
     items_ptr,  # [num_items] int64 of `Shares`; None: each sequence has num_splits items
     arrivals_ptr,  # [num_seqs * grid[0]] int32; None: `combine_kernel` combines parts
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
-    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype
+    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype or e4m3, blocks BLOCK apart
+    scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart; None: no scales
     sinks_ptr,  # [NUM_KV_HEADS * GROUP] float32; None: there are none
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     seq_lens_ptr,  # [num_items] int64 with items, [num_seqs] without
@@ -297,6 +321,7 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -322,8 +347,10 @@ def _decode_kernel(
     if DEPENDENT:
         gdc_wait()
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_row[:, None] & is_dim, other=0.0)
-    k_ptrs = kv_ptr + kv_head * (PAGE_SIZE * HEAD_DIM) + dims[None, :]
-    V_OFFSET: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+    k_ptrs = kv_ptr + kv_head * BLOCK + dims[None, :]
+    if scales_ptr is not None:
+        scales_ptr += kv_head * (BLOCK // 4)
+    V_OFFSET: tl.constexpr = NUM_KV_HEADS * BLOCK
     if IS_TREE:
         tree_start = tl.load(tree_starts_ptr + seq).to(tl.int32)
         visible_ptrs = visible_ptr + batch_tokens * num_words
@@ -332,7 +359,7 @@ def _decode_kernel(
     has_sink = (split == 0) & (begin < end)  # without keys, no sums are stored
     sums, total, highest = sink_seen(sinks_ptr, heads, has_sink, BLOCK_M, BLOCK_D)
     sums, total, highest = _weighted(
-        q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new,
+        q, k_ptrs, scales_ptr, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new,
         seq * query_len, tree_start, num_words, scale, sums, total, highest, False,
         IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
     )  # fmt: skip
@@ -342,8 +369,8 @@ def _decode_kernel(
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = sink_seen(sinks_ptr, heads, has_sink, BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(
-                q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, its_pages, begin, end, last_seen, lowest, first_new,
-                seq * query_len, tree_start, num_words, scale, sums, total, highest, True,
+                q, k_ptrs, scales_ptr, table_ptr, visible_ptrs, positions_ptr, its_pages, begin, end, last_seen, lowest,
+                first_new, seq * query_len, tree_start, num_words, scale, sums, total, highest, True,
                 IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,
             )  # fmt: skip
 
@@ -362,6 +389,7 @@ def _decode_kernel(
 def _weighted(
     q,  # [BLOCK_M, BLOCK_D]
     k_ptrs,  # [1, BLOCK_D] pointers to the keys of the kv head in page 0
+    scales_ptr,  # their scales; None: keys and values have q's dtype
     table_ptr,  # [max_pages] int64, of the sequence
     visible_ptrs,  # [BLOCK_M] pointers to each row's words, for a tree
     positions_ptr,  # [num_tokens] int64, for a tree with a window
@@ -395,9 +423,11 @@ def _weighted(
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
         tile_ptrs = k_ptrs + (pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM)[:, None]
+        tile_pages = pages
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         is_loaded = is_inside[:, None] & is_dim
         k = tl.load(tile_ptrs, mask=is_loaded, other=0.0)
+        k = scaled(k, scales_ptr, 0, tile_pages, slots, is_inside, q.dtype, PAGE_SIZE, V_OFFSET)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if IS_TREE:
             is_seen = seen_in_tree(visible_ptrs, slots, is_inside, first, tree_start, num_words)
@@ -406,6 +436,7 @@ def _weighted(
         if HAS_WINDOW:
             is_seen &= in_window(positions_ptr, first_token, slots, is_inside, first_new, lowest, IS_TREE)
         v = tl.load(tile_ptrs + V_OFFSET, mask=is_loaded, other=0.0)
+        v = scaled(v, scales_ptr, 1, tile_pages, slots, is_inside, q.dtype, PAGE_SIZE, V_OFFSET)
         if SELECTS:
             sums, total, highest = weigh_seen(scores, is_seen, scale, v, sums, total, highest)
         else:

@@ -25,12 +25,15 @@ import torch
 import triton
 import triton.language as tl
 
+from .fp8 import E4M3
+from .fp8_pages import block_size, scales_of
 from .triton_attention import (
     TritonPlan,
     check_shapes,
     load_pages,
     num_sms,
     padded,
+    scaled,
     softmax_scale,
     stages_that_fit,
     tile_keys,
@@ -54,13 +57,13 @@ class ExtendTiles(NamedTuple):
     num_stages: int
 
     @classmethod
-    def choose(cls, kv_layer: torch.Tensor) -> ExtendTiles:
+    def choose(cls, q: torch.Tensor, kv_layer: torch.Tensor) -> ExtendTiles:
         """Choose from shapes and the device alone."""
-        num_slots = max(1, _per_sm(kv_layer) * num_sms(kv_layer.device) // kv_layer.shape[2])
-        if kv_layer.dtype == torch.float32:  # no tensor cores; for tests more than for speed
-            block_n = min(32, tile_keys(kv_layer))
-            return cls(32, block_n, num_slots, num_warps=8, num_stages=stages_that_fit(kv_layer, block_n, 2))
-        return cls(128, tile_keys(kv_layer), num_slots, num_warps=8, num_stages=3)
+        num_slots = max(1, _per_sm(q) * num_sms(q.device) // kv_layer.shape[2])
+        if q.dtype == torch.float32:  # no tensor cores; for tests more than for speed
+            block_n = min(32, tile_keys(q))
+            return cls(32, block_n, num_slots, num_warps=8, num_stages=stages_that_fit(q, block_n, 2))
+        return cls(128, tile_keys(q), num_slots, num_warps=8, num_stages=3)
 
 
 def extend_attention(
@@ -82,8 +85,9 @@ def extend_attention(
     num_kv_heads, page_size, starts = kv_layer.shape[2], kv_layer.shape[3], plan.starts
     num_seqs = len(plan.seq_lens)
     assert starts is not None and plan.visible is None and starts.shape == (num_seqs + 1,), plan
-    tiles = tiles or ExtendTiles.choose(kv_layer)
+    tiles = tiles or ExtendTiles.choose(q, kv_layer)
     group = num_heads // num_kv_heads
+    scales = scales_of(kv_layer) if kv_layer.dtype == E4M3 else None
     num_tiles = num_tokens * group // tiles.block_m + num_seqs
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert out.is_contiguous() and (out.shape, out.dtype) == (q.shape, q.dtype), (out.shape, out.dtype)
@@ -95,19 +99,19 @@ def extend_attention(
         stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
     items, arrivals = (None, None) if shares is None else (shares.items, shares.arrivals)
     _extend_kernel[(num_tiles, num_kv_heads) if items is None else (num_kv_heads, len(items))](
-        out, parts, stats, items, arrivals, q, kv_layer, sinks, plan.block_table, plan.seq_lens, starts,
+        out, parts, stats, items, arrivals, q, kv_layer, scales, sinks, plan.block_table, plan.seq_lens, starts,
         num_seqs, window or 0, q.stride(0), plan.block_table.stride(0), softmax_scale(head_dim),
         HAS_WINDOW=window is not None, NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), SEQS=_SEQS,
+        BLOCK=block_size(kv_layer), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), SEQS=_SEQS,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        maxnreg=_MAX_REGISTERS if _per_sm(kv_layer) > 1 and tiles.num_warps == 8 else None,
+        maxnreg=_MAX_REGISTERS if _per_sm(q) > 1 and tiles.num_warps == 8 else None,
     )  # fmt: skip
     return out
 
 
-def _per_sm(kv_layer: torch.Tensor) -> int:
+def _per_sm(q: torch.Tensor) -> int:
     """Return how many programs fit into the shared memory of a processor."""
-    return 2 if padded(kv_layer.shape[4]) * kv_layer.itemsize <= 128 else 1
+    return 2 if padded(q.shape[2]) * q.itemsize <= 128 else 1
 
 
 def tile_shares(
@@ -131,7 +135,8 @@ def _extend_kernel(
     items_ptr,  # [num_items] int64 of `Shares` of tiles; None: a program has all keys of its tile
     arrivals_ptr,  # [num_tiles * NUM_KV_HEADS] int32, with items
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
-    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype
+    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype or e4m3, blocks BLOCK apart
+    scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart; None: no scales
     sinks_ptr,  # [NUM_KV_HEADS * GROUP] float32; None: there are none
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     seq_lens_ptr,  # [num_seqs] int64
@@ -146,6 +151,7 @@ def _extend_kernel(
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -167,21 +173,26 @@ def _extend_kernel(
         batch_tokens = (start + tokens).to(tl.int64)
         q_ptrs = q_ptr + (batch_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
         q = tl.load(q_ptrs, mask=is_row[:, None] & is_dim, other=0.0)
-        k_ptrs = kv_ptr + kv_head * (PAGE_SIZE * HEAD_DIM) + dims[None, :]
-        V_OFFSET: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+        k_ptrs = kv_ptr + kv_head * BLOCK + dims[None, :]
+        if scales_ptr is not None:
+            scales_ptr += kv_head * (BLOCK // 4)
+        V_OFFSET: tl.constexpr = NUM_KV_HEADS * BLOCK
         sums, total, highest = sink_seen(sinks_ptr, heads, split == 0, BLOCK_M, BLOCK_D)
         pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
         for first in range(begin, full, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
             offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
             tile_ptrs = k_ptrs + offsets[:, None]
+            tile_pages = pages
             pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
             k = _load(tile_ptrs, is_dim, HEAD_DIM == BLOCK_D)
+            k = scaled(k, scales_ptr, 0, tile_pages, slots, slots < full, q.dtype, PAGE_SIZE, V_OFFSET)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             v = _load(tile_ptrs + V_OFFSET, is_dim, HEAD_DIM == BLOCK_D)
+            v = scaled(v, scales_ptr, 1, tile_pages, slots, slots < full, q.dtype, PAGE_SIZE, V_OFFSET)
             sums, total, highest = weigh(scores, scale, v, sums, total, highest)
         sums, total, highest = _weighted(
-            q, k_ptrs, table_ptr, pages, full, end, last_seen, window, scale, sums, total, highest, False,
+            q, k_ptrs, scales_ptr, table_ptr, pages, full, end, last_seen, window, scale, sums, total, highest, False,
             HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         if has_nan(sums):
@@ -189,8 +200,8 @@ def _extend_kernel(
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = sink_seen(sinks_ptr, heads, split == 0, BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(
-                q, k_ptrs, table_ptr, its_pages, begin, end, last_seen, window, scale, sums, total, highest, True,
-                HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,
+                q, k_ptrs, scales_ptr, table_ptr, its_pages, begin, end, last_seen, window, scale, sums, total, highest,
+                True, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,
             )  # fmt: skip
         if items_ptr is not None:
             sums, total, is_row = store_part(
@@ -207,6 +218,7 @@ def _extend_kernel(
 def _weighted(
     q,  # [BLOCK_M, BLOCK_D]
     k_ptrs,  # [1, BLOCK_D] pointers to the keys of the kv head in page 0
+    scales_ptr,  # their scales; None: keys and values have q's dtype
     table_ptr,  # [max_pages] int64, of the sequence
     pages,  # int32, the pages of the first tile, from `load_pages`
     begin,
@@ -234,13 +246,16 @@ def _weighted(
         is_inside = slots < end
         offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
         tile_ptrs = k_ptrs + offsets[:, None]
+        tile_pages = pages
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         k = tl.load(tile_ptrs, mask=is_inside[:, None] & is_dim, other=0.0)
+        k = scaled(k, scales_ptr, 0, tile_pages, slots, is_inside, q.dtype, PAGE_SIZE, V_OFFSET)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         is_seen = slots[None, :] <= last_seen[:, None]
         if HAS_WINDOW:
             is_seen = is_seen & (slots[None, :] > (last_seen - window)[:, None])
         v = tl.load(tile_ptrs + V_OFFSET, mask=is_inside[:, None] & is_dim, other=0.0)
+        v = scaled(v, scales_ptr, 1, tile_pages, slots, is_inside, q.dtype, PAGE_SIZE, V_OFFSET)
         if SELECTS:
             sums, total, highest = weigh_seen(scores, is_seen & is_inside[None, :], scale, v, sums, total, highest)
         else:

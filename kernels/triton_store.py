@@ -18,6 +18,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
+from .fp8 import E4M3
+from .fp8_pages import block_size, has_close_blocks, scales_of
+from .triton_fp8 import e4m3
 
 _TOKENS = 64  # per program of `_rows_kernel`
 _SEQS = 64  # sequences that `_count_up_to` looks at in one step
@@ -70,7 +73,9 @@ def norm_rotate_store(
 
     `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] has contiguous rows. `cos` and `sin` [num_tokens, 1,
     head_dim] are contiguous; the first half of `sin` is negated already. `kv_layer` [num_pages, 2, num_kv_heads,
-    page_size, head_dim] is contiguous and has qkv's dtype. `rows` [num_tokens] int64 comes from `token_rows`. `norms`
+    page_size, head_dim] is contiguous and has qkv's dtype, or it is a layer of a pool in e4m3, in which each head is
+    stored as `round_rows` rounds it (fp8_pages.py). A head with a number that is not finite gets a scale that is NaN.
+    Keys and values in `qkv` are not rounded. `rows` [num_tokens] int64 comes from `token_rows`. `norms`
     holds the weights of queries and keys, [head_dim] each; None: heads are not normed.
 
     The norm is rounded to the dtype before it is multiplied by its weight, and after. The rotation is rounded once."""
@@ -79,13 +84,16 @@ def norm_rotate_store(
     num_heads = num_all_heads - 2 * num_kv_heads
     assert qkv.shape[1] == num_all_heads * head_dim and num_heads > 0 and head_dim % 2 == 0, (qkv.shape, kv_layer.shape)
     assert cos.shape == sin.shape == (num_tokens, 1, head_dim) and rows.shape == (num_tokens,), (cos.shape, rows.shape)
-    assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous() and kv_layer.is_contiguous()
-    assert qkv.dtype == kv_layer.dtype and all(norm.shape == (head_dim,) for norm in norms or ()), (qkv.dtype, norms)
+    assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous() and has_close_blocks(kv_layer)
+    assert kv_layer.dtype in (qkv.dtype, E4M3), (kv_layer.dtype, qkv.dtype)
+    assert all(norm.shape == (head_dim,) for norm in norms or ()), norms
+    scales = scales_of(kv_layer) if kv_layer.dtype == E4M3 else None
     q_norm, k_norm = (None, None) if norms is None else norms
     dependent = gpu.dependent_launch(num_tokens)
     _store_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS))](
-        qkv, cos, sin, kv_layer, rows, q_norm, k_norm, qkv.stride(0), eps,
+        qkv, cos, sin, kv_layer, scales, rows, q_norm, k_norm, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
+        BLOCK=block_size(kv_layer),
         HEADS=min(_HEADS, triton.next_power_of_2(num_all_heads)), HALF=triton.next_power_of_2(head_dim // 2),
         DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
@@ -139,7 +147,8 @@ def _store_kernel(
     qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], tokens qkv_stride apart; queries, keys written
     cos_ptr,  # [num_tokens, HEAD_DIM]
     sin_ptr,  # [num_tokens, HEAD_DIM], its first half negated
-    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of qkv's dtype, written
+    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of qkv's dtype or e4m3, blocks BLOCK apart, written
+    scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart, written; None: no scales
     rows_ptr,  # [num_tokens] int64
     q_norm_ptr,  # [HEAD_DIM]; None: heads are not normed
     k_norm_ptr,  # [HEAD_DIM]; None: heads are not normed
@@ -149,6 +158,7 @@ def _store_kernel(
     NUM_KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -185,9 +195,20 @@ def _store_kernel(
     tl.store(source + half, second, mask=inside & is_rotated)
     # K heads, then V heads, follow one another in a page as they do in qkv
     page, slot = row // PAGE_SIZE, row % PAGE_SIZE
-    block = page * (2 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM) + slot * HEAD_DIM
-    target = kv_ptr + block + (heads - NUM_HEADS) * (PAGE_SIZE * HEAD_DIM) + dims
+    block = page * (2 * NUM_KV_HEADS * BLOCK) + slot * HEAD_DIM
+    target = kv_ptr + block + (heads - NUM_HEADS) * BLOCK + dims
     stored = inside & (heads >= NUM_HEADS) & (row >= 0)
+    if scales_ptr is not None:
+        x, y = first.to(tl.float32), second.to(tl.float32)  # 0 beyond a head's end
+        largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+        is_number = (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
+        is_good = tl.min(is_number.to(tl.int32), 1) != 0
+        scales = tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)
+        scales = tl.where(is_good, scales, float("nan"))[:, None]
+        first, second = e4m3(tl.div_rn(x, scales)), e4m3(tl.div_rn(y, scales))
+        scales_at = scales_ptr + page * (NUM_KV_HEADS * BLOCK // 2) + slot + (heads - NUM_HEADS) * (BLOCK // 4)
+        is_head = (heads >= NUM_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (row >= 0)
+        tl.store(scales_at, scales, mask=is_head)
     tl.store(target, first, mask=stored)
     tl.store(target + half, second, mask=stored)
 

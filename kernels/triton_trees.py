@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fp8_pages import block_size, has_close_blocks, parts_of
 from .tree_types import Ancestry
 
 
@@ -60,17 +61,21 @@ def walk_tree(
 
 
 def move_slots_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy slots as `move_slots_ref_` does. `kv` and the rows of `block_table` are contiguous."""
-    num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim = kv.shape
+    """Copy slots as `move_slots_ref_` does. `kv` and the rows of `block_table` are contiguous, or `kv` is in e4m3. Its
+    scales take a launch of their own."""
+    num_layers, num_pages, num_planes, num_kv_heads, page_size, _ = kv.shape
     num_seqs, num_moves = sources.shape
-    assert kv.is_contiguous() and block_table.stride(1) == 1 and targets.shape == sources.shape, sources.shape
+    assert block_table.stride(1) == 1 and targets.shape == sources.shape, sources.shape
+    assert has_close_blocks(kv.flatten(0, 1)), kv.stride()
     if not num_moves:
         return
-    _move_kernel[(num_seqs, num_layers, num_planes * num_kv_heads)](
-        kv, block_table, sources.contiguous(), targets.contiguous(), block_table.stride(0), num_pages, num_moves,
-        PAGE_SIZE=page_size, HEAD_DIM=head_dim, MOVES=triton.next_power_of_2(num_moves),
-        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
-    )  # fmt: skip
+    for part in parts_of(kv):
+        block, width = block_size(kv) * kv.itemsize // part.itemsize, part.shape[5]
+        _move_kernel[(num_seqs, num_layers, num_planes * num_kv_heads)](
+            part, block_table, sources.contiguous(), targets.contiguous(), block_table.stride(0), num_pages, num_moves,
+            PAGE_SIZE=page_size, HEAD_DIM=width, BLOCK=block, MOVES=triton.next_power_of_2(num_moves),
+            BLOCK_D=triton.next_power_of_2(width), num_warps=1,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("num_drafts",))
@@ -155,7 +160,7 @@ def _walk_kernel(
 
 @triton.jit(do_not_specialize=("table_stride", "num_pages", "num_moves"))
 def _move_kernel(
-    kv_ptr,  # [num_layers, num_pages, num_planes * num_kv_heads, PAGE_SIZE, HEAD_DIM] of any dtype, written
+    kv_ptr,  # [num_layers, num_pages, num_planes * num_kv_heads, PAGE_SIZE, HEAD_DIM], blocks BLOCK apart, written
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     sources_ptr,  # [num_seqs, num_moves] int64
     targets_ptr,  # [num_seqs, num_moves] int64
@@ -164,6 +169,7 @@ def _move_kernel(
     num_moves,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
     MOVES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -178,10 +184,10 @@ def _move_kernel(
     page = tl.load(table_ptr + seq * table_stride + source // PAGE_SIZE, mask=is_move, other=0)
     new_page = tl.load(table_ptr + seq * table_stride + target // PAGE_SIZE, mask=is_move, other=0)
     heads = tl.num_programs(2)
-    base = kv_ptr + (layer * num_pages * heads + head) * (PAGE_SIZE * HEAD_DIM)
+    base = kv_ptr + (layer * num_pages * heads + head) * BLOCK
     is_in = is_move[:, None] & (dims < HEAD_DIM)[None, :]
-    at = page * heads * (PAGE_SIZE * HEAD_DIM) + source % PAGE_SIZE * HEAD_DIM
+    at = page * heads * BLOCK + source % PAGE_SIZE * HEAD_DIM
     moved = tl.load(base + at[:, None] + dims[None, :], mask=is_in)
     tl.debug_barrier()  # a slot may be source of one move and target of another
-    at = new_page * heads * (PAGE_SIZE * HEAD_DIM) + target % PAGE_SIZE * HEAD_DIM
+    at = new_page * heads * BLOCK + target % PAGE_SIZE * HEAD_DIM
     tl.store(base + at[:, None] + dims[None, :], moved, mask=is_in)

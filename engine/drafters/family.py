@@ -18,6 +18,7 @@ import xxhash
 from ...metadata.handoff.hidden_layout import TORCH_DTYPES, HiddenDtype, HiddenLayout, Source
 from ...metadata.handoff.schema import make_schema
 from ...metadata.wire.node_info import HandoffSchema, PoolLayout
+from ..config import KvDtype
 from ..draft_shape import DraftShape
 from ..fingerprint import fingerprint
 from ..model_config import ModelConfig
@@ -112,11 +113,14 @@ class Speculation:
     frozen_layers: tuple[int, ...] = ()  # by draft layer: the target layer whose KV it attends to
     aux_layers: tuple[int, ...] = ()  # target layers whose input states the drafter takes; none: another state
 
-    def schema(self, target: PoolLayout, page_size: int, *, checksums: bool) -> HandoffSchema:
-        """Return the schema of the handoff with this drafter."""
+    def schema(
+        self, target: PoolLayout, page_size: int, *, checksums: bool, kv_dtype: KvDtype = "auto"
+    ) -> HandoffSchema:
+        """Return the schema of the handoff with this drafter. `kv_dtype`: of the draft's own pool. Raises ConfigError
+        if the draft cannot have it."""
         return make_schema(
             target,
-            self._pool(),
+            self._pool(kv_dtype),
             page_size,
             self.algorithm,
             self.hidden,
@@ -156,11 +160,11 @@ class Speculation:
             return None
         return self.make(Loading(self.shape, self.hidden, target, target_kv, draft_kv, on_progress, ranks))
 
-    def _pool(self) -> PoolLayout | None:
+    def _pool(self, kv_dtype: KvDtype) -> PoolLayout | None:
         if not self.has_pool:
             return None
         assert self.draft is not None
-        return self.draft.pool(self.hidden.draft_dtype)
+        return self.draft.pool(self.hidden.draft_dtype, kv_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

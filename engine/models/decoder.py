@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.fp8 import E4M3
 from ...kernels.sample import Choice, perturbed_argmax
 from ..attention import AttentionContext, begin_attention
 from ..batch import ForwardBatch, JointBatch
@@ -96,8 +97,8 @@ class DecoderModel:
 
     def begin(self, batch: ForwardBatch | JointBatch, kv: Tensor) -> AttentionContext:
         """Return what the attention layers of one forward share."""
-        assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
-        return begin_attention(self.config, self._rotary, batch, kv)
+        assert kv.dtype in (self.dtype, E4M3), (kv.dtype, self.dtype)
+        return begin_attention(self.config, self._rotary, batch, kv, self.dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings of `token_ids` [num_tokens] int64: [num_tokens, hidden_size], a new tensor."""

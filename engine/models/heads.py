@@ -76,7 +76,7 @@ class EagleHead:
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor, *, is_extend: bool) -> Tensor:
         eps = self.config.rms_norm_eps
-        context = begin_attention(self.config, self.rotary, batch, kv)
+        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
         x = self.fc(torch.cat([self.embed(batch.input_ids), hidden], dim=1))
         x = run_body(self.first, x, x, context, eps)
         for layer in self.rest:
@@ -105,7 +105,7 @@ class Eagle3Head:
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor, *, is_extend: bool) -> Tensor:
         eps = self.config.rms_norm_eps
-        context = begin_attention(self.config, self.rotary, batch, kv)
+        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
         x = self.fc(hidden) if is_extend else hidden.clone()
         normed = rms_norm(x, self.hidden_norm, eps)
         embedded = rms_norm(self.embed(batch.input_ids), self.embedding_norm, eps)

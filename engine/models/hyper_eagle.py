@@ -39,7 +39,7 @@ class HyperEagleHead:
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
         """Run the layers; states have the same form in both phases."""
-        context = begin_attention(self.config, self.rotary, batch, kv)
+        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
         embedded = self.target.embed(batch.input_ids)
         normed = rms_norm(hidden, self.hidden_norm, self.config.rms_norm_eps)
         streams = self._streams(self.fc(torch.cat([embedded, normed], dim=1)))

@@ -49,7 +49,7 @@ class HyperMtpHead:
     ) -> torch.Tensor:
         """States come back, and go in, in the same form in both phases."""
         eps, size = self.config.rms_norm_eps, self.config.hidden_size
-        context = begin_attention(self.config, self.rotary, batch, kv)
+        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
         embedded = rms_norm(self.target.embed(batch.input_ids), self.embedding_norm, eps)
         normed = rms_norm(hidden.reshape(-1, size), self.hidden_norm, eps)  # [num_tokens * hc_mult, hidden_size]
         streams = self._streams(self.hidden_projection(normed).view(hidden.shape))

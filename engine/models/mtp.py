@@ -54,7 +54,7 @@ class MtpHead:
         self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool = True
     ) -> torch.Tensor:
         eps = self.config.rms_norm_eps
-        context = begin_attention(self.config, self.rotary, batch, kv)
+        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
         embedded = self.target.embed(batch.input_ids)
         if self.is_mimo:
             embedded = torch.where(batch.positions.unsqueeze(1) == 0, 0.0, embedded)

@@ -16,7 +16,7 @@ import xxhash
 from ..errors import ConfigError
 from ..wire.node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, Role, RowField
 from ..wire.request import MAX_TOP_LOGPROBS
-from .kv_layout import DTYPE_BYTES, KvLayout, plane_words, planes_words
+from .kv_layout import DTYPE_BYTES, KvLayout, plane_words, planes_of, planes_words
 
 if TYPE_CHECKING:
     from .hidden_layout import HiddenLayout
@@ -189,7 +189,11 @@ def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
 def differences(here: HandoffSchema, there: HandoffSchema) -> list[str]:
     """Return what differs, one phrase per field that names both values ("page_size: 16 here, 32 there"); empty if
     equal."""
-    ours, theirs = _flat(here), _flat(there)
+    by_planes = [
+        any(pool is not None and pool.planes for pool in pools)
+        for pools in zip(_both_pools(here), _both_pools(there), strict=True)
+    ]
+    ours, theirs = _flat(here, *by_planes), _flat(there, *by_planes)
     names = [*ours, *(name for name in theirs if name not in ours)]
     return [
         f"{name}: {ours.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
@@ -263,20 +267,29 @@ def _draft_fields(hidden: HiddenLayout | None, num_proposals: int, ranks_trees: 
     return fields
 
 
-def _flat(schema: HandoffSchema) -> dict[str, Any]:
-    """Return the values by dotted field names."""
+def _both_pools(schema: HandoffSchema) -> tuple[PoolLayout | None, PoolLayout | None]:
+    return schema.target, schema.draft
+
+
+def _flat(schema: HandoffSchema, *by_planes: bool) -> dict[str, Any]:
+    """Return the values by dotted field names. `by_planes`: whether target and draft are described by their planes,
+    which a pool of K and V need not list."""
     flat: dict[str, Any] = {
         "algorithm": schema.algorithm,
         "page_size": schema.page_size,
         "key_lookahead": schema.key_lookahead,
         "checksum": schema.checksum,
     }
-    for name, pool in (("target", schema.target), ("draft", schema.draft)):
-        if pool is not None:
-            fields = msgspec.structs.asdict(pool)
-            del fields["planes"]
-            flat |= {f"{name}.{key}": value for key, value in fields.items()}
-            flat |= {f"{name}.plane {index}": plane_words(plane) for index, plane in enumerate(pool.planes)}
+    for name, pool, has_planes in zip(("target", "draft"), _both_pools(schema), by_planes, strict=True):
+        if pool is None:
+            continue
+        fields = msgspec.structs.asdict(pool)
+        del fields["planes"]
+        if has_planes:
+            del fields["num_kv_heads"], fields["head_dim"]
+            planes = planes_of(pool) if pool.planes or pool.num_kv_heads else ()  # an old node tells no planes
+            fields |= {f"plane {index}": plane_words(plane) for index, plane in enumerate(planes)}
+        flat |= {f"{name}.{key}": value for key, value in fields.items()}
     if schema.frozen_layers:
         flat["frozen_layers"] = layer_words(schema.frozen_layers)
     flat["row order"] = " ".join(field.name for field in schema.row)

@@ -133,7 +133,7 @@ def bench_extend(num_seqs: int, query_len: int, seq_len: int, page_size: int, ar
     pairs = num_seqs * (query_len * (seq_len - query_len) + query_len * (query_len + 1) // 2)
     num_flops = 4 * NUM_HEADS * HEAD_DIM * pairs
     name = f"extend {num_seqs} x {query_len} of {seq_len}, pages of {page_size}"
-    chosen = ExtendTiles.choose(pool.kv[0])
+    chosen = ExtendTiles.choose(q, pool.kv[0])
     expected = torch.cat([_extend_ref(q, pool, seq, query_len) for seq in range(num_seqs)])
     for tiles in [chosen, *(_other_extends(chosen) if args.sweep else ())]:
         out = extend_attention(q, pool.kv[0], plan, None, tiles)

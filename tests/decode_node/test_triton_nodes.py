@@ -43,15 +43,15 @@ def outputs(model: Path, **settings: Any) -> list[list[int]]:
 
 
 @pytest.mark.timeout(600)  # the interpreter is slow on a busy machine
-@pytest.mark.parametrize("has_latents", [False, True])
+@pytest.mark.parametrize(("has_latents", "kv_dtype"), [(False, "auto"), (True, "auto"), (False, "fp8")])
 def test_output_is_that_of_the_cpu_kernels(
-    has_latents: bool, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_latents: bool, kv_dtype: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = checkpoint("deepseek_v3", q_lora_rank=48) if has_latents else drafters.target_of("eagle3", checkpoint)
     head = write_head(tmp_path / "eagle3", "eagle3", model)
     settings: dict[str, Any] = {"speculative": "eagle3", "draft_model": str(head), "draft_steps": 2}
-    expected = outputs(model)
+    expected = outputs(model, kv_dtype=kv_dtype)
     monkeypatch.setattr(DeviceExecutor, "warm_up", lambda self, progress, **_: None)
     monkeypatch.setattr(Engine, "capture_prompts", lambda self, progress: None)
     with preferring("triton"):
-        assert outputs(model, **settings) == expected
+        assert outputs(model, **settings, kv_dtype=kv_dtype) == expected

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton_device
+from quantized import fp8_numbers, fp8_pool
 
 pytest.importorskip("triton")
 
@@ -39,11 +40,16 @@ def attend(
     norms: HeadNorms | None,
     num_first: int | None = None,
     sinks: torch.Tensor | None = None,
+    *,
+    in_fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attended values of layer 1, and the pool afterwards. `num_first`: rows of the first of two joint batches."""
+    """The attended values of layer 1, and the pool afterwards, float32. `num_first`: rows of the first of two joint
+    batches."""
     generator = torch.Generator().manual_seed(0)
     shape = (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
     kv = torch.randn(shape, generator=generator)
+    if in_fp8:
+        kv = fp8_pool(kv)
     num_tokens = sum(len(row.input_ids) for row in rows)
     qkv = torch.randn(num_tokens, config.q_size + 2 * config.kv_size, generator=generator)
     rotary = RotaryEmbedding(config.rope, config.head_dim, torch.device("cpu"))
@@ -51,8 +57,9 @@ def attend(
     if num_first is not None:
         parts = (ForwardBatch.build(part, PAGE_SIZE, "cpu") for part in (rows[:num_first], rows[num_first:]))
         batch = JointBatch.of(*parts)
-    context = begin_attention(config, rotary, batch, kv)
-    return context(1, qkv, norms, config.sliding_window[1], sinks), kv
+    context = begin_attention(config, rotary, batch, kv, qkv.dtype)
+    out = context(1, qkv, norms, config.sliding_window[1], sinks)
+    return out, fp8_numbers(kv) if in_fp8 else kv
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -78,17 +85,39 @@ def test_all_ways_agree(
         assert torch.equal(ways[way][1][:, unused], ways["gathered"][1][:, unused])
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("window", [None, 4])
+def test_pages_in_fp8_are_attended_alike(rows: str, window: int | None, checkpoint: Checkpoint) -> None:
+    """By Triton and by gathered pages, whichever kernels a CPU has. Prompts read back what is stored."""
+    config = read_model_config(checkpoint("mistral", sliding_window=window))
+    norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim))
+    with preferring("triton"):
+        found, kv = attend(config, ROWS[rows], norms, in_fp8=True)
+    with preferring("numba"):
+        expected, expected_kv = attend(config, ROWS[rows], norms, in_fp8=True)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    unlike, _ = attend(config, ROWS[rows], norms)
+    assert not torch.allclose(found, unlike, atol=1e-2)
+    for row in ROWS[rows]:
+        for position in range(row.position + len(row.input_ids)):
+            at = (1, row.pages[position // PAGE_SIZE], slice(None), slice(None), position % PAGE_SIZE)
+            torch.testing.assert_close(kv[at], expected_kv[at], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["triton", "numba", "reference"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_two_batches_of_one_forward_attend_as_alone(kind: Any, window: int | None, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_two_batches_of_one_forward_attend_as_alone(
+    kind: Any, window: int | None, in_fp8: bool, checkpoint: Checkpoint
+) -> None:
     """The first is a round, the second a chunk of prompts of several lengths."""
     config = read_model_config(checkpoint("mistral", sliding_window=window))
     norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim))
     rows = [*ROWS["decode"], BatchRow([1] * 5, 0, [4]), BatchRow([1], 9, [1]), BatchRow([1] * 20, 3, [6, 7])]
     with preferring(kind):
-        expected, expected_kv = attend(config, rows, norms, sinks=SINKS)
+        expected, expected_kv = attend(config, rows, norms, sinks=SINKS, in_fp8=in_fp8)
         for num_first in (1, 2, 4):
-            found, kv = attend(config, rows, norms, num_first, SINKS)
+            found, kv = attend(config, rows, norms, num_first, SINKS, in_fp8=in_fp8)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(kv[1], expected_kv[1], atol=1e-5, rtol=1e-5)
 

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.model_config import ExpertsConfig, ModelConfig
+from baton.engine.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from baton.engine.rope import RopeConfig
+from baton.metadata.errors import ConfigError
+from baton.metadata.handoff.kv_layout import KvLayout
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4,
@@ -33,3 +35,21 @@ def test_the_state_for_drafters_has_all_streams_unless_it_is_collapsed(
 ) -> None:
     config = replace(CONFIG, hc_mult=hc_mult, hands_over_collapsed=collapsed)
     assert config.handoff_hidden_size == width and config.spec_hidden_size == 64 * hc_mult
+
+
+@pytest.mark.parametrize(("page_size", "bytes_per_token"), [(16, 2 * 8 * (128 + 4)), (1, 2 * 8 * (128 + 16))])
+def test_a_pool_in_fp8_has_a_scale_for_each_token_and_head(page_size: int, bytes_per_token: int) -> None:
+    """0.516 of 16 bits for heads of 128, if blocks need no padding."""
+    config = replace(CONFIG, num_kv_heads=8, head_dim=128)
+    pools = [config.pool("bfloat16", kv_dtype) for kv_dtype in ("auto", "fp8")]
+    plain, fp8 = (KvLayout.of(pool, page_size).page_layer_bytes for pool in pools)
+    assert fp8 == page_size * bytes_per_token and plain == page_size * 2 * 8 * 128 * 2
+    assert page_size == 1 or round(fp8 / plain, 3) == 0.516
+
+
+def test_latents_in_fp8_are_refused_in_words() -> None:
+    latent = LatentConfig(16, None, plain_dim=8, rope_dim=8, value_dim=8, is_interleaved=False, scale=1.0)
+    config = replace(CONFIG, architecture="DeepseekV3ForCausalLM", latent=latent, num_kv_heads=1)
+    assert config.pool("bfloat16").planes
+    with pytest.raises(ConfigError, match="kv_dtype is fp8, but DeepseekV3ForCausalLM has latents"):
+        config.pool("bfloat16", "fp8")

@@ -27,6 +27,7 @@ from attention_case import HEADS_IN_DTYPES, NOT_NUMBERS, ODD_SHAPES, Case, asser
 
 from baton.kernels import triton_attention
 from baton.kernels.attention import Tree, paged_attention_ref
+from baton.kernels.fp8_pages import scales_of
 from baton.kernels.triton_attention import DecodeTiles, TritonPlan, decode_attention
 
 
@@ -313,3 +314,37 @@ def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
     expected = paged_attention_ref(q, small_pool(pool)[0], SMALL_TABLE, [3], [SEQ_LEN], None)
     out = decode_attention(q, pool[0], TritonPlan.uniform(TABLE, LENS, 3, PAGE_SIZE, is_stored=True))
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "heads", "head_dim", "dtype", "tree_before", "window"),
+    [
+        (1, (3, 1), 10, torch.float32, None, None),
+        (3, (2, 2), 72, torch.float32, None, 20),
+        (16, (8, 2), 32, torch.float16, 3, 6),
+        (64, (3, 1), 16, torch.float16, 70, None),
+    ],
+    ids=str,
+)
+def test_pages_in_fp8(
+    page_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    tree_before: int | None,
+    window: int | None,
+) -> None:
+    """Slots that nobody has written have scales of NaN."""
+    case = Case((7, 7), (9, 120), heads, head_dim, page_size, dtype, tree_before, in_fp8=True)
+    for num_slots in (1, 3):
+        case.check(case.decode(window, num_slots=num_slots, block_n=16), window)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_scale_that_is_no_number_spoils_only_rows_that_see_it(half: int) -> None:
+    case = Case((5, 5), (60, 40), (2, 1), page_size=10, in_fp8=True)
+    clean = case.decode(num_slots=2, block_n=16)
+    scales_of(case.kv)[case.table[0, 5], half, :, 7] = float("nan")
+    sees = torch.tensor([False, False, True, True, True] + [False] * 5, device=DEVICE)
+    assert_spoils_only(case.decode(num_slots=2, block_n=16), clean, sees, half, float("nan"))

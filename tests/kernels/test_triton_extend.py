@@ -26,6 +26,7 @@ from attention_case import HEADS_IN_DTYPES, NOT_NUMBERS, ODD_SHAPES, Case, asser
 
 from baton.kernels import triton_extend
 from baton.kernels.attention import paged_attention_ref
+from baton.kernels.fp8_pages import scales_of
 from baton.kernels.triton_attention import TritonPlan
 from baton.kernels.triton_extend import ExtendTiles, extend_attention
 
@@ -115,7 +116,7 @@ def test_short_chunks_behind_long_prefixes(
     monkeypatch.setattr(torch, "empty", empty)
     case = Case(query_lens, seq_lens, (4, 2))
     plan = TritonPlan.ragged(case.table, case.lens, case.starts, len(case.qkv), case.page_size)
-    tiles = ExtendTiles.choose(case.kv)._replace(block_m=16, block_n=16, num_slots=20)
+    tiles = ExtendTiles.choose(case.q, case.kv)._replace(block_m=16, block_n=16, num_slots=20)
     outs = [extend_attention(case.q, case.kv, plan, window, tiles) for _ in range(2)]
     case.check(outs[0], window)
     assert torch.equal(*outs)
@@ -196,3 +197,31 @@ def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
     starts = torch.tensor([0, 3], dtype=torch.int32)
     out = extend_attention(q, pool[0], TritonPlan.ragged(TABLE, LENS, starts, 3, PAGE_SIZE))
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "heads", "head_dim", "dtype", "window"),
+    [
+        (1, (3, 1), 10, torch.float32, None),
+        (3, (2, 2), 72, torch.float32, 20),
+        (16, (8, 2), 32, torch.float16, None),
+        (64, (3, 1), 16, torch.float16, 5),
+    ],
+    ids=str,
+)
+def test_pages_in_fp8(
+    page_size: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """Slots that nobody has written have scales of NaN. The last tiles of keys end within a page."""
+    case = Case((21, 1, 7, 30), (21, 9, 60, 54), heads, head_dim, page_size, dtype, in_fp8=True)
+    case.check(case.extend(window, block_m=32, block_n=16), window)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_scale_that_is_no_number_spoils_only_rows_that_see_it(half: int) -> None:
+    case = Case((5, 5), (60, 40), (2, 1), page_size=10, in_fp8=True)
+    clean = case.extend(block_m=16, block_n=16)
+    scales_of(case.kv)[case.table[0, 5], half, :, 7] = float("nan")
+    sees = torch.tensor([False, False, True, True, True] + [False] * 5, device=DEVICE)
+    assert_spoils_only(case.extend(block_m=16, block_n=16), clean, sees, half, float("nan"))

@@ -20,6 +20,7 @@ from large_pool import (
     make_rotation,
     small_pool,
 )
+from quantized import fp8_numbers, fp8_pool, fp8_rounded
 from triton_device import DEVICE
 
 pytest.importorskip("triton")
@@ -162,3 +163,42 @@ def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
     attend_ref(qkv.clone(), expected.numpy(), 0, rows, None)
     norm_rotate_store(qkv, *make_rotation(3), pool[0], token_rows(TABLE, LENS, 3, PAGE_SIZE, 3))
     torch.testing.assert_close(small_pool(pool), expected)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "heads", "head_dim", "dtype", "with_norms"),
+    [
+        (4, (6, 2), 16, torch.float32, True),
+        (1, (5, 1), 10, torch.float32, False),
+        (3, (14, 2), 72, torch.float16, True),  # more heads than a program has
+        (48, (7, 1), 80, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_keys_and_values_in_fp8_are_those_that_would_be_stored_rounded_once_more(
+    page_size: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, with_norms: bool
+) -> None:
+    """A head of zeros has a scale, and one with a number that is not finite has none."""
+    generator = torch.Generator().manual_seed(1)
+    plain = Case((5, 1, 0, 9), (7, 1, 4, 30), heads, head_dim, page_size, dtype)
+    plain.qkv[2, -head_dim:] = 0
+    plain.qkv[3, -head_dim:] = torch.tensor(([1.0, float("inf"), float("nan")] + [2.0] * head_dim)[:head_dim])
+    num_tokens, num_kv_heads = len(plain.qkv), heads[1]
+    angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator)
+    cos = torch.cat((angles.cos(), angles.cos()), -1).to(DEVICE, dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(DEVICE, dtype)
+    norms = torch.randn(2, head_dim, generator=generator).to(DEVICE, dtype).unbind(0) if with_norms else None
+    rows = token_rows(plain.table, plain.lens, num_tokens, page_size, None, plain.starts)
+    qkv, fp8 = plain.qkv.clone(), fp8_pool(plain.kv)
+    norm_rotate_store(plain.qkv, cos, sin, plain.kv, rows, norms, EPS)
+    before = fp8_numbers(fp8)
+    out = norm_rotate_store(qkv, cos, sin, fp8, rows, norms, EPS)
+    assert torch.equal(out.nan_to_num(), plain.q.nan_to_num())
+    expected = before.clone()
+    for page, slot in places(plain):
+        expected[page, :, :, slot] = fp8_rounded(plain.kv[page, :, :, slot].float())
+    found, (page, slot) = fp8_numbers(fp8), places(plain)[3]
+    spoilt = page, 1, num_kv_heads - 1, slot
+    assert found[spoilt].isnan().all()
+    expected[spoilt] = float("nan")
+    assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))

@@ -6,6 +6,7 @@ Import this module only after `pytest.importorskip("triton")`.
 from __future__ import annotations
 
 import torch
+from quantized import fp8_numbers, fp8_pool
 from triton_device import DEVICE, IS_INTERPRETED
 
 from baton.kernels.attention import Tree, paged_attention_ref
@@ -41,7 +42,7 @@ class Case:
 
     def __init__(
         self, query_lens, seq_lens, heads=(4, 2), head_dim=32, page_size=16, dtype=torch.float32, tree_before=None,
-        spare_columns=1,
+        spare_columns=1, in_fp8=False,
     ):  # fmt: skip
         self.query_lens, self.seq_lens, (self.num_heads, self.num_kv_heads) = query_lens, seq_lens, heads
         self.page_size, self.head_dim, self.dtype = page_size, head_dim, dtype
@@ -56,6 +57,8 @@ class Case:
                 values = torch.randn(2, heads[1], head_dim, generator=generator)
                 kv[table[seq, j // page_size], :, :, j % page_size] = values
         self.kv, self.table = kv.to(DEVICE, dtype), table.to(DEVICE)
+        if in_fp8:
+            self.kv = fp8_pool(self.kv)
         self.lens = torch.tensor(seq_lens, device=DEVICE)
         self.starts = torch.tensor([0, *query_lens]).cumsum(0).to(DEVICE, torch.int32)
         self.qkv = torch.randn(sum(query_lens), (heads[0] + 2 * heads[1]) * head_dim, generator=generator)
@@ -104,12 +107,13 @@ class Case:
 
     def extend(self, window: int | None = None, sinks: torch.Tensor | None = None, **tiles: int) -> torch.Tensor:
         plan = TritonPlan.ragged(self.table, self.lens, self.starts, len(self.qkv), self.page_size)
-        tiles_of = ExtendTiles.choose(self.kv)._replace(**tiles)
+        tiles_of = ExtendTiles.choose(self.q, self.kv)._replace(**tiles)
         return extend_attention(self.q, self.kv, plan, window, tiles_of, sinks=sinks)
 
     def check(self, out: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None) -> None:
+        kv = fp8_numbers(self.kv).to(self.dtype) if self.kv.dtype == torch.float8_e4m3fn else self.kv
         expected = paged_attention_ref(
-            self.q, self.kv.nan_to_num(), self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree,
+            self.q, kv.nan_to_num(), self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree,
             sinks=sinks,
         )  # fmt: skip
         torch.testing.assert_close(out, expected, atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])

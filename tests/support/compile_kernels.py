@@ -1,4 +1,5 @@
-"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8` or `experts`.
+"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8`, `experts` or
+`fp8_pages`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs."""
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 SHARED_BYTES = 227 * 1024  # of a processor of an H100
 _TYPES = {"table": "*i64", "seq_lens": "*i64", "starts": "*i32", "tree_starts": "*i64", "visible": "*i64"}
@@ -110,5 +113,30 @@ def _experts() -> None:
             print(f"{name} {block}", compiled_bytes(triton_experts._product_kernel, constants, own, **launch))
 
 
+def _fp8_pages() -> None:
+    from baton.kernels import triton_attention, triton_extend, triton_store, triton_trees
+    from baton.kernels.triton_attention import stages_that_fit, tile_keys
+
+    sizes = {"NUM_KV_HEADS": 8, "PAGE_SIZE": 16, "HEAD_DIM": 128}
+    for pages, block in (("*bf16", 16 * 128), (_E4M3, 16 * (128 + 4))):
+        types, name = _TYPES | {"kv": pages, "scales": "*fp32", "positions": "*i64"}, pages[1:]
+        layout = {**sizes, "BLOCK": block} | ({} if pages == _E4M3 else {"scales_ptr": None})
+        q = torch.empty(1, 32, 128, dtype=torch.bfloat16, device="meta")
+        tiles = {**layout, "GROUP": 4, "BLOCK_N": tile_keys(q), "BLOCK_D": 128}
+        flags = {"IS_TREE": True, "HAS_WINDOW": True, "HAS_PARTS": True, "HAS_HIDDEN": True, "DEPENDENT": True}
+        round_ = {**tiles, **flags, "BLOCK_M": 16, "MIN_SPLIT": 256}
+        launch = {"num_warps": 4, "num_stages": stages_that_fit(q, tile_keys(q), 3)}
+        print(f"{name} round", compiled_bytes(triton_attention._decode_kernel, round_, types, **launch))
+        chunk = {**tiles, "BLOCK_M": 128, "SEQS": 32, "HAS_WINDOW": False}
+        launch = {"num_warps": 8, "num_stages": 3}
+        print(f"{name} chunk", compiled_bytes(triton_extend._extend_kernel, chunk, types, **launch))
+        stores = {**layout, "NUM_HEADS": 32, "HEADS": 16, "HALF": 64, "DEPENDENT": True}
+        print(f"{name} store", compiled_bytes(triton_store._store_kernel, stores, types, num_warps=4))
+    types = _TYPES | {"sources": "*i64", "targets": "*i64"}
+    for kv, width, block in (("*u8", 128, 16 * 132), ("*fp32", 1, 4 * 132)):
+        moves = {"PAGE_SIZE": 16, "HEAD_DIM": width, "BLOCK": block, "MOVES": 8, "BLOCK_D": width}
+        print(f"{kv[1:]} move", compiled_bytes(triton_trees._move_kernel, moves, types | {"kv": kv}, num_warps=1))
+
+
 if __name__ == "__main__":
-    {"latents": _latents, "fp8": _fp8, "experts": _experts}[sys.argv[1]]()
+    {"latents": _latents, "fp8": _fp8, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()

@@ -116,8 +116,10 @@ class Plain:
     truths: dict[int, list[int]]  # by seed: the whole sequence, and more if a stop token ends it
 
     @classmethod
-    def of(cls, model: Path, asks: Sequence[Ask] = ASKS) -> Plain:
-        pair = NodePair(model, prefill={"page_size": PAGE_SIZE}, decode={"page_size": PAGE_SIZE})
+    def of(cls, model: Path, asks: Sequence[Ask] = ASKS, **settings: Any) -> Plain:
+        """`settings`: of both nodes."""
+        both = {"page_size": PAGE_SIZE, **settings}
+        pair = NodePair(model, prefill=both, decode=both)
         with closing(pair):
             plain = cls([], {})
             for index, ask in enumerate(asks):

@@ -1,6 +1,6 @@
-"""Checkpoints with FP8 weights, made of plain ones, and the model in transformers that rounds as they say.
+"""Checkpoints with FP8 weights, made of plain ones, the model in transformers that rounds as they say, and KV in FP8.
 
-Both are written anew from the formats' definitions, with nothing of the engine's: numbers are rounded by a table of
+All are written anew from the formats' definitions, with nothing of the engine's: numbers are rounded by a table of
 all e4m3 numbers.
 """
 
@@ -210,3 +210,43 @@ def _nearest(x: Tensor) -> Tensor:
     is_even = above % 2 == (len(_NUMBERS) // 2) % 2  # 0 is in the middle and even
     is_high = (wide - low > high - wide) | ((wide - low == high - wide) & is_even)
     return torch.where(is_high, high, low)
+
+
+# --- KV ---
+
+
+def fp8_rounded(rows: Tensor) -> Tensor:
+    """Return keys or values as FP8 pages hold them, in their dtype: [..., head_dim], each row with a scale."""
+    values, scales = _fp8_rows(rows)
+    return (values.float() * scales).to(rows.dtype)
+
+
+def fp8_pool(kv: Tensor) -> Tensor:
+    """Return a pool or layer in e4m3 that holds the numbers of `kv` [..., page_size, head_dim] with scales behind each
+    block, blocks at multiples of 16 bytes. A row of NaN keeps it."""
+    *outer, page_size, head_dim = kv.shape
+    num_values, num_scales = (-(-size // 16) * 16 for size in (page_size * head_dim, page_size * 4))
+    pool = torch.full((*outer, num_values + num_scales), 0x55, dtype=torch.uint8, device=kv.device)
+    values, scales = _fp8_rows(kv)
+    found = pool[..., : page_size * head_dim].view(torch.float8_e4m3fn).unflatten(-1, (page_size, head_dim))
+    found.view(torch.uint8).copy_(values.to(torch.float8_e4m3fn).view(torch.uint8))
+    pool[..., num_values:][..., : page_size * 4].view(torch.float32).copy_(scales.squeeze(-1))
+    return found
+
+
+def fp8_numbers(kv: Tensor) -> Tensor:
+    """Return the numbers of a pool or layer in e4m3, float32."""
+    *outer, page_size, head_dim = kv.shape
+    first = kv.storage_offset() + -(-page_size * head_dim // 16) * 16
+    whole = torch.empty(0, dtype=torch.float32, device=kv.device).set_(
+        kv.untyped_storage(), first // 4, (*outer, page_size), tuple(each // 4 for each in (*kv.stride()[:-2], 4))
+    )
+    return kv.float() * whole.unsqueeze(-1)
+
+
+def _fp8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    wide = rows.float()
+    scales = wide.abs().amax(-1, keepdim=True) / 448.0
+    scales = torch.where(scales == 0, 1.0, scales)
+    values = _nearest((wide / scales).nan_to_num().cpu()).float().to(rows.device)
+    return values, scales

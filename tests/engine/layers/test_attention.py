@@ -72,7 +72,7 @@ def test_equals_dense_attention(
     outs, position = [], 0
     for num in chunks:
         batch = ForwardBatch.build([BatchRow([0] * num, position, pages)], PAGE_SIZE, "cpu")
-        context = begin_attention(config, rotary, batch, kv)
+        context = begin_attention(config, rotary, batch, kv, kv.dtype)
         outs.append(layer(x[position : position + num], context))
         position += num
     cos, sin = rotary(torch.arange(20), torch.float32)

@@ -86,7 +86,7 @@ def test_equals_heads_that_are_expanded(
     with preferring("reference" if backend == "reference" else "numba"):
         for num in chunks:
             batch = ForwardBatch.build([BatchRow([0] * num, position, pages)], PAGE_SIZE, "cpu")
-            outs.append(layer(x[position : position + num], begin_attention(config, rotary, batch, kv)))
+            outs.append(layer(x[position : position + num], begin_attention(config, rotary, batch, kv, kv.dtype)))
             position += num
     torch.testing.assert_close(torch.cat(outs), expanded(x, layer), atol=1e-4, rtol=1e-4)
     assert kv[1, pages].isfinite().all()

@@ -297,11 +297,17 @@ def test_a_latent_is_one_block() -> None:
     assert layout.stacked_shape(7) == (2, 7, 1, 1, 16, 576)
 
 
-@pytest.mark.parametrize("pool", [FP8, UNLIKE], ids=["fp8", "unlike"])
-def test_planes_that_are_no_tensor_are_refused_in_words(pool: PoolLayout) -> None:
+def test_values_with_scales_are_one_tensor_with_gaps() -> None:
+    layout = KvLayout.of(FP8, 3)
+    assert layout.stacked_shape(7) == (2, 7, 2, 2, 3, 10)
+    key, value = (layout.values(plane, 7) for plane in layout.planes)
+    assert value.offset - key.offset == 2 * layout.block_bytes(layout.planes[0]) and key.strides[2:4] == (48, 10)
+
+
+def test_planes_that_are_no_tensor_are_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="not one tensor of equal heads") as raised:
-        KvLayout.of(pool, 3).stacked_shape(7)
-    assert plane_words(pool.planes[-1]) in str(raised.value)
+        KvLayout.of(UNLIKE, 3).stacked_shape(7)
+    assert plane_words(UNLIKE.planes[-1]) in str(raised.value)
 
 
 def test_two_planes_of_one_name_are_refused() -> None:
@@ -334,6 +340,18 @@ def test_unlike_planes_are_a_difference_in_words() -> None:
     ]
     assert "target 2 layers x (latent: 1 heads x 576 bfloat16)," in describe(here)
     assert digest(here) != digest(there)
+
+
+def test_planes_and_a_pool_that_lists_none_differ_by_their_planes() -> None:
+    plain = PoolLayout(num_layers=2, num_kv_heads=2, head_dim=10, dtype="bfloat16")
+    here, there = make_schema(plain, FP8, algorithm="standalone"), make_schema(FP8, plain, algorithm="standalone")
+    fp8, bf16 = "2 heads x 10 float8_e4m3fn + 4 bytes aligned to 16 bytes", "2 heads x 10 bfloat16"
+    assert differences(here, there) == [
+        f"target.plane 0: k: {bf16} here, k: {fp8} there",
+        f"target.plane 1: v: {bf16} here, v: {fp8} there",
+        f"draft.plane 0: k: {fp8} here, k: {bf16} there",
+        f"draft.plane 1: v: {fp8} here, v: {bf16} there",
+    ]
 
 
 @pytest.mark.parametrize("protocol", range(PROTOCOL_MIN, PROTOCOL_MAX))
