@@ -43,9 +43,9 @@ class PageMemory:
     """The pages of one pool in this process.
 
     `pages` is uint8 [num_layers, num_pages, page_layer_bytes]; `layout` says where the heads lie in it. The engine's
-    tensor is a view of shape `layout.stacked_shape(num_pages)`. `generations` is int64 [num_pages]. The allocator of the pages may count in it; `HandoffServer.offer` writes it too.
-    For a pool on a GPU this is a host mirror (pages.py). If no page travels through the host, only the generations
-    take physical memory.
+    tensor is a view of shape `layout.stacked_shape(num_pages)`. `generations` is int64 [num_pages]. The allocator of
+    the pages may count in it; `HandoffServer.offer` writes it too. For a pool on a GPU this is a host mirror
+    (pages.py). If no page travels through the host, only the generations take physical memory.
 
     Raises ConfigError if the machine does not have that much memory. The owner calls `close`.
     """
