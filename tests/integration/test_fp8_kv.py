@@ -22,7 +22,8 @@ from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.work import BatchRow
 from baton.kernels.fp8 import E4M3
-from baton.metadata.handoff.schema import differences
+from baton.kernels.fp8_pages import scales_of
+from baton.metadata.handoff.schema import differences, kv_layouts
 
 LENGTH = 30
 NEAR = 2e-3  # of logits up to 1: sums in another order round a number to the other neighbour, rarely
@@ -159,6 +160,23 @@ def test_the_pools_of_target_and_draft_have_the_bytes_that_the_schema_states(tar
     refusal = differences(engine.schema, plain.schema)  # the sentences with which the nodes refuse each other
     assert refusal[:2] == [f"target.plane {i}: {n}: {fp8} here, {n}: {float32} there" for i, n in enumerate("kv")]
     assert [line.partition(":")[0] for line in refusal[2:]] == ["draft.plane 0", "draft.plane 1"]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_kernels_find_values_and_scales_where_the_layout_says(
+    num_kv_heads: int, checkpoint: Callable[..., Path]
+) -> None:
+    engine = engine_of(checkpoint("llama", num_attention_heads=4, num_key_value_heads=num_kv_heads), kv_dtype="fp8")
+    [layout], [pool] = kv_layouts(engine.schema), engine._pools
+    pool.random_(256)
+    for index, plane in enumerate(layout.planes):
+        values, extras = (
+            pool.as_strided(view.shape, view.strides, view.offset)
+            for view in (layout.values(plane, 40), layout.extras(plane, 40))
+        )
+        assert torch.equal(values, engine.kv[:, :, index].view(torch.uint8))
+        scales = scales_of(engine.kv)[:, :, index].unsqueeze(-1)
+        assert torch.equal(extras.view(torch.float32).nan_to_num(), scales.nan_to_num())
 
 
 def test_a_page_is_copied_with_its_scales(target: Path) -> None:
