@@ -39,7 +39,9 @@ class Signals:
 
     def wait(self, timeout_s: float | None) -> None:
         """Return at the next signal or after `timeout_s`, whichever comes first."""
-        if select.select([self._reader], [], [], timeout_s)[0]:
+        poll = select.poll()  # select() takes no descriptor from 1,024 on
+        poll.register(self._reader, select.POLLIN)
+        if poll.poll(None if timeout_s is None else timeout_s * 1000):
             self._reader.recv(4096)
 
     def _count(self, _number: int, _frame: FrameType | None) -> None:

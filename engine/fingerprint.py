@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from .checkpoint import safetensors_files, tensor_digests
 from .model_config import ExpertsConfig, ModelConfig
 from .models.read_config import read_model_config
 
-_LATER = ("experts", "quantization", "rotary_dim", "has_wide_norms", "latent")  # earlier releases lack them, and agree
+_EARLY = ("hc_mult", "hands_over_collapsed")  # fields with defaults that the digests of all releases hold
 
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
@@ -31,9 +31,9 @@ def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
 def fingerprint_of(config: ModelConfig, tensors: Mapping[str, bytes]) -> str:
     """Return the fingerprint of a model, given the digests of its tensors by name."""
     fields = asdict(config)
-    for name in _LATER:
-        if not fields[name]:
-            del fields[name]
+    for field in dataclass_fields(ModelConfig):  # releases that lack a field agree with those that have its default
+        if field.default is not MISSING and field.name not in _EARLY and fields[field.name] == field.default:
+            del fields[field.name]
     if "experts" in fields:  # the same for its fields with defaults
         defaults = {field.name: field.default for field in dataclass_fields(ExpertsConfig)}
         fields["experts"] = {name: value for name, value in fields["experts"].items() if value != defaults[name]}

@@ -165,7 +165,8 @@ def _tokenizer() -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    text = Path(__file__).with_name("tokenizer_text.txt").read_text(encoding="utf-8")  # it never changes, or tests do
+    tokenizer.train_from_iterator([text], trainer)
     return tokenizer.to_str()
 
 
