@@ -1,4 +1,4 @@
-"""Weights in FP8 (e4m3) and MXFP4: what scales them, and how the rows that they multiply are rounded.
+"""Quantized weights, FP8 (e4m3) and MXFP4: the scales of a weight, and the rounding of the rows x in y = x W^T.
 
     weight_scale    blocks    one for 128 x 128 numbers
                     rows      one for each row, which is one output

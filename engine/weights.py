@@ -61,7 +61,6 @@ class Weights(ABC):
         """Return this rank's share of several weights, one below the other, before a product holds them. Arguments as
         for `fused`."""
 
-    @abstractmethod
     def fused(
         self,
         out_sizes: Mapping[str, int],
@@ -77,6 +76,9 @@ class Weights(ABC):
         they have those that the checkpoint holds. `split`: how ranks may divide each projection; None: each rank has
         all of it. Sizes are those of the whole weight. `orders`: rows of projections that are not in the order of the
         checkpoint."""
+        source = self.source(out_sizes, in_size, bias=bias, split=split, orders=orders)
+        product, shard = choose(source), self.ranks.shard(split)  # at once: two forms of one layer, never of several
+        return Linear(product if shard is None else self.ranks.join(product, shard))
 
     def linear(
         self, name: str, out_size: int, in_size: int, *, bias: bool | None = None, split: Split | None = None
@@ -132,18 +134,6 @@ class ListedWeights(Weights):
             biases = torch.empty(total, dtype=self.dtype, device=self.device)
         return GivenWeight(torch.empty((total, in_size), dtype=self.dtype, device=self.device), biases)
 
-    def fused(
-        self,
-        out_sizes: Mapping[str, int],
-        in_size: int,
-        *,
-        bias: bool | None = None,
-        split: Split | None = None,
-        orders: RowOrders = NO_ORDERS,
-    ) -> Linear:
-        source = self.source(out_sizes, in_size, bias=bias, split=split, orders=orders)
-        return Linear.dense(source.fused("weight"), source.bias)
-
 
 class CheckpointWeights(Weights):
     """Reads tensors of a checkpoint, and remembers their names."""
@@ -197,20 +187,6 @@ class CheckpointWeights(Weights):
         return _StoredWeight(
             self, out_sizes, in_size, quantization, has_bias=has_bias, shard=self.ranks.shard(split), orders=orders
         )
-
-    def fused(
-        self,
-        out_sizes: Mapping[str, int],
-        in_size: int,
-        *,
-        bias: bool | None = None,
-        split: Split | None = None,
-        orders: RowOrders = NO_ORDERS,
-    ) -> Linear:
-        shard = self.ranks.shard(split)
-        source = self.source(out_sizes, in_size, bias=bias, split=split, orders=orders)
-        product = choose(source)  # at once: plain and packed forms of more than one layer never exist together
-        return Linear(product if shard is None else self.ranks.join(product, shard))
 
     def own(self, config: ModelConfig) -> ModelConfig:
         return self.ranks.own(config)

@@ -1,4 +1,4 @@
-"""The heads of attention to latents (MLA, arXiv:2405.04434): queries that read the pool as it is, and what it stores.
+"""Queries and the stored row of attention to latents (MLA, arXiv:2405.04434), side by side in one tensor of heads.
 
     head h < num_heads    absorbed[h] | in_halves(rotary[h])
     the last head         norm(c) | in_halves(r)                   for c | r = stored

@@ -19,7 +19,7 @@ from .llama import read_layer, read_mlp
 
 
 class MixtureNames(NamedTuple):
-    """What the tensors of a mixture are called within its layer."""
+    """The names of a mixture's tensors, without the prefix of its layer."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"

@@ -1,4 +1,4 @@
-"""POST /v1/completions and POST /v1/chat/completions. The steps of a request, and the files that do them:
+"""The routes POST /v1/completions and POST /v1/chat/completions. The steps of a request, with their files:
 
 body      decoded, checked for what is not served          parameters.py
 group     the nodes that serve its model                   api.py

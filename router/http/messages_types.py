@@ -42,7 +42,7 @@ class ToolUseBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class ToolResultBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_result"):
-    """What a tool call gave; only text. If `is_error`, the model reads `Error: ` before it."""
+    """The result of a tool call; only text. If `is_error`, the model reads `Error: ` before it."""
 
     tool_use_id: CallId
     content: str | list[MessageText] | None = None

@@ -78,7 +78,7 @@ class CustomCallItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class CallOutputItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the tool of an earlier call returned."""
+    """The result of an earlier tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId

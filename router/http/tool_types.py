@@ -71,14 +71,14 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class FunctionDelta(Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to a call: the name first, then parts of the arguments."""
+    """A part of a streamed call: its name, or more of its arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ToolCallDelta(Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to the call with this index. The first delta of a call has its id."""
+    """A part of the streamed call with this index. The first part has the id and the name."""
 
     index: int
     function: FunctionDelta

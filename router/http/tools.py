@@ -103,7 +103,7 @@ def check_callers(path: str, allowed_callers: Sequence[str] | None) -> None:
 
 
 def check_history(messages: Sequence[ChatMessage]) -> None:
-    """Raise RequestError for a message whose tool calls, or whose answer to one, do not fit the messages before it."""
+    """Raise RequestError for a misplaced or malformed tool call, and for a tool message that answers no earlier one."""
     known = set[str]()
     for index, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":

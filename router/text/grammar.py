@@ -1,4 +1,4 @@
-"""Grammars that requests ask for, and their conversion into the text that nodes compile.
+"""Grammars of requests, and their conversion into llguidance's grammar text, which the nodes compile.
 
 A source is what a client wrote: a JSON schema, a regular expression, choices, a grammar or structural tags. `converted`
 turns it into the text of a grammar of llguidance (https://github.com/guidance-ai/llguidance) and compiles it. It can
