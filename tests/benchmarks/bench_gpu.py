@@ -65,6 +65,7 @@ from baton.metadata.wire.request import SamplingParams
 
 BATCHES = (1, 8, 64, 256)
 NUM_STEPS = 64  # of a timed run
+TRACED_STEPS = 32
 PAGE_SIZE = 64
 LONG_PROMPTS = (65_536, 120_000)  # tokens
 HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
@@ -164,6 +165,7 @@ def _parts(
             for num_tokens in CHUNKS
         ],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
+        "kernels": lambda: [kernels(engine, rounds, batch) for batch in options.batches],
         "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "adaptive": lambda: [
             _adaptive(engine, rounds, batch, kind) for kind in options.kinds for batch in options.batches if batch <= 64
@@ -287,18 +289,7 @@ def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     Gaps longer than those between the kernels of one graph are the host's. `idle_share_between` names the kernels
     between which most idle time lies.
     """
-    sequences = start(engine, rounds, batch, 2 * NUM_STEPS)
-    shape = rounds.shape.with_steps(0)
-    run_rounds(rounds, sequences, shape, 8)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        run_rounds(rounds, sequences, shape, 32)
-    num_checked = stop(engine, rounds, sequences)
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, re.split(r"[<(]", event.name)[0])
-        for event in trace.events() or ()
-        if str(event.device_type).endswith("CUDA")
-    )
-    spans = spans[len(spans) // 4 :]  # the first rounds find an idle device
+    spans, num_checked = _trace(engine, rounds, batch)
     gaps: list[float] = []
     between: dict[str, float] = defaultdict(float)
     _, end, before = spans[0]
@@ -319,6 +310,41 @@ def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     }
     say("idle " + _words(row))
     return row
+
+
+def kernels(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
+    """Measure from a trace of decode steps which kernels take most time: microseconds and launches per step."""
+    spans, num_checked = _trace(engine, rounds, batch)
+    times, counts = defaultdict[str, float](float), defaultdict[str, int](int)
+    for begin, until, name in spans:
+        times[name] += until - begin
+        counts[name] += 1
+    steps = 0.75 * TRACED_STEPS
+    most = sorted(times, key=lambda name: -times[name])[:12]
+    row = {
+        "batch": batch,
+        "us_per_step": {name: (round(times[name] / steps, 1), round(counts[name] / steps)) for name in most},
+        "checked_tokens": num_checked,
+    }
+    say("kernels " + _words(row))
+    return row
+
+
+def _trace(engine: Engine, rounds: Rounds, batch: int) -> tuple[list[tuple[float, float, str]], int]:
+    """Return begin and end (us) and name of each kernel of the last three quarters of TRACED_STEPS decode steps, as the
+    first find an idle device, and how many tokens were compared with the known text."""
+    sequences = start(engine, rounds, batch, 2 * NUM_STEPS)
+    shape = rounds.shape.with_steps(0)
+    run_rounds(rounds, sequences, shape, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        run_rounds(rounds, sequences, shape, TRACED_STEPS)
+    num_checked = stop(engine, rounds, sequences)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, re.split(r"[<(]", event.name)[0])
+        for event in trace.events() or ()
+        if str(event.device_type).endswith("CUDA")
+    )
+    return spans[len(spans) // 4 :], num_checked
 
 
 def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
@@ -516,6 +542,7 @@ def _options() -> argparse.Namespace:
         "mixed",
         "joint",
         "idle",
+        "kernels",
         "rounds",
         "adaptive",
         "prefill",
@@ -530,7 +557,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     # The works of these depend on the times of this process.
-    if options.tp > 1 and (alone := sorted({"adaptive", "joint", "idle"}.intersection(options.only))):
+    if options.tp > 1 and (alone := sorted({"adaptive", "joint", "idle", "kernels"}.intersection(options.only))):
         parser.error(f"--only {' '.join(alone)} measures one GPU alone; leave it out, or --tp")
     return options
 

@@ -31,6 +31,7 @@ from scenarios import (
 from streams import HANG_S, Known, Stream
 
 REACH_S = 15.0  # longest wait for a phase
+MOST_LOADS = 4  # how often more requests are sent if a planned fault has not happened
 TIRING = (*FRAMES, *PAGES, "storm")  # these faults may hit every attempt of a request, until it is given up
 GIVEN_UP = "given up after"
 _STOPPED = {"SIGKILL": "kill", "SIGSTOP": "stop"}
@@ -159,12 +160,12 @@ class Play:
         elif phase != "idle":
             time.sleep(self.rng.uniform(0, 0.3))
         if kind in ("kill", "stop") and (role_of(target), phase) in EVENTS:
-            self._until(lambda: bool(self._struck()))
+            self._until_struck()
             self._resume()
         elif kind in ("kill", "stop", "restart", "router kill", "router stop", "router restart"):
             self._signals("router" if kind.startswith("router") else target, kind.removeprefix("router "))
-        elif self._rank_event is not None:
-            self._until(lambda: bool(self._struck()))
+        elif self._rank_event is not None or (kind in PAGES and phase == "pulling"):
+            self._until_struck()
         elif kind in RANKS:
             number = signal.SIGKILL if kind == "rank kill" else signal.SIGSTOP
             if self.rig.hit_rank(f"{role_of(target)}-1", number):
@@ -227,6 +228,19 @@ class Play:
                 return False
             time.sleep(0.005)
         return True
+
+    def _until_struck(self) -> None:
+        """Wait for the planned fault. If all streams end first, send more: the router may have given none of them to the
+        node in question."""
+        for _ in range(MOST_LOADS):
+            if self._until(self._has_struck):
+                return
+            self._load()
+        self._until(self._has_struck)
+
+    def _has_struck(self) -> bool:
+        """Return whether a process has struck itself, or the scenario's own kind of fault has happened."""
+        return bool(self._struck()) or any(kind == self.scenario.kind for kind, _ in self.result.faults)
 
     def _is_decoding(self) -> bool:
         return sum(stream.num_tokens for stream in self.streams) > self._tokens_wanted

@@ -32,6 +32,7 @@ from forked import Forked
 READY_S = 60.0
 IDLE_S = 30.0  # how long the books may take to balance after the last answer
 EXIT_S = 20.0
+MENDED_SINCE = "cannot be parked"  # an earlier release calls a repeated claim malformed; it serves on
 LEAVE_S = 2.0  # how long processes that a process started may outlive it
 TAIL_LINES = 40
 
@@ -209,6 +210,8 @@ class Cluster:
         """Check that no log has a traceback or a message that was dropped as malformed."""
         for path in self.directory.glob("*.log"):
             log = path.read_text(encoding="utf-8", errors="replace")
+            if path.stem.rpartition("-")[0] in self.releases:
+                log = "\n".join(line for line in log.splitlines() if MENDED_SINCE not in line)
             for words in self.complaints:
                 assert words not in log, f"{path.name}\n{log[max(0, log.index(words) - 500) :][:4000]}"
 
