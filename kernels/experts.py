@@ -83,8 +83,10 @@ def place_experts_ref(chosen: Tensor, num_experts: int) -> Places:
 
 
 def block_size(num_pairs: int, num_experts: int) -> int:
-    """Return how many places a block has: about as many as an expert has pairs."""
-    return next((size for size in (16, 32, 64) if num_pairs <= size * num_experts), 128)
+    """Return how many places a block has: as many as an expert has pairs, and twice as many if they are few, since a
+    second block of an expert reads its weights again."""
+    mean = -(-num_pairs // num_experts)
+    return next((size for size, most in ((16, 8), (32, 32), (64, 64)) if mean <= most), 128)
 
 
 def most_blocks(num_pairs: int, num_experts: int, block: int) -> int:

@@ -37,7 +37,7 @@ def packed_product(
     assert weight.scales is not None and x_scales is None, (weight.scales, x_scales)
     num_pairs, block, size = places.chosen.numel(), places.block, out.shape[1]
     out_size, row_size = len(weight.values) // places.num_experts, weight.values.shape[1]
-    tiles, launch = tiles_of(block)
+    tiles, launch = tiles_of(block, x.element_size())
     limit, alpha = clamp or (0.0, 0.0)
     dependent = gpu.dependent_launch(len(places.chosen))
     _packed_kernel[triton.cdiv(size, tiles["BLOCK_N"]), len(places.experts)](
@@ -48,8 +48,11 @@ def packed_product(
     )  # fmt: skip
 
 
-def tiles_of(block: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes of the tiles of a product in blocks of `block` pairs, and how its programs are launched."""
+def tiles_of(block: int, item_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes of the tiles of a product in blocks of `block` pairs, and how its programs are launched.
+    `item_size` are the bytes of a number of x."""
+    if item_size == 4:
+        return {"BLOCK_M": block, "BLOCK_N": 64, "BLOCK_K": 32}, {"num_warps": 4, "num_stages": 3}
     if block <= MAX_SMALL:
         return {"BLOCK_M": block, "BLOCK_N": 64, "BLOCK_K": 64}, {"num_warps": 4, "num_stages": 4}
     return {"BLOCK_M": block, "BLOCK_N": 128, "BLOCK_K": 64}, {"num_warps": 8, "num_stages": 3}

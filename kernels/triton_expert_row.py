@@ -4,7 +4,7 @@
     second    the products of all pairs, times their shares: a program has the same few rows of all chosen experts
 
 One row's experts are different, so that nothing is placed. A program loads its rows of W whole, multiplies them by the
-row of x, and sums. If the rows of x are rounded to FP8, each program does it, to the same numbers.
+row of x, and sums. Before either, x is rounded by a launch of its own if it is multiplied as FP8.
 
 With a dependent launch (gpu.py) the second kernel loads its weights while the first one still runs.
 """
@@ -27,8 +27,10 @@ from . import gpu
 from .experts import ExpertWeight
 from .fp8 import BLOCK
 from .silu import SwigluClamp
-from .triton_fp8 import e4m3
+from .triton_fp8 import round_rows
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
+
+_BYTES = 16384  # of W that a program reads, if a row is shorter; the fastest on an H100
 
 
 class RowTiles(NamedTuple):
@@ -39,9 +41,9 @@ class RowTiles(NamedTuple):
 
     @classmethod
     def choose(cls, in_size: int, num_at_once: int, item_size: int) -> RowTiles:
-        """Return the tiles of a product whose program has the rows of `num_at_once` matrices. Measured on an H200."""
-        row = triton.next_power_of_2(in_size) * num_at_once * item_size
-        return cls(max(1, 32768 // row), 4 if row <= 32768 else 8)
+        """Return the tiles of a product whose program has the rows of `num_at_once` matrices."""
+        num_bytes = triton.next_power_of_2(in_size) * num_at_once * item_size
+        return cls(max(1, _BYTES // num_bytes), 8 if num_bytes <= 4 * _BYTES else 16)
 
 
 def experts_of_row(
@@ -60,6 +62,7 @@ def experts_of_row(
     """Return `experts_of_row_ref`: sums in another order."""
     num_active, size, inner_size = chosen.shape[1], x.shape[1], down.values.shape[1]
     assert len(x) == 1 and chosen.shape == shares.shape, (x.shape, chosen.shape, shares.shape)
+    assert chosen.is_contiguous() and shares.is_contiguous() and x.stride(1) == 1, (chosen.stride(), shares.stride())
     assert gate_up.values.shape == (num_experts * 2 * inner_size, size), gate_up.values.shape
     assert down.values.shape == (num_experts * size, inner_size), down.values.shape
     inner = torch.empty((num_active, inner_size), dtype=x.dtype, device=x.device)
@@ -70,21 +73,24 @@ def experts_of_row(
         tiles = RowTiles.choose(size, 2, item_size), RowTiles.choose(inner_size, active, item_size)
     limit, alpha = clamp or (0.0, 0.0)
     dependent = gpu.dependent_launch(1)
-    common = {
-        "IS_ROUNDED": is_rounded,
-        "IS_POWER": has_power_of_two_scales,
-        "DEPENDENT": dependent,
-        "launch_pdl": dependent,
-    }
+    own = {"DEPENDENT": dependent, "launch_pdl": dependent}
+
+    def rounded(rows: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
+        if not is_rounded:
+            return rows, None
+        return round_rows(rows, group, has_power_of_two_scales=has_power_of_two_scales)
+
+    values, x_scales = rounded(x, gate_up.group)
     _gated_kernel[triton.cdiv(inner_size, tiles[0].block_n), num_active](
-        x, gate_up.values, gate_up.scales, gate_up.bias, inner, chosen, inner_size, limit, alpha, K=size,
-        WIDTH=triton.next_power_of_2(size), **_groups(gate_up), BLOCK_N=tiles[0].block_n,
-        IS_CLAMPED=clamp is not None, num_warps=tiles[0].num_warps, **common,
+        values, x_scales, gate_up.values, gate_up.scales, gate_up.bias, inner, chosen, inner_size, limit, alpha,
+        K=size, WIDTH=triton.next_power_of_2(size), **_groups(gate_up), BLOCK_N=tiles[0].block_n,
+        IS_CLAMPED=clamp is not None, num_warps=tiles[0].num_warps, **own,
     )  # fmt: skip
+    values, x_scales = rounded(inner, down.group)
     _summed_kernel[triton.cdiv(size, tiles[1].block_n),](
-        inner, down.values, down.scales, down.bias, out, chosen, shares, num_active, size, K=inner_size,
+        values, x_scales, down.values, down.scales, down.bias, out, chosen, shares, num_active, size, K=inner_size,
         WIDTH=triton.next_power_of_2(inner_size), **_groups(down), ACTIVE=active, BLOCK_N=tiles[1].block_n,
-        num_warps=tiles[1].num_warps, **common,
+        num_warps=tiles[1].num_warps, **own,
     )  # fmt: skip
     return out
 
@@ -99,48 +105,30 @@ def _groups(weight: ExpertWeight) -> dict[str, int]:
 
 
 @triton.jit
-def _wide(values):
-    """Return float32 numbers."""
-    if values.dtype == tl.float8e4nv:
-        values = values.to(tl.float16)
-    return values.to(tl.float32)
-
-
-@triton.jit
-def _rounded(x, GROUP: tl.constexpr, IS_POWER: tl.constexpr):
-    """Round rows [M, WIDTH] float32 as `round_rows` does. Return the values, float32, and the scales [M, groups]."""
-    groups: tl.constexpr = x.shape[1] // GROUP
-    x_groups = tl.reshape(x, (x.shape[0], groups, GROUP))
-    largest = tl.max(tl.abs(x_groups), 2)
-    scales = tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)
-    if IS_POWER:
-        bits = scales.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFFF) & -0x800000  # the next power of two
-        scales = bits.to(tl.float32, bitcast=True)
-    values = _wide(e4m3(tl.div_rn(x_groups, scales[:, :, None])))
-    return tl.reshape(values, (x.shape[0], x.shape[1])), scales
-
-
-@triton.jit
-def _sums_of(weight, x, x_scales, scales_ptr, rows, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Return the products of rows of W [M, N, WIDTH] and rows of x [M, WIDTH] float32 with scales [M, groups]: [M, N].
-    `rows` [M, N] are those of W."""
-    products = _wide(weight) * x[:, None, :]
-    if scales_ptr is None:
-        return tl.sum(products, 2)
-    else:
+def _sums_of(
+    weight, x, scales_ptr, rows, x_scales_ptr, x_rows, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Return the products of rows of W [M, N, WIDTH] and rows of x [M, WIDTH] float32, [M, N]. They are the rows `rows`
+    [M, N] of all W, and `x_rows` [M] of all x."""
+    products = weight.to(tl.float32) * x[:, None, :]
+    if scales_ptr is not None:
         groups: tl.constexpr = x.shape[1] // GROUP
         num_groups: tl.constexpr = (K + GROUP - 1) // GROUP
         group = tl.arange(0, groups)
+        is_group = group < num_groups
         scales_at = scales_ptr + (rows // ROWS)[:, :, None] * num_groups + group[None, None, :]
-        scales = tl.load(scales_at, mask=(group < num_groups)[None, None, :], other=0.0)
-        parts = tl.sum(tl.reshape(products, (rows.shape[0], rows.shape[1], groups, GROUP)), 3)
-        return tl.sum(parts * scales * x_scales[:, None, :], 2)
+        scales = tl.load(scales_at, mask=is_group[None, None, :], other=0.0)
+        if x_scales_ptr is not None:
+            x_scales_at = x_scales_ptr + x_rows[:, None] * num_groups + group[None, :]
+            scales *= tl.load(x_scales_at, mask=is_group[None, :], other=0.0)[:, None, :]
+        products = tl.sum(tl.reshape(products, (rows.shape[0], rows.shape[1], groups, GROUP)), 3) * scales
+    return tl.sum(products, 2)
 
 
 @triton.jit
 def _gated_kernel(
     x_ptr,  # [1, K]
+    x_scales_ptr,  # [1, ceil(K / GROUP)] float32; None: they are 1
     weight_ptr,  # [num_experts * 2 * size, K]
     scales_ptr,  # [num_experts * 2 * size / ROWS, ceil(K / GROUP)] float32; None: the weight is plain
     bias_ptr,  # [num_experts * 2 * size]; None: there is none
@@ -155,8 +143,6 @@ def _gated_kernel(
     ROWS: tl.constexpr,  # of a scale
     BLOCK_N: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
-    IS_ROUNDED: tl.constexpr,
-    IS_POWER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (ceil(size / BLOCK_N), num_active)."""
@@ -172,11 +158,9 @@ def _gated_kernel(
     gate_weight = tl.load(at, mask=is_k[:, None, :], other=0.0, eviction_policy="evict_first")
     up_weight = tl.load(at + size * K, mask=is_k[:, None, :], other=0.0, eviction_policy="evict_first")
     x = tl.load(x_ptr + k[None, :], mask=is_k, other=0.0).to(tl.float32)
-    x_scales = tl.full((1, WIDTH // GROUP), 1.0, dtype=tl.float32)
-    if IS_ROUNDED:
-        x, x_scales = _rounded(x, GROUP, IS_POWER)
-    y = _sums_of(gate_weight, x, x_scales, scales_ptr, rows, K, GROUP, ROWS)
-    up = _sums_of(up_weight, x, x_scales, scales_ptr, rows + size, K, GROUP, ROWS)
+    x_rows = tl.zeros((1,), dtype=tl.int32)
+    y = _sums_of(gate_weight, x, scales_ptr, rows, x_scales_ptr, x_rows, K, GROUP, ROWS)
+    up = _sums_of(up_weight, x, scales_ptr, rows + size, x_scales_ptr, x_rows, K, GROUP, ROWS)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows).to(tl.float32)
         up += tl.load(bias_ptr + rows + size).to(tl.float32)
@@ -191,6 +175,7 @@ def _gated_kernel(
 @triton.jit
 def _summed_kernel(
     x_ptr,  # [num_active, K]
+    x_scales_ptr,  # [num_active, ceil(K / GROUP)] float32; None: they are 1
     weight_ptr,  # [num_experts * size, K]
     scales_ptr,  # [num_experts * size / ROWS, ceil(K / GROUP)] float32; None: the weight is plain
     bias_ptr,  # [num_experts * size]; None: there is none
@@ -205,8 +190,6 @@ def _summed_kernel(
     ROWS: tl.constexpr,  # of a scale
     ACTIVE: tl.constexpr,  # at least num_active
     BLOCK_N: tl.constexpr,
-    IS_ROUNDED: tl.constexpr,
-    IS_POWER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (ceil(size / BLOCK_N),). What the kernel before the last one wrote is complete when this one starts."""
@@ -224,10 +207,8 @@ def _summed_kernel(
         gdc_launch_dependents()
         gdc_wait()
     x = tl.load(x_ptr + pair[:, None] * K + k[None, :], mask=is_x, other=0.0).to(tl.float32)
-    x_scales = tl.full((ACTIVE, WIDTH // GROUP), 1.0, dtype=tl.float32)
-    if IS_ROUNDED:
-        x, x_scales = _rounded(x, GROUP, IS_POWER)
-    y = _sums_of(weight, x, x_scales, scales_ptr, rows, K, GROUP, ROWS)
+    x_rows = tl.minimum(pair, num_active - 1)
+    y = _sums_of(weight, x, scales_ptr, rows, x_scales_ptr, x_rows, K, GROUP, ROWS)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows).to(tl.float32)
     y = y.to(out_ptr.dtype.element_ty).to(tl.float32) * share[:, None]

@@ -19,7 +19,7 @@ from bench_kernels_dense import microseconds
 from torch import Tensor
 
 from baton.kernels import triton_experts
-from baton.kernels.experts import ExpertWeight, Places, place_experts_ref
+from baton.kernels.experts import ExpertWeight, Places, experts_of_row, experts_of_row_ref, place_experts_ref
 from baton.kernels.fp8 import dequantized, round_rows
 from baton.kernels.silu import silu_mul_ref
 
@@ -109,20 +109,50 @@ def main() -> None:
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for name in args.models:
-        mixture = MODELS[name]
         for form in args.formats:
-            for part, is_gated in (("gate_up", True), ("down", False)):
-                sizes = (2 * mixture.inner_size, mixture.size) if is_gated else (mixture.size, mixture.inner_size)
-                weight = weight_of(mixture.num_experts * sizes[0], sizes[1], form)
-                for num_rows in args.rows:
+            mixture = MODELS[name]
+            gate_up = weight_of(mixture.num_experts * 2 * mixture.inner_size, mixture.size, form)
+            down = weight_of(mixture.num_experts * mixture.size, mixture.inner_size, form)
+            for num_rows in args.rows:
+                for part, weight, is_gated in (("gate_up", gate_up, True), ("down", down, False)):
                     case = Case.make(mixture, num_rows, form, weight, is_gated=is_gated)
                     error, us = case.error(case()), timed(case)
-                    assert error < TOLERANCE[form], (name, form, part, num_rows, error)
                     rates = f"{case.num_bytes() / us / 1e3:6.0f} GB/s {case.num_flop() / us / 1e6:6.1f} TFLOP/s"
-                    print(
-                        f"{name:8} {form} {part:7} {num_rows:5} rows {us:8.1f} us {rates}  error {error:.1e}",
-                        flush=True,
-                    )
+                    _print(name, form, part, num_rows, us, rates, error)
+                if num_rows == 1:
+                    _bench_row(name, form, gate_up, down)
+
+
+def _bench_row(name: str, form: str, gate_up: ExpertWeight, down: ExpertWeight) -> None:
+    """Time the whole mixture of one row."""
+    mixture = MODELS[name]
+    x, shares = torch.randn(1, mixture.size, device="cuda").bfloat16(), torch.rand(1, mixture.num_active, device="cuda")
+    chosen = torch.rand(NUM_CALLS, 1, mixture.num_experts, device="cuda").topk(mixture.num_active).indices
+
+    def call(index: int) -> Tensor:
+        is_rounded = form == "fp8"
+        return experts_of_row(x, chosen[index], shares, gate_up, down, mixture.num_experts, is_rounded=is_rounded)
+
+    own = [_of_experts(weight, chosen[0, 0], mixture.num_experts) for weight in (gate_up, down)]
+    places = torch.arange(mixture.num_active, device="cuda").unsqueeze(0)
+    expected = experts_of_row_ref(x, places, shares, *own, mixture.num_active, is_rounded=form == "fp8").float()
+    error = float((call(0).float() - expected).abs().max() / expected.abs().max())
+    us = timed(call)
+    num_bytes = (gate_up.values.nbytes + down.values.nbytes) * mixture.num_active / mixture.num_experts
+    _print(name, form, "both", 1, us, f"{num_bytes / us / 1e3:6.0f} GB/s" + " " * 15, error)
+
+
+def _of_experts(weight: ExpertWeight, experts: Tensor, num_experts: int) -> ExpertWeight:
+    """Return the weights of some experts."""
+    size = len(weight.values) // num_experts
+    rows = (experts.unsqueeze(1) * size + torch.arange(size, device="cuda")).flatten()
+    values = weight.values.view(torch.uint8).index_select(0, rows).view(weight.values.dtype)
+    return weight._replace(values=values, scales=None if weight.scales is None else weight.scales[rows])
+
+
+def _print(name: str, form: str, part: str, num_rows: int, us: float, rates: str, error: float) -> None:
+    print(f"{name:8} {form} {part:7} {num_rows:5} rows {us:8.1f} us {rates}  error {error:.1e}", flush=True)
+    assert error < TOLERANCE[form], (name, form, part, num_rows, error)
 
 
 if __name__ == "__main__":

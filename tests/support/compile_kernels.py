@@ -97,46 +97,51 @@ def _experts() -> None:
     from baton.kernels.triton_expert_row import RowTiles
 
     types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32"}
+    types["shares"] = "*fp32"
     places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": 32, "DEPENDENT": True}
     print("place", compiled_bytes(triton_experts._place_kernel, places, types, num_warps=8))
     mix = {"ACTIVE": 8, "BLOCK": 1024, "DEPENDENT": True}
-    print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types | {"shares": "*fp32"}, num_warps=4))
+    print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types, num_warps=4))
     flags = {"bias_ptr": None, "IS_GATED": True, "IS_CLAMPED": False, "DEPENDENT": True}
     flags |= {"size": 768, "out_size": 1536, "x_stride": 2048}  # multiples of 16, as a launch tells them
     formats = {
         "plain": ("*bf16", "*bf16"),
+        "wide": ("*fp32", "*fp32"),
         "rows": (_E4M3, _E4M3),
         "groups": (_E4M3, _E4M3),
         "16 bits": ("*bf16", _E4M3),
     }
     for name, (x, weight) in formats.items():
         is_grouped, own = name == "groups", types | {"x": x, "weight": weight}
+        item_size = {_E4M3: 1, "*bf16": 2, "*fp32": 4}[weight]
         kept = flags | {"ROWS": 128 if is_grouped else 1} | ({} if x == _E4M3 else {"x_scales_ptr": None})
         kept |= {} if weight == _E4M3 else {"scales_ptr": None}
         for block in (16, 32, 64, 128):
-            tiles = BlockTiles.choose(block, is_fp8=weight == _E4M3, is_gated=True)
+            tiles = BlockTiles.choose(block, item_size, is_gated=True, is_grouped=is_grouped)
             constants = kept | {"in_size": 2048, "BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
-            constants |= {"IS_EVEN": True, "IS_GROUPED": is_grouped}
+            constants |= {"IS_EVEN": True, "IS_GROUPED": is_grouped, "IS_WEIGHT_LEFT": tiles.is_weight_left}
+            constants["HAS_HALVES"] = tiles.has_halves
+            constants.pop("size")
             launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             print(f"{name} {block}", compiled_bytes(triton_expert_blocks._block_kernel, constants, own, **launch))
-        item_size = 1 if weight == _E4M3 else 2
-        row = kept | {"IS_ROUNDED": weight == _E4M3, "IS_POWER": is_grouped}
         for part, kernel, in_size, at_once in (
             ("gated", triton_expert_row._gated_kernel, 2048, 2),
             ("summed", triton_expert_row._summed_kernel, 768, 8),
         ):
             tiles, width = RowTiles.choose(in_size, at_once, item_size), triton.next_power_of_2(in_size)
-            constants = row | {"K": in_size, "WIDTH": width, "GROUP": 128 if is_grouped else width}
+            constants = kept | {"K": in_size, "WIDTH": width, "GROUP": 128 if is_grouped else width}
             constants |= {"BLOCK_N": tiles.block_n, "ACTIVE": 8}
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
-            own = own | {"x": "*bf16", "shares": "*fp32"}
             print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
     for block in (16, 128):
-        tiles, launch = triton_expert_packed.tiles_of(block)
-        constants = {**tiles, "IS_GATED": True, "IS_CLAMPED": True, "GROUP": 32, "DEPENDENT": True}
-        own = types | {"weight": "*u8", "scales": "*u8"}
-        print(f"packed {block}", compiled_bytes(triton_expert_packed._packed_kernel, constants, own, **launch))
+        for x, item_size in (("*bf16", 2), ("*fp32", 4)):
+            tiles, launch = triton_expert_packed.tiles_of(block, item_size)
+            constants = {**tiles, "IS_GATED": True, "IS_CLAMPED": True, "GROUP": 32, "DEPENDENT": True}
+            constants |= {"size": 768, "out_size": 1536, "row_size": 1024, "x_stride": 2048, "num_groups": 64}
+            own = types | {"x": x, "weight": "*u8", "scales": "*u8"}
+            name = f"packed {block} {x[1:]}"
+            print(name, compiled_bytes(triton_expert_packed._packed_kernel, constants, own, **launch))
 
 
 def _fp8_pages() -> None:
