@@ -163,7 +163,7 @@ def test_parts_are_mixed(num_rows: int, num_active: int, size: int, dtype: torch
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_a_row_does_not_depend_on_how_full_its_block_is(is_fp8: bool) -> None:
-    """Bit by bit. A block with few pairs is multiplied by a smaller tile."""
+    """Bit by bit on a GPU. A block with few pairs is multiplied by a smaller tile."""
     few, many = (torch.tensor([0] * (230 - n) + [1] * n + [2] * 20, device=DEVICE).unsqueeze(1) for n in (40, 120))
     x, weight = random(250, 72, dtype=torch.float16), random(3 * 264, 72, seed=1, scale=0.2).half()
     x_scales, given = None, ExpertWeight(weight, None, 72)
@@ -174,7 +174,9 @@ def test_a_row_does_not_depend_on_how_full_its_block_is(is_fp8: bool) -> None:
         triton_experts.gated_experts_linear(x, x_scales, given, place_experts_ref(chosen, 3), torch.float16)
         for chosen in (few, many)
     ]
-    assert torch.equal(found[0][190:], found[1][190:]) and torch.equal(found[0][:110], found[1][:110])
+    for rows in (slice(110), slice(190, None)):
+        bound = 2e-3 if IS_INTERPRETED else 0  # numpy's products depend on the shape
+        torch.testing.assert_close(found[0][rows], found[1][rows], atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
