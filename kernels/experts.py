@@ -148,11 +148,13 @@ def experts_of_row_ref(
     is_rounded: bool = False,
     has_power_of_two_scales: bool = False,
     clamp: SwigluClamp | None = None,
+    others: Tensor | None = None,
 ) -> Tensor:
     """Return `mix_parts` of `experts_linear` by `down` of `gated_experts_linear` by `gate_up`, for one row.
 
     `x` [1, size], `chosen` [1, num_active] int64, `shares` [1, num_active] float32 -> [1, size]. `is_rounded`: the rows
-    of both products are rounded by `round_rows` to the groups of their weights. Weights are not packed."""
+    of both products are rounded by `round_rows` to the groups of their weights. Weights are not packed. `others` are
+    further summands: [1, size], or [num_others, 1, size] float32. They are added before the sum is rounded."""
     assert not gate_up.is_packed and not down.is_packed, "packed weights are read by places"
     places = Places(chosen, num_experts, chosen.new_empty(0), chosen.new_empty(0))
 
@@ -162,7 +164,12 @@ def experts_of_row_ref(
         return round_rows_ref(rows, group, has_power_of_two_scales=has_power_of_two_scales)
 
     inner = gated_experts_linear_ref(*rounded(x, gate_up.group), gate_up, places, x.dtype, clamp)
-    return mix_parts_ref(experts_linear_ref(*rounded(inner, down.group), down, places, x.dtype), shares)
+    parts = experts_linear_ref(*rounded(inner, down.group), down, places, x.dtype)
+    out = mix_parts_ref(parts.float(), shares)
+    if others is not None:
+        for other in others.view(-1, *x.shape):
+            out = out + other
+    return out.to(x.dtype)
 
 
 place_experts = Operation("place_experts", place_experts_ref)

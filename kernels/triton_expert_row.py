@@ -25,9 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .experts import ExpertWeight
-from .fp8 import BLOCK
+from .fp8 import BLOCK, round_rows
 from .silu import SwigluClamp
-from .triton_fp8 import round_rows
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
 _BYTES = 16384  # of W that a program reads, if a row is shorter; the fastest on an H100
@@ -57,6 +56,7 @@ def experts_of_row(
     is_rounded: bool = False,
     has_power_of_two_scales: bool = False,
     clamp: SwigluClamp | None = None,
+    others: Tensor | None = None,
     tiles: tuple[RowTiles, RowTiles] | None = None,
 ) -> Tensor:
     """Return `experts_of_row_ref`: sums in another order."""
@@ -64,6 +64,7 @@ def experts_of_row(
     assert len(x) == 1 and chosen.shape == shares.shape, (x.shape, chosen.shape, shares.shape)
     assert chosen.is_contiguous() and shares.is_contiguous() and x.stride(1) == 1, (chosen.stride(), shares.stride())
     assert gate_up.values.shape == (num_experts * 2 * inner_size, size), gate_up.values.shape
+    assert others is None or (others.is_contiguous() and others.shape[-2:] == (1, size)), others.shape
     assert down.values.shape == (num_experts * size, inner_size), down.values.shape
     inner = torch.empty((num_active, inner_size), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
@@ -88,8 +89,9 @@ def experts_of_row(
     )  # fmt: skip
     values, x_scales = rounded(inner, down.group)
     _summed_kernel[triton.cdiv(size, tiles[1].block_n),](
-        values, x_scales, down.values, down.scales, down.bias, out, chosen, shares, num_active, size, K=inner_size,
-        WIDTH=triton.next_power_of_2(inner_size), **_groups(down), ACTIVE=active, BLOCK_N=tiles[1].block_n,
+        values, x_scales, down.values, down.scales, down.bias, others, out, chosen, shares, num_active, size,
+        K=inner_size, WIDTH=triton.next_power_of_2(inner_size), **_groups(down), ACTIVE=active,
+        OTHERS=0 if others is None else others.numel() // size, BLOCK_N=tiles[1].block_n,
         num_warps=tiles[1].num_warps, **own,
     )  # fmt: skip
     return out
@@ -179,6 +181,7 @@ def _summed_kernel(
     weight_ptr,  # [num_experts * size, K]
     scales_ptr,  # [num_experts * size / ROWS, ceil(K / GROUP)] float32; None: the weight is plain
     bias_ptr,  # [num_experts * size]; None: there is none
+    others_ptr,  # [OTHERS, size]; None: there are none
     out_ptr,  # [1, size], written
     chosen_ptr,  # [1, num_active] int64
     shares_ptr,  # [1, num_active] float32
@@ -189,6 +192,7 @@ def _summed_kernel(
     GROUP: tl.constexpr,  # columns of a scale
     ROWS: tl.constexpr,  # of a scale
     ACTIVE: tl.constexpr,  # at least num_active
+    OTHERS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -211,5 +215,7 @@ def _summed_kernel(
     y = _sums_of(weight, x, scales_ptr, rows, x_scales_ptr, x_rows, K, GROUP, ROWS)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows).to(tl.float32)
-    y = y.to(out_ptr.dtype.element_ty).to(tl.float32) * share[:, None]
-    tl.store(out_ptr + n, tl.sum(y, 0).to(out_ptr.dtype.element_ty), mask=n < size)
+    y = tl.sum(y.to(out_ptr.dtype.element_ty).to(tl.float32) * share[:, None], 0)
+    for other in tl.static_range(OTHERS):
+        y += tl.load(others_ptr + other * size + n, mask=n < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < size)

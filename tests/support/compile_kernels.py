@@ -130,7 +130,7 @@ def _experts() -> None:
         ):
             tiles, width = RowTiles.choose(in_size, at_once, item_size), triton.next_power_of_2(in_size)
             constants = kept | {"K": in_size, "WIDTH": width, "GROUP": 128 if is_grouped else width}
-            constants |= {"BLOCK_N": tiles.block_n, "ACTIVE": 8}
+            constants |= {"BLOCK_N": tiles.block_n, "ACTIVE": 8, "OTHERS": 0, "others_ptr": None}
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
             print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
