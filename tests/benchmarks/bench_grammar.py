@@ -140,7 +140,7 @@ def main() -> None:
     setup_logging(ProcessConfig(), "bench")
     with tempfile.TemporaryDirectory() as directory:
         model = with_texts(Path(options.model), Path(directory))
-        config: dict[str, Any] = {"model": str(model), "device": options.device, "tune": False}
+        config: dict[str, Any] = {"model": str(model), "device": options.device, "load_format": options.load_format}
         if options.draft_model:
             config |= {"speculative": "eagle3", "draft_model": options.draft_model}
         engine = load_engine(DecodeConfig(**config, num_pages=options.num_pages))
@@ -165,6 +165,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="its directory; planted")
     parser.add_argument("--draft-model", help="an EAGLE-3 head of it (default: none)")
+    parser.add_argument("--load-format", default="safetensors", help="planted:maker: the model has no files of weights")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--rounds", type=int, default=48, help="of each kind")
