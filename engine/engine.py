@@ -349,6 +349,13 @@ class Engine:
         self._ranks.group.check()
 
     @property
+    def window(self) -> int | None:
+        """Positions that the layers of target and drafter see at most; None: some layer sees all."""
+        configs = [each for each in (self.model_config, self.speculation.draft) if each is not None]
+        windows = [window for config in configs for window in config.sliding_window]
+        return None if None in windows else max(filter(None, windows))
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page in the pools of this process."""
         return self._page_bytes

@@ -23,7 +23,10 @@ from baton.engine.work import BatchRow
 
 Checkpoint = Callable[..., Path]
 NUM_TOKENS = 70
-ROUNDED = {"median": 2e-3, "worst": 0.6}  # of logits: a last bit of float32 may round a number the other way
+# Largest differences of logits from the CPU's, median and worst of all rows, of the logits' spread. FP8 tensor cores
+# add with fewer bits than float32, so some numbers are rounded the other way in the next layer.
+EXACT, FEW_ROUNDED, MANY_ROUNDED = (1e-3, 4e-3), (2e-3, 0.5), (0.3, 1.5)
+MANY = 65  # rows that FP8 tensor cores multiply
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "glm4_moe": ("glm4_moe", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
@@ -58,6 +61,12 @@ def test_text_of_both_nodes_is_that_of_the_cpu(name: str, drafter: str, checkpoi
         assert pair.decode.stats().num_drafted > 0
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits(name: str, checkpoint: Checkpoint) -> None:
+    family, config = FAMILIES[name]
+    check_logits(checkpoint(family, **config), is_rounded=False)
+
+
 @pytest.mark.parametrize("scheme", ["blocks", "ue8m0", "fp8-static", "w8a8", "w8a16"])
 @pytest.mark.parametrize("family", ["llama", "minimax_m2", "deepseek_v3"])
 def test_logits_of_fp8_weights(family: str, scheme: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -75,16 +84,18 @@ def test_logits_of_fp8_kv(family: str, checkpoint: Checkpoint) -> None:
     check_logits(checkpoint(family), kv_dtype="fp8")
 
 
-def check_logits(model: Path, **settings: Any) -> None:
-    """Compare the logits of a prompt, in chunks and token by token, with those on the CPU."""
+def check_logits(model: Path, *, is_rounded: bool = True, **settings: Any) -> None:
+    """Compare the logits of a prompt, whole and in small chunks, with those on the CPU."""
     ids = torch.randint(1, 512, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
     expected = logits(model, "cpu", ids, [NUM_TOKENS], **settings)
-    assert expected.std() > 0.5
+    spread = float(expected.std())
+    assert spread > 0.5
     for chunks in ([NUM_TOKENS], [33, 1, 1, 20, 15]):
-        rows = (logits(model, "cuda", ids, chunks, **settings) - expected).abs().amax(1)
-        found = {"median": float(rows.median()), "worst": float(rows.max())}
+        bounds = EXACT if not is_rounded else MANY_ROUNDED if max(chunks) >= MANY else FEW_ROUNDED
+        rows = (logits(model, "cuda", ids, chunks, **settings) - expected).abs().amax(1) / spread
+        found = float(rows.median()), float(rows.max())
         print(f"{model.name} {settings} {len(chunks)} chunks: {found}")
-        assert all(found[name] < bound for name, bound in ROUNDED.items()), (chunks, found)
+        assert found < bounds and found[1] < bounds[1], (chunks, found, bounds)
 
 
 def logits(model: Path, device: str, ids: list[int], chunks: list[int], **settings: Any) -> torch.Tensor:
