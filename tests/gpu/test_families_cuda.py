@@ -24,8 +24,9 @@ from baton.engine.work import BatchRow
 Checkpoint = Callable[..., Path]
 NUM_TOKENS = 70
 # Largest differences of logits from the CPU's, median and worst of all rows, of the logits' spread. FP8 tensor cores
-# add with fewer bits than float32, so some numbers are rounded the other way in the next layer.
-EXACT, FEW_ROUNDED, MANY_ROUNDED = (1e-3, 4e-3), (2e-3, 0.5), (0.3, 1.5)
+# add with fewer bits than float32, so some numbers are rounded the other way in the next layer, and some rows choose
+# another expert.
+EXACT, FEW_ROUNDED, MANY_ROUNDED = (1e-3, 4e-3), (2e-3, 0.5), (0.3, 4.0)
 MANY = 65  # rows that FP8 tensor cores multiply
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
@@ -95,7 +96,7 @@ def check_logits(model: Path, *, is_rounded: bool = True, **settings: Any) -> No
         rows = (logits(model, "cuda", ids, chunks, **settings) - expected).abs().amax(1) / spread
         found = float(rows.median()), float(rows.max())
         print(f"{model.name} {settings} {len(chunks)} chunks: {found}")
-        assert found < bounds and found[1] < bounds[1], (chunks, found, bounds)
+        assert found[0] < bounds[0] and found[1] < bounds[1], (chunks, found, bounds)
 
 
 def logits(model: Path, device: str, ids: list[int], chunks: list[int], **settings: Any) -> torch.Tensor:
