@@ -73,19 +73,19 @@ class NotedStats(RoundStats):
             self.noted.append(masking)
 
 
-def table(points: Sequence[Point]) -> str:
-    """Return one line per point."""
-    lines = [
-        "| streams | drafts | free ms per round | bound | of free | masks ms p50 / p99 | late | checked tokens |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for point in points:
-        p50, p99 = np.percentile(point.fill_ms, [50, 99])
-        lines.append(
-            f"| {point.streams} | {point.steps} | {point.free_ms:.2f} | {point.bound_ms:.2f} "
-            f"| {point.free_ms / point.bound_ms:.3f} | {p50:.2f} / {p99:.2f} | {point.late:.0%} | {point.num_checked} |"
-        )
-    return "\n".join(lines)
+HEADER = (
+    "| streams | drafts | free ms per round | bound | of free | masks ms p50 / p99 | late | checked tokens |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def row_of(point: Point) -> str:
+    """Return the point's row of the table."""
+    p50, p99 = np.percentile(point.fill_ms, [50, 99])
+    return (
+        f"| {point.streams} | {point.steps} | {point.free_ms:.2f} | {point.bound_ms:.2f} "
+        f"| {point.free_ms / point.bound_ms:.3f} | {p50:.2f} / {p99:.2f} | {point.late:.0%} | {point.num_checked} |"
+    )
 
 
 def with_texts(model: Path, directory: Path) -> Path:
@@ -150,13 +150,13 @@ def main() -> None:
         executor.expect(GRAMMAR)
         engine.grammars.matcher(SamplingState(BOUND, [0], vocab_size=engine.card.vocab_size))
         compile_ms = (time.monotonic() - begun) * 1e3
-        points = [
-            measure(engine, executor, streams, executor.shape.with_steps(steps), options.rounds)
-            for streams in options.streams
-            for steps in sorted({0, executor.shape.num_steps})
-        ]
-    device = torch.cuda.get_device_name() if engine.device.type == "cuda" else "CPU"
-    print(f"{device}, {engine.card.vocab_size} tokens; the grammar is ready after {compile_ms:.1f} ms\n{table(points)}")
+        device = torch.cuda.get_device_name() if engine.device.type == "cuda" else "CPU"
+        print(f"{device}, {engine.card.vocab_size} tokens; the grammar is ready after {compile_ms:.1f} ms\n{HEADER}")
+        points: list[Point] = []
+        for streams in options.streams:
+            for steps in sorted({0, executor.shape.num_steps}):
+                points.append(measure(engine, executor, streams, executor.shape.with_steps(steps), options.rounds))
+                print(row_of(points[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps([point._asdict() for point in points]))
 
