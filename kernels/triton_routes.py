@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
-from .routes import LEAST_TOTAL, Routing, Routes
+from .routes import LEAST_TOTAL, Routes, Routing
 
 MAX_EXPERTS = 1024
 _PROGRAMS = 128  # of the product that are enough to keep a GPU at work

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...kernels.linear import sum_parts
-from ...kernels.routes import Routing, Routes, routes
+from ...kernels.routes import Routes, Routing, routes
 from ..model_config import ExpertsConfig
 from ..products.base import Sum
 from ..products.experts import Experts
