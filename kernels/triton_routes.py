@@ -23,8 +23,8 @@ from . import gpu
 from .routes import LEAST_TOTAL, Routes, Routing
 
 MAX_EXPERTS = 1024
+_BLOCK_K = 64
 _PROGRAMS = 128  # of the product that are enough to keep a GPU at work
-_MAX_PARTS = 32
 _SINGLE_ROWS = 512  # rows that are chosen for by a warp each; warps of more rows share a program
 _ROWS = 4  # that share it
 _LOWEST = tl.constexpr(-(2**31))
@@ -39,6 +39,7 @@ class Tiles(NamedTuple):
     block_k: int
     num_steps: int  # of a program
     num_parts: int  # programs that share the columns
+    max_parts: int  # one compiled kernel sums up to so many
     num_warps: int
     num_stages: int
 
@@ -47,17 +48,12 @@ def tiles_of(num_rows: int, num_experts: int, size: int) -> Tiles:
     """Return the tiles of a product [num_rows, size] x [num_experts, size]."""
     is_few = num_rows <= _SINGLE_ROWS
     block_r = 16 if num_rows <= 16 else 64
-    block_e, block_k, num_warps, num_stages = (64, 64, 4, 2) if is_few else (128, 64, 8, 3)
+    block_e, max_parts, num_warps, num_stages = (64, 32, 4, 2) if is_few else (128, 8, 8, 3)
     num_tiles = triton.cdiv(num_rows, block_r) * triton.cdiv(num_experts, block_e)
-    most_steps = triton.cdiv(size, block_k)
-    num_parts = min(_MAX_PARTS, most_steps, _power_up_to(_PROGRAMS // num_tiles))
-    num_steps = triton.cdiv(most_steps, num_parts)
-    return Tiles(block_r, block_e, block_k, num_steps, triton.cdiv(most_steps, num_steps), num_warps, num_stages)
-
-
-def _power_up_to(number: int) -> int:
-    """Return the largest power of two up to a number; 1 if there is none."""
-    return 1 << max(0, number.bit_length() - 1)
+    most_steps = triton.cdiv(size, _BLOCK_K)
+    num_steps = triton.cdiv(most_steps, max(1, min(max_parts, _PROGRAMS // num_tiles)))
+    num_parts = triton.cdiv(most_steps, num_steps)
+    return Tiles(block_r, block_e, _BLOCK_K, num_steps, num_parts, max_parts, num_warps, num_stages)
 
 
 def serves(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, routing: Routing) -> bool:
@@ -86,7 +82,7 @@ def routes(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor 
     per_group = num_experts // routing.num_groups
     _choose_kernel[(triton.cdiv(num_rows, rows),)](
         parts, product_bias, bias, chosen, shares, num_rows, num_experts, tiles.num_parts, routing.scaling,
-        PARTS=triton.next_power_of_2(tiles.num_parts), ROWS=rows, GROUPS=triton.next_power_of_2(routing.num_groups),
+        PARTS=tiles.max_parts, ROWS=rows, GROUPS=triton.next_power_of_2(routing.num_groups),
         PER_GROUP=per_group, WIDTH=max(triton.next_power_of_2(per_group), 32 if routing.num_groups == 1 else 1),
         ACTIVE=routing.num_active, ACTIVE_GROUPS=routing.num_active_groups if routing.num_groups > 1 else 0,
         RANKING=routing.num_ranking, IS_SIGMOID=routing.scoring == "sigmoid", SUMS_TO_ONE=routing.sums_to_one,

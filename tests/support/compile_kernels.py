@@ -107,7 +107,7 @@ def _routes() -> None:
             print(f"{x[1:]} {num_rows}", compiled_bytes(triton_routes._product_kernel, *own, **options))
     for rows in (1, 4):
         plain = {"GROUPS": 1, "PER_GROUP": 128, "WIDTH": 128, "ACTIVE_GROUPS": 0, "RANKING": 1, "IS_SIGMOID": False}
-        plain |= {"PARTS": 16, "ROWS": rows, "ACTIVE": 8, "SUMS_TO_ONE": True, "LEAST": 1e-20, "DEPENDENT": True}
+        plain |= {"PARTS": 32, "ROWS": rows, "ACTIVE": 8, "SUMS_TO_ONE": True, "LEAST": 1e-20, "DEPENDENT": True}
         groups = plain | {"GROUPS": 8, "PER_GROUP": 20, "WIDTH": 32, "ACTIVE_GROUPS": 4, "RANKING": 2}
         groups["IS_SIGMOID"] = True
         for name, constants in (("plain", plain | {"bias_ptr": None}), ("groups", groups)):
