@@ -92,18 +92,16 @@ def routes(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor 
 
 
 @triton.jit
-def _exact_dot(weight, x, y):
-    """Return y + weight x. `weight` is float32; x is of any float dtype."""
+def _exact_dot(weight, x):
+    """Return weight x. `weight` is float32; x is of any float dtype."""
     if x.dtype == tl.bfloat16:
         high = weight.to(tl.bfloat16)
         rest = weight - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        y = tl.dot(low, x, y)
-        y = tl.dot(middle, x, y)
-        y = tl.dot(high, x, y)
+        y = tl.dot(high, x, tl.dot(middle, x, tl.dot(low, x)))
     else:
-        y = tl.dot(weight, x.to(tl.float32), y, input_precision="ieee")
+        y = tl.dot(weight, x.to(tl.float32), input_precision="ieee")
     return y
 
 
@@ -136,10 +134,11 @@ def _product_kernel(
     y = tl.zeros((BLOCK_E, BLOCK_R), dtype=tl.float32)
     for step in range(num_steps):
         x = tl.load(x_at + step * BLOCK_K, mask=(step * BLOCK_K + k < size)[:, None], other=0.0)
-        y = _exact_dot(weight, x, y)
         behind = (step + 1) * BLOCK_K
         is_next = (behind + k < size) & (step + 1 < num_steps)
-        weight = tl.load(weight_at + behind, mask=is_next[None, :], other=0.0)
+        next_weight = tl.load(weight_at + behind, mask=is_next[None, :], other=0.0)
+        y += _exact_dot(weight, x)  # tensor cores cut bits off long sums, so that they sum one step
+        weight = next_weight
     rows = tl.program_id(2).to(tl.int64) * num_rows + r
     tl.store(parts_ptr + rows[None, :] * num_experts + e[:, None], y, mask=is_e[:, None] & is_r[None, :])
 

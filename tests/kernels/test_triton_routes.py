@@ -105,4 +105,4 @@ def test_rows_may_be_strided_and_what_is_not_served_is_left_to_the_reference() -
 def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
     """Compiled for a GPU of compute capability 9.0, with the tiles that are launched."""
     found = shared_bytes("routes", tmp_path)
-    assert len(found) == 13 and max(found.values()) <= SHARED_BYTES, found
+    assert len(found) == 14 and max(found.values()) <= SHARED_BYTES, found

@@ -94,10 +94,14 @@ def _routes() -> None:
 
     types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32"}
     types |= dict.fromkeys(("weight", "parts", "product_bias", "bias", "shares"), "*fp32")
+    types["counts"] = "*i32"
     for num_pairs in (8, 2048, 65536):
-        chunk, num_warps = triton_places.chunk_of(num_pairs)
-        places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": chunk, "DEPENDENT": True}
+        segments, chunk, num_warps = triton_places.segments_of(num_pairs)
+        places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": chunk, "SEGMENTS": segments, "DEPENDENT": True}
+        places |= {"counts_ptr": None} if segments == 1 else {}
         print(f"place {num_pairs}", compiled_bytes(triton_places._place_kernel, places, types, num_warps=num_warps))
+    counts = {"EXPERTS": 256, "CHUNK": 1024}
+    print("count", compiled_bytes(triton_places._count_kernel, counts, types, num_warps=4))
     for x in ("*bf16", "*fp32"):
         for num_rows in (1, 64, 8192):
             tiles = triton_routes.tiles_of(num_rows, 128, 2048)
