@@ -22,8 +22,7 @@ from .experts import Places, block_size, most_blocks
 
 MAX_PAIRS = 1 << 24
 MAX_EXPERTS = 1024
-MAX_UNDIVIDED = 4096  # pairs that are one segment
-_SEGMENTS = 32  # of more pairs
+MAX_UNDIVIDED = 2048  # pairs that are one segment
 
 
 def serves(chosen: Tensor, num_experts: int) -> bool:
@@ -57,9 +56,9 @@ def place_experts(chosen: Tensor, num_experts: int) -> Places:
 
 def segments_of(num_pairs: int) -> tuple[int, int, int]:
     """Return the number of segments, how many pairs a program looks at together, and its number of warps."""
-    if num_pairs <= 256:
-        return 1, 256, 1
-    return (1 if num_pairs <= MAX_UNDIVIDED else _SEGMENTS), 1024, 4
+    if num_pairs <= MAX_UNDIVIDED:
+        return 1, (512 if num_pairs <= 512 else 1024), 4
+    return (8 if num_pairs <= 16384 else 16), 1024, 4
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "segment"])

@@ -23,8 +23,8 @@ from . import gpu
 from .routes import LEAST_TOTAL, Routes, Routing
 
 MAX_EXPERTS = 1024
-_BLOCK_K = 64
-_PROGRAMS = 128  # of the product that are enough to keep a GPU at work
+_BLOCK_E = 64  # experts of a program
+_PROGRAMS = 256  # of the product that are enough to keep a GPU at work
 _SINGLE_ROWS = 512  # rows that are chosen for by a warp each; warps of more rows share a program
 _ROWS = 4  # that share it
 _LOWEST = tl.constexpr(-(2**31))
@@ -32,28 +32,28 @@ _NAN_KEY = tl.constexpr(0x7FC00000)
 
 
 class Tiles(NamedTuple):
-    """The tiles of a product: rows, experts and columns of a program's step, and how its programs are launched."""
+    """The tiles of a product, and how its programs are launched."""
 
-    block_r: int
-    block_e: int
-    block_k: int
+    block_r: int  # rows of a program
+    block_k: int  # columns of a step
     num_steps: int  # of a program
     num_parts: int  # programs that share the columns
     max_parts: int  # one compiled kernel sums up to so many
-    num_warps: int
     num_stages: int
 
 
 def tiles_of(num_rows: int, num_experts: int, size: int) -> Tiles:
     """Return the tiles of a product [num_rows, size] x [num_experts, size]."""
-    is_few = num_rows <= _SINGLE_ROWS
-    block_r = 16 if num_rows <= 16 else 64
-    block_e, max_parts, num_warps, num_stages = (64, 32, 4, 2) if is_few else (128, 8, 8, 3)
-    num_tiles = triton.cdiv(num_rows, block_r) * triton.cdiv(num_experts, block_e)
-    most_steps = triton.cdiv(size, _BLOCK_K)
+    if num_rows <= _SINGLE_ROWS:  # one step, if 16 parts are enough for it
+        block_r, block_k, num_stages = 16 if num_rows <= 16 else 64, 128, 1
+        max_parts = 16 if size <= 16 * block_k else 32
+    else:
+        block_r, block_k, num_stages = 64 if num_rows <= 2048 else 128, 64, 3
+        max_parts = 8
+    num_tiles = triton.cdiv(num_rows, block_r) * triton.cdiv(num_experts, _BLOCK_E)
+    most_steps = triton.cdiv(size, block_k)
     num_steps = triton.cdiv(most_steps, max(1, min(max_parts, _PROGRAMS // num_tiles)))
-    num_parts = triton.cdiv(most_steps, num_steps)
-    return Tiles(block_r, block_e, _BLOCK_K, num_steps, num_parts, max_parts, num_warps, num_stages)
+    return Tiles(block_r, block_k, num_steps, triton.cdiv(most_steps, num_steps), max_parts, num_stages)
 
 
 def serves(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, routing: Routing) -> bool:
@@ -70,11 +70,10 @@ def routes(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor 
     assert all(each is None or each.shape == (num_experts,) for each in (product_bias, bias)), weight.shape
     tiles, dependent = tiles_of(num_rows, num_experts, size), gpu.dependent_launch(num_rows)
     parts = torch.empty((tiles.num_parts, num_rows, num_experts), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(num_rows, tiles.block_r), triton.cdiv(num_experts, tiles.block_e), tiles.num_parts)
+    grid = (triton.cdiv(num_rows, tiles.block_r), triton.cdiv(num_experts, _BLOCK_E), tiles.num_parts)
     _product_kernel[grid](
         x, weight, parts, num_rows, num_experts, size, x.stride(0), tiles.num_steps, BLOCK_R=tiles.block_r,
-        BLOCK_E=tiles.block_e, BLOCK_K=tiles.block_k, DEPENDENT=dependent, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, launch_pdl=dependent,
+        BLOCK_E=_BLOCK_E, BLOCK_K=tiles.block_k, DEPENDENT=dependent, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
     chosen = torch.empty((num_rows, routing.num_active), dtype=torch.int64, device=x.device)
     shares = torch.empty((num_rows, routing.num_active), dtype=torch.float32, device=x.device)
@@ -105,7 +104,7 @@ def _exact_dot(weight, x):
     return y
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_steps"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x_ptr,  # [num_rows, size], rows x_stride apart
     weight_ptr,  # [num_experts, size] float32
@@ -114,7 +113,7 @@ def _product_kernel(
     num_experts,
     size,
     x_stride,
-    num_steps,
+    num_steps,  # of a program
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,

@@ -95,7 +95,7 @@ def _routes() -> None:
     types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32"}
     types |= dict.fromkeys(("weight", "parts", "product_bias", "bias", "shares"), "*fp32")
     types["counts"] = "*i32"
-    for num_pairs in (8, 2048, 65536):
+    for num_pairs in (8, 2048, 16384, 65536):
         segments, chunk, num_warps = triton_places.segments_of(num_pairs)
         places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": chunk, "SEGMENTS": segments, "DEPENDENT": True}
         places |= {"counts_ptr": None} if segments == 1 else {}
@@ -105,10 +105,9 @@ def _routes() -> None:
     for x in ("*bf16", "*fp32"):
         for num_rows in (1, 64, 8192):
             tiles = triton_routes.tiles_of(num_rows, 128, 2048)
-            constants = {"BLOCK_R": tiles.block_r, "BLOCK_E": tiles.block_e, "BLOCK_K": tiles.block_k}
-            options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-            own = (constants | {"DEPENDENT": True}, types | {"x": x})
-            print(f"{x[1:]} {num_rows}", compiled_bytes(triton_routes._product_kernel, *own, **options))
+            constants = {"BLOCK_R": tiles.block_r, "BLOCK_E": 64, "BLOCK_K": tiles.block_k, "DEPENDENT": True}
+            own = (triton_routes._product_kernel, constants, types | {"x": x})
+            print(f"{x[1:]} {num_rows}", compiled_bytes(*own, num_warps=4, num_stages=tiles.num_stages))
     for rows in (1, 4):
         plain = {"GROUPS": 1, "PER_GROUP": 128, "WIDTH": 128, "ACTIVE_GROUPS": 0, "RANKING": 1, "IS_SIGMOID": False}
         plain |= {"PARTS": 32, "ROWS": rows, "ACTIVE": 8, "SUMS_TO_ONE": True, "LEAST": 1e-20, "DEPENDENT": True}
