@@ -110,20 +110,23 @@ def tiles_of(block: int, *, is_scaled: bool, is_packed: bool = False) -> tuple[d
     return {"BLOCK_M": block, "BLOCK_N": 128, "BLOCK_K": block_k}, {"num_warps": 8, "num_stages": 3}
 
 
-def serves_mix(parts: Tensor, shares: Tensor) -> bool:
+def serves_mix(parts: Tensor, shares: Tensor, others: Tensor | None = None) -> bool:
     """Return whether `mix_parts` takes these tensors."""
-    return parts.is_contiguous() and shares.is_contiguous()
+    return parts.is_contiguous() and shares.is_contiguous() and (others is None or others.is_contiguous())
 
 
-def mix_parts(parts: Tensor, shares: Tensor) -> Tensor:
+def mix_parts(parts: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
     """Return `mix_parts_ref`, bit by bit but for fused multiply-adds."""
     (num_rows, num_active), size = shares.shape, parts.shape[1]
+    assert others is None or others.shape[-2:] == (num_rows, size), (others.shape, num_rows, size)
     out = torch.empty((num_rows, size), dtype=parts.dtype, device=parts.device)
     if out.numel():
+        num_others = 0 if others is None else 1 if others.ndim == 2 else len(others)
         dependent = gpu.dependent_launch(num_rows)
         _mix_kernel[num_rows, triton.cdiv(size, _MIX_BLOCK)](
-            parts, shares, out, size, ACTIVE=num_active, BLOCK=_MIX_BLOCK, DEPENDENT=dependent, launch_pdl=dependent
-        )
+            parts, shares, others, out, size, ACTIVE=num_active, OTHERS=num_others, BLOCK=_MIX_BLOCK,
+            DEPENDENT=dependent, launch_pdl=dependent,
+        )  # fmt: skip
     return out
 
 
@@ -256,9 +259,11 @@ def _product_kernel(
 def _mix_kernel(
     parts_ptr,  # [num_rows * ACTIVE, size]
     shares_ptr,  # [num_rows, ACTIVE] float32
+    others_ptr,  # [OTHERS, num_rows, size]; None: there are none
     out_ptr,  # [num_rows, size], written
     size,
     ACTIVE: tl.constexpr,
+    OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -273,4 +278,7 @@ def _mix_kernel(
     for place in tl.static_range(ACTIVE):
         part = tl.load(parts_ptr + (row * ACTIVE + place) * size + columns, mask=is_in, other=0.0).to(tl.float32)
         y += part * tl.load(shares_ptr + row * ACTIVE + place)
+    for other in tl.static_range(OTHERS):
+        at = (other * tl.num_programs(0) + row) * size + columns
+        y += tl.load(others_ptr + at, mask=is_in, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, y.to(out_ptr.dtype.element_ty), mask=is_in)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.linear import sum_parts
 from ...kernels.routes import Routes, Routing, routes
 from ..model_config import ExpertsConfig
 from ..products.base import Sum
@@ -70,8 +69,7 @@ class MoeMlp:
         """Return this rank's summand of the output; of the rows of all ranks, if each has rows of its own."""
         if isinstance(self.sums_over, OwnRowsSum):
             x = self.sums_over.gather(x)
-        out = self.experts(x, *self.router(x))
         if self.shared is None:
-            return out
-        parts = self.shared.down.product.alone.parts(self.shared.gate_up.product.alone.gated(x))
-        return out.add_(parts if parts.ndim == 2 else sum_parts(parts, out.dtype))
+            return self.experts(x, *self.router(x))
+        shared = self.shared.down.product.alone.parts(self.shared.gate_up.product.alone.gated(x))
+        return self.experts(x, *self.router(x), shared)

@@ -140,8 +140,11 @@ def test_what_is_not_served_is_left_to_the_reference() -> None:
 def test_parts_are_mixed(num_rows: int, num_active: int, size: int, dtype: torch.dtype) -> None:
     parts = random(num_rows * num_active, size, dtype=dtype)
     shares = random(num_rows, num_active, seed=1).abs()
-    actual = triton_experts.mix_parts(parts, shares)
-    torch.testing.assert_close(actual, mix_parts_ref(parts, shares), atol=1e-5, rtol=2 * ULP[dtype])
+    summands = random(3, num_rows, size, seed=2)
+    for others in (None, summands[0].to(dtype), summands):
+        assert triton_experts.serves_mix(parts, shares, others)
+        actual = triton_experts.mix_parts(parts, shares, others)
+        torch.testing.assert_close(actual, mix_parts_ref(parts, shares, others), atol=1e-5, rtol=2 * ULP[dtype])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")

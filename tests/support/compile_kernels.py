@@ -122,7 +122,7 @@ def _experts() -> None:
     from baton.kernels import triton_experts
 
     types = {"pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32"}
-    mix = {"ACTIVE": 8, "BLOCK": 1024, "DEPENDENT": True}
+    mix = {"ACTIVE": 8, "OTHERS": 1, "BLOCK": 1024, "DEPENDENT": True}
     print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types | {"shares": "*fp32"}, num_warps=4))
     formats = {"plain": ("*bf16", "*bf16"), "e4m3": (_E4M3, _E4M3), "groups": (_E4M3, _E4M3)}
     formats |= {"16 bits": ("*bf16", _E4M3), "packed": ("*bf16", "*u8")}
