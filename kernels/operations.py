@@ -86,8 +86,9 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "round_rows": (_triton("triton_fp8", _FLOATS),),
         "round_to_scale": (_triton("triton_fp8", _FLOATS),),
         "fp8_linear": (_triton("triton_fp8", _FP8, "serves"),),
-        # experts.py
-        "place_experts": (_triton("triton_experts", None, "serves_places"),),
+        # routes.py, experts.py
+        "routes": (_triton("triton_routes", _FLOATS, "serves"),),
+        "place_experts": (_triton("triton_places", None, "serves"),),
         "experts_linear": (_triton("triton_experts", None, "serves"),),
         "gated_experts_linear": (_triton("triton_experts", None, "serves"),),
         "mix_parts": (_triton("triton_experts", _FLOATS, "serves_mix"),),

@@ -34,6 +34,7 @@ DECLARED = {
     "history": ["gather_keys", "join_parts"],
     "linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
     "fp8": ["round_rows", "round_to_scale", "fp8_linear"],
+    "routes": ["routes"],
     "experts": ["place_experts", "experts_linear", "gated_experts_linear", "mix_parts"],
     "processors": ["process_logits"],
     "sample": ["perturbed_argmax", "perturbed_topk"],

@@ -1,5 +1,5 @@
-"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8`, `experts` or
-`fp8_pages`.
+"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8`, `routes`, `experts`
+or `fp8_pages`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs."""
@@ -41,7 +41,7 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
         name: types.get(name.removesuffix("_ptr"), "*bf16")
         if name.endswith("_ptr")
         else "fp32"
-        if name in ("scale", "eps", "limit", "alpha")
+        if name in ("scale", "eps", "limit", "alpha", "scaling")
         else "i32"
         for name in kernel.arg_names
     } | dict.fromkeys(constants, "constexpr")
@@ -89,13 +89,40 @@ def _fp8() -> None:
                 print(name, compiled_bytes(triton_fp8._linear_kernel, constants, types | {"x": x}, **launch))
 
 
+def _routes() -> None:
+    from baton.kernels import triton_places, triton_routes
+
+    types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32"}
+    types |= dict.fromkeys(("weight", "parts", "product_bias", "bias", "shares"), "*fp32")
+    types["counts"] = "*i32"
+    for num_pairs in (8, 2048, 16384, 65536):
+        segments, chunk, num_warps = triton_places.segments_of(num_pairs)
+        places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": chunk, "SEGMENTS": segments, "DEPENDENT": True}
+        places |= {"counts_ptr": None} if segments == 1 else {}
+        print(f"place {num_pairs}", compiled_bytes(triton_places._place_kernel, places, types, num_warps=num_warps))
+    counts = {"EXPERTS": 256, "CHUNK": 1024}
+    print("count", compiled_bytes(triton_places._count_kernel, counts, types, num_warps=4))
+    for x in ("*bf16", "*fp32"):
+        for num_rows in (1, 64, 8192):
+            tiles = triton_routes.tiles_of(num_rows, 128, 2048)
+            constants = {"BLOCK_R": tiles.block_r, "BLOCK_E": 64, "BLOCK_K": tiles.block_k, "DEPENDENT": True}
+            own = (triton_routes._product_kernel, constants, types | {"x": x})
+            print(f"{x[1:]} {num_rows}", compiled_bytes(*own, num_warps=4, num_stages=tiles.num_stages))
+    for rows in (1, 4):
+        plain = {"GROUPS": 1, "PER_GROUP": 128, "WIDTH": 128, "ACTIVE_GROUPS": 0, "RANKING": 1, "IS_SIGMOID": False}
+        plain |= {"PARTS": 32, "ROWS": rows, "ACTIVE": 8, "SUMS_TO_ONE": True, "LEAST": 1e-20, "DEPENDENT": True}
+        groups = plain | {"GROUPS": 8, "PER_GROUP": 20, "WIDTH": 32, "ACTIVE_GROUPS": 4, "RANKING": 2}
+        groups["IS_SIGMOID"] = True
+        for name, constants in (("plain", plain | {"bias_ptr": None}), ("groups", groups)):
+            own = (triton_routes._choose_kernel, {**constants, "product_bias_ptr": None}, types)
+            print(f"{name} {rows}", compiled_bytes(*own, num_warps=rows))
+
+
 def _experts() -> None:
     from baton.kernels import triton_experts
 
-    types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32"}
-    places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": 32, "DEPENDENT": True}
-    print("place", compiled_bytes(triton_experts._place_kernel, places, types, num_warps=8))
-    mix = {"ACTIVE": 8, "BLOCK": 1024, "DEPENDENT": True}
+    types = {"pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32"}
+    mix = {"ACTIVE": 8, "OTHERS": 1, "BLOCK": 1024, "DEPENDENT": True}
     print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types | {"shares": "*fp32"}, num_warps=4))
     formats = {"plain": ("*bf16", "*bf16"), "e4m3": (_E4M3, _E4M3), "groups": (_E4M3, _E4M3)}
     formats |= {"16 bits": ("*bf16", _E4M3), "packed": ("*bf16", "*u8")}
@@ -139,4 +166,4 @@ def _fp8_pages() -> None:
 
 
 if __name__ == "__main__":
-    {"latents": _latents, "fp8": _fp8, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()
+    {"latents": _latents, "fp8": _fp8, "routes": _routes, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()
