@@ -3,21 +3,35 @@
     x[m, k] = x_values[m, k] * x_scales[m, k / group]      W[n, k] = values[n, k] * scales[n / rows, k / group]
 
 `group` is the number of columns that share a scale. A product of two e4m3 numbers is exact in float32.
+
+What stands before a product can round its own result (`add_rms_norm_round_`, `silu_mul_round`), which spares a pass
+over the rows.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .norm import add_rms_norm_
 from .operations import Operation
+from .silu import silu_mul
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest e4m3 number; larger ones become it
 
 
-def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) -> tuple[Tensor, Tensor]:
+class RoundedRows(NamedTuple):
+    """Rows of x as `fp8_linear` takes them."""
+
+    values: Tensor  # [num_rows, size] float8_e4m3fn; or numbers of 16 or 32 bits that are not rounded
+    scales: Tensor | None  # [num_rows, ceil(size / group)] float32; None: they are 1, or the product has them
+
+
+def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) -> RoundedRows:
     """Round rows to e4m3, with a scale for each `group` columns of each row, so that the largest becomes LARGEST.
 
     `x` [num_rows, size] -> values [num_rows, size] float8_e4m3fn, scales [num_rows, ceil(size / group)] float32.
@@ -30,13 +44,32 @@ def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = Fal
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
     values = (groups / scales.unsqueeze(-1)).clamp_(-LARGEST, LARGEST)
-    return values.flatten(1)[:, :size].to(E4M3), scales
+    return RoundedRows(values.flatten(1)[:, :size].to(E4M3), scales)
 
 
 def round_to_scale_ref(x: Tensor, scale: Tensor) -> Tensor:
     """Round `x` / `scale` to e4m3: `x` [num_rows, size], `scale` [] or [num_rows, 1] float32 -> [num_rows, size]
     float8_e4m3fn."""
     return (x.float() / scale).clamp_(-LARGEST, LARGEST).to(E4M3)
+
+
+def add_rms_norm_round_ref_(
+    hidden: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: int,
+    *,
+    has_power_of_two_scales: bool = False,
+) -> RoundedRows:
+    """Do `add_rms_norm_` (norm.py), and return its result rounded by `round_rows`."""
+    normed = add_rms_norm_(hidden, delta, weight, eps)
+    return round_rows(normed, group, has_power_of_two_scales=has_power_of_two_scales)
+
+
+def silu_mul_round_ref(gate_up: Tensor, group: int, *, has_power_of_two_scales: bool = False) -> RoundedRows:
+    """Return `silu_mul` (silu.py) of `gate_up` [num_rows, 2 * size], rounded by `round_rows`."""
+    return round_rows(silu_mul(gate_up), group, has_power_of_two_scales=has_power_of_two_scales)
 
 
 def fp8_linear_ref(
@@ -72,4 +105,6 @@ def spread(scales: Tensor, group: int, size: int) -> Tensor:
 BLOCK = 128  # rows, and columns, of a weight's block with one scale
 round_rows = Operation("round_rows", round_rows_ref)
 round_to_scale = Operation("round_to_scale", round_to_scale_ref)
+add_rms_norm_round_ = Operation("add_rms_norm_round_", add_rms_norm_round_ref_)
+silu_mul_round = Operation("silu_mul_round", silu_mul_round_ref)
 fp8_linear = Operation("fp8_linear", fp8_linear_ref, by=lambda x, x_scales, weight, *_, **__: weight)  # noqa: ARG005

@@ -1,4 +1,4 @@
-"""`round_rows`, `round_to_scale` and `fp8_linear` of kernels/fp8.py on a GPU.
+"""`fp8_linear` of kernels/fp8.py on a GPU.
 
     few rows (up to MAX_FEW)   the time is that of reading W once. Values of x and W become float16, which holds them
                                exactly, and tensor cores multiply those
@@ -25,41 +25,7 @@ from . import gpu
 from .fp8 import BLOCK, E4M3
 
 MAX_FEW = 64
-_TILE = 1024  # numbers of a program that rounds
 _X_DTYPES = (E4M3, torch.bfloat16, torch.float16)
-
-
-def round_rows(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) -> tuple[Tensor, Tensor]:
-    """Return `round_rows_ref`, the same numbers: `x` [num_rows, size], whose last dimension is contiguous."""
-    num_rows, size = x.shape
-    assert x.stride(1) == 1, x.stride()
-    group = min(group, size)
-    num_groups, width = triton.cdiv(size, group), triton.next_power_of_2(group)
-    values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
-    scales = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
-    if num_rows:
-        at_once = max(1, _TILE // width)
-        dependent = gpu.dependent_launch(num_rows)
-        _round_kernel[num_rows, triton.cdiv(num_groups, at_once)](
-            x, values, scales, scales, size, num_groups, x.stride(0), group, GROUPS=at_once, WIDTH=width,
-            IS_STORED=False, IS_STORED_BY_ROW=False, IS_POWER=has_power_of_two_scales, DEPENDENT=dependent,
-            launch_pdl=dependent,
-        )  # fmt: skip
-    return values, scales
-
-
-def round_to_scale(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `round_to_scale_ref`, the same numbers: `x` [num_rows, size], whose last dimension is contiguous."""
-    num_rows, size = x.shape
-    assert x.stride(1) == 1 and scale.shape in ((), (num_rows, 1)) and scale.is_contiguous(), (x.stride(), scale.shape)
-    values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
-    if num_rows:
-        dependent = gpu.dependent_launch(num_rows)
-        _round_kernel[num_rows, triton.cdiv(size, _TILE)](
-            x, values, scale, scale, size, triton.cdiv(size, _TILE), x.stride(0), _TILE, GROUPS=1, WIDTH=_TILE,
-            IS_STORED=True, IS_STORED_BY_ROW=scale.ndim == 2, IS_POWER=False, DEPENDENT=dependent, launch_pdl=dependent,
-        )  # fmt: skip
-    return values
 
 
 def serves(
@@ -113,58 +79,6 @@ def tiles_of(num_rows: int) -> tuple[dict[str, int], dict[str, int]]:
         block_m = max(16, 1 << (num_rows - 1).bit_length())
         return {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": BLOCK}, {"num_warps": 4, "num_stages": 6}
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": BLOCK}, {"num_warps": 8, "num_stages": 3}
-
-
-@triton.jit
-def e4m3(y):
-    """Return float32 numbers rounded to e4m3, the even one of two neighbours, at most 448. The conversion itself does
-    not round, so that every device and the interpreter agree."""
-    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-    bits = y.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # 3 bits of the mantissa are left
-    small = (y + 24576.0) - 24576.0  # multiples of 2^-9, below 2^-6
-    return tl.where(tl.abs(y) < 0.015625, small, bits.to(tl.float32, bitcast=True)).to(tl.float8e4nv)
-
-
-@triton.jit(do_not_specialize=["num_groups"])
-def _round_kernel(
-    x_ptr,  # [num_rows, size]
-    values_ptr,  # [num_rows, size] e4m3, written
-    scales_ptr,  # [num_rows, num_groups] float32, written unless IS_STORED
-    stored_ptr,  # [] or [num_rows] float32, read if IS_STORED
-    size,
-    num_groups,
-    x_stride,
-    group,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,  # at least `group`
-    IS_STORED: tl.constexpr,
-    IS_STORED_BY_ROW: tl.constexpr,
-    IS_POWER: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Grid: (num_rows, ceil(num_groups / GROUPS))."""
-    row = tl.program_id(0).to(tl.int64)
-    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    inner = tl.arange(0, WIDTH)
-    columns = groups[:, None] * group + inner[None, :]
-    is_in = (inner < group)[None, :] & (columns < size)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    x = tl.load(x_ptr + row * x_stride + columns, mask=is_in, other=0.0).to(tl.float32)
-    if IS_STORED:
-        y = tl.div_rn(x, tl.load(stored_ptr + (row if IS_STORED_BY_ROW else 0)))
-    else:
-        largest = tl.max(tl.abs(x), 1)
-        scales = tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)
-        if IS_POWER:
-            bits = scales.to(tl.int32, bitcast=True)
-            bits = (bits + 0x7FFFFF) & -0x800000  # the next power of two
-            scales = bits.to(tl.float32, bitcast=True)
-        tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
-        y = tl.div_rn(x, scales[:, None])
-    tl.store(values_ptr + row * size + columns, e4m3(y), mask=is_in)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -9,8 +9,21 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...kernels.fp8 import BLOCK, E4M3, LARGEST, dequantized, fp8_linear, round_rows, round_to_scale, spread
-from ...kernels.norm import Norm
+from ...kernels.fp8 import (
+    BLOCK,
+    E4M3,
+    LARGEST,
+    RoundedRows,
+    add_rms_norm_round_,
+    dequantized,
+    fp8_linear,
+    round_rows,
+    round_to_scale,
+    silu_mul_round,
+    spread,
+)
+from ...kernels.norm import Norm, add_rms_norm_
+from ...kernels.silu import silu_mul
 from ..group import Group
 from ..quantization import Quantization
 from .base import GivenWeight, Product, StoredTensor, WeightSource
@@ -36,18 +49,22 @@ class RowRounding(NamedTuple):
     stored: Tensor | None  # [] float32: the scale of all rows
     ranks: Group | None = None  # that have other columns of the same rows, which share the scales of whole rows
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the values and the scales of rows [num_rows, in_size], as `fp8_linear` takes them. The stored scale is
-        left to the product."""
+    @property
+    def is_of_row(self) -> bool:
+        """Whether the numbers of a row, and nothing else, tell how it is rounded."""
+        return bool(self.group) and self.stored is None and self.ranks is None
+
+    def __call__(self, x: Tensor) -> RoundedRows:
+        """Return rows [num_rows, in_size] as `fp8_linear` takes them. The stored scale is left to the product."""
         if not self.group:
-            return x, None
+            return RoundedRows(x, None)
         if self.stored is not None:
-            return round_to_scale(x, self.stored), None
+            return RoundedRows(round_to_scale(x, self.stored), None)
         if self.ranks is not None:
             largest = x.abs().amax(1, keepdim=True).float()
             largest = self.ranks.gather_columns(largest, self.ranks.size).amax(1, keepdim=True)
             scales = torch.where(largest > 0, largest / LARGEST, 1.0)
-            return round_to_scale(x, scales), scales
+            return RoundedRows(round_to_scale(x, scales), scales)
         return round_rows(x, self.group, has_power_of_two_scales=self.has_power_of_two_scales)
 
     def numbers(self, x: Tensor) -> Tensor:
@@ -66,6 +83,7 @@ class Fp8Product(Product):
     bias: Tensor | None  # [out_size]
     in_size: int
     out_size: int
+    dtype: torch.dtype  # of the product, if the rows are rounded already
 
     @classmethod
     def tensors(
@@ -88,7 +106,7 @@ class Fp8Product(Product):
 
     @classmethod
     def build(cls, source: WeightSource) -> Self:
-        return cls(*read_fp8(source), source.bias, source.in_size, sum(source.out_sizes))
+        return cls(*read_fp8(source), source.bias, source.in_size, sum(source.out_sizes), source.dtype)
 
     @classmethod
     def numbers(cls, source: WeightSource) -> Tensor:
@@ -97,10 +115,24 @@ class Fp8Product(Product):
             return source.fused("weight")
         return dequantized(*_stored(source, quantization)).to(source.dtype)
 
-    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | RoundedRows, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         assert norm is None and residual is None, "nothing is fused here"
-        values, scales = self.rounding(x)
-        return fp8_linear(values, scales, *self.weight[:2], self.bias, group=self.weight.group, dtype=x.dtype)
+        rows, dtype = (x, self.dtype) if isinstance(x, RoundedRows) else (self.rounding(x), x.dtype)
+        return fp8_linear(*rows, *self.weight[:2], self.bias, group=self.weight.group, dtype=dtype)
+
+    @property
+    def rounds(self) -> bool:
+        return self.rounding.is_of_row
+
+    def normed(self, hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | RoundedRows:
+        group, is_power = self.rounding[:2]
+        if not self.rounds:
+            return add_rms_norm_(hidden, delta, *norm)
+        return add_rms_norm_round_(hidden, delta, *norm, group=group, has_power_of_two_scales=is_power)
+
+    def gate(self, gate_up: Tensor) -> Tensor | RoundedRows:
+        group, is_power = self.rounding[:2]
+        return silu_mul_round(gate_up, group, has_power_of_two_scales=is_power) if self.rounds else silu_mul(gate_up)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

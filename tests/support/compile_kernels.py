@@ -70,13 +70,20 @@ def _latents() -> None:
 
 
 def _fp8() -> None:
-    from baton.kernels import triton_fp8
+    from baton.kernels import triton_fp8, triton_fp8_rows
 
     types = {"values": _E4M3, "weight": _E4M3, "scales": "*fp32", "x_scales": "*fp32", "stored": "*fp32"}
     for way in ("groups", "stored"):
         constants = {"GROUPS": 8, "WIDTH": 128, "IS_STORED": way == "stored", "IS_STORED_BY_ROW": False}
         constants |= {"IS_POWER": False, "DEPENDENT": True}
-        print(f"round {way}", compiled_bytes(triton_fp8._round_kernel, constants, types, num_warps=4))
+        print(f"round {way}", compiled_bytes(triton_fp8_rows._round_kernel, constants, types, num_warps=4))
+    for groups, width in ((1, 16384), (32, 128)):
+        constants = {"GROUPS": groups, "WIDTH": width, "IS_POWER": False, "DEPENDENT": True}
+        kernel = triton_fp8_rows._silu_round_kernel
+        print(f"silu {width}", compiled_bytes(kernel, constants, types, num_warps=16))
+        constants |= {"ADDS": True, "PARTS": 4}
+        kernel, of_norm = triton_fp8_rows._norm_round_kernel, types | {"weight": "*bf16", "delta": "*fp32"}
+        print(f"norm {width}", compiled_bytes(kernel, constants, of_norm, num_warps=16))
     for x in (_E4M3, "*bf16"):
         for num_rows in (1, 64, 8192):
             for is_grouped in (False, True):
