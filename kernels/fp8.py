@@ -31,6 +31,14 @@ class RoundedRows(NamedTuple):
     scales: Tensor | None  # [num_rows, ceil(size / group)] float32; None: they are 1, or the product has them
 
 
+class Fp8Weight(NamedTuple):
+    """A weight with its scales, as `fp8_linear` takes them."""
+
+    values: Tensor  # [out_size, in_size] float8_e4m3fn
+    scales: Tensor  # [ceil(out_size / rows), ceil(in_size / group)] float32, where `rows` is 1 or BLOCK
+    group: int  # columns that share a scale
+
+
 def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) -> RoundedRows:
     """Round rows to e4m3, with a scale for each `group` columns of each row, so that the largest becomes LARGEST.
 
@@ -72,27 +80,32 @@ def silu_mul_round_ref(gate_up: Tensor, group: int, *, has_power_of_two_scales: 
     return round_rows(silu_mul(gate_up), group, has_power_of_two_scales=has_power_of_two_scales)
 
 
-def fp8_linear_ref(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    group: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the product in `dtype`, [num_rows, out_size], of sums in float32.
-
-    `x` [num_rows, in_size] is float8_e4m3fn with `x_scales` [num_rows, ceil(in_size / group)] float32, or of 16 or 32
-    bits without. None: they are 1. `weight` [out_size, in_size] float8_e4m3fn, `scales` [ceil(out_size / rows),
-    ceil(in_size / group)] float32, where `rows` is 1 or BLOCK, `bias` [out_size]."""
-    wide = x.float() if x_scales is None else x.float() * spread(x_scales, group, x.shape[1])
-    product = F.linear(wide, dequantized(weight, scales, group))
+def fp8_linear_ref(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the product in `dtype`, [num_rows, out_size], of sums in float32. `bias` [out_size]."""
+    values, scales = rows
+    wide = values.float() if scales is None else values.float() * spread(scales, weight.group, values.shape[1])
+    product = F.linear(wide, dequantized(*weight))
     return (product if bias is None else product + bias.float()).to(dtype)
 
 
+def fp8_linear_parts_ref(rows: RoundedRows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """Return the product [num_rows, out_size]. A backend may return float32 parts of it instead, [num_parts, num_rows,
+    out_size], for a reader that takes the sum: `add_rms_norm_`, `add_rms_norm_round_` or `sum_parts` (linear.py)."""
+    return fp8_linear(rows, weight, None, dtype)
+
+
+def fp8_gated_linear_ref(rows: RoundedRows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """Return `silu_mul` of the product: weight [2 * size, in_size], gate first -> [num_rows, size]."""
+    return silu_mul(fp8_linear(rows, weight, None, dtype))
+
+
+def gates_fp8_ref(rows: RoundedRows, weight: Fp8Weight) -> bool:  # noqa: ARG001
+    """Return whether one kernel does `fp8_gated_linear`."""
+    return False
+
+
 def dequantized(weight: Tensor, scales: Tensor, group: int) -> Tensor:
-    """Return the numbers that a weight stands for, [out_size, in_size] float32. Arguments as for `fp8_linear`."""
+    """Return the numbers that a weight stands for, [out_size, in_size] float32. Arguments as of `Fp8Weight`."""
     rows = scales if len(scales) == len(weight) else scales.repeat_interleave(BLOCK, 0)[: len(weight)]
     return weight.float() * spread(rows, group, weight.shape[1])
 
@@ -107,4 +120,8 @@ round_rows = Operation("round_rows", round_rows_ref)
 round_to_scale = Operation("round_to_scale", round_to_scale_ref)
 add_rms_norm_round_ = Operation("add_rms_norm_round_", add_rms_norm_round_ref_)
 silu_mul_round = Operation("silu_mul_round", silu_mul_round_ref)
-fp8_linear = Operation("fp8_linear", fp8_linear_ref, by=lambda x, x_scales, weight, *_, **__: weight)  # noqa: ARG005
+# ruff: noqa: ARG005
+fp8_linear = Operation("fp8_linear", fp8_linear_ref, by=lambda rows, weight, *_, **__: weight.values)
+fp8_linear_parts = Operation("fp8_linear_parts", fp8_linear_parts_ref, by=lambda rows, weight, *_, **__: weight.values)
+fp8_gated_linear = Operation("fp8_gated_linear", fp8_gated_linear_ref, by=lambda rows, weight, *_, **__: weight.values)
+gates_fp8 = Operation("gates_fp8", gates_fp8_ref, by=lambda rows, weight: weight.values)

@@ -88,6 +88,9 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "add_rms_norm_round_": (_triton("triton_fp8_rows", _FLOATS, "serves_norm"),),
         "silu_mul_round": (_triton("triton_fp8_rows", _FLOATS, "serves_silu"),),
         "fp8_linear": (_triton("triton_fp8", _FP8, "serves"),),
+        "fp8_linear_parts": (_triton("triton_fp8", _FP8, "serves"),),
+        "fp8_gated_linear": (_triton("triton_fp8", _FP8, "serves"),),
+        "gates_fp8": (_triton("triton_fp8", _FP8),),
         # experts.py
         "place_experts": (_triton("triton_experts", None, "serves_places"),),
         "experts_linear": (_triton("triton_experts", None, "serves"),),

@@ -10,6 +10,8 @@ the numbers of both steps in turn: what is rounded to e4m3 was rounded to the dt
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,8 @@ from .triton_silu import silu_mul_of
 MAX_SIZE = 16384  # of a row that one program holds
 _TILE = 1024  # numbers of a program that has some groups of a row
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# The interpreter truncates where a GPU rounds to e4m3, and it has no fused multiply-add.
+_IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def round_rows(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) -> RoundedRows:
@@ -127,20 +131,26 @@ def _num_warps(num_numbers: int) -> int:
 
 
 @triton.jit
-def e4m3_numbers(y):
-    """Return float32 numbers rounded to those of e4m3, the even one of two neighbours, at most 448."""
-    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-    bits = y.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # 3 bits of the mantissa are left
-    small = (y + 24576.0) - 24576.0  # multiples of 2^-9, below 2^-6
-    return tl.where(tl.abs(y) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+def e4m3(y):
+    """Return float32 numbers rounded to e4m3, the even one of two neighbours, at most 448."""
+    if _IS_INTERPRETED:
+        y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+        bits = y.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # 3 bits of the mantissa are left
+        small = (y + 24576.0) - 24576.0  # multiples of 2^-9, below 2^-6
+        y = tl.where(tl.abs(y) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+    return y.to(tl.float8e4nv)
 
 
 @triton.jit
-def e4m3(y):
-    """Return float32 numbers rounded to e4m3. The conversion itself does not round, so that every device and the
-    interpreter agree."""
-    return e4m3_numbers(y).to(tl.float8e4nv)
+def quotients(x, scales):
+    """Return x / scales, correctly rounded if the scale is above 2^-100: one step from a product with the reciprocal
+    (Markstein, IBM J. Res. Dev. 34, 1990). Division itself takes several times as long."""
+    if _IS_INTERPRETED:
+        return tl.div_rn(x, scales)
+    reciprocals = tl.div_rn(1.0, tl.maximum(scales, 1.1754944e-38))
+    q = x * reciprocals
+    return tl.fma(tl.fma(-q, scales + tl.zeros_like(q), x), reciprocals + tl.zeros_like(q), q)
 
 
 @triton.jit
@@ -182,11 +192,11 @@ def _round_kernel(
         gdc_wait()
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_in, other=0.0).to(tl.float32)
     if IS_STORED:
-        y = tl.div_rn(x, tl.load(stored_ptr + (row if IS_STORED_BY_ROW else 0)))
+        y = quotients(x, tl.load(stored_ptr + (row if IS_STORED_BY_ROW else 0)))
     else:
         scales = scales_of(tl.max(tl.abs(x), 1), IS_POWER)
         tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
-        y = tl.div_rn(x, scales[:, None])
+        y = quotients(x, scales[:, None])
     tl.store(values_ptr + row * size + columns, e4m3(y), mask=is_in)
 
 
@@ -235,7 +245,7 @@ def _norm_round_kernel(
     normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
     scales = scales_of(tl.max(tl.abs(normed), 1), IS_POWER)
     tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
-    tl.store(values_ptr + row * size + columns, e4m3(tl.div_rn(normed, scales[:, None])), mask=is_in)
+    tl.store(values_ptr + row * size + columns, e4m3(quotients(normed, scales[:, None])), mask=is_in)
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -266,4 +276,4 @@ def _silu_round_kernel(
     gated = silu_mul_of(gate, up).to(tl.float32)
     scales = scales_of(tl.max(tl.abs(gated), 1), IS_POWER)
     tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
-    tl.store(values_ptr + row * size + columns, e4m3(tl.div_rn(gated, scales[:, None])), mask=is_in)
+    tl.store(values_ptr + row * size + columns, e4m3(quotients(gated, scales[:, None])), mask=is_in)

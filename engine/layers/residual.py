@@ -32,7 +32,9 @@ class Residual:
         if self._delta is None and linear.fuses(self.hidden, is_gated=True):
             return linear.gated(self.hidden, norm=Norm(norm, self.eps))
         x = self.normed_for(linear, norm)
-        return linear.gated(x) if reader is None or not reader.rounds else reader.gate(linear(x))
+        if reader is None or not reader.rounds or linear.gates(x):
+            return linear.gated(x)
+        return reader.gate(linear(x))  # by one kernel that also rounds
 
     def add(self, linear: Linear, x: Rows) -> None:
         """Add the product [num_tokens, hidden_size] of `x` [num_tokens, in_size]."""

@@ -245,6 +245,10 @@ class Product(ABC):
         assert norm is None, "nothing is fused here"
         return silu_mul(self(x))
 
+    def gates(self, x: Rows) -> bool:
+        """Return whether one kernel does `gated`, so that the rows need no pass of their own for the gate."""
+        return False
+
     def fuses(self, x: Rows, *, is_gated: bool = False) -> bool:
         """Return whether one kernel norms x, multiplies, and adds to a residual (`is_gated`: or gates)."""
         return False

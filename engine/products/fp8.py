@@ -13,10 +13,14 @@ from ...kernels.fp8 import (
     BLOCK,
     E4M3,
     LARGEST,
+    Fp8Weight,
     RoundedRows,
     add_rms_norm_round_,
     dequantized,
+    fp8_gated_linear,
     fp8_linear,
+    fp8_linear_parts,
+    gates_fp8,
     round_rows,
     round_to_scale,
     silu_mul_round,
@@ -31,14 +35,6 @@ from .blocked import BlockedProduct
 from .dense import DenseProduct
 
 _STORED = ("F8_E4M3",)
-
-
-class Fp8Weight(NamedTuple):
-    """A weight with its scales, as `fp8_linear` takes them."""
-
-    values: Tensor  # [out_size, in_size] float8_e4m3fn
-    scales: Tensor  # [ceil(out_size / BLOCK) or out_size, ceil(in_size / group)] float32
-    group: int  # columns that share a scale
 
 
 class RowRounding(NamedTuple):
@@ -117,8 +113,20 @@ class Fp8Product(Product):
 
     def __call__(self, x: Tensor | RoundedRows, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         assert norm is None and residual is None, "nothing is fused here"
-        rows, dtype = (x, self.dtype) if isinstance(x, RoundedRows) else (self.rounding(x), x.dtype)
-        return fp8_linear(*rows, *self.weight[:2], self.bias, group=self.weight.group, dtype=dtype)
+        return fp8_linear(self._rows(x), self.weight, self.bias, self._dtype(x))
+
+    def parts(self, x: Tensor | RoundedRows) -> Tensor:
+        return self(x) if self.bias is not None else fp8_linear_parts(self._rows(x), self.weight, self._dtype(x))
+
+    def gated(self, x: Tensor | RoundedRows, *, norm: Norm | None = None) -> Tensor:
+        assert norm is None, "nothing is fused here"
+        if self.bias is not None:
+            return silu_mul(self(x))
+        return fp8_gated_linear(self._rows(x), self.weight, self._dtype(x))
+
+    def gates(self, x: Tensor | RoundedRows) -> bool:
+        rows = x if isinstance(x, RoundedRows) else RoundedRows(x, None)
+        return self.bias is None and gates_fp8(rows, self.weight)
 
     @property
     def rounds(self) -> bool:
@@ -133,6 +141,12 @@ class Fp8Product(Product):
     def gate(self, gate_up: Tensor) -> Tensor | RoundedRows:
         group, is_power = self.rounding[:2]
         return silu_mul_round(gate_up, group, has_power_of_two_scales=is_power) if self.rounds else silu_mul(gate_up)
+
+    def _rows(self, x: Tensor | RoundedRows) -> RoundedRows:
+        return x if isinstance(x, RoundedRows) else self.rounding(x)
+
+    def _dtype(self, x: Tensor | RoundedRows) -> torch.dtype:
+        return self.dtype if isinstance(x, RoundedRows) else x.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,12 +14,12 @@ class Linear:
     """Owns one product. `normed`, `parts` and others are the product's own methods, so that they cost no second call:
     small steps on a CPU notice it."""
 
-    __slots__ = ("fuses", "gate", "gated", "normed", "parts", "product", "rounds", "sums_over")
+    __slots__ = ("fuses", "gate", "gated", "gates", "normed", "parts", "product", "rounds", "sums_over")
 
     def __init__(self, product: Product) -> None:
         self.product = product
         self.parts, self.gated, self.fuses = product.parts, product.gated, product.fuses
-        self.normed, self.gate, self.rounds = product.normed, product.gate, product.rounds
+        self.normed, self.gate, self.gates, self.rounds = product.normed, product.gate, product.gates, product.rounds
         self.sums_over = product.sums_over
 
     @classmethod
