@@ -35,8 +35,7 @@ from .triton_fp8_vector import serves as serves_vector
 from .triton_silu import silu_mul, silu_mul_of
 
 MAX_FEW = 64  # more rows go to cuBLASLt
-_MAX_SPLIT = 256  # rows whose product is split among programs rather than left to cuBLASLt
-_FEWEST_TILES = 96  # 128 x 128 of the product, that keep a GPU busy
+_MAX_SPLIT = 128  # rows whose product is split among programs rather than left to cuBLASLt
 _X_DTYPES = (E4M3, torch.bfloat16, torch.float16)
 
 

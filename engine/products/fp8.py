@@ -12,7 +12,6 @@ from torch import Tensor
 from ...kernels.fp8 import (
     BLOCK,
     E4M3,
-    LARGEST,
     Fp8Weight,
     RoundedRows,
     add_rms_norm_round_,
@@ -23,6 +22,7 @@ from ...kernels.fp8 import (
     gates_fp8,
     round_rows,
     round_to_scale,
+    scales_of,
     silu_mul_round,
     spread,
 )
@@ -59,7 +59,7 @@ class RowRounding(NamedTuple):
         if self.ranks is not None:
             largest = x.abs().amax(1, keepdim=True).float()
             largest = self.ranks.gather_columns(largest, self.ranks.size).amax(1, keepdim=True)
-            scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+            scales = scales_of(largest)
             return RoundedRows(round_to_scale(x, scales), scales)
         return round_rows(x, self.group, has_power_of_two_scales=self.has_power_of_two_scales)
 
