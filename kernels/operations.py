@@ -83,9 +83,14 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "sum_parts": (_triton("triton_linear"),),
         "fuses": (_triton("triton_linear"),),
         # fp8.py
-        "round_rows": (_triton("triton_fp8", _FLOATS),),
-        "round_to_scale": (_triton("triton_fp8", _FLOATS),),
+        "round_rows": (_triton("triton_fp8_rows", _FLOATS),),
+        "round_to_scale": (_triton("triton_fp8_rows", _FLOATS),),
+        "add_rms_norm_round_": (_triton("triton_fp8_rows", _FLOATS, "serves_norm"),),
+        "silu_mul_round": (_triton("triton_fp8_rows", _FLOATS, "serves_silu"),),
         "fp8_linear": (_triton("triton_fp8", _FP8, "serves"),),
+        "fp8_linear_parts": (_triton("triton_fp8", _FP8, "serves"),),
+        "fp8_gated_linear": (_triton("triton_fp8", _FP8, "serves"),),
+        "gates_fp8": (_triton("triton_fp8", _FP8),),
         # routes.py, experts.py
         "routes": (_triton("triton_routes", _FLOATS, "serves"),),
         "place_experts": (_triton("triton_places", None, "serves"),),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention import AttentionContext, HeadNorms
 from ..group import Group
-from ..products.base import WeightShard
+from ..products.base import Rows, WeightShard
 from ..products.linear import Linear
 
 
@@ -58,7 +58,11 @@ class Attention:
     wide_norms: WideNorms | None = None
     sinks: Tensor | None = None  # [num_heads] float32, scores without a value, of this rank's heads
 
-    def __call__(self, normed: Tensor, context: AttentionContext) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        return self.qkv
+
+    def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
         """Store the new tokens' KV and return the attended values: [num_tokens, in_size] -> [num_tokens, q_size].
 
         The output projection is left to the caller, because the residual stream takes it along (`Residual.add`)."""

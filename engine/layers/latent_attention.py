@@ -19,6 +19,7 @@ from ...kernels.latents import join_latents
 from ...kernels.norm import Norm, rms_norm
 from ..attention import AttentionContext
 from ..model_config import LatentConfig
+from ..products.base import Rows
 from ..products.linear import Linear
 
 _EPS = 1e-6  # of the norms of latents, whatever config.json says of others
@@ -38,7 +39,11 @@ class LatentAttention:
     value_up: Tensor  # [num_heads, rank, value_dim], W_V transposed
     out: Linear  # num_heads * value_dim -> hidden_size
 
-    def __call__(self, normed: Tensor, context: AttentionContext) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        return self.down
+
+    def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
         """Store the new tokens' latents and return the attended values: [num_tokens, hidden_size] -> [num_tokens,
         num_heads * value_dim]."""
         latent, num_heads = self.latent, len(self.key_up)

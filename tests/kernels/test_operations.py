@@ -33,7 +33,10 @@ DECLARED = {
     "latents": ["join_latents"],
     "history": ["gather_keys", "join_parts"],
     "linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
-    "fp8": ["round_rows", "round_to_scale", "fp8_linear"],
+    "fp8": [
+        *("round_rows", "round_to_scale", "add_rms_norm_round_", "silu_mul_round"),
+        *("fp8_linear", "fp8_linear_parts", "fp8_gated_linear", "gates_fp8"),
+    ],
     "routes": ["routes"],
     "experts": ["place_experts", "experts_linear", "gated_experts_linear", "mix_parts"],
     "processors": ["process_logits"],

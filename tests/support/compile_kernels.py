@@ -19,6 +19,7 @@ SHARED_BYTES = 227 * 1024  # of a processor of an H100
 _TYPES = {"table": "*i64", "seq_lens": "*i64", "starts": "*i32", "tree_starts": "*i64", "visible": "*i64"}
 _TYPES |= {"items": "*i64", "arrivals": "*i32", "parts": "*fp32", "stats": "*fp32", "rows": "*i64"}
 _E4M3 = "*fp8e4nv"
+_ALIGNED = ("in_size", "part", "x_stride")  # multiples of 16, so that tiles pass through shared memory
 
 
 def shared_bytes(name: str, cache: Path) -> dict[str, int]:
@@ -47,7 +48,8 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
     } | dict.fromkeys(constants, "constexpr")
     kinds = {name: kinds[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind.startswith("*")}
+    is_aligned = (kind.startswith("*") or name in _ALIGNED for name, kind in kinds.items())
+    aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(is_aligned) if each}
     source = compiler.ASTSource(fn=kernel, signature=kinds, constexprs=places, attrs=aligned)
     return compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
@@ -70,23 +72,38 @@ def _latents() -> None:
 
 
 def _fp8() -> None:
-    from baton.kernels import triton_fp8
+    from baton.kernels import triton_fp8, triton_fp8_rows, triton_fp8_vector
 
     types = {"values": _E4M3, "weight": _E4M3, "scales": "*fp32", "x_scales": "*fp32", "stored": "*fp32"}
     for way in ("groups", "stored"):
         constants = {"GROUPS": 8, "WIDTH": 128, "IS_STORED": way == "stored", "IS_STORED_BY_ROW": False}
         constants |= {"IS_POWER": False, "DEPENDENT": True}
-        print(f"round {way}", compiled_bytes(triton_fp8._round_kernel, constants, types, num_warps=4))
+        print(f"round {way}", compiled_bytes(triton_fp8_rows._round_kernel, constants, types, num_warps=4))
+    for groups, width in ((1, 16384), (32, 128)):
+        constants = {"GROUPS": groups, "WIDTH": width, "IS_POWER": False, "DEPENDENT": True}
+        kernel = triton_fp8_rows._silu_round_kernel
+        print(f"silu {width}", compiled_bytes(kernel, constants, types, num_warps=16))
+        constants |= {"ADDS": True, "PARTS": 4}
+        kernel, of_norm = triton_fp8_rows._norm_round_kernel, types | {"weight": "*bf16", "delta": "*fp32"}
+        print(f"norm {width}", compiled_bytes(kernel, constants, of_norm, num_warps=16))
     for x in (_E4M3, "*bf16"):
-        for num_rows in (1, 64, 8192):
-            for is_grouped in (False, True):
-                is_few = num_rows <= triton_fp8.MAX_FEW
-                tiles, launch = triton_fp8.tiles_of(num_rows)
-                constants = {**tiles, "ROWS": 128 if is_grouped else 1, "IS_GROUPED": is_grouped, "DEPENDENT": True}
-                constants |= {"HAS_X_SCALES": x == _E4M3, "HAS_BIAS": False, "IS_EVEN": True}
-                constants["IS_FP8"] = x == _E4M3 and not is_few
-                name = f"{x[1:]} {num_rows} {'groups' if is_grouped else 'rows'}"
-                print(name, compiled_bytes(triton_fp8._linear_kernel, constants, types | {"x": x}, **launch))
+        for num_rows, out_size in ((1, 4096), (64, 4096), (64, 28672), (256, 28672), (8192, 4096)):
+            for is_gated in (False, True) if num_rows == 64 else (False,):
+                for is_grouped in (False, True):
+                    tiles = triton_fp8.tiles_of(num_rows, out_size, 14336, is_fp8=x == _E4M3, is_gated=is_gated)
+                    constants = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+                    constants |= {"ROWS": 128 if is_grouped else 1, "IS_GROUPED": is_grouped, "IS_GATED": is_gated}
+                    constants |= {"IS_PART": False, "IS_EVEN": True, "DEPENDENT": True, "bias_ptr": None}
+                    constants |= {} if x == _E4M3 else {"x_scales_ptr": None}
+                    name = f"{x[1:]} {num_rows} x {out_size} {'groups' if is_grouped else 'rows'} {is_gated}"
+                    launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+                    print(name, compiled_bytes(triton_fp8._linear_kernel, constants, types | {"x": x}, **launch))
+    for part, is_gated, is_grouped in ((4096, True, False), (7168, False, False), (7168, False, True)):
+        constants = {"K": 2 * part, "PART": part, "ROWS": 128 if is_grouped else 1, "BLOCK_N": 2 if is_gated else 4}
+        constants |= {"GROUPS": 64 if is_grouped else 1, "WIDTH": 128 if is_grouped else 8192, "IS_GATED": is_gated}
+        constants |= {"DEPENDENT": True, "bias_ptr": None}
+        kernel, of_row = triton_fp8_vector._vector_kernel, types | {"x": _E4M3}
+        print(f"vector {part} {is_gated} {is_grouped}", compiled_bytes(kernel, constants, of_row, num_warps=8))
 
 
 def _routes() -> None:
