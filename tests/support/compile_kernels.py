@@ -136,25 +136,56 @@ def _routes() -> None:
 
 
 def _experts() -> None:
-    from baton.kernels import triton_experts
+    import triton
 
-    types = {"pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32"}
+    from baton.kernels import triton_expert_blocks, triton_expert_packed, triton_expert_row, triton_experts
+    from baton.kernels.triton_expert_blocks import BlockTiles
+    from baton.kernels.triton_expert_row import RowTiles
+
+    types = {"pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32", "shares": "*fp32"}
+    types["chosen"] = "*i64"
     mix = {"ACTIVE": 8, "OTHERS": 1, "BLOCK": 1024, "DEPENDENT": True}
-    print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types | {"shares": "*fp32"}, num_warps=4))
-    formats = {"plain": ("*bf16", "*bf16"), "e4m3": (_E4M3, _E4M3), "groups": (_E4M3, _E4M3)}
-    formats |= {"16 bits": ("*bf16", _E4M3), "packed": ("*bf16", "*u8")}
+    print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types, num_warps=4))
+    flags = {"bias_ptr": None, "IS_GATED": True, "IS_CLAMPED": False, "DEPENDENT": True}
+    flags |= {"size": 768, "out_size": 1536, "x_stride": 2048}  # multiples of 16, as a launch tells them
+    formats = {
+        "plain": ("*bf16", "*bf16"),
+        "wide": ("*fp32", "*fp32"),
+        "rows": (_E4M3, _E4M3),
+        "groups": (_E4M3, _E4M3),
+        "16 bits": ("*bf16", _E4M3),
+    }
     for name, (x, weight) in formats.items():
-        for block in (16, 128):
-            is_packed, is_grouped = name == "packed", name == "groups"
-            is_scaled = name != "plain" and not is_packed
-            tiles, launch = triton_experts.tiles_of(block, is_scaled=is_scaled, is_packed=is_packed)
-            constants = {**tiles, "ROWS": 128 if is_grouped else 1, "IS_SCALED": is_scaled, "IS_GROUPED": is_grouped}
-            constants |= {"HAS_X_SCALES": x == _E4M3, "IS_GATED": True, "DEPENDENT": True}
-            constants |= {"IS_CLAMPED": is_packed, "PACKED_GROUP": 32 if is_packed else 0}
-            constants["IS_FP8"] = x == _E4M3 and block > triton_experts.MAX_SMALL
-            own = types | {"x": x, "weight": weight} | ({"scales": "*u8"} if is_packed else {})
-            constants |= {} if is_packed else {"bias_ptr": None}
-            print(f"{name} {block}", compiled_bytes(triton_experts._product_kernel, constants, own, **launch))
+        is_grouped, own = name == "groups", types | {"x": x, "weight": weight}
+        item_size = {_E4M3: 1, "*bf16": 2, "*fp32": 4}[weight]
+        kept = flags | {"ROWS": 128 if is_grouped else 1} | ({} if x == _E4M3 else {"x_scales_ptr": None})
+        kept |= {} if weight == _E4M3 else {"scales_ptr": None}
+        for block in (16, 32, 64, 128):
+            tiles = BlockTiles.choose(block, item_size, is_gated=True, is_grouped=is_grouped)
+            constants = kept | {"in_size": 2048, "BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+            constants |= {"IS_EVEN": True, "IS_GROUPED": is_grouped, "IS_WEIGHT_LEFT": tiles.is_weight_left}
+            constants["HAS_HALVES"] = tiles.has_halves
+            constants.pop("size")
+            launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+            print(f"{name} {block}", compiled_bytes(triton_expert_blocks._block_kernel, constants, own, **launch))
+        for part, kernel, in_size, at_once in (
+            ("gated", triton_expert_row._gated_kernel, 2048, 2),
+            ("summed", triton_expert_row._summed_kernel, 768, 8),
+        ):
+            tiles, width = RowTiles.choose(in_size, at_once, item_size), triton.next_power_of_2(in_size)
+            constants = kept | {"K": in_size, "WIDTH": width, "GROUP": 128 if is_grouped else width}
+            constants |= {"BLOCK_N": tiles.block_n, "ACTIVE": 8}
+            names = kernel.arg_names
+            constants = {each: value for each, value in constants.items() if each in names}
+            print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
+    for block in (16, 128):
+        for x, item_size in (("*bf16", 2), ("*fp32", 4)):
+            tiles, launch = triton_expert_packed.tiles_of(block, item_size)
+            constants = {**tiles, "IS_GATED": True, "IS_CLAMPED": True, "GROUP": 32, "DEPENDENT": True}
+            constants |= {"size": 768, "out_size": 1536, "row_size": 1024, "x_stride": 2048, "num_groups": 64}
+            own = types | {"x": x, "weight": "*u8", "scales": "*u8"}
+            name = f"packed {block} {x[1:]}"
+            print(name, compiled_bytes(triton_expert_packed._packed_kernel, constants, own, **launch))
 
 
 def _fp8_pages() -> None:
