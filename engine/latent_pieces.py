@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..kernels.triton_expanded import ExpandedTiles
 
 _LEAST = 64  # tokens of a batch; for fewer, launches take longer than what they save
-_PIECE_BYTES = 512 << 20  # of the keys and values of a piece
+_PIECE_BYTES = 256 << 20  # of the keys and values of a piece
 _UNIT = 64  # keys
 
 
@@ -51,8 +51,7 @@ class LatentPieces:
         starts = batch.starts
         if not batch.prefix_lens or starts is None or not is_faster(latent, batch.query_lens, batch.prefix_lens):
             return None
-        size = _PIECE_BYTES // (num_heads * (latent.plain_dim + latent.value_dim) * itemsize)
-        return cls(_pieces(batch, max(_UNIT, size // _UNIT * _UNIT)), starts)
+        return cls(_pieces(batch, piece_size(latent, num_heads, itemsize)), starts)
 
     def attend(
         self,
@@ -81,6 +80,12 @@ class LatentPieces:
             keys = Keys(F.linear(own[:, :rank], weights.up.flatten(0, 1)), own[:, rank:], piece.starts, piece.offsets)
             expanded_attention(q, keys, self.starts, weights.plain_dim, scale, out, lse, tiles)
         return out.to(q.dtype).flatten(1)
+
+
+def piece_size(latent: LatentConfig, num_heads: int, itemsize: int) -> int:
+    """Return the number of keys of a piece. A chunk needs no more working memory if it sees more than two pieces."""
+    size = _PIECE_BYTES // (num_heads * (latent.plain_dim + latent.value_dim) * itemsize)
+    return max(_UNIT, size // _UNIT * _UNIT)
 
 
 def is_faster(latent: LatentConfig, query_lens: Sequence[int], prefix_lens: Sequence[int]) -> bool:

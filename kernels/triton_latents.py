@@ -44,6 +44,7 @@ class LatentTiles(NamedTuple):
     num_slots: int  # tiles that run at once
     num_warps: int
     num_stages: int
+    keys_first: bool = False  # keys are the rows of products, so that tensor cores multiply 64 of them at a time
 
     @classmethod
     def choose(cls, q: torch.Tensor, num_seqs: int) -> LatentTiles:
@@ -55,7 +56,7 @@ class LatentTiles(NamedTuple):
             return cls(16, 16, num_sms(q.device), num_warps=8, num_stages=1)
         if block_m == 64:
             return cls(64, 32, num_sms(q.device), num_warps=8, num_stages=2)
-        return cls(block_m, 64, num_sms(q.device), num_warps=4, num_stages=2)
+        return cls(block_m, 64, num_sms(q.device), num_warps=4, num_stages=2, keys_first=True)
 
 
 def latent_attention(
@@ -107,9 +108,10 @@ def _attend_few(
     _decode_kernel[(num_tiles, *((1, num_seqs) if items is None else (num_items, 1)))](
         out, parts, stats, items, arrivals, q, kv_layer, plan.block_table, lens, plan.tree_starts, visible, query_len,
         q.stride(0), plan.block_table.stride(0), 0 if visible is None else visible.shape[1], scale,
-        IS_TREE=visible is not None, DEPENDENT=dependent, GROUP=num_heads, PAGE_SIZE=page_size, RANK=rank,
-        ROTARY_DIM=width - rank, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(rank),
-        BLOCK_R=padded(width - rank), num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
+        IS_TREE=visible is not None, DEPENDENT=dependent, HAS_HIDDEN=query_len > 1 or visible is not None,
+        KEYS_FIRST=tiles.keys_first, GROUP=num_heads, PAGE_SIZE=page_size, RANK=rank, ROTARY_DIM=width - rank,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(rank), BLOCK_R=padded(width - rank),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
     if parts is not None and arrivals is None:
         splits = triton.next_power_of_2(min(num_slots, most_splits))
@@ -145,7 +147,8 @@ def _attend_any(
         out, parts, stats, items, arrivals, q, kv_layer, plan.block_table, plan.seq_lens, plan.starts, num_seqs,
         q.stride(0), plan.block_table.stride(0), scale, GROUP=num_heads, PAGE_SIZE=page_size, RANK=rank,
         ROTARY_DIM=width - rank, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(rank),
-        BLOCK_R=padded(width - rank), SEQS=_SEQS, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        BLOCK_R=padded(width - rank), KEYS_FIRST=tiles.keys_first, SEQS=_SEQS,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
@@ -169,6 +172,8 @@ def _decode_kernel(
     scale,
     IS_TREE: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    HAS_HIDDEN: tl.constexpr,  # a row may not see all keys of its program
+    KEYS_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     RANK: tl.constexpr,
@@ -200,13 +205,14 @@ def _decode_kernel(
         tree_start, visible_ptrs = 0, visible_ptr
     sums, total, highest = _weighted(
         q, turned_q, kv_ptr, table_ptr, visible_ptrs, begin, end, last_seen, tree_start, num_words, scale, False,
-        IS_TREE, PAGE_SIZE, RANK, ROTARY_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R,
+        KEYS_FIRST, IS_TREE, PAGE_SIZE, RANK, ROTARY_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R,
     )  # fmt: skip
-    if has_nan(sums):
-        sums, total, highest = _weighted(
-            q, turned_q, kv_ptr, table_ptr, visible_ptrs, begin, end, last_seen, tree_start, num_words, scale, True,
-            IS_TREE, PAGE_SIZE, RANK, ROTARY_DIM, BLOCK_M, 16, BLOCK_D, BLOCK_R,
-        )  # fmt: skip
+    if HAS_HIDDEN:  # noqa: SIM102
+        if has_nan(sums):
+            sums, total, highest = _weighted(
+                q, turned_q, kv_ptr, table_ptr, visible_ptrs, begin, end, last_seen, tree_start, num_words, scale, True,
+                False, IS_TREE, PAGE_SIZE, RANK, ROTARY_DIM, BLOCK_M, 16, BLOCK_D, BLOCK_R,
+            )  # fmt: skip
     if DEPENDENT:
         gdc_launch_dependents()
     out_rows = batch_tokens * GROUP + heads
@@ -239,6 +245,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     RANK: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -261,12 +268,12 @@ def _attend_kernel(
         turned_q = tl.load(q_ptrs + RANK + turned[None, :], mask=is_turned, other=0.0)
         sums, total, highest = _weighted(
             q, turned_q, kv_ptr, table_ptr, None, begin, end, last_seen, 0, 0, scale, False,
-            False, PAGE_SIZE, RANK, ROTARY_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R,
+            KEYS_FIRST, False, PAGE_SIZE, RANK, ROTARY_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R,
         )  # fmt: skip
         if has_nan(sums):
             sums, total, highest = _weighted(
                 q, turned_q, kv_ptr, table_ptr, None, begin, end, last_seen, 0, 0, scale, True,
-                False, PAGE_SIZE, RANK, ROTARY_DIM, BLOCK_M, 16, BLOCK_D, BLOCK_R,
+                False, False, PAGE_SIZE, RANK, ROTARY_DIM, BLOCK_M, 16, BLOCK_D, BLOCK_R,
             )  # fmt: skip
         if items_ptr is not None:
             sums, total, is_row = store_part(
@@ -291,6 +298,7 @@ def _weighted(
     num_words,
     scale,
     SELECTS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     IS_TREE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     RANK: tl.constexpr,
@@ -304,7 +312,7 @@ def _weighted(
 
     With SELECTS, latents that a row does not see may be NaN. Tensor cores multiply 64 rows at a time. If a tile has
     fewer rows than keys, keys take the place of rows, and everything but the state is transposed."""
-    if BLOCK_M < BLOCK_N and not SELECTS:
+    if KEYS_FIRST and not SELECTS:
         sums, total = tl.zeros([BLOCK_D, BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
         highest = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
     else:
@@ -324,7 +332,7 @@ def _weighted(
             is_seen = seen_in_tree(visible_ptrs, slots, is_inside, first, tree_start, num_words)
         else:
             is_seen = slots[None, :] <= tl.minimum(last_seen, end - 1)[:, None]
-        if BLOCK_M < BLOCK_N and not SELECTS:
+        if KEYS_FIRST and not SELECTS:
             scores = tl.dot(turned_k, tl.trans(turned_q), input_precision="ieee")
             scores = tl.dot(latents, tl.trans(q), scores, input_precision="ieee") * scale
             scores = tl.where(tl.trans(is_seen), scores, float("-inf"))
@@ -343,6 +351,6 @@ def _weighted(
             else:
                 seen = tl.where(is_seen, scores, float("-inf"))
                 sums, total, highest = weigh(seen, scale, latents, sums, total, highest)
-    if BLOCK_M < BLOCK_N and not SELECTS:
+    if KEYS_FIRST and not SELECTS:
         sums = tl.trans(sums)
     return sums, total, highest

@@ -27,7 +27,7 @@ from baton.engine.work import BatchRow
 from baton.kernels.attention import paged_attention_ref
 from baton.kernels.latents import LatentWeights
 from baton.kernels.norm import Norm
-from baton.kernels.triton_attention import TritonPlan
+from baton.kernels.triton_attention import TritonPlan, num_sms
 from baton.kernels.triton_expanded import ExpandedTiles
 from baton.kernels.triton_latent_heads import Turns, absorb_latents, latent_values, turn_latents
 from baton.kernels.triton_latents import LatentTiles, latent_attention
@@ -127,11 +127,13 @@ def bench_attention(num_heads: int, num_seqs: int, query_len: int, seq_len: int,
 
 
 def _others(chosen: LatentTiles) -> Iterator[LatentTiles]:
-    sizes = itertools.product((32, 64), (4, 8), (1, 2, 3), (1, 2))
-    for block_n, num_warps, num_stages, per_sm in sizes:
-        slots = 132 * per_sm
-        tiles = chosen._replace(block_n=block_n, num_warps=num_warps, num_stages=num_stages, num_slots=slots)
-        if tiles != chosen and num_stages * block_n <= 128:
+    sizes = itertools.product((16, 32, 64), (4, 8), (2, 3, 4, 5), (1, 2), (False, True))
+    for block_n, num_warps, num_stages, per_sm, keys_first in sizes:
+        tiles = LatentTiles(
+            chosen.block_m, block_n, per_sm * num_sms(torch.device("cuda")), num_warps, num_stages, keys_first
+        )
+        num_tiles = num_stages if keys_first else num_stages - 1  # under way
+        if tiles != chosen and per_sm * (num_tiles * block_n + chosen.block_m) * WIDTH * 2 <= 220_000:
             yield tiles
 
 

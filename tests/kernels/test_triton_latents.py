@@ -70,14 +70,16 @@ def test_sequences_of_any_lengths(
 ) -> None:
     case = case_of(query_lens, seq_lens, num_heads, page_size=page_size, dtype=dtype)
     check(case, attend(case))
-    check(case, attend(case, block_n=64))  # keys in the place of rows
+    check(case, attend(case, block_n=64, keys_first=True))
     check(case, attend(case, ragged_plan_of(case)))
+    check(case, attend(case, ragged_plan_of(case), keys_first=True))
 
 
 @pytest.mark.parametrize(("tree_before", "query_len", "block_n"), [(0, 7, 32), (3, 7, 16), (70, 30, 16)])
 def test_trees(tree_before: int, query_len: int, block_n: int) -> None:
     case = case_of((query_len,) * 2, (query_len + 2, 120), 3, page_size=4, tree_before=tree_before)
-    check(case, attend(case, block_n=block_n))
+    for keys_first in (False, True):
+        check(case, attend(case, block_n=block_n, keys_first=keys_first))
 
 
 @pytest.mark.parametrize("is_ragged", [False, True])

@@ -70,10 +70,11 @@ def _latents() -> None:
     attends = {**sizes, "GROUP": 16, "PAGE_SIZE": 16, "BLOCK_R": 64}
     for name in ("step", "tree"):
         step = {**attends, "BLOCK_M": 16, "BLOCK_N": 64, "IS_TREE": name == "tree", "DEPENDENT": True}
+        step |= {"HAS_HIDDEN": name == "tree", "KEYS_FIRST": True}
         step |= {} if name == "tree" else dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
         print(name, compiled_bytes(triton_latents._decode_kernel, step, num_warps=4, num_stages=2))
     without_items = dict.fromkeys(("items_ptr", "arrivals_ptr", "parts_ptr", "stats_ptr"))
-    chunk = {**attends, "BLOCK_M": 64, "BLOCK_N": 32, "SEQS": 32, **without_items}
+    chunk = {**attends, "BLOCK_M": 64, "BLOCK_N": 32, "KEYS_FIRST": False, "SEQS": 32, **without_items}
     print("chunk", compiled_bytes(triton_latents._attend_kernel, chunk, num_warps=8, num_stages=2))
     prompt = {"NUM_HEADS": 16, "PLAIN_DIM": 128, "ROPE_DIM": 64, "VALUE_DIM": 128, "BLOCK_P": 128, "BLOCK_R": 64}
     prompt |= {"BLOCK_V": 128, "BLOCK_M": 128, "BLOCK_N": 64, "SEQS": 32}
