@@ -55,7 +55,7 @@ class LatentTiles(NamedTuple):
         if q.dtype == torch.float32:  # no tensor cores; for tests more than for speed
             return cls(16, 16, num_sms(q.device), num_warps=8, num_stages=1)
         if block_m == 64:
-            return cls(64, 32, num_sms(q.device), num_warps=8, num_stages=2)
+            return cls(64, 32, num_sms(q.device), num_warps=8, num_stages=3)
         return cls(block_m, 64, num_sms(q.device), num_warps=4, num_stages=2, keys_first=True)
 
 
@@ -322,12 +322,14 @@ def _weighted(
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        rows = (pages.to(tl.int64) * PAGE_SIZE + slots % PAGE_SIZE) * (RANK + ROTARY_DIM)
+        if PAGE_SIZE % BLOCK_N == 0:  # one page has all keys of the tile
+            page_ptr = kv_ptr + (pages.to(tl.int64) * PAGE_SIZE + first % PAGE_SIZE) * (RANK + ROTARY_DIM)
+            ptrs = page_ptr + (tl.arange(0, BLOCK_N) * (RANK + ROTARY_DIM))[:, None]
+        else:
+            ptrs = kv_ptr + ((pages.to(tl.int64) * PAGE_SIZE + slots % PAGE_SIZE) * (RANK + ROTARY_DIM))[:, None]
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-        ptrs = kv_ptr + rows[:, None]
-        latents = tl.load(ptrs + dims[None, :], mask=is_inside[:, None] & (dims < RANK)[None, :], other=0.0)
-        is_turned = is_inside[:, None] & (turned < ROTARY_DIM)[None, :]
-        turned_k = tl.load(ptrs + RANK + turned[None, :], mask=is_turned, other=0.0)
+        latents = _load(ptrs, is_inside, dims, RANK, BLOCK_D)
+        turned_k = _load(ptrs + RANK, is_inside, turned, ROTARY_DIM, BLOCK_R)
         if IS_TREE:
             is_seen = seen_in_tree(visible_ptrs, slots, is_inside, first, tree_start, num_words)
         else:
@@ -354,3 +356,11 @@ def _weighted(
     if KEYS_FIRST and not SELECTS:
         sums = tl.trans(sums)
     return sums, total, highest
+
+
+@triton.jit
+def _load(ptrs, is_inside, dims, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Return DIM numbers at each of `ptrs` [BLOCK_N, 1], and zeros: [BLOCK_N, BLOCK]. Zeros if not `is_inside`."""
+    if DIM == BLOCK:
+        return tl.load(ptrs + dims[None, :], mask=is_inside[:, None], other=0.0)
+    return tl.load(ptrs + dims[None, :], mask=is_inside[:, None] & (dims < DIM)[None, :], other=0.0)
