@@ -69,10 +69,12 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "decode_attention": (_triton("triton_attention", _FLOATS),),
         "extend_attention": (_triton("triton_extend", _FLOATS),),
         "norm_rotate_store": (_triton("triton_store", _FLOATS),),
-        # latents.py; the last two depend on the plan, too
-        "join_latents": (_triton("triton_latents", _FLOATS),),
+        # latents.py; all but the first depend on the plan, too
+        "latent_values": (_triton("triton_latent_heads", _FLOATS),),
+        "absorb_latents": (_triton("triton_latent_heads", _FLOATS),),
+        "turn_latents": (_triton("triton_latent_heads", _FLOATS),),
         "latent_attention": (_triton("triton_latents", _FLOATS),),
-        "rotate_store": (_triton("triton_latents", _FLOATS),),
+        "expanded_attention": (_triton("triton_expanded", _FLOATS),),
         # history.py
         "gather_keys": (_triton("triton_history", _FLOATS),),
         "join_parts": (_triton("triton_history", _FLOATS),),

@@ -55,20 +55,33 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
 
 
 def _latents() -> None:
-    from baton.kernels import triton_latents
+    from baton.kernels import triton_expanded, triton_latent_heads, triton_latents
 
+    heads = {"PLAIN_DIM": 128, "RANK": 512, "DEPENDENT": True}
+    absorbs = {**heads, "ROPE_DIM": 64, "BLOCK_P": 128, "BLOCK_RANK": 512, "HALF": 32, "UP_HEAD": 256 * 512}
+    few = {**absorbs, "BLOCK_D": 64, "BLOCK_M": 64, "ROWS": 8, "TURNED_HEAD": 576}
+    absorb, values = triton_latent_heads._absorb_kernel, triton_latent_heads._values_kernel
+    few |= {"ABSORBS": True, "IS_INTERLEAVED": True, "latents_ptr": None}
+    print("absorb", compiled_bytes(absorb, few, num_warps=4))
+    many = {**absorbs, "BLOCK_D": 512, "BLOCK_M": 16, "ROWS": 16, "TURNED_HEAD": 192}
+    many |= {"ABSORBS": False, "IS_INTERLEAVED": True, "heads_ptr": None}
+    print("turn", compiled_bytes(absorb, many, num_warps=4))
+    made = {**heads, "NUM_HEADS": 16, "VALUE_DIM": 128, "BLOCK_M": 64, "BLOCK_D": 512, "BLOCK_V": 32}
+    print("values", compiled_bytes(values, made, num_warps=4))
     sizes = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512}
-    joins = {**sizes, "IS_INTERLEAVED": True, "HALF": 32}
-    print("join", compiled_bytes(triton_latents._join_kernel, joins, num_warps=2))
-    turns = {**sizes, "NUM_HEADS": 16, "HEADS": 8, "HALF": 32, "BLOCK_D": 1024}
-    print("rotate", compiled_bytes(triton_latents._rotate_kernel, turns, num_warps=2))
-    attends = {**sizes, "GROUP": 16, "PAGE_SIZE": 16, "BLOCK_N": 32, "BLOCK_R": 64, "SEQS": 32}
+    attends = {**sizes, "GROUP": 16, "PAGE_SIZE": 16, "BLOCK_R": 64}
+    for name in ("step", "tree"):
+        step = {**attends, "BLOCK_M": 16, "BLOCK_N": 64, "IS_TREE": name == "tree", "DEPENDENT": True}
+        step |= {"HAS_HIDDEN": name == "tree", "KEYS_FIRST": True}
+        step |= {} if name == "tree" else dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
+        print(name, compiled_bytes(triton_latents._decode_kernel, step, num_warps=4, num_stages=2))
     without_items = dict.fromkeys(("items_ptr", "arrivals_ptr", "parts_ptr", "stats_ptr"))
-    without_tree = dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
-    tree = {**attends, "BLOCK_M": 16, "IS_TREE": True}
-    print("tree", compiled_bytes(triton_latents._attend_kernel, tree, num_warps=4, num_stages=2))
-    chunk = {**attends, "BLOCK_M": 64, "IS_TREE": False, **without_tree, **without_items}
+    chunk = {**attends, "BLOCK_M": 64, "BLOCK_N": 32, "KEYS_FIRST": False, "SEQS": 32, **without_items}
     print("chunk", compiled_bytes(triton_latents._attend_kernel, chunk, num_warps=8, num_stages=2))
+    prompt = {"NUM_HEADS": 16, "PLAIN_DIM": 128, "ROPE_DIM": 64, "VALUE_DIM": 128, "BLOCK_P": 128, "BLOCK_R": 64}
+    prompt |= {"BLOCK_V": 128, "BLOCK_M": 128, "BLOCK_N": 64, "SEQS": 32}
+    types = _TYPES | {"key_starts": "*i32", "offsets": "*i32", "lse": "*fp32", "out": "*fp32"}
+    print("prompt", compiled_bytes(triton_expanded._expanded_kernel, prompt, types, num_warps=8, num_stages=3))
 
 
 def _fp8() -> None:
