@@ -15,7 +15,7 @@ With a dependent launch (gpu.py) the second kernel loads its weights while the f
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,7 +27,7 @@ from . import gpu
 from .experts import ExpertWeight
 from .fp8 import BLOCK
 from .silu import SwigluClamp
-from .triton_fp8 import round_rows
+from .triton_fp8_rows import round_rows
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
 _BYTES = 16384  # of W that a program reads, if a row is shorter; the fastest on an H100
@@ -95,7 +95,7 @@ def experts_of_row(
     return out
 
 
-def _groups(weight: ExpertWeight) -> dict[str, int]:
+def _groups(weight: ExpertWeight) -> dict[str, Any]:
     """Return which numbers of a weight share a scale."""
     scales, in_size = weight.scales, weight.values.shape[1]
     if scales is None:

@@ -7,7 +7,7 @@ program multiplies a tile of tokens by a tile of one head's W_K or W_V. For more
 """
 
 # ruff: noqa: N803, N806
-# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
