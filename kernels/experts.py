@@ -127,13 +127,18 @@ def gated_experts_linear_ref(
     return clamped_silu_mul(experts_linear_ref(x, x_scales, weight, places, torch.float32), clamp).to(dtype)
 
 
-def mix_parts_ref(parts: Tensor, shares: Tensor) -> Tensor:
+def mix_parts_ref(parts: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
     """Return the sums of pairs times their shares: `parts` [num_rows * num_active, size], `shares` [num_rows,
-    num_active] float32 -> [num_rows, size] of parts' dtype. The sum is float32, in the order of the pairs."""
+    num_active] float32 -> [num_rows, size] of parts' dtype. The sum is float32, in the order of the pairs.
+
+    `others` are further summands of the rows: [num_rows, size], or [num_others, num_rows, size] float32."""
     wide = parts.float().view(*shares.shape, parts.shape[1]) * shares.unsqueeze(-1)
     out = wide[:, 0]
     for place in range(1, shares.shape[1]):
         out = out + wide[:, place]
+    if others is not None:
+        for other in others.unsqueeze(0) if others.ndim == 2 else others:
+            out = out + other
     return out.to(parts.dtype)
 
 

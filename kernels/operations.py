@@ -69,10 +69,12 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "decode_attention": (_triton("triton_attention", _FLOATS),),
         "extend_attention": (_triton("triton_extend", _FLOATS),),
         "norm_rotate_store": (_triton("triton_store", _FLOATS),),
-        # latents.py; the last two depend on the plan, too
-        "join_latents": (_triton("triton_latents", _FLOATS),),
+        # latents.py; all but the first depend on the plan, too
+        "latent_values": (_triton("triton_latent_heads", _FLOATS),),
+        "absorb_latents": (_triton("triton_latent_heads", _FLOATS),),
+        "turn_latents": (_triton("triton_latent_heads", _FLOATS),),
         "latent_attention": (_triton("triton_latents", _FLOATS),),
-        "rotate_store": (_triton("triton_latents", _FLOATS),),
+        "expanded_attention": (_triton("triton_expanded", _FLOATS),),
         # history.py
         "gather_keys": (_triton("triton_history", _FLOATS),),
         "join_parts": (_triton("triton_history", _FLOATS),),
@@ -83,11 +85,17 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "sum_parts": (_triton("triton_linear"),),
         "fuses": (_triton("triton_linear"),),
         # fp8.py
-        "round_rows": (_triton("triton_fp8", _FLOATS),),
-        "round_to_scale": (_triton("triton_fp8", _FLOATS),),
+        "round_rows": (_triton("triton_fp8_rows", _FLOATS),),
+        "round_to_scale": (_triton("triton_fp8_rows", _FLOATS),),
+        "add_rms_norm_round_": (_triton("triton_fp8_rows", _FLOATS, "serves_norm"),),
+        "silu_mul_round": (_triton("triton_fp8_rows", _FLOATS, "serves_silu"),),
         "fp8_linear": (_triton("triton_fp8", _FP8, "serves"),),
-        # experts.py
-        "place_experts": (_triton("triton_experts", None, "serves_places"),),
+        "fp8_linear_parts": (_triton("triton_fp8", _FP8, "serves"),),
+        "fp8_gated_linear": (_triton("triton_fp8", _FP8, "serves"),),
+        "gates_fp8": (_triton("triton_fp8", _FP8),),
+        # routes.py, experts.py
+        "routes": (_triton("triton_routes", _FLOATS, "serves"),),
+        "place_experts": (_triton("triton_places", None, "serves"),),
         "experts_linear": (_triton("triton_experts", None, "serves"),),
         "gated_experts_linear": (_triton("triton_experts", None, "serves"),),
         "mix_parts": (_triton("triton_experts", _FLOATS, "serves_mix"),),

@@ -15,7 +15,7 @@ With a dependent launch (gpu.py) the second kernel loads its weights while the f
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -97,7 +97,7 @@ def experts_of_row(
     return out
 
 
-def _groups(weight: ExpertWeight) -> dict[str, int]:
+def _groups(weight: ExpertWeight) -> dict[str, Any]:
     """Return which numbers of a weight share a scale."""
     scales, in_size = weight.scales, weight.values.shape[1]
     if scales is None:

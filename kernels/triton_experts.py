@@ -1,4 +1,4 @@
-"""`place_experts`, `experts_linear`, `gated_experts_linear` and `mix_parts` of kernels/experts.py on a GPU.
+"""`experts_linear`, `gated_experts_linear` and `mix_parts` of kernels/experts.py on a GPU.
 
 MXFP4 weights     triton_expert_packed.py
 one row           triton_expert_vectors.py
@@ -18,36 +18,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
-from .experts import ExpertWeight, Places, block_size, most_blocks
+from .experts import ExpertWeight, Places
 from .fp8 import BLOCK, E4M3
 from .silu import SwigluClamp
 from .triton_expert_blocks import block_product
 from .triton_expert_packed import packed_product
 
-MAX_PLACED = 4096  # pairs that one program places; torch sorts more of them
-_CHUNK = 32  # pairs that it looks at together
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MIX_BLOCK = 1024
-
-
-def serves_places(chosen: Tensor, num_experts: int) -> bool:
-    """Return whether `place_experts` takes so many pairs."""
-    return 0 < chosen.numel() <= MAX_PLACED and chosen.is_contiguous() and num_experts <= 1024
-
-
-def place_experts(chosen: Tensor, num_experts: int) -> Places:
-    """Return `place_experts_ref` by one program."""
-    num_pairs = chosen.numel()
-    block = block_size(num_pairs, num_experts)
-    num_blocks = most_blocks(num_pairs, num_experts, block)
-    pairs = torch.empty(num_blocks * block, dtype=torch.int32, device=chosen.device)
-    experts = torch.empty(num_blocks, dtype=torch.int32, device=chosen.device)
-    dependent = gpu.dependent_launch(len(chosen))
-    _place_kernel[1,](
-        chosen, pairs, experts, num_pairs, num_experts, num_blocks, EXPERTS=triton.next_power_of_2(num_experts),
-        BLOCK=block, CHUNK=_CHUNK, DEPENDENT=dependent, num_warps=8, launch_pdl=dependent,
-    )  # fmt: skip
-    return Places(chosen, num_experts, pairs, experts)
 
 
 def serves(
@@ -108,71 +86,35 @@ def _product(
     return out
 
 
-def serves_mix(parts: Tensor, shares: Tensor) -> bool:
+def serves_mix(parts: Tensor, shares: Tensor, others: Tensor | None = None) -> bool:
     """Return whether `mix_parts` takes these tensors."""
-    return parts.is_contiguous() and shares.is_contiguous()
+    return parts.is_contiguous() and shares.is_contiguous() and (others is None or others.is_contiguous())
 
 
-def mix_parts(parts: Tensor, shares: Tensor) -> Tensor:
+def mix_parts(parts: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
     """Return `mix_parts_ref`, bit by bit but for fused multiply-adds."""
     (num_rows, num_active), size = shares.shape, parts.shape[1]
+    assert others is None or others.shape[-2:] == (num_rows, size), (others.shape, num_rows, size)
     out = torch.empty((num_rows, size), dtype=parts.dtype, device=parts.device)
     if out.numel():
+        num_others = 0 if others is None else 1 if others.ndim == 2 else len(others)
         dependent = gpu.dependent_launch(num_rows)
         _mix_kernel[num_rows, triton.cdiv(size, _MIX_BLOCK)](
-            parts, shares, out, size, ACTIVE=num_active, BLOCK=_MIX_BLOCK, DEPENDENT=dependent, launch_pdl=dependent
-        )
+            parts, shares, others, out, size, ACTIVE=num_active, OTHERS=num_others, BLOCK=_MIX_BLOCK,
+            DEPENDENT=dependent, launch_pdl=dependent,
+        )  # fmt: skip
     return out
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
-def _place_kernel(
-    chosen_ptr,  # [num_pairs] int64
-    pairs_ptr,  # [num_blocks * BLOCK] int32, written
-    experts_ptr,  # [num_blocks] int32, written
-    num_pairs,
-    num_experts,
-    num_blocks,
-    EXPERTS: tl.constexpr,  # at least num_experts
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Grid: (1,). Counts the pairs of each expert, and then gives each pair its place."""
-    each, expert = tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
-    for start in range(0, num_blocks * BLOCK, CHUNK):
-        tl.store(pairs_ptr + start + each, -1, mask=start + each < num_blocks * BLOCK)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        chosen = tl.load(chosen_ptr + start + each, mask=start + each < num_pairs, other=-1).to(tl.int32)
-        counts += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
-    blocks = (counts + BLOCK - 1) // BLOCK
-    ends = tl.cumsum(blocks, 0)
-    for start in range(0, num_blocks, CHUNK):
-        block = start + each
-        is_behind = (ends[None, :] <= block[:, None]) & (expert < num_experts)[None, :]
-        tl.store(experts_ptr + block, tl.sum(is_behind.to(tl.int32), 1), mask=block < num_blocks)
-    tl.debug_barrier()  # a pair may be written by another thread than its -1
-    next_place = (ends - blocks) * BLOCK
-    for start in range(0, num_pairs, CHUNK):
-        pair = start + each
-        chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-        is_own = (chosen[:, None] == expert[None, :]).to(tl.int32)
-        place = tl.sum(is_own * (next_place[None, :] + tl.cumsum(is_own, 0) - 1), 1)
-        tl.store(pairs_ptr + place, pair, mask=pair < num_pairs)
-        next_place += tl.sum(is_own, 0)
 
 
 @triton.jit
 def _mix_kernel(
     parts_ptr,  # [num_rows * ACTIVE, size]
     shares_ptr,  # [num_rows, ACTIVE] float32
+    others_ptr,  # [OTHERS, num_rows, size]; None: there are none
     out_ptr,  # [num_rows, size], written
     size,
     ACTIVE: tl.constexpr,
+    OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -187,4 +129,7 @@ def _mix_kernel(
     for place in tl.static_range(ACTIVE):
         part = tl.load(parts_ptr + (row * ACTIVE + place) * size + columns, mask=is_in, other=0.0).to(tl.float32)
         y += part * tl.load(shares_ptr + row * ACTIVE + place)
+    for other in tl.static_range(OTHERS):
+        at = (other * tl.num_programs(0) + row) * size + columns
+        y += tl.load(others_ptr + at, mask=is_in, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, y.to(out_ptr.dtype.element_ty), mask=is_in)

@@ -1,12 +1,16 @@
-"""`round_rows`, `round_to_scale` and `fp8_linear` of kernels/fp8.py on a GPU.
+"""`fp8_linear`, `fp8_linear_parts` and `fp8_gated_linear` of kernels/fp8.py on a GPU.
 
-    few rows (up to MAX_FEW)   the time is that of reading W once. Values of x and W become float16, which holds them
-                               exactly, and tensor cores multiply those
-    more rows                  FP8 tensor cores. They add up 128 columns with fewer bits than float32; these sums are
-                               added in float32 (DeepSeek-V3, arXiv:2412.19437, 3.3.2)
+    one row     no tensor cores: the time is that of reading W once (triton_fp8_vector.py)
+    few rows    FP8 tensor cores, tiles of W under way from memory. If W has few rows, several programs share the
+                columns of a row, and the kernel that reads their float32 sums adds them
+    many rows   cuBLASLt, if it takes the scales; otherwise the kernel of few rows
 
-With scales for groups of columns, a sum is multiplied by both scales and added once per group. The result of a row
-does not depend on the values of other rows; it depends on which of the two ways computes it.
+FP8 tensor cores add up products with fewer bits than float32. Sums of 128 columns are added in float32 (DeepSeek-V3,
+arXiv:2412.19437, 3.3.2), by the kernel and by cuBLASLt without its fast accumulation. With scales for groups of
+columns, a sum is multiplied by both scales and added once per group. Rows of 16 bits are multiplied by values of W in
+16 bits, which hold them exactly.
+
+The result of a row does not depend on the values of other rows; it depends on which of the ways computes it.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
@@ -15,6 +19,9 @@ does not depend on the values of other rows; it depends on which of the two ways
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,214 +29,234 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
-from .fp8 import BLOCK, E4M3
+from .fp8 import BLOCK, E4M3, Fp8Weight, RoundedRows
+from .triton_fp8_vector import num_splits, vector_product
+from .triton_fp8_vector import serves as serves_vector
+from .triton_silu import silu_mul, silu_mul_of
 
-MAX_FEW = 64
-_TILE = 1024  # numbers of a program that rounds
+MAX_FEW = 64  # more rows go to cuBLASLt
+_MAX_SPLIT = 128  # rows whose product is split among programs rather than left to cuBLASLt
 _X_DTYPES = (E4M3, torch.bfloat16, torch.float16)
 
 
-def round_rows(x: Tensor, group: int, *, has_power_of_two_scales: bool = False) -> tuple[Tensor, Tensor]:
-    """Return `round_rows_ref`, the same numbers: `x` [num_rows, size], whose last dimension is contiguous."""
-    num_rows, size = x.shape
-    assert x.stride(1) == 1, x.stride()
-    group = min(group, size)
-    num_groups, width = triton.cdiv(size, group), triton.next_power_of_2(group)
-    values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
-    scales = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
-    if num_rows:
-        at_once = max(1, _TILE // width)
-        dependent = gpu.dependent_launch(num_rows)
-        _round_kernel[num_rows, triton.cdiv(num_groups, at_once)](
-            x, values, scales, scales, size, num_groups, x.stride(0), group, GROUPS=at_once, WIDTH=width,
-            IS_STORED=False, IS_STORED_BY_ROW=False, IS_POWER=has_power_of_two_scales, DEPENDENT=dependent,
-            launch_pdl=dependent,
-        )  # fmt: skip
-    return values, scales
+def serves(rows: RoundedRows, weight: Fp8Weight, *_: object, **__: object) -> bool:
+    """Return whether the products take these tensors, with any bias and dtype."""
+    x, x_scales = rows
+    is_whole = weight.scales.shape[1] == 1 and (x_scales is None or x_scales.shape[1] == 1)
+    in_order = x.stride(1) == 1 and weight.values.is_contiguous() and weight.scales.is_contiguous()
+    return x.dtype in _X_DTYPES and in_order and (is_whole or weight.group == BLOCK)
 
 
-def round_to_scale(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `round_to_scale_ref`, the same numbers: `x` [num_rows, size], whose last dimension is contiguous."""
-    num_rows, size = x.shape
-    assert x.stride(1) == 1 and scale.shape in ((), (num_rows, 1)) and scale.is_contiguous(), (x.stride(), scale.shape)
-    values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
-    if num_rows:
-        dependent = gpu.dependent_launch(num_rows)
-        _round_kernel[num_rows, triton.cdiv(size, _TILE)](
-            x, values, scale, scale, size, triton.cdiv(size, _TILE), x.stride(0), _TILE, GROUPS=1, WIDTH=_TILE,
-            IS_STORED=True, IS_STORED_BY_ROW=scale.ndim == 2, IS_POWER=False, DEPENDENT=dependent, launch_pdl=dependent,
-        )  # fmt: skip
-    return values
-
-
-def serves(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    group: int,
-    *_: object,
-    **__: object,
-) -> bool:
-    """Return whether `fp8_linear` takes these tensors."""
-    del bias
-    is_whole = scales.shape[1] == 1 and (x_scales is None or x_scales.shape[1] == 1)
-    in_order = x.stride(1) == 1 and weight.is_contiguous() and scales.is_contiguous()
-    return x.dtype in _X_DTYPES and in_order and (is_whole or group == BLOCK)
-
-
-def fp8_linear(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    group: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def fp8_linear(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return `fp8_linear_ref`: sums in another order."""
-    del group  # the scales tell it
-    (num_rows, in_size), out_size = x.shape, weight.shape[0]
-    out = torch.empty((num_rows, out_size), dtype=dtype, device=x.device)
-    if not num_rows:
-        return out
-    tiles, launch = tiles_of(num_rows)
-    dependent = gpu.dependent_launch(num_rows)
-    _linear_kernel[triton.cdiv(out_size, tiles["BLOCK_N"]), triton.cdiv(num_rows, tiles["BLOCK_M"])](
-        x, scales if x_scales is None else x_scales, weight, scales, out if bias is None else bias, out,
-        num_rows, out_size, in_size, x.stride(0), scales.shape[1],
-        ROWS=1 if len(scales) == out_size else BLOCK, **tiles,
-        IS_GROUPED=scales.shape[1] > 1, HAS_X_SCALES=x_scales is not None, HAS_BIAS=bias is not None,
-        IS_FP8=x.dtype == E4M3 and num_rows > MAX_FEW, IS_EVEN=in_size % BLOCK == 0, DEPENDENT=dependent,
-        **launch, launch_pdl=dependent,
-    )  # fmt: skip
+    num_rows, out_size = len(rows.values), len(weight.values)
+    if num_rows > MAX_FEW and library_serves(rows, weight, dtype):
+        return _library_product(rows, weight, bias)
+    out = torch.empty((num_rows, out_size), dtype=dtype, device=rows.values.device)
+    if serves_vector(rows, weight):
+        vector_product(rows, weight, bias, out)
+    elif num_rows:
+        _launch(rows, weight, bias, out)
     return out
 
 
-def tiles_of(num_rows: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes of the tiles of a product of so many rows, and how its programs are launched."""
-    if num_rows <= MAX_FEW:
-        block_m = max(16, 1 << (num_rows - 1).bit_length())
-        return {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": BLOCK}, {"num_warps": 4, "num_stages": 6}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": BLOCK}, {"num_warps": 8, "num_stages": 3}
-
-
-@triton.jit
-def e4m3(y):
-    """Return float32 numbers rounded to e4m3, the even one of two neighbours, at most 448. The conversion itself does
-    not round, so that every device and the interpreter agree."""
-    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-    bits = y.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # 3 bits of the mantissa are left
-    small = (y + 24576.0) - 24576.0  # multiples of 2^-9, below 2^-6
-    return tl.where(tl.abs(y) < 0.015625, small, bits.to(tl.float32, bitcast=True)).to(tl.float8e4nv)
-
-
-@triton.jit(do_not_specialize=["num_groups"])
-def _round_kernel(
-    x_ptr,  # [num_rows, size]
-    values_ptr,  # [num_rows, size] e4m3, written
-    scales_ptr,  # [num_rows, num_groups] float32, written unless IS_STORED
-    stored_ptr,  # [] or [num_rows] float32, read if IS_STORED
-    size,
-    num_groups,
-    x_stride,
-    group,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,  # at least `group`
-    IS_STORED: tl.constexpr,
-    IS_STORED_BY_ROW: tl.constexpr,
-    IS_POWER: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Grid: (num_rows, ceil(num_groups / GROUPS))."""
-    row = tl.program_id(0).to(tl.int64)
-    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    inner = tl.arange(0, WIDTH)
-    columns = groups[:, None] * group + inner[None, :]
-    is_in = (inner < group)[None, :] & (columns < size)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    x = tl.load(x_ptr + row * x_stride + columns, mask=is_in, other=0.0).to(tl.float32)
-    if IS_STORED:
-        y = tl.div_rn(x, tl.load(stored_ptr + (row if IS_STORED_BY_ROW else 0)))
+def fp8_linear_parts(rows: RoundedRows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """Return `fp8_linear_parts_ref`: [num_parts, num_rows, out_size] float32 if programs share the columns of a row."""
+    (num_rows, in_size), out_size = rows.values.shape, len(weight.values)
+    if serves_vector(rows, weight):
+        num_parts = num_splits(out_size, in_size)
     else:
-        largest = tl.max(tl.abs(x), 1)
-        scales = tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)
-        if IS_POWER:
-            bits = scales.to(tl.int32, bitcast=True)
-            bits = (bits + 0x7FFFFF) & -0x800000  # the next power of two
-            scales = bits.to(tl.float32, bitcast=True)
-        tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
-        y = tl.div_rn(x, scales[:, None])
-    tl.store(values_ptr + row * size + columns, e4m3(y), mask=is_in)
+        num_parts = tiles_of(num_rows, out_size, in_size, is_fp8=rows.values.dtype == E4M3).split_k
+    if num_parts == 1 or not num_rows or (num_rows > _MAX_SPLIT and library_serves(rows, weight, dtype)):
+        return fp8_linear(rows, weight, None, dtype)
+    parts = torch.empty((num_parts, num_rows, out_size), dtype=torch.float32, device=rows.values.device)
+    if num_rows == 1 and serves_vector(rows, weight):
+        vector_product(rows, weight, None, parts)
+    else:
+        _launch(rows, weight, None, parts)
+    return parts
+
+
+def fp8_gated_linear(rows: RoundedRows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """Return `fp8_gated_linear_ref`: sums in another order."""
+    if not gates_fp8(rows, weight):
+        return silu_mul(fp8_linear(rows, weight, None, dtype))
+    out = torch.empty((len(rows.values), len(weight.values) // 2), dtype=dtype, device=rows.values.device)
+    if serves_vector(rows, weight, is_gated=True):
+        vector_product(rows, weight, None, out, is_gated=True)
+    else:
+        _launch(rows, weight, None, out, is_gated=True)
+    return out
+
+
+def gates_fp8(rows: RoundedRows, weight: Fp8Weight) -> bool:
+    """Return whether the kernel of the product gates it."""
+    return 0 < len(rows.values) <= MAX_FEW and serves(rows, weight)
+
+
+def library_serves(rows: RoundedRows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+    """Return whether cuBLASLt multiplies these rows as exactly as the kernel: e4m3 by e4m3, with scales for whole rows
+    or for blocks of 128."""
+    (out_size, in_size), num_groups = weight.values.shape, weight.scales.shape[1]
+    is_fitting = rows.values.dtype == E4M3 and dtype == torch.bfloat16 and not (out_size % 16 or in_size % 16)
+    if not (is_fitting and rows.values.is_contiguous() and _has_library(rows.values.device)):
+        return False
+    if num_groups == 1:
+        return len(weight.scales) == out_size
+    is_whole = out_size % BLOCK == 0 and in_size % (4 * BLOCK) == 0 and len(rows.values) % 4 == 0
+    return is_whole and rows.scales is not None and len(weight.scales) == out_size // BLOCK
+
+
+@functools.cache
+def _has_library(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return tuple(map(int, (torch.version.cuda or "0.0").split("."))) >= (12, 9)  # has these scales since
+
+
+def _library_product(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    (num_rows, num_groups), scales = (len(rows.values), weight.scales.shape[1]), rows.scales
+    if scales is None:
+        scales = torch.ones((num_rows, 1), dtype=torch.float32, device=rows.values.device)
+    elif num_groups > 1:
+        scales = scales.t().contiguous().t()  # all rows of a group lie together
+    product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        rows.values, weight.values.t(), scale_a=scales, scale_b=weight.scales.t(), out_dtype=torch.bfloat16
+    )
+    return product if bias is None else product.add_(bias)
+
+
+class Tiles(NamedTuple):
+    """Sizes of the tiles of a product, and how its programs are launched."""
+
+    block_m: int  # rows of x
+    block_n: int  # rows of W; of the gate, if the product is gated
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split_k: int = 1  # programs that had better share the columns of a row
+
+
+def tiles_of(num_rows: int, out_size: int, in_size: int, *, is_fp8: bool, is_gated: bool = False) -> Tiles:
+    """Return the tiles of a product of so many rows. `is_fp8`: of e4m3 by e4m3."""
+    block_m = min(128, max(16, 1 << (num_rows - 1).bit_length()))
+    if not is_fp8:
+        return Tiles(block_m, 32, BLOCK, 4, 6) if num_rows <= MAX_FEW else Tiles(block_m, 128, BLOCK, 8, 3)
+    if is_gated:
+        return Tiles(block_m, 64, BLOCK, 4, 6)
+    if out_size > 16384 and num_rows > 32:
+        return Tiles(block_m, 128, BLOCK, 8, 6 if num_rows <= MAX_FEW else 4)
+    num_blocks = -(-out_size // 64) * -(-num_rows // block_m)
+    split_k = 1
+    while split_k < 4 and num_blocks * split_k < 128 and in_size >= 1024 * split_k:
+        split_k *= 2
+    return Tiles(block_m, 64, BLOCK, 4, 8 if num_rows <= MAX_FEW else 6, split_k)
+
+
+def _launch(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> None:
+    """Write the product to `out` [num_rows, size], or the float32 sums of all splits to `out` [split_k, num_rows,
+    size]."""
+    (x, x_scales), (num_rows, in_size) = rows, rows.values.shape
+    out_size, size, num_groups = len(weight.values), out.shape[-1], weight.scales.shape[1]
+    assert out.shape[-2:] == (num_rows, out_size // 2 if is_gated else out_size), (x.shape, out.shape)
+    tiles = tiles_of(num_rows, out_size, in_size, is_fp8=x.dtype == E4M3, is_gated=is_gated)
+    split_k = out.shape[0] if out.ndim == 3 else 1
+    part = -(-in_size // (split_k * tiles.block_k)) * tiles.block_k
+    dependent = gpu.dependent_launch(num_rows)
+    _linear_kernel[triton.cdiv(size, tiles.block_n), split_k, triton.cdiv(num_rows, tiles.block_m)](
+        x, x_scales, weight.values, weight.scales, bias, out, num_rows, size, in_size, x.stride(0), num_groups, part,
+        ROWS=1 if len(weight.scales) == out_size else BLOCK, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k, IS_GROUPED=num_groups > 1, IS_PART=out.ndim == 3, IS_GATED=is_gated,
+        IS_EVEN=in_size % part == 0, DEPENDENT=dependent, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, launch_pdl=dependent,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,  # [num_rows, in_size] e4m3 or 16 bits
-    x_scales_ptr,  # [num_rows, num_groups] float32
-    weight_ptr,  # [out_size, in_size] e4m3
-    scales_ptr,  # [out_size / ROWS, num_groups] float32
-    bias_ptr,  # [out_size]
-    out_ptr,  # [num_rows, out_size], written
+    x_scales_ptr,  # [num_rows, num_groups] float32; None: they are 1
+    weight_ptr,  # [size, in_size] e4m3; IS_GATED: [2 * size, in_size]
+    scales_ptr,  # [size / ROWS, num_groups] float32; IS_GATED: of 2 * size rows
+    bias_ptr,  # [size]; None: there is none
+    out_ptr,  # [num_rows, size]; IS_PART: [splits, num_rows, size] float32; written
     num_rows,
-    out_size,
+    size,
     in_size,
     x_stride,
     num_groups,
+    part,  # columns of a program
     ROWS: tl.constexpr,  # of a scale
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_GROUPED: tl.constexpr,  # a scale belongs to BLOCK_K columns; else to all of them
-    HAS_X_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_FP8: tl.constexpr,  # multiply by FP8 tensor cores
-    IS_EVEN: tl.constexpr,  # BLOCK_K divides in_size
+    IS_PART: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,  # BLOCK_K divides the columns of all programs
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (blocks of rows of W, blocks of rows of x). Works on y^T = W x^T, [BLOCK_N, BLOCK_M]."""
+    """Grid: (blocks of rows of W, splits of its columns, blocks of rows of x). Works on y^T = W x^T, [BLOCK_N,
+    BLOCK_M]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    is_n, is_m = n < out_size, m < num_rows
-    weight_at = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64)[:, None] * in_size + k[None, :]
+    begin = tl.program_id(1) * part
+    end = tl.minimum(begin + part, in_size)
+    is_n, is_m = n < size, m < num_rows
+    known_n = tl.minimum(n, size - 1).to(tl.int64)
+    weight_at = weight_ptr + known_n[:, None] * in_size + k[None, :]
+    up_offset = size.to(tl.int64) * in_size
     x_at = x_ptr + m.to(tl.int64)[None, :] * x_stride + k[:, None]
-    scales_at = scales_ptr + tl.minimum(n, out_size - 1) // ROWS * num_groups
-    x_scales_at = x_scales_ptr + m * num_groups
+    scales_at = scales_ptr + known_n // ROWS * num_groups
+    up_scales_at = scales_ptr + (known_n + size) // ROWS * num_groups
     if DEPENDENT:
         gdc_wait()
     y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for start in range(0, in_size, BLOCK_K):
+    up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for start in range(begin, end, BLOCK_K):
         is_weight, is_x = is_n[:, None], is_m[None, :]
         if not IS_EVEN:
-            is_weight = is_weight & (start + k < in_size)[None, :]
-            is_x = is_x & (start + k < in_size)[:, None]
+            is_weight = is_weight & (start + k < end)[None, :]
+            is_x = is_x & (start + k < end)[:, None]
         weight = tl.load(weight_at + start, mask=is_weight, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_at + start, mask=is_x, other=0.0)
-        if not IS_FP8:
-            dtype = tl.float16 if x.dtype == tl.float8e4nv else x.dtype
-            x = x.to(dtype)
-            weight = weight.to(tl.float16).to(dtype)  # exact in both
-        if IS_GROUPED:
-            part = tl.dot(weight, x)
-            if HAS_X_SCALES:
-                part *= tl.load(x_scales_at + start // BLOCK_K, mask=is_m, other=0.0)[None, :]
-            y += part * tl.load(scales_at + start // BLOCK_K)[:, None]
-        elif IS_FP8:
-            y += tl.dot(weight, x)
-        else:
-            y = tl.dot(weight, x, y)
+        x_scale = tl.full((1, BLOCK_M), 1.0, dtype=tl.float32)
+        group = start // BLOCK_K
+        if IS_GROUPED and x_scales_ptr is not None:
+            x_scale = tl.load(x_scales_ptr + m * num_groups + group, mask=is_m, other=0.0)[None, :]
+        y = _add_product(y, weight, x, x_scale, scales_at + group, IS_GROUPED)
+        if IS_GATED:
+            weight = tl.load(weight_at + up_offset + start, mask=is_weight, other=0.0, eviction_policy="evict_first")
+            up = _add_product(up, weight, x, x_scale, up_scales_at + group, IS_GROUPED)
     if DEPENDENT:  # not before: programs of the next kernel would take the place of those that are to come
         gdc_launch_dependents()
     if not IS_GROUPED:
-        if HAS_X_SCALES:
-            y *= tl.load(x_scales_at, mask=is_m, other=0.0)[None, :]
-        y *= tl.load(scales_at)[:, None]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
-    out_at = out_ptr + m.to(tl.int64)[None, :] * out_size + n[:, None]
-    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_n[:, None] & is_m[None, :])
+        x_scale = tl.full((1, BLOCK_M), 1.0, dtype=tl.float32)
+        if x_scales_ptr is not None:
+            x_scale = tl.load(x_scales_ptr + m, mask=is_m, other=0.0)[None, :]
+        y *= x_scale * tl.load(scales_at)[:, None]
+        if IS_GATED:
+            up *= x_scale * tl.load(up_scales_at)[:, None]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + known_n).to(tl.float32)[:, None]
+    y = y.to(out_ptr.dtype.element_ty)
+    if IS_GATED:
+        y = silu_mul_of(y, up.to(y.dtype))
+    out_at = out_ptr + m.to(tl.int64)[None, :] * size + n[:, None]
+    if IS_PART:
+        out_at += tl.program_id(1) * num_rows.to(tl.int64) * size
+    tl.store(out_at, y, mask=is_n[:, None] & is_m[None, :])
+
+
+@triton.jit
+def _add_product(y, weight, x, x_scale, scales_at, IS_GROUPED: tl.constexpr):
+    """Return `y` with the product of two tiles added, in float32: W's [BLOCK_N, BLOCK_K] e4m3, and x's [BLOCK_K,
+    BLOCK_M] e4m3 or 16 bits."""
+    if x.dtype != tl.float8e4nv:
+        weight = weight.to(tl.float16).to(x.dtype)  # exact
+    if IS_GROUPED:
+        return y + tl.dot(weight, x) * x_scale * tl.load(scales_at)[:, None]
+    if x.dtype == tl.float8e4nv:
+        return y + tl.dot(weight, x)
+    return tl.dot(weight, x, y)

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import gpu
 from .fp8 import E4M3
 from .fp8_pages import block_size, has_close_blocks, scales_of
-from .triton_fp8 import e4m3
+from .triton_fp8_rows import e4m3
 
 _TOKENS = 64  # per program of `_rows_kernel`
 _SEQS = 64  # sequences that `_count_up_to` looks at in one step

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention import AttentionContext, HeadNorms
 from ..group import Group
-from ..products.base import WeightShard
+from ..products.base import Rows, WeightShard
 from ..products.linear import Linear
 
 
@@ -41,10 +41,9 @@ class WideNorms:
         squares = torch.cat([each.pow(2).sum(1, keepdim=True) for each in wide], 1)
         if self.group is not None:
             squares = self.group.sum(squares)
-        counts = squares.new_tensor([self.sizes[0], self.sizes[1] * self.num_alike])
-        scales = torch.rsqrt(squares / counts + self.eps).split(1, 1)
-        for part, each, weight, scale in zip(parts, wide, weights, scales, strict=True):
-            part.copy_((each * scale).to(qkv.dtype) * weight)
+        counts = self.sizes[0], self.sizes[1] * self.num_alike
+        for part, each, weight, square, count in zip(parts, wide, weights, squares.split(1, 1), counts, strict=True):
+            part.copy_((each * torch.rsqrt(square / count + self.eps)).to(qkv.dtype) * weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +58,11 @@ class Attention:
     wide_norms: WideNorms | None = None
     sinks: Tensor | None = None  # [num_heads] float32, scores without a value, of this rank's heads
 
-    def __call__(self, normed: Tensor, context: AttentionContext) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        return self.qkv
+
+    def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
         """Store the new tokens' KV and return the attended values: [num_tokens, in_size] -> [num_tokens, q_size].
 
         The output projection is left to the caller, because the residual stream takes it along (`Residual.add`)."""

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..attention import AttentionContext
+from ..products.base import Rows
 from ..products.linear import Linear
 from .residual import Residual
 
@@ -19,11 +20,16 @@ class SelfAttention(Protocol):
     """The first half of a decoder layer."""
 
     @property
+    def reader(self) -> Linear:
+        """The first projection, which alone reads the input."""
+        ...
+
+    @property
     def out(self) -> Linear:
         """The output projection, which the residual stream takes along (`Residual.add`)."""
         ...
 
-    def __call__(self, normed: Tensor, context: AttentionContext) -> Tensor:
+    def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
         """Store what the pool holds of the new tokens and return the attended values: [num_tokens, in_size] ->
         [num_tokens, out.in_size]."""
         ...
@@ -49,7 +55,7 @@ class DecoderBody:
     mlp_norm: Tensor  # [hidden_size]
     mlp: FeedForward
 
-    def __call__(self, stream: Residual, x: Tensor, context: AttentionContext) -> None:
+    def __call__(self, stream: Residual, x: Rows, context: AttentionContext) -> None:
         """Attend from `x` [num_tokens, in_size] and add the outputs of both sublayers to the stream."""
         stream.add(self.attention.out, self.attention(x, context))
         self.mlp.add_to(stream, self.mlp_norm)
@@ -62,3 +68,7 @@ class DecoderLayer:
 
     norm: Tensor  # [hidden_size]
     body: DecoderBody
+
+    def normed(self, stream: Residual) -> Rows:
+        """Return the normed stream [num_tokens, hidden_size] as the attention takes it."""
+        return stream.normed_for(self.body.attention.reader, self.norm)

@@ -23,4 +23,4 @@ class Mlp:
 
     def add_to(self, stream: Residual, norm: Tensor) -> None:
         """Read the stream normed by `norm` [hidden_size] and add the layer's output to it."""
-        stream.add(self.down, stream.gated_product(self.gate_up, norm))
+        stream.add(self.down, stream.gated_product(self.gate_up, norm, self.down))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels.linear import sum_parts
 from ...kernels.norm import Norm, add_rms_norm_
-from ..products.base import Sum
+from ..products.base import Rows, Sum
 from ..products.linear import Linear
 
 
@@ -26,13 +26,17 @@ class Residual:
     _delta: Tensor | None = None  # still to be added: [num_tokens, hidden_size], or summands of it (`Linear.parts`)
     _group: Sum | None = None  # ranks over which `_delta` is still to be summed
 
-    def gated_product(self, linear: Linear, norm: Tensor) -> Tensor:
-        """Return `linear.gated` of the normed stream: [num_tokens, out_size / 2]. `norm` [hidden_size]."""
+    def gated_product(self, linear: Linear, norm: Tensor, reader: Linear | None = None) -> Rows:
+        """Return `linear.gated` of the normed stream: [num_tokens, out_size / 2], as `reader` takes it, if that is
+        given. `norm` [hidden_size]."""
         if self._delta is None and linear.fuses(self.hidden, is_gated=True):
             return linear.gated(self.hidden, norm=Norm(norm, self.eps))
-        return linear.gated(self.normed(norm))
+        x = self.normed_for(linear, norm)
+        if reader is None or not reader.rounds or linear.gates(x):
+            return linear.gated(x)
+        return reader.gate(linear(x))  # by one kernel that also rounds
 
-    def add(self, linear: Linear, x: Tensor) -> None:
+    def add(self, linear: Linear, x: Rows) -> None:
         """Add the product [num_tokens, hidden_size] of `x` [num_tokens, in_size]."""
         hidden = self.settled()
         if linear.fuses(x):
@@ -52,6 +56,13 @@ class Residual:
         if delta is None or group is None:
             return add_rms_norm_(self.hidden, delta, norm, self.eps)
         return group.sum_norm_(self.hidden, delta, norm, self.eps)
+
+    def normed_for(self, linear: Linear, norm: Tensor) -> Rows:
+        """Return the normed stream [num_tokens, hidden_size] as `linear` takes it. `norm` [hidden_size]."""
+        if self._group is not None:
+            return self.normed(norm)
+        delta, self._delta = self._delta, None
+        return linear.normed(self.hidden, delta, Norm(norm, self.eps))
 
     def settled(self) -> Tensor:
         """Return `hidden` with all that was added."""

@@ -57,7 +57,7 @@ class DecoderStack:
         stream = Residual(embedded, self.eps)
         aux: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            normed = stream.normed(layer.norm)
+            normed = layer.normed(stream)
             if index in aux_layers:
                 aux[index] = stream.hidden.clone()
             layer.body(stream, normed, context)

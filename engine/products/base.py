@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ...kernels.norm import Norm
+from ...kernels.norm import Norm, add_rms_norm_
 from ...kernels.silu import silu_mul
 from ...metadata.errors import ModelError
 from ..checkpoint import FLOATS
@@ -171,6 +171,11 @@ class Sum(Protocol):
         ...
 
 
+# The rows x that a product multiplies: a tensor [num_rows, in_size], or what `Product.normed` or `Product.gate` of the
+# same product returned.
+Rows: TypeAlias = Any
+
+
 class Product(ABC):
     """A product of one format. The methods that are not abstract serve a format whose kernels fuse nothing."""
 
@@ -201,7 +206,7 @@ class Product(ABC):
         return source.fused("weight")
 
     @abstractmethod
-    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """Return the product, [num_rows, in_size] -> [num_rows, out_size], of x's dtype.
 
         If the product `fuses`, it norms x first by `norm` and adds the result to `residual` [num_rows, out_size] in
@@ -217,16 +222,33 @@ class Product(ABC):
         """The product of this rank's share, which waits for no other rank."""
         return self
 
-    def parts(self, x: Tensor) -> Tensor:
+    @property
+    def rounds(self) -> bool:
+        """Whether the product rounds its rows, so that `normed` and `gate` had better round them as well."""
+        return False
+
+    def normed(self, hidden: Tensor, delta: Tensor | None, norm: Norm) -> Rows:
+        """Do `add_rms_norm_` (norm.py), and return its result as this product takes it."""
+        return add_rms_norm_(hidden, delta, norm.weight, norm.eps)
+
+    def gate(self, gate_up: Tensor) -> Rows:
+        """Return `silu_mul` of `gate_up` [num_rows, 2 * in_size] as this product takes it."""
+        return silu_mul(gate_up)
+
+    def parts(self, x: Rows) -> Tensor:
         """Return the product, or float32 summands of it, [num_parts, num_rows, out_size], if a kernel leaves the sum to
         the kernel that reads it (`add_rms_norm_`). The sum over ranks is left to the reader, too (`sums_over`)."""
         return self(x)
 
-    def gated(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
+    def gated(self, x: Rows, *, norm: Norm | None = None) -> Tensor:
         """Return `silu_mul` of the product, whose first half is the gate: [num_rows, out_size / 2]. `norm` as above."""
         assert norm is None, "nothing is fused here"
         return silu_mul(self(x))
 
-    def fuses(self, x: Tensor, *, is_gated: bool = False) -> bool:
+    def gates(self, x: Rows) -> bool:
+        """Return whether one kernel does `gated`, so that the rows need no pass of their own for the gate."""
+        return False
+
+    def fuses(self, x: Rows, *, is_gated: bool = False) -> bool:
         """Return whether one kernel norms x, multiplies, and adds to a residual (`is_gated`: or gates)."""
         return False

@@ -9,8 +9,25 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...kernels.fp8 import BLOCK, E4M3, LARGEST, dequantized, fp8_linear, round_rows, round_to_scale, spread
-from ...kernels.norm import Norm
+from ...kernels.fp8 import (
+    BLOCK,
+    E4M3,
+    Fp8Weight,
+    RoundedRows,
+    add_rms_norm_round_,
+    dequantized,
+    fp8_gated_linear,
+    fp8_linear,
+    fp8_linear_parts,
+    gates_fp8,
+    round_rows,
+    round_to_scale,
+    scales_of,
+    silu_mul_round,
+    spread,
+)
+from ...kernels.norm import Norm, add_rms_norm_
+from ...kernels.silu import silu_mul
 from ..group import Group
 from ..quantization import Quantization
 from .base import GivenWeight, Product, StoredTensor, WeightSource
@@ -18,14 +35,6 @@ from .blocked import BlockedProduct
 from .dense import DenseProduct
 
 _STORED = ("F8_E4M3",)
-
-
-class Fp8Weight(NamedTuple):
-    """A weight with its scales, as `fp8_linear` takes them."""
-
-    values: Tensor  # [out_size, in_size] float8_e4m3fn
-    scales: Tensor  # [ceil(out_size / BLOCK) or out_size, ceil(in_size / group)] float32
-    group: int  # columns that share a scale
 
 
 class RowRounding(NamedTuple):
@@ -36,18 +45,22 @@ class RowRounding(NamedTuple):
     stored: Tensor | None  # [] float32: the scale of all rows
     ranks: Group | None = None  # that have other columns of the same rows, which share the scales of whole rows
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the values and the scales of rows [num_rows, in_size], as `fp8_linear` takes them. The stored scale is
-        left to the product."""
+    @property
+    def is_of_row(self) -> bool:
+        """Whether the numbers of a row, and nothing else, tell how it is rounded."""
+        return bool(self.group) and self.stored is None and self.ranks is None
+
+    def __call__(self, x: Tensor) -> RoundedRows:
+        """Return rows [num_rows, in_size] as `fp8_linear` takes them. The stored scale is left to the product."""
         if not self.group:
-            return x, None
+            return RoundedRows(x, None)
         if self.stored is not None:
-            return round_to_scale(x, self.stored), None
+            return RoundedRows(round_to_scale(x, self.stored), None)
         if self.ranks is not None:
             largest = x.abs().amax(1, keepdim=True).float()
             largest = self.ranks.gather_columns(largest, self.ranks.size).amax(1, keepdim=True)
-            scales = torch.where(largest > 0, largest / LARGEST, 1.0)
-            return round_to_scale(x, scales), scales
+            scales = scales_of(largest)
+            return RoundedRows(round_to_scale(x, scales), scales)
         return round_rows(x, self.group, has_power_of_two_scales=self.has_power_of_two_scales)
 
     def numbers(self, x: Tensor) -> Tensor:
@@ -66,6 +79,7 @@ class Fp8Product(Product):
     bias: Tensor | None  # [out_size]
     in_size: int
     out_size: int
+    dtype: torch.dtype  # of the product, if the rows are rounded already
 
     @classmethod
     def tensors(
@@ -88,7 +102,7 @@ class Fp8Product(Product):
 
     @classmethod
     def build(cls, source: WeightSource) -> Self:
-        return cls(*read_fp8(source), source.bias, source.in_size, sum(source.out_sizes))
+        return cls(*read_fp8(source), source.bias, source.in_size, sum(source.out_sizes), source.dtype)
 
     @classmethod
     def numbers(cls, source: WeightSource) -> Tensor:
@@ -97,10 +111,42 @@ class Fp8Product(Product):
             return source.fused("weight")
         return dequantized(*_stored(source, quantization)).to(source.dtype)
 
-    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | RoundedRows, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         assert norm is None and residual is None, "nothing is fused here"
-        values, scales = self.rounding(x)
-        return fp8_linear(values, scales, *self.weight[:2], self.bias, group=self.weight.group, dtype=x.dtype)
+        return fp8_linear(self._rows(x), self.weight, self.bias, self._dtype(x))
+
+    def parts(self, x: Tensor | RoundedRows) -> Tensor:
+        return self(x) if self.bias is not None else fp8_linear_parts(self._rows(x), self.weight, self._dtype(x))
+
+    def gated(self, x: Tensor | RoundedRows, *, norm: Norm | None = None) -> Tensor:
+        assert norm is None, "nothing is fused here"
+        if self.bias is not None:
+            return silu_mul(self(x))
+        return fp8_gated_linear(self._rows(x), self.weight, self._dtype(x))
+
+    def gates(self, x: Tensor | RoundedRows) -> bool:
+        rows = x if isinstance(x, RoundedRows) else RoundedRows(x, None)
+        return self.bias is None and gates_fp8(rows, self.weight)
+
+    @property
+    def rounds(self) -> bool:
+        return self.rounding.is_of_row
+
+    def normed(self, hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | RoundedRows:
+        group, is_power = self.rounding[:2]
+        if not self.rounds:
+            return add_rms_norm_(hidden, delta, *norm)
+        return add_rms_norm_round_(hidden, delta, *norm, group=group, has_power_of_two_scales=is_power)
+
+    def gate(self, gate_up: Tensor) -> Tensor | RoundedRows:
+        group, is_power = self.rounding[:2]
+        return silu_mul_round(gate_up, group, has_power_of_two_scales=is_power) if self.rounds else silu_mul(gate_up)
+
+    def _rows(self, x: Tensor | RoundedRows) -> RoundedRows:
+        return x if isinstance(x, RoundedRows) else self.rounding(x)
+
+    def _dtype(self, x: Tensor | RoundedRows) -> torch.dtype:
+        return self.dtype if isinstance(x, RoundedRows) else x.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)

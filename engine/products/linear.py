@@ -5,20 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...kernels.norm import Norm
-from .base import GivenWeight, Product
+from .base import GivenWeight, Product, Rows
 from .dense import DenseProduct
 from .registry import choose
 
 
 class Linear:
-    """Owns one product. `parts`, `gated` and `fuses` are the product's own methods, so that they cost no second call:
+    """Owns one product. `normed`, `parts` and others are the product's own methods, so that they cost no second call:
     small steps on a CPU notice it."""
 
-    __slots__ = ("fuses", "gated", "parts", "product", "sums_over")
+    __slots__ = ("fuses", "gate", "gated", "gates", "normed", "parts", "product", "rounds", "sums_over")
 
     def __init__(self, product: Product) -> None:
         self.product = product
         self.parts, self.gated, self.fuses = product.parts, product.gated, product.fuses
+        self.normed, self.gate, self.gates, self.rounds = product.normed, product.gate, product.gates, product.rounds
         self.sums_over = product.sums_over
 
     @classmethod
@@ -39,6 +40,6 @@ class Linear:
     def out_size(self) -> int:
         return self.product.out_size
 
-    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """Return the product, [num_rows, in_size] -> [num_rows, out_size]; `norm` and `residual` only if it `fuses`."""
         return self.product(x, norm=norm, residual=residual)

@@ -6,7 +6,17 @@ import pytest
 import torch
 from quantized import _nearest as nearest
 
-from baton.kernels.fp8 import BLOCK, E4M3, LARGEST, dequantized, fp8_linear_ref, round_rows_ref, round_to_scale_ref
+from baton.kernels.fp8 import (
+    BLOCK,
+    E4M3,
+    LARGEST,
+    Fp8Weight,
+    RoundedRows,
+    dequantized,
+    fp8_linear_ref,
+    round_rows_ref,
+    round_to_scale_ref,
+)
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -61,7 +71,8 @@ def test_a_product_is_that_of_the_numbers_that_are_meant(has_rows: bool) -> None
     assert torch.equal(dequantized(weight, scales, BLOCK), meant)
     wide = values.float() * x_scales.repeat_interleave(BLOCK, 1)[:, :300]
     expected = (wide.double() @ meant.double().T + bias).float()
-    ours = fp8_linear_ref(values, x_scales, weight, scales, bias, group=BLOCK, dtype=torch.float32)
+    given = RoundedRows(values, x_scales), Fp8Weight(weight, scales, BLOCK)
+    ours = fp8_linear_ref(*given, bias, torch.float32)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
-    halves = fp8_linear_ref(values, x_scales, weight, scales, None, group=BLOCK, dtype=torch.bfloat16)
+    halves = fp8_linear_ref(*given, None, torch.bfloat16)
     torch.testing.assert_close(halves.float(), expected - bias, atol=0.1, rtol=0.01)

@@ -37,21 +37,6 @@ def choose(num_rows: int, num_experts: int, num_active: int, seed: int = 0) -> T
     return scores.topk(num_active).indices.to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_experts", "num_active"), [(1, 7, 2), (1, 128, 8), (33, 7, 3), (64, 60, 4), (500, 6, 2), (3, 1, 1)]
-)
-def test_places_are_those_of_the_reference(num_rows: int, num_experts: int, num_active: int) -> None:
-    chosen = choose(num_rows, num_experts, num_active)
-    assert triton_experts.serves_places(chosen, num_experts)
-    ours, theirs = triton_experts.place_experts(chosen, num_experts), place_experts_ref(chosen, num_experts)
-    assert torch.equal(ours.pairs, theirs.pairs) and torch.equal(ours.experts, theirs.experts)
-
-
-def test_no_pairs_and_too_many_are_left_to_the_reference() -> None:
-    assert not triton_experts.serves_places(choose(0, 7, 2), 7)
-    assert not triton_experts.serves_places(choose(triton_experts.MAX_PLACED, 7, 2), 7)
-
-
 def check(
     x: Tensor,
     x_scales: Tensor | None,
@@ -157,8 +142,11 @@ def test_what_is_not_served_is_left_to_the_reference() -> None:
 def test_parts_are_mixed(num_rows: int, num_active: int, size: int, dtype: torch.dtype) -> None:
     parts = random(num_rows * num_active, size, dtype=dtype)
     shares = random(num_rows, num_active, seed=1).abs()
-    actual = triton_experts.mix_parts(parts, shares)
-    torch.testing.assert_close(actual, mix_parts_ref(parts, shares), atol=1e-5, rtol=2 * ULP[dtype])
+    summands = random(3, num_rows, size, seed=2)
+    for others in (None, summands[0].to(dtype), summands):
+        assert triton_experts.serves_mix(parts, shares, others)
+        actual = triton_experts.mix_parts(parts, shares, others)
+        torch.testing.assert_close(actual, mix_parts_ref(parts, shares, others), atol=1e-5, rtol=2 * ULP[dtype])
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
@@ -225,4 +213,4 @@ def test_experts_of_one_row_of_fp8(size: int, inner_size: int, rows: int, is_pow
 def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
     """Compiled for a GPU of compute capability 9.0, with the tiles that are launched."""
     found = shared_bytes("experts", tmp_path)
-    assert len(found) == 36 and max(found.values()) <= SHARED_BYTES, found
+    assert len(found) == 35 and max(found.values()) <= SHARED_BYTES, found

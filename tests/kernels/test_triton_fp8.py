@@ -12,9 +12,20 @@ from triton_device import DEVICE, IS_INTERPRETED, ULP, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import fp8, triton_fp8
-from baton.kernels.fp8 import BLOCK, E4M3, fp8_linear_ref, round_rows_ref, round_to_scale_ref
+from baton.kernels import fp8, triton_fp8, triton_fp8_rows, triton_norm, triton_silu
+from baton.kernels.fp8 import (
+    BLOCK,
+    E4M3,
+    Fp8Weight,
+    RoundedRows,
+    fp8_linear_ref,
+    round_rows_ref,
+    round_to_scale_ref,
+    spread,
+)
+from baton.kernels.linear import sum_parts_ref
 from baton.kernels.operations import preferring
+from baton.kernels.silu import silu_mul_ref
 
 HALVES = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]
 
@@ -32,7 +43,7 @@ def of_every_size() -> Tensor:
 def test_a_number_becomes_the_nearest_one() -> None:
     x, one = of_every_size(), torch.ones((), device=DEVICE)
     for scale in (one, one * 0.37, torch.tensor([[0.1], [3.0], [1.0], [0.37], [1e-3]], device=DEVICE)):
-        assert torch.equal(triton_fp8.round_to_scale(x, scale).float(), round_to_scale_ref(x, scale).float())
+        assert torch.equal(triton_fp8_rows.round_to_scale(x, scale).float(), round_to_scale_ref(x, scale).float())
 
 
 @pytest.mark.parametrize("is_power", [False, True])
@@ -41,63 +52,151 @@ def test_a_number_becomes_the_nearest_one() -> None:
 def test_rows_are_rounded_as_by_the_reference(size: int, group: int, dtype: torch.dtype, is_power: bool) -> None:
     x = random(5, size, dtype=dtype) * torch.tensor([1.0, 1e-4, 300.0, 0.0, 448.0], device=DEVICE)[:, None].to(dtype)
     for rows in (x, torch.cat((x, x), 1)[:, :size]):  # the second is a view
-        values, scales = triton_fp8.round_rows(rows, group, has_power_of_two_scales=is_power)
+        values, scales = triton_fp8_rows.round_rows(rows, group, has_power_of_two_scales=is_power)
         expected, their_scales = round_rows_ref(rows, group, has_power_of_two_scales=is_power)
         assert torch.equal(scales, their_scales)
         assert torch.equal(values.float(), expected.float())
 
 
+@pytest.mark.parametrize("is_power", [False, True])
+@pytest.mark.parametrize(("size", "group"), [(1024, 128), (1100, 128), (100, 128), (1100, 1100)])
+@pytest.mark.parametrize("num_parts", [None, 0, 3])
+def test_a_norm_rounds_its_result(size: int, group: int, num_parts: int | None, is_power: bool) -> None:
+    dtype = HALVES[-1]
+    hidden = torch.cat((random(5, size, dtype=dtype), random(5, size, dtype=dtype, seed=1)), 1)[:, :size]  # a view
+    weight = random(size, dtype=dtype, seed=2)
+    delta = None if num_parts is None else random(5, size, dtype=dtype, seed=3)
+    delta = delta if not num_parts else random(num_parts, 5, size, seed=3)
+    summed = hidden.clone()
+    normed = triton_norm.add_rms_norm_(summed, delta, weight, 1e-5)
+    expected = triton_fp8_rows.round_rows(normed, group, has_power_of_two_scales=is_power)
+    actual = triton_fp8_rows.add_rms_norm_round_(hidden, delta, weight, 1e-5, group, has_power_of_two_scales=is_power)
+    assert torch.equal(hidden, summed)
+    check_alike(actual, expected, group, ULP[dtype])
+
+
+def check_alike(actual: RoundedRows, expected: RoundedRows, group: int, tolerance: float) -> None:
+    """Check rows that were rounded from numbers of which some differ by a last bit."""
+    assert actual.scales is not None and expected.scales is not None
+    torch.testing.assert_close(actual.scales, expected.scales, rtol=tolerance, atol=0)
+    size = actual.values.shape[1]
+    numbers = [each.values.float() * spread(each.scales, group, size) for each in (actual, expected)]
+    differ = (numbers[0] - numbers[1]).abs() > 2 * tolerance * numbers[1].abs()
+    assert differ.float().mean() < 2e-2, differ.float().mean()  # to the next number of e4m3
+    torch.testing.assert_close(*numbers, rtol=0.13, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_power", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("size", "group"), [(1024, 128), (1100, 128), (100, 128), (1100, 1100)])
+def test_a_gate_rounds_its_result(size: int, group: int, dtype: torch.dtype, is_power: bool) -> None:
+    gate_up = random(3, 2 * size, dtype=dtype)
+    rows = triton_fp8_rows.silu_mul_round(gate_up, group, has_power_of_two_scales=is_power)
+    expected = triton_fp8_rows.round_rows(triton_silu.silu_mul(gate_up), group, has_power_of_two_scales=is_power)
+    assert torch.equal(rows.scales, expected.scales)
+    assert torch.equal(rows.values.float(), expected.values.float())
+
+
 def test_no_rows() -> None:
     x = random(0, 64)
-    assert triton_fp8.round_rows(x, 64)[0].shape == (0, 64)
-    assert triton_fp8.round_to_scale(x, torch.ones((), device=DEVICE)).shape == (0, 64)
-    weight, scales = random(8, 64).to(E4M3), torch.ones(8, 1, device=DEVICE)
-    empty = x.to(E4M3)
-    assert triton_fp8.fp8_linear(empty, None, weight, scales, None, group=64, dtype=torch.float16).shape == (0, 8)
+    assert triton_fp8_rows.silu_mul_round(x, 32).values.shape == (0, 32)
+    assert triton_fp8_rows.add_rms_norm_round_(x, None, x.new_ones(64), 1e-5, 64).values.shape == (0, 64)
+    assert triton_fp8_rows.round_rows(x, 64)[0].shape == (0, 64)
+    assert triton_fp8_rows.round_to_scale(x, torch.ones((), device=DEVICE)).shape == (0, 64)
+    rows, weight = RoundedRows(x.to(E4M3), None), weight_of(8, 64, 1, 64)
+    assert triton_fp8.fp8_linear(rows, weight, None, torch.float16).shape == (0, 8)
+    assert triton_fp8.fp8_linear_parts(rows, weight, torch.float16).shape == (0, 8)
+    assert triton_fp8.fp8_gated_linear(rows, weight, torch.float16).shape == (0, 4)
+
+
+# out_size, in_size, rows of W and columns that share a scale
+FORMATS = [
+    (256, 256, BLOCK, BLOCK),
+    (200, 300, BLOCK, BLOCK),
+    (200, 300, 1, BLOCK),
+    (200, 272, 1, 272),
+    (16, 64, 1, 64),
+]
+FORMATS += [(128, 2304, BLOCK, BLOCK), (128, 2304, 1, 2304)]  # with parts
+
+
+def weight_of(out_size: int, in_size: int, rows: int, group: int) -> Fp8Weight:
+    scales = random(-(-out_size // rows), -(-in_size // group), seed=3).abs() * 0.02 + 0.01
+    return Fp8Weight(random(out_size, in_size, seed=1).to(E4M3), scales, group)
+
+
+def check(actual: Tensor, expected: Tensor) -> None:
+    """Check a product in halves against one in float32: FP8 tensor cores add 128 products with 14 bits or more."""
+    bound = 2e-3 * float(expected.abs().max())
+    torch.testing.assert_close(actual.float(), expected, atol=bound, rtol=ULP[actual.dtype])
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("num_rows", [1, 3, 17, 64, 65, 130])
-@pytest.mark.parametrize(
-    ("out_size", "in_size", "rows", "group"),
-    [(256, 256, BLOCK, BLOCK), (200, 300, BLOCK, BLOCK), (200, 300, 1, BLOCK), (200, 272, 1, 272), (16, 64, 1, 64)],
-)
+@pytest.mark.parametrize(("out_size", "in_size", "rows", "group"), FORMATS)
 def test_a_product_equals_the_reference(
     num_rows: int, out_size: int, in_size: int, rows: int, group: int, dtype: torch.dtype
 ) -> None:
-    weight, bias = random(out_size, in_size, seed=1).to(E4M3), random(out_size, seed=2, dtype=dtype)
-    scales = random(-(-out_size // rows), -(-in_size // group), seed=3).abs() * 0.02 + 0.01
-    x, x_scales = fp8.round_rows_ref(random(num_rows, in_size), group)
-    for given, with_bias in ((x_scales, bias), (None, None)):
-        arguments = (x, given, weight, scales, with_bias)
-        assert triton_fp8.serves(*arguments, group=group)
-        actual = triton_fp8.fp8_linear(*arguments, group=group, dtype=dtype)
-        expected = fp8_linear_ref(*arguments, group=group, dtype=torch.float32)
-        bound = 2e-3 * float(expected.abs().max())  # FP8 tensor cores add 128 products with 14 bits or more
-        torch.testing.assert_close(actual.float(), expected, atol=bound, rtol=ULP[dtype])
+    weight, bias = weight_of(out_size, in_size, rows, group), random(out_size, seed=2, dtype=dtype)
+    x = fp8.round_rows_ref(random(num_rows, in_size), group)
+    for given, with_bias in ((x, bias), (RoundedRows(x.values, None), None)):
+        assert triton_fp8.serves(given, weight)
+        expected = fp8_linear_ref(given, weight, with_bias, torch.float32)
+        check(triton_fp8.fp8_linear(given, weight, with_bias, dtype), expected)
+        if with_bias is None:
+            parts = triton_fp8.fp8_linear_parts(given, weight, dtype)
+            assert parts.ndim == (3 if in_size > 2048 and num_rows > 1 else 2)
+            check(sum_parts_ref(parts, dtype) if parts.ndim == 3 else parts, expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("num_rows", [1, 3, 33, 65])
+@pytest.mark.parametrize(("out_size", "in_size", "rows", "group"), [(512, 256, BLOCK, BLOCK), *FORMATS])
+def test_a_gated_product_equals_the_reference(
+    num_rows: int, out_size: int, in_size: int, rows: int, group: int, dtype: torch.dtype
+) -> None:
+    weight = weight_of(out_size, in_size, rows, group)
+    given = fp8.round_rows_ref(random(num_rows, in_size), group)
+    assert triton_fp8.gates_fp8(given, weight) == (num_rows <= triton_fp8.MAX_FEW)
+    actual = triton_fp8.fp8_gated_linear(given, weight, dtype)
+    check(actual, silu_mul_ref(fp8_linear_ref(given, weight, None, torch.float32)))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs cuBLASLt")
+@pytest.mark.parametrize("num_rows", [65, 300, 1001, 1024])
+@pytest.mark.parametrize(("rows", "group"), [(BLOCK, BLOCK), (1, 4096)])
+def test_many_rows_are_multiplied_by_the_library(num_rows: int, rows: int, group: int) -> None:
+    weight, bias = weight_of(4096, 4096, rows, group), random(4096, seed=2, dtype=torch.bfloat16)
+    x = fp8.round_rows_ref(random(num_rows, 4096), group)
+    assert triton_fp8.library_serves(x, weight, torch.bfloat16) == (rows == 1 or num_rows % 4 == 0)
+    check(triton_fp8.fp8_linear(x, weight, bias, torch.bfloat16), fp8_linear_ref(x, weight, bias, torch.float32))
+    if rows == 1:
+        x = RoundedRows(x.values, None)
+        check(triton_fp8.fp8_linear(x, weight, None, torch.bfloat16), fp8_linear_ref(x, weight, None, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("num_rows", [2, 80])
 def test_rows_of_16_bits_are_multiplied_as_they_are(num_rows: int, dtype: torch.dtype) -> None:
-    x, weight = random(num_rows, 160, dtype=dtype), random(48, 160, seed=1).to(E4M3)
-    scales = random(48, 1, seed=3).abs()
-    actual = triton_fp8.fp8_linear(x, None, weight, scales, None, group=160, dtype=dtype)
-    expected = fp8_linear_ref(x, None, weight, scales, None, group=160, dtype=torch.float32)
-    torch.testing.assert_close(actual.float(), expected, atol=1e-2, rtol=2 * ULP[dtype])
+    rows, weight = RoundedRows(random(num_rows, 160, dtype=dtype), None), weight_of(48, 160, 1, 160)
+    actual = triton_fp8.fp8_linear(rows, weight, None, dtype)
+    expected = fp8_linear_ref(rows, weight, None, torch.float32)
+    torch.testing.assert_close(actual.float(), expected, atol=1e-3, rtol=2 * ULP[dtype])
+    gated = triton_fp8.fp8_gated_linear(rows, weight, dtype)
+    torch.testing.assert_close(gated.float(), silu_mul_ref(expected), atol=1e-3, rtol=4 * ULP[dtype])
 
 
 def test_what_it_does_not_serve_is_left_to_the_reference() -> None:
-    x, weight, scales = random(2, 64), random(8, 64, seed=1).to(E4M3), torch.ones(8, 1, device=DEVICE)
-    assert not triton_fp8.serves(x, None, weight, scales, None, 64)
-    assert not triton_fp8.serves(x.half()[:, ::2], None, weight[:, :32].contiguous(), scales, None, 32)
+    rows, weight = RoundedRows(random(2, 64), None), weight_of(8, 64, 1, 64)
+    assert not triton_fp8.serves(rows, weight)
+    assert not triton_fp8.serves(RoundedRows(rows.values.half()[:, ::2], None), weight_of(8, 32, 1, 32))
     with preferring("triton"):
-        ours = fp8.fp8_linear(x, None, weight, scales, None, group=64, dtype=torch.float32)
-    assert torch.equal(ours, fp8_linear_ref(x, None, weight, scales, None, group=64, dtype=torch.float32))
+        ours = fp8.fp8_linear(rows, weight, None, torch.float32)
+    assert torch.equal(ours, fp8_linear_ref(rows, weight, None, torch.float32))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
 def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
     """Compiled for a GPU of compute capability 9.0, with the tiles that are launched."""
     found = shared_bytes("fp8", tmp_path)
-    assert len(found) == 14 and max(found.values()) <= SHARED_BYTES, found
+    assert len(found) == 37 and max(found.values()) <= SHARED_BYTES, found

@@ -1,5 +1,5 @@
-"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8`, `experts` or
-`fp8_pages`.
+"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8`, `routes`, `experts`
+or `fp8_pages`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs."""
@@ -19,6 +19,7 @@ SHARED_BYTES = 227 * 1024  # of a processor of an H100
 _TYPES = {"table": "*i64", "seq_lens": "*i64", "starts": "*i32", "tree_starts": "*i64", "visible": "*i64"}
 _TYPES |= {"items": "*i64", "arrivals": "*i32", "parts": "*fp32", "stats": "*fp32", "rows": "*i64"}
 _E4M3 = "*fp8e4nv"
+_ALIGNED = ("in_size", "part", "x_stride")  # multiples of 16, so that tiles pass through shared memory
 
 
 def shared_bytes(name: str, cache: Path) -> dict[str, int]:
@@ -41,52 +42,110 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
         name: types.get(name.removesuffix("_ptr"), "*bf16")
         if name.endswith("_ptr")
         else "fp32"
-        if name in ("scale", "eps", "limit", "alpha")
+        if name in ("scale", "eps", "limit", "alpha", "scaling")
         else "i32"
         for name in kernel.arg_names
     } | dict.fromkeys(constants, "constexpr")
     kinds = {name: kinds[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind.startswith("*")}
+    is_aligned = (kind.startswith("*") or name in _ALIGNED for name, kind in kinds.items())
+    aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(is_aligned) if each}
     source = compiler.ASTSource(fn=kernel, signature=kinds, constexprs=places, attrs=aligned)
     return compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
 
 def _latents() -> None:
-    from baton.kernels import triton_latents
+    from baton.kernels import triton_expanded, triton_latent_heads, triton_latents
 
+    heads = {"PLAIN_DIM": 128, "RANK": 512, "DEPENDENT": True}
+    absorbs = {**heads, "ROPE_DIM": 64, "BLOCK_P": 128, "BLOCK_RANK": 512, "HALF": 32, "UP_HEAD": 256 * 512}
+    few = {**absorbs, "BLOCK_D": 64, "BLOCK_M": 64, "ROWS": 8, "TURNED_HEAD": 576}
+    absorb, values = triton_latent_heads._absorb_kernel, triton_latent_heads._values_kernel
+    few |= {"ABSORBS": True, "IS_INTERLEAVED": True, "latents_ptr": None}
+    print("absorb", compiled_bytes(absorb, few, num_warps=4))
+    many = {**absorbs, "BLOCK_D": 512, "BLOCK_M": 16, "ROWS": 16, "TURNED_HEAD": 192}
+    many |= {"ABSORBS": False, "IS_INTERLEAVED": True, "heads_ptr": None}
+    print("turn", compiled_bytes(absorb, many, num_warps=4))
+    made = {**heads, "NUM_HEADS": 16, "VALUE_DIM": 128, "BLOCK_M": 64, "BLOCK_D": 512, "BLOCK_V": 32}
+    print("values", compiled_bytes(values, made, num_warps=4))
     sizes = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512}
-    joins = {**sizes, "IS_INTERLEAVED": True, "HALF": 32}
-    print("join", compiled_bytes(triton_latents._join_kernel, joins, num_warps=2))
-    turns = {**sizes, "NUM_HEADS": 16, "HEADS": 8, "HALF": 32, "BLOCK_D": 1024}
-    print("rotate", compiled_bytes(triton_latents._rotate_kernel, turns, num_warps=2))
-    attends = {**sizes, "GROUP": 16, "PAGE_SIZE": 16, "BLOCK_N": 32, "BLOCK_R": 64, "SEQS": 32}
+    attends = {**sizes, "GROUP": 16, "PAGE_SIZE": 16, "BLOCK_R": 64}
+    for name in ("step", "tree"):
+        step = {**attends, "BLOCK_M": 16, "BLOCK_N": 64, "IS_TREE": name == "tree", "DEPENDENT": True}
+        step |= {"HAS_HIDDEN": name == "tree", "KEYS_FIRST": True}
+        step |= {} if name == "tree" else dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
+        print(name, compiled_bytes(triton_latents._decode_kernel, step, num_warps=4, num_stages=2))
     without_items = dict.fromkeys(("items_ptr", "arrivals_ptr", "parts_ptr", "stats_ptr"))
-    without_tree = dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
-    tree = {**attends, "BLOCK_M": 16, "IS_TREE": True}
-    print("tree", compiled_bytes(triton_latents._attend_kernel, tree, num_warps=4, num_stages=2))
-    chunk = {**attends, "BLOCK_M": 64, "IS_TREE": False, **without_tree, **without_items}
+    chunk = {**attends, "BLOCK_M": 64, "BLOCK_N": 32, "KEYS_FIRST": False, "SEQS": 32, **without_items}
     print("chunk", compiled_bytes(triton_latents._attend_kernel, chunk, num_warps=8, num_stages=2))
+    prompt = {"NUM_HEADS": 16, "PLAIN_DIM": 128, "ROPE_DIM": 64, "VALUE_DIM": 128, "BLOCK_P": 128, "BLOCK_R": 64}
+    prompt |= {"BLOCK_V": 128, "BLOCK_M": 128, "BLOCK_N": 64, "SEQS": 32}
+    types = _TYPES | {"key_starts": "*i32", "offsets": "*i32", "lse": "*fp32", "out": "*fp32"}
+    print("prompt", compiled_bytes(triton_expanded._expanded_kernel, prompt, types, num_warps=8, num_stages=3))
 
 
 def _fp8() -> None:
-    from baton.kernels import triton_fp8
+    from baton.kernels import triton_fp8, triton_fp8_rows, triton_fp8_vector
 
     types = {"values": _E4M3, "weight": _E4M3, "scales": "*fp32", "x_scales": "*fp32", "stored": "*fp32"}
     for way in ("groups", "stored"):
         constants = {"GROUPS": 8, "WIDTH": 128, "IS_STORED": way == "stored", "IS_STORED_BY_ROW": False}
         constants |= {"IS_POWER": False, "DEPENDENT": True}
-        print(f"round {way}", compiled_bytes(triton_fp8._round_kernel, constants, types, num_warps=4))
+        print(f"round {way}", compiled_bytes(triton_fp8_rows._round_kernel, constants, types, num_warps=4))
+    for groups, width in ((1, 16384), (32, 128)):
+        constants = {"GROUPS": groups, "WIDTH": width, "IS_POWER": False, "DEPENDENT": True}
+        kernel = triton_fp8_rows._silu_round_kernel
+        print(f"silu {width}", compiled_bytes(kernel, constants, types, num_warps=16))
+        constants |= {"ADDS": True, "PARTS": 4}
+        kernel, of_norm = triton_fp8_rows._norm_round_kernel, types | {"weight": "*bf16", "delta": "*fp32"}
+        print(f"norm {width}", compiled_bytes(kernel, constants, of_norm, num_warps=16))
     for x in (_E4M3, "*bf16"):
+        for num_rows, out_size in ((1, 4096), (64, 4096), (64, 28672), (256, 28672), (8192, 4096)):
+            for is_gated in (False, True) if num_rows == 64 else (False,):
+                for is_grouped in (False, True):
+                    tiles = triton_fp8.tiles_of(num_rows, out_size, 14336, is_fp8=x == _E4M3, is_gated=is_gated)
+                    constants = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+                    constants |= {"ROWS": 128 if is_grouped else 1, "IS_GROUPED": is_grouped, "IS_GATED": is_gated}
+                    constants |= {"IS_PART": False, "IS_EVEN": True, "DEPENDENT": True, "bias_ptr": None}
+                    constants |= {} if x == _E4M3 else {"x_scales_ptr": None}
+                    name = f"{x[1:]} {num_rows} x {out_size} {'groups' if is_grouped else 'rows'} {is_gated}"
+                    launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+                    print(name, compiled_bytes(triton_fp8._linear_kernel, constants, types | {"x": x}, **launch))
+    for part, is_gated, is_grouped in ((4096, True, False), (7168, False, False), (7168, False, True)):
+        constants = {"K": 2 * part, "PART": part, "ROWS": 128 if is_grouped else 1, "BLOCK_N": 2 if is_gated else 4}
+        constants |= {"GROUPS": 64 if is_grouped else 1, "WIDTH": 128 if is_grouped else 8192, "IS_GATED": is_gated}
+        constants |= {"DEPENDENT": True, "bias_ptr": None}
+        kernel, of_row = triton_fp8_vector._vector_kernel, types | {"x": _E4M3}
+        print(f"vector {part} {is_gated} {is_grouped}", compiled_bytes(kernel, constants, of_row, num_warps=8))
+
+
+def _routes() -> None:
+    from baton.kernels import triton_places, triton_routes
+
+    types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32"}
+    types |= dict.fromkeys(("weight", "parts", "product_bias", "bias", "shares"), "*fp32")
+    types["counts"] = "*i32"
+    for num_pairs in (8, 2048, 16384, 65536):
+        segments, chunk, num_warps = triton_places.segments_of(num_pairs)
+        places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": chunk, "SEGMENTS": segments, "DEPENDENT": True}
+        places |= {"counts_ptr": None} if segments == 1 else {}
+        print(f"place {num_pairs}", compiled_bytes(triton_places._place_kernel, places, types, num_warps=num_warps))
+    counts = {"EXPERTS": 256, "CHUNK": 1024}
+    print("count", compiled_bytes(triton_places._count_kernel, counts, types, num_warps=4))
+    for x in ("*bf16", "*fp32"):
         for num_rows in (1, 64, 8192):
-            for is_grouped in (False, True):
-                is_few = num_rows <= triton_fp8.MAX_FEW
-                tiles, launch = triton_fp8.tiles_of(num_rows)
-                constants = {**tiles, "ROWS": 128 if is_grouped else 1, "IS_GROUPED": is_grouped, "DEPENDENT": True}
-                constants |= {"HAS_X_SCALES": x == _E4M3, "HAS_BIAS": False, "IS_EVEN": True}
-                constants["IS_FP8"] = x == _E4M3 and not is_few
-                name = f"{x[1:]} {num_rows} {'groups' if is_grouped else 'rows'}"
-                print(name, compiled_bytes(triton_fp8._linear_kernel, constants, types | {"x": x}, **launch))
+            tiles = triton_routes.tiles_of(num_rows, 128, 2048)
+            constants = {"BLOCK_R": tiles.block_r, "BLOCK_E": 64, "BLOCK_K": tiles.block_k, "DEPENDENT": True}
+            own = (triton_routes._product_kernel, constants, types | {"x": x})
+            print(f"{x[1:]} {num_rows}", compiled_bytes(*own, num_warps=4, num_stages=tiles.num_stages))
+    for rows in (1, 4):
+        plain = {"GROUPS": 1, "PER_GROUP": 128, "WIDTH": 128, "ACTIVE_GROUPS": 0, "RANKING": 1, "IS_SIGMOID": False}
+        plain |= {"PARTS": 32, "ROWS": rows, "ACTIVE": 8, "SUMS_TO_ONE": True, "LEAST": 1e-20, "DEPENDENT": True}
+        groups = plain | {"GROUPS": 8, "PER_GROUP": 20, "WIDTH": 32, "ACTIVE_GROUPS": 4, "RANKING": 2}
+        groups["IS_SIGMOID"] = True
+        for name, constants in (("plain", plain | {"bias_ptr": None}), ("groups", groups)):
+            own = (triton_routes._choose_kernel, {**constants, "product_bias_ptr": None}, types)
+            print(f"{name} {rows}", compiled_bytes(*own, num_warps=rows))
 
 
 def _experts() -> None:
@@ -96,11 +155,9 @@ def _experts() -> None:
     from baton.kernels.triton_expert_blocks import BlockTiles
     from baton.kernels.triton_expert_row import RowTiles
 
-    types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32"}
-    types["shares"] = "*fp32"
-    places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": 32, "DEPENDENT": True}
-    print("place", compiled_bytes(triton_experts._place_kernel, places, types, num_warps=8))
-    mix = {"ACTIVE": 8, "BLOCK": 1024, "DEPENDENT": True}
+    types = {"pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32", "shares": "*fp32"}
+    types["chosen"] = "*i64"
+    mix = {"ACTIVE": 8, "OTHERS": 1, "BLOCK": 1024, "DEPENDENT": True}
     print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types, num_warps=4))
     flags = {"bias_ptr": None, "IS_GATED": True, "IS_CLAMPED": False, "DEPENDENT": True}
     flags |= {"size": 768, "out_size": 1536, "x_stride": 2048}  # multiples of 16, as a launch tells them
@@ -170,4 +227,4 @@ def _fp8_pages() -> None:
 
 
 if __name__ == "__main__":
-    {"latents": _latents, "fp8": _fp8, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()
+    {"latents": _latents, "fp8": _fp8, "routes": _routes, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()

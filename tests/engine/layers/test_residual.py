@@ -11,8 +11,10 @@ pytest.importorskip("triton")
 
 from baton.engine.layers.residual import Residual
 from baton.engine.products.dense import DenseProduct
+from baton.engine.products.fp8 import Fp8Product, RowRounding
 from baton.engine.products.linear import Linear
 from baton.kernels import linear_configs
+from baton.kernels.fp8 import Fp8Weight, RoundedRows, fp8_linear_ref, round_rows_ref
 from baton.kernels.linear_configs import ROW_CLASSES, Config, ProductShape
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.operations import preferring
@@ -78,3 +80,43 @@ def test_float32_on_any_device() -> None:
     for actual, expected in zip(by_stream(hidden, 2), by_hand(hidden, 2), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert hidden.device.type == DEVICE
+
+
+def fp8_linear_of(out_size: int, in_size: int, dtype: torch.dtype, seed: int, *, has_bias: bool) -> Linear:
+    values, scales = round_rows_ref(random(out_size, in_size, seed=seed, scale=in_size**-0.5), in_size)
+    bias = random(out_size, dtype=dtype, seed=5) if has_bias else None
+    rounding = RowRounding(in_size, False, None)
+    return Linear(Fp8Product(Fp8Weight(values, scales, in_size), rounding, bias, in_size, out_size, dtype))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 70])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_fp8_products_take_rows_that_their_neighbours_round(num_rows: int, has_bias: bool) -> None:
+    """The numbers are those of norms, roundings, products and gates one by one, but for flips to the next e4m3."""
+    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    shapes = [(SIZE, SIZE), (2 * INNER, SIZE), (SIZE, INNER)]
+    mix, gate_up, down = (
+        fp8_linear_of(*shape, dtype, seed, has_bias=has_bias and seed < 2) for seed, shape in enumerate(shapes)
+    )
+    norms = [random(SIZE, dtype=dtype, seed=seed) for seed in (6, 7, 8)]
+    hidden = random(num_rows, SIZE, dtype=dtype, seed=9)
+    stream, expected = Residual(hidden.clone(), EPS), hidden
+
+    def product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        of = linear.product
+        assert isinstance(of, Fp8Product)
+        return fp8_linear_ref(round_rows_ref(x, x.shape[1]), of.weight, of.bias, dtype)
+
+    with preferring("triton"):
+        for _ in range(2):
+            rows = stream.normed_for(mix, norms[0])
+            assert isinstance(rows, RoundedRows)
+            stream.add(mix, mix(rows))
+            stream.add(down, stream.gated_product(gate_up, norms[1], down))
+        ours = stream.normed(norms[2]), stream.settled()
+    for _ in range(2):
+        expected = expected + product(mix, product(mix, rms_norm_ref(expected, norms[0], EPS)))
+        gated = silu_mul_ref(product(gate_up, rms_norm_ref(expected, norms[1], EPS)))
+        expected = expected + product(down, gated)
+    for actual, theirs in zip(ours, (rms_norm_ref(expected, norms[2], EPS), expected), strict=True):
+        assert (actual - theirs).float().norm() < 0.02 * theirs.float().norm()
