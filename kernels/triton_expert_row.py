@@ -4,7 +4,7 @@
     second    the products of all pairs, times their shares: a program has the same few rows of all chosen experts
 
 One row's experts are different, so that nothing is placed. A program loads its rows of W whole, multiplies them by the
-row of x, and sums. Before either, x is rounded by a launch of its own if it is multiplied as FP8.
+row of x, and sums. If the rows of x are rounded to FP8, each program can do it, to the same numbers as `round_rows`.
 
 With a dependent launch (gpu.py) the second kernel loads its weights while the first one still runs.
 """
@@ -27,6 +27,7 @@ from . import gpu
 from .experts import ExpertWeight
 from .fp8 import BLOCK, round_rows
 from .silu import SwigluClamp
+from .triton_fp8_rows import e4m3, quotients, scales_of
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
 _BYTES = 16384  # of W that a program reads, if a row is shorter; the fastest on an H100
@@ -37,6 +38,7 @@ class RowTiles(NamedTuple):
 
     block_n: int  # of each half if the product is gated; of each expert if it is summed
     num_warps: int
+    rounds: bool = True  # each program rounds the rows of x, if they are rounded; else a launch of its own does
 
     @classmethod
     def choose(cls, in_size: int, num_at_once: int, item_size: int) -> RowTiles:
@@ -74,25 +76,25 @@ def experts_of_row(
         tiles = RowTiles.choose(size, 2, item_size), RowTiles.choose(inner_size, active, item_size)
     limit, alpha = clamp or (0.0, 0.0)
     dependent = gpu.dependent_launch(1)
-    own = {"DEPENDENT": dependent, "launch_pdl": dependent}
+    own = {"IS_POWER": has_power_of_two_scales, "DEPENDENT": dependent, "launch_pdl": dependent}
 
-    def rounded(rows: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
-        if not is_rounded:
+    def rounded(rows: Tensor, group: int, own: RowTiles) -> tuple[Tensor, Tensor | None]:
+        if not is_rounded or own.rounds:
             return rows, None
         return round_rows(rows, group, has_power_of_two_scales=has_power_of_two_scales)
 
-    values, x_scales = rounded(x, gate_up.group)
+    values, x_scales = rounded(x, gate_up.group, tiles[0])
     _gated_kernel[triton.cdiv(inner_size, tiles[0].block_n), num_active](
         values, x_scales, gate_up.values, gate_up.scales, gate_up.bias, inner, chosen, inner_size, limit, alpha,
         K=size, WIDTH=triton.next_power_of_2(size), **_groups(gate_up), BLOCK_N=tiles[0].block_n,
-        IS_CLAMPED=clamp is not None, num_warps=tiles[0].num_warps, **own,
+        IS_CLAMPED=clamp is not None, IS_ROUNDED=is_rounded and tiles[0].rounds, num_warps=tiles[0].num_warps, **own,
     )  # fmt: skip
-    values, x_scales = rounded(inner, down.group)
+    values, x_scales = rounded(inner, down.group, tiles[1])
     _summed_kernel[triton.cdiv(size, tiles[1].block_n),](
         values, x_scales, down.values, down.scales, down.bias, others, out, chosen, shares, num_active, size,
         K=inner_size, WIDTH=triton.next_power_of_2(inner_size), **_groups(down), ACTIVE=active,
         OTHERS=0 if others is None else others.numel() // size, BLOCK_N=tiles[1].block_n,
-        num_warps=tiles[1].num_warps, **own,
+        IS_ROUNDED=is_rounded and tiles[1].rounds, num_warps=tiles[1].num_warps, **own,
     )  # fmt: skip
     return out
 
@@ -107,22 +109,36 @@ def _groups(weight: ExpertWeight) -> dict[str, Any]:
 
 
 @triton.jit
-def _sums_of(
-    weight, x, scales_ptr, rows, x_scales_ptr, x_rows, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Return the products of rows of W [M, N, WIDTH] and rows of x [M, WIDTH] float32, [M, N]. They are the rows `rows`
-    [M, N] of all W, and `x_rows` [M] of all x."""
+def _numbers_of(
+    x, x_scales_ptr, x_rows, K: tl.constexpr, GROUP: tl.constexpr, IS_ROUNDED: tl.constexpr, IS_POWER: tl.constexpr
+):
+    """Return rows of x [M, WIDTH] as float32 numbers without their scales, and the scales [M, groups]. `x_rows` [M] are
+    their rows of all x."""
+    groups: tl.constexpr = x.shape[1] // GROUP
+    numbers = x.to(tl.float32)
+    scales = tl.full((x.shape[0], groups), 1.0, dtype=tl.float32)
+    if IS_ROUNDED:
+        grouped = tl.reshape(numbers, (x.shape[0], groups, GROUP))
+        scales = scales_of(tl.max(tl.abs(grouped), 2), IS_POWER)
+        grouped = e4m3(quotients(grouped, scales[:, :, None])).to(tl.float32)
+        numbers = tl.reshape(grouped, (x.shape[0], x.shape[1]))
+    elif x_scales_ptr is not None:
+        group, num_groups = tl.arange(0, groups), (K + GROUP - 1) // GROUP
+        scales_at = x_scales_ptr + x_rows[:, None] * num_groups + group[None, :]
+        scales = tl.load(scales_at, mask=(group < num_groups)[None, :], other=0.0)
+    return numbers, scales
+
+
+@triton.jit
+def _sums_of(weight, x, x_scales, scales_ptr, rows, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Return the products of rows of W [M, N, WIDTH] and rows of x [M, WIDTH] float32 with scales [M, groups]: [M, N].
+    `rows` [M, N] are the rows of all W."""
     products = weight.to(tl.float32) * x[:, None, :]
     if scales_ptr is not None:
         groups: tl.constexpr = x.shape[1] // GROUP
-        num_groups: tl.constexpr = (K + GROUP - 1) // GROUP
-        group = tl.arange(0, groups)
-        is_group = group < num_groups
+        group, num_groups = tl.arange(0, groups), (K + GROUP - 1) // GROUP
         scales_at = scales_ptr + (rows // ROWS)[:, :, None] * num_groups + group[None, None, :]
-        scales = tl.load(scales_at, mask=is_group[None, None, :], other=0.0)
-        if x_scales_ptr is not None:
-            x_scales_at = x_scales_ptr + x_rows[:, None] * num_groups + group[None, :]
-            scales *= tl.load(x_scales_at, mask=is_group[None, :], other=0.0)[:, None, :]
+        scales = tl.load(scales_at, mask=(group < num_groups)[None, None, :], other=0.0) * x_scales[:, None, :]
         products = tl.sum(tl.reshape(products, (rows.shape[0], rows.shape[1], groups, GROUP)), 3) * scales
     return tl.sum(products, 2)
 
@@ -145,6 +161,8 @@ def _gated_kernel(
     ROWS: tl.constexpr,  # of a scale
     BLOCK_N: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,  # here, to FP8
+    IS_POWER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (ceil(size / BLOCK_N), num_active)."""
@@ -159,10 +177,11 @@ def _gated_kernel(
     at = weight_ptr + rows[:, :, None] * K + k[None, None, :]
     gate_weight = tl.load(at, mask=is_k[:, None, :], other=0.0, eviction_policy="evict_first")
     up_weight = tl.load(at + size * K, mask=is_k[:, None, :], other=0.0, eviction_policy="evict_first")
-    x = tl.load(x_ptr + k[None, :], mask=is_k, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + k[None, :], mask=is_k, other=0.0)
     x_rows = tl.zeros((1,), dtype=tl.int32)
-    y = _sums_of(gate_weight, x, scales_ptr, rows, x_scales_ptr, x_rows, K, GROUP, ROWS)
-    up = _sums_of(up_weight, x, scales_ptr, rows + size, x_scales_ptr, x_rows, K, GROUP, ROWS)
+    x, x_scales = _numbers_of(x, x_scales_ptr, x_rows, K, GROUP, IS_ROUNDED, IS_POWER)
+    y = _sums_of(gate_weight, x, x_scales, scales_ptr, rows, K, GROUP, ROWS)
+    up = _sums_of(up_weight, x, x_scales, scales_ptr, rows + size, K, GROUP, ROWS)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows).to(tl.float32)
         up += tl.load(bias_ptr + rows + size).to(tl.float32)
@@ -194,6 +213,8 @@ def _summed_kernel(
     ACTIVE: tl.constexpr,  # at least num_active
     OTHERS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,  # here, to FP8
+    IS_POWER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (ceil(size / BLOCK_N),). What the kernel before the last one wrote is complete when this one starts."""
@@ -210,9 +231,10 @@ def _summed_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_ptr + pair[:, None] * K + k[None, :], mask=is_x, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + pair[:, None] * K + k[None, :], mask=is_x, other=0.0)
     x_rows = tl.minimum(pair, num_active - 1)
-    y = _sums_of(weight, x, scales_ptr, rows, x_scales_ptr, x_rows, K, GROUP, ROWS)
+    x, x_scales = _numbers_of(x, x_scales_ptr, x_rows, K, GROUP, IS_ROUNDED, IS_POWER)
+    y = _sums_of(weight, x, x_scales, scales_ptr, rows, K, GROUP, ROWS)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows).to(tl.float32)
     y = tl.sum(y.to(out_ptr.dtype.element_ty).to(tl.float32) * share[:, None], 0)
