@@ -4,7 +4,8 @@
     second    the products of all pairs, times their shares: a program has the same few rows of all chosen experts
 
 One row's experts are different, so that nothing is placed. A program loads its rows of W whole, multiplies them by the
-row of x, and sums. If the rows of x are rounded to FP8, each program can do it, to the same numbers as `round_rows`.
+row of x, and sums. If rows are rounded to FP8, each program of the first rounds x itself, as there is one row. The rows
+of the second are rounded by a launch between the two.
 
 With a dependent launch (gpu.py) the second kernel loads its weights while the first one still runs.
 """
@@ -38,7 +39,6 @@ class RowTiles(NamedTuple):
 
     block_n: int  # of each half if the product is gated; of each expert if it is summed
     num_warps: int
-    rounds: bool = True  # each program rounds the rows of x, if they are rounded; else a launch of its own does
 
     @classmethod
     def choose(cls, in_size: int, num_at_once: int, item_size: int) -> RowTiles:
@@ -76,25 +76,21 @@ def experts_of_row(
         tiles = RowTiles.choose(size, 2, item_size), RowTiles.choose(inner_size, active, item_size)
     limit, alpha = clamp or (0.0, 0.0)
     dependent = gpu.dependent_launch(1)
-    own = {"IS_POWER": has_power_of_two_scales, "DEPENDENT": dependent, "launch_pdl": dependent}
-
-    def rounded(rows: Tensor, group: int, own: RowTiles) -> tuple[Tensor, Tensor | None]:
-        if not is_rounded or own.rounds:
-            return rows, None
-        return round_rows(rows, group, has_power_of_two_scales=has_power_of_two_scales)
-
-    values, x_scales = rounded(x, gate_up.group, tiles[0])
+    own = {"DEPENDENT": dependent, "launch_pdl": dependent}
     _gated_kernel[triton.cdiv(inner_size, tiles[0].block_n), num_active](
-        values, x_scales, gate_up.values, gate_up.scales, gate_up.bias, inner, chosen, inner_size, limit, alpha,
-        K=size, WIDTH=triton.next_power_of_2(size), **_groups(gate_up), BLOCK_N=tiles[0].block_n,
-        IS_CLAMPED=clamp is not None, IS_ROUNDED=is_rounded and tiles[0].rounds, num_warps=tiles[0].num_warps, **own,
+        x, gate_up.values, gate_up.scales, gate_up.bias, inner, chosen, inner_size, limit, alpha, K=size,
+        WIDTH=triton.next_power_of_2(size), **_groups(gate_up), BLOCK_N=tiles[0].block_n,
+        IS_CLAMPED=clamp is not None, IS_ROUNDED=is_rounded, IS_POWER=has_power_of_two_scales,
+        num_warps=tiles[0].num_warps, **own,
     )  # fmt: skip
-    values, x_scales = rounded(inner, down.group, tiles[1])
+    x_scales = None
+    if is_rounded:
+        inner, x_scales = round_rows(inner, down.group, has_power_of_two_scales=has_power_of_two_scales)
     _summed_kernel[triton.cdiv(size, tiles[1].block_n),](
-        values, x_scales, down.values, down.scales, down.bias, others, out, chosen, shares, num_active, size,
+        inner, x_scales, down.values, down.scales, down.bias, others, out, chosen, shares, num_active, size,
         K=inner_size, WIDTH=triton.next_power_of_2(inner_size), **_groups(down), ACTIVE=active,
         OTHERS=0 if others is None else others.numel() // size, BLOCK_N=tiles[1].block_n,
-        IS_ROUNDED=is_rounded and tiles[1].rounds, num_warps=tiles[1].num_warps, **own,
+        num_warps=tiles[1].num_warps, **own,
     )  # fmt: skip
     return out
 
@@ -109,24 +105,13 @@ def _groups(weight: ExpertWeight) -> dict[str, Any]:
 
 
 @triton.jit
-def _numbers_of(
-    x, x_scales_ptr, x_rows, K: tl.constexpr, GROUP: tl.constexpr, IS_ROUNDED: tl.constexpr, IS_POWER: tl.constexpr
-):
-    """Return rows of x [M, WIDTH] as float32 numbers without their scales, and the scales [M, groups]. `x_rows` [M] are
-    their rows of all x."""
+def _rounded(x, GROUP: tl.constexpr, IS_POWER: tl.constexpr):
+    """Round rows [M, WIDTH] float32 as `round_rows` does. Return their values, float32, and scales [M, groups]."""
     groups: tl.constexpr = x.shape[1] // GROUP
-    numbers = x.to(tl.float32)
-    scales = tl.full((x.shape[0], groups), 1.0, dtype=tl.float32)
-    if IS_ROUNDED:
-        grouped = tl.reshape(numbers, (x.shape[0], groups, GROUP))
-        scales = scales_of(tl.max(tl.abs(grouped), 2), IS_POWER)
-        grouped = e4m3(quotients(grouped, scales[:, :, None])).to(tl.float32)
-        numbers = tl.reshape(grouped, (x.shape[0], x.shape[1]))
-    elif x_scales_ptr is not None:
-        group, num_groups = tl.arange(0, groups), (K + GROUP - 1) // GROUP
-        scales_at = x_scales_ptr + x_rows[:, None] * num_groups + group[None, :]
-        scales = tl.load(scales_at, mask=(group < num_groups)[None, :], other=0.0)
-    return numbers, scales
+    grouped = tl.reshape(x, (x.shape[0], groups, GROUP))
+    scales = scales_of(tl.max(tl.abs(grouped), 2), IS_POWER)
+    grouped = e4m3(quotients(grouped, scales[:, :, None])).to(tl.float32)
+    return tl.reshape(grouped, (x.shape[0], x.shape[1])), scales
 
 
 @triton.jit
@@ -146,7 +131,6 @@ def _sums_of(weight, x, x_scales, scales_ptr, rows, K: tl.constexpr, GROUP: tl.c
 @triton.jit
 def _gated_kernel(
     x_ptr,  # [1, K]
-    x_scales_ptr,  # [1, ceil(K / GROUP)] float32; None: they are 1
     weight_ptr,  # [num_experts * 2 * size, K]
     scales_ptr,  # [num_experts * 2 * size / ROWS, ceil(K / GROUP)] float32; None: the weight is plain
     bias_ptr,  # [num_experts * 2 * size]; None: there is none
@@ -177,9 +161,10 @@ def _gated_kernel(
     at = weight_ptr + rows[:, :, None] * K + k[None, None, :]
     gate_weight = tl.load(at, mask=is_k[:, None, :], other=0.0, eviction_policy="evict_first")
     up_weight = tl.load(at + size * K, mask=is_k[:, None, :], other=0.0, eviction_policy="evict_first")
-    x = tl.load(x_ptr + k[None, :], mask=is_k, other=0.0)
-    x_rows = tl.zeros((1,), dtype=tl.int32)
-    x, x_scales = _numbers_of(x, x_scales_ptr, x_rows, K, GROUP, IS_ROUNDED, IS_POWER)
+    x = tl.load(x_ptr + k[None, :], mask=is_k, other=0.0).to(tl.float32)
+    x_scales = tl.full((1, WIDTH // GROUP), 1.0, dtype=tl.float32)
+    if IS_ROUNDED:
+        x, x_scales = _rounded(x, GROUP, IS_POWER)
     y = _sums_of(gate_weight, x, x_scales, scales_ptr, rows, K, GROUP, ROWS)
     up = _sums_of(up_weight, x, x_scales, scales_ptr, rows + size, K, GROUP, ROWS)
     if bias_ptr is not None:
@@ -213,8 +198,6 @@ def _summed_kernel(
     ACTIVE: tl.constexpr,  # at least num_active
     OTHERS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    IS_ROUNDED: tl.constexpr,  # here, to FP8
-    IS_POWER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (ceil(size / BLOCK_N),). What the kernel before the last one wrote is complete when this one starts."""
@@ -231,9 +214,12 @@ def _summed_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_ptr + pair[:, None] * K + k[None, :], mask=is_x, other=0.0)
-    x_rows = tl.minimum(pair, num_active - 1)
-    x, x_scales = _numbers_of(x, x_scales_ptr, x_rows, K, GROUP, IS_ROUNDED, IS_POWER)
+    x = tl.load(x_ptr + pair[:, None] * K + k[None, :], mask=is_x, other=0.0).to(tl.float32)
+    x_scales = tl.full((ACTIVE, WIDTH // GROUP), 1.0, dtype=tl.float32)
+    if x_scales_ptr is not None:
+        group, num_groups = tl.arange(0, WIDTH // GROUP), (K + GROUP - 1) // GROUP
+        is_group = is_pair[:, None] & (group < num_groups)[None, :]
+        x_scales = tl.load(x_scales_ptr + pair[:, None] * num_groups + group[None, :], mask=is_group, other=0.0)
     y = _sums_of(weight, x, x_scales, scales_ptr, rows, K, GROUP, ROWS)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows).to(tl.float32)

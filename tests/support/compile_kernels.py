@@ -189,7 +189,7 @@ def _experts() -> None:
             constants = kept | {"K": in_size, "WIDTH": width, "GROUP": 128 if is_grouped else width}
             constants |= {"BLOCK_N": tiles.block_n, "ACTIVE": 8, "OTHERS": 0, "others_ptr": None}
             constants |= {"IS_ROUNDED": weight == _E4M3, "IS_POWER": is_grouped}
-            own["x"] = "*fp32" if weight == "*fp32" else "*bf16"
+            own["x"] = x if part == "summed" or weight != _E4M3 else "*bf16"
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
             print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
