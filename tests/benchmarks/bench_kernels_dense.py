@@ -83,6 +83,7 @@ MODELS["qwen3-8b"] = Model(36, 4096, 12288, 6144, 151936)
 def microseconds(calls: list[Callable[[], object]], num_rounds: int = 1) -> float:
     """Time a call: the graph holds `calls` `num_rounds` times."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still make what the calls read
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
