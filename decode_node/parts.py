@@ -181,5 +181,6 @@ def _scheduler(executor: Executor, cache: PrefixCache, chunk: int, policy: Polic
         rests=policy.rests,
         budget=policy.budget,
         joint=executor.joint_sizes,
+        window=executor.window,
         on_finish=policy.on_finish,
     )

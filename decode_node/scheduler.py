@@ -87,6 +87,7 @@ class DecodeScheduler:
         rests: Callable[[], bool] | None = None,
         budget: Budget | None = None,
         joint: JointSizes = NO_SIZE,
+        window: int | None = None,
         on_finish: Callable[[Sequence], None] | None = None,
     ) -> None:
         """`shape`: the largest draft of a round. `num_prompt_states`: positions at the end of a local prompt that are
@@ -97,6 +98,7 @@ class DecodeScheduler:
         computes. None, or nothing decodes and no pages are on the way: `chunk_tokens`.
         `joint`: the rounds and chunks that share a forward. A sequence whose last chunk is in such a forward takes part
         in the round, too.
+        `window`: positions that the layers see, if none sees all; pages before them are given back.
         `on_finish` is called for every finished sequence."""
         self.cache = cache
         self.shape = shape
@@ -104,6 +106,7 @@ class DecodeScheduler:
         self._num_prompt_states = num_prompt_states
         self._choose, self._rests, self._budget = choose, rests, budget
         self.joint = joint
+        self._window = window
         self._on_finish = on_finish
         self.page_size = cache.pool.page_size
         self.max_running = max_running
@@ -322,6 +325,7 @@ class DecodeScheduler:
         num_tokens = sequence.num_computed + num_coming + 1
         num_ahead = limit if shape.is_chain or limit == 0 else shape.num_slots - 1
         if num_tokens + num_ahead > len(sequence.pages) * self.page_size:  # rarely
+            self._give_back_unseen(sequence)
             limit = self._draft_limit(sequence, limit, num_tokens + num_ahead)
             if not self._grow(sequence, num_tokens, plan):
                 return
@@ -515,21 +519,43 @@ class DecodeScheduler:
         num_computed = 1 + (self._num_prompt_states if sequence.lacks_draft else 0)
         return max(0, len(sequence.token_ids) - num_computed) // self.page_size
 
-    def _cache_pages(self, sequence: Sequence) -> None:
-        """Give full computed pages to the prefix cache. The sequence keeps its own block table."""
+    def _cache_pages(self, sequence: Sequence, end: int | None = None) -> None:
+        """Give full computed pages, those before index `end`, to the prefix cache. The sequence keeps its own block
+        table."""
         assert sequence.lease is not None, sequence.unit
+        if sequence.first_kept:
+            return  # it does not hold the first pages any more
         # the drafter has no KV for missed rows, which are always the last ones
         known = sequence.token_ids[: max(0, sequence.num_computed - sequence.num_missed)]
-        pages = sequence.pages[: len(known) // self.page_size]
+        pages = sequence.pages[: len(known) // self.page_size][:end]
         self.cache.insert(known, pages, sequence.salt, sequence.lease)
+
+    def _give_back_unseen(self, sequence: Sequence) -> None:
+        """Give back the pages before what any layer sees from now on, those of the prefix cache only if all of them are
+        before it. Later pages do not enter the cache, since it has whole prefixes."""
+        if self._window is None:
+            return
+        assert sequence.lease is not None, sequence.unit
+        seen = sequence.num_computed - MAX_MISSED - self._window + 1  # the drafter may catch up on missed rows
+        first = max(0, seen) // self.page_size
+        if first <= max(sequence.first_kept, len(sequence.lease.pages) - 1):
+            return
+        self._cache_pages(sequence, first)
+        self._free(sequence, first)
+        sequence.keep_from(first, self.cache.acquire(()))
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.lease is None:  # it is preempted and holds nothing
             return
         self._cache_pages(sequence)
         self.num_releases += 1
-        self.cache.release(sequence.lease, sequence.pages)
+        self._free(sequence, len(sequence.pages))
         sequence.give_up_pages()
+
+    def _free(self, sequence: Sequence, end: int) -> None:
+        """End the sequence's lease, and free its own pages before index `end`."""
+        assert sequence.lease is not None, sequence.unit
+        self.cache.release(sequence.lease, sequence.pages[sequence.first_kept : end])
 
 
 def narrowed(shape: DraftShape, usable: Iterable[int]) -> DraftShape:

@@ -33,6 +33,7 @@ class Sequence:
     sampling: SamplingState
     pages: list[int] = field(default_factory=list)  # the block table
     lease: Lease | None = None
+    first_kept: int = 0  # index of the first page that it still holds; no layer sees those before
     rank: int = 0  # whose pool, prefix cache and slots it uses
     num_computed: int = 0  # tokens with KV in `pages`
     num_cached: int = 0  # prompt tokens whose KV was found in a prefix cache, as reported to the client
@@ -85,9 +86,14 @@ class Sequence:
     def add_pages(self, own: Seq[int]) -> None:
         self.pages += own
 
+    def keep_from(self, first: int, lease: Lease) -> None:
+        """Hold only the pages from index `first` on. `lease` has none. The block table stays as it is."""
+        assert self.first_kept < first <= len(self.pages), (self.unit, self.first_kept, first)
+        self.first_kept, self.lease = first, lease
+
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""
-        self.lease, self.pages, self.routine_until = None, [], -1
+        self.lease, self.pages, self.first_kept, self.routine_until = None, [], 0, -1
 
     # --- running ---
 

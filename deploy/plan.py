@@ -276,7 +276,7 @@ def check_model(config: EngineConfig) -> None:
         json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {path}: config.json cannot be read: {error}") from None
-    if not any(path.glob("*.safetensors")):
+    if config.load_format == "safetensors" and not any(path.glob("*.safetensors")):
         raise ConfigError(f"--model {path}: no *.safetensors file there (other weight formats are not read)")
 
 

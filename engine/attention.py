@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -23,16 +23,19 @@ import torch
 from ..kernels import history, prompt_attention
 from ..kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
 from ..kernels.fp8 import E4M3
+from ..kernels.latents import LatentWeights, join_latents, latent_values
 from ..kernels.norm import rms_norm
 from ..kernels.operations import captures, reads_pages
 from ..kernels.paged_rows import PagedRows, attend
 from ..kernels.rotary import apply_rotary_
 from .batch import ForwardBatch, JointBatch, upload
-from .model_config import LatentConfig, ModelConfig
+from .latent_pieces import LatentPieces
+from .model_config import ModelConfig
 from .rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from ..kernels.triton_attention import TritonPlan
+    from ..kernels.triton_latent_heads import Turns
 
 _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
 
@@ -56,7 +59,7 @@ class AttentionContext(Protocol):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend in layer `index` of the pool: `qkv` [num_tokens, q_size + num_planes * kv_size] -> [num_tokens,
-        q_size]. If the pool has latents, the result may have the `rank` first numbers of each head alone.
+        q_size].
 
         `qkv` may be overwritten. `window`: positions that a query sees, its own included; None: all. `sinks`: scores of
         query heads that have no value, [num_heads] float32. On return the new tokens' KV is stored."""
@@ -84,7 +87,7 @@ def begin_attention(
         return _NoAttention(config.q_size)
     cos_sin = rotary(batch.positions, dtype)
     if captures(kv.device) and config.latent is not None:
-        return _TritonLatents(config.latent, ragged_plan(batch), kv.unbind(0), *cos_sin)
+        return _TritonLatents.of(config, batch, kv, *cos_sin)
     if captures(kv.device):
         prompts = PromptPieces.of(batch, kv) if set(config.sliding_window) == {None} else None
         return _TritonAttention(config, triton_plan(batch), prompts, kv.unbind(0), *cos_sin)
@@ -97,6 +100,25 @@ def begin_attention(
     plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, dtype, num_planes)
     clear_fresh_pages(kv, plan)
     return _GatheredAttention(config, plan, kv.unbind(0), *cos_sin)
+
+
+def attend_latents(
+    context: AttentionContext, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights
+) -> torch.Tensor:
+    """Attend in layer `index` of a pool of latents, and store the new tokens' latents: return the values, [num_tokens,
+    num_heads * value_dim].
+
+    `q` [num_tokens, num_heads, plain_dim + rope_dim] and `stored` [num_tokens, rank + rope_dim], the latents before
+    their norm, are not rotated yet. They may be views, and may be overwritten."""
+    if isinstance(context, _TritonLatents):
+        return context.attend(index, q, stored, weights)
+    if isinstance(context, _JointAttention):
+        (q, other_q), (stored, other) = q.tensor_split((context.num_first,)), stored.tensor_split((context.num_first,))
+        of_second = attend_latents(context.second, index, other_q, other, weights)
+        return torch.cat([attend_latents(context.first, index, q, stored, weights), of_second])
+    heads = join_latents(q, stored, weights)
+    attended = context(index, heads.flatten(1), None, None).unflatten(1, (q.shape[1], -1))
+    return latent_values(attended[..., : weights.rank], weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,16 +195,6 @@ def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> TritonPlan:
     return TritonPlan.uniform(
         table, seq_lens, query_len, batch.page_size, batch.tree, batch.positions, is_stored=is_stored
     )
-
-
-def ragged_plan(batch: ForwardBatch) -> TritonPlan:
-    """Return the plan of the kernel that serves rounds and chunks alike: it always says where sequences begin."""
-    plan = triton_plan(batch)
-    if plan.starts is not None:
-        return plan
-    assert plan.query_len is not None, plan
-    num_tokens, device = batch.num_tokens, batch.seq_lens.device
-    return replace(plan, starts=torch.arange(0, num_tokens + 1, plan.query_len, dtype=torch.int32, device=device))
 
 
 class Piece(NamedTuple):
@@ -321,13 +333,24 @@ class _TritonAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TritonLatents:
-    """The attention to latents on CUDA. It returns their numbers without those that are rotated."""
+    """The attention to latents on CUDA, for `attend_latents` alone."""
 
-    latent: LatentConfig
+    scale: float
     plan: TritonPlan
+    turns: Turns
+    pieces: LatentPieces | None  # keys of prompts in the expanded form; None: all is in the absorbed form
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 1, 1, page_size, rank + rope_dim]
-    cos: torch.Tensor  # [num_tokens, 1, rope_dim]
-    sin: torch.Tensor  # [num_tokens, 1, rope_dim], signed
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> _TritonLatents:
+        from ..kernels.triton_latent_heads import Turns
+
+        latent, plan = config.latent, triton_plan(batch)
+        assert latent is not None and plan.rows is not None, config
+        pieces = LatentPieces.of(batch, latent, config.num_heads, kv.itemsize)
+        return cls(latent.scale, plan, Turns(cos, sin, plan.rows), pieces, kv.unbind(0))
 
     def __call__(
         self,
@@ -337,13 +360,19 @@ class _TritonLatents:
         window: int | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from ..kernels.triton_latents import latent_attention, rotate_store
+        raise NotImplementedError("a pool of latents serves attend_latents alone")
 
-        assert norms is None and window is None and sinks is None and self.plan.rows is not None, (norms, window)
-        latent, kv_layer = self.latent, self.kv_layers[index]
-        heads = qkv.unflatten(1, (-1, latent.rank + latent.rope_dim))
-        q = rotate_store(heads, self.cos, self.sin, kv_layer, self.plan.rows)
-        return latent_attention(q, kv_layer, self.plan, latent.rank, latent.scale).flatten(1)
+    def attend(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        """Do the work of `attend_latents`."""
+        from ..kernels.triton_latent_heads import absorb_latents, turn_latents
+        from ..kernels.triton_latents import latent_attention
+
+        kv_layer = self.kv_layers[index]
+        if self.pieces is not None:
+            latents = turn_latents(q, stored, weights, self.turns, kv_layer)
+            return self.pieces.attend(q, latents, kv_layer, weights, self.scale)
+        heads = absorb_latents(q, stored, weights, self.turns, kv_layer)
+        return latent_values(latent_attention(heads, kv_layer, self.plan, weights.rank, self.scale), weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -137,6 +137,10 @@ class DeviceExecutor:
         return self.engine.context_len
 
     @property
+    def window(self) -> int | None:
+        return self.engine.window
+
+    @property
     def runs_ahead(self) -> bool:
         return self.engine.device.type != "cpu"
 

@@ -40,6 +40,7 @@ from .drafters.speculation import read_speculation
 from .fingerprint import fingerprint, fingerprint_of
 from .grammar import Grammars
 from .host_memory import available_memory
+from .latent_pieces import is_faster, piece_size
 from .logprobs import Logprobs, compute_logprobs
 from .made_checkpoint import FILES
 from .model_card import read_card
@@ -308,19 +309,30 @@ class Engine:
             history.plan(num_tokens, config.num_heads, page)
 
     def _warm_up_history(self, num_tokens: int, pages: list[int]) -> None:
-        """On CUDA, run a chunk behind the history that needs most working memory. The pool need not hold the history:
-        all its pages are the first one of `pages`."""
-        num_before = min(history.longest_rehearsal(), _context_len(self._config, self.model_config) - num_tokens)
-        has_heads = captures(self.device) and self.model_config.latent is None and self.kv.dtype != E4M3
-        serves = has_heads and history.serves(self.device, self.kv.dtype, self.model_config.head_dim)
-        if not serves or not history.takes(num_tokens, num_before):
+        """On CUDA, run chunks behind the histories that need most working memory. The pool need not hold the histories:
+        all their pages are the first one of `pages`."""
+        context_len, page_size = _context_len(self._config, self.model_config), self.pool.page_size
+        config, num_seqs = self._ranks.own(self.model_config), 1
+        if not captures(self.device):
             return
-        table = [pages[0]] * (num_before // self.pool.page_size) + pages + [pages[0]]
-        computed = self.compute([BatchRow([0] * num_tokens, num_before, table)])
+        if config.latent is not None:
+            most = piece_size(config.latent, config.num_heads, self.kv.itemsize) + page_size
+            num_seqs = -(-most // context_len)
+            num_tokens = num_tokens // num_seqs
+            num_before = min(context_len, most) - num_tokens
+            takes = num_before > 0 and is_faster(config.latent, [num_tokens] * num_seqs, [num_before] * num_seqs)
+        else:
+            num_before = min(history.longest_rehearsal(), context_len - num_tokens)
+            serves = self.kv.dtype != E4M3 and history.serves(self.device, self.kv.dtype, config.head_dim)
+            takes = serves and history.takes(num_tokens, num_before)
+        if not takes:
+            return
+        table = [pages[0]] * (num_before // page_size) + pages + [pages[0]]
+        computed = self.compute([BatchRow([0] * num_tokens, num_before, table)] * num_seqs)
         if self.drafter is not None:
             chunk = PromptChunk([0] * (num_before + num_tokens), num_before, num_before + num_tokens, table)
             with torch.inference_mode():
-                self.drafter.observe_prompt([chunk], computed.extend)
+                self.drafter.observe_prompt([chunk] * num_seqs, computed.extend)
 
     def _warm_up_drafter(self, num_tokens: int, pages: list[int], extend: torch.Tensor | None) -> None:
         if self.drafter is None or self.device.type != "cuda":
@@ -347,6 +359,13 @@ class Engine:
     def check(self) -> None:
         """Raise RuntimeError if results that the device has computed are wrong, because another rank is gone."""
         self._ranks.group.check()
+
+    @property
+    def window(self) -> int | None:
+        """Positions that the layers of target and drafter see at most; None: some layer sees all."""
+        configs = [each for each in (self.model_config, self.speculation.draft) if each is not None]
+        windows = [window for config in configs for window in config.sliding_window]
+        return None if None in windows else max(filter(None, windows))
 
     @property
     def page_bytes(self) -> int:

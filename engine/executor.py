@@ -72,6 +72,11 @@ class Executor(Protocol):
     def context_len(self) -> int: ...
 
     @property
+    def window(self) -> int | None:
+        """Positions that the layers of target and drafter see at most; None: some layer sees all."""
+        ...
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether the device works while the host goes on, so that rounds may overlap."""
         ...

@@ -174,6 +174,10 @@ class RankQueue:
         return self._device.context_len
 
     @property
+    def window(self) -> int | None:
+        return self._device.window
+
+    @property
     def runs_ahead(self) -> bool:
         return self._device.runs_ahead
 

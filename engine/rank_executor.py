@@ -59,6 +59,10 @@ class RankExecutor:
         return self._own.context_len
 
     @property
+    def window(self) -> int | None:
+        return self._own.window
+
+    @property
     def runs_ahead(self) -> bool:
         return self._own.runs_ahead
 

@@ -193,10 +193,9 @@ class CheckpointWeights(Weights):
 
     def stored(self, specs: Collection[TensorSpec]) -> list[Tensor]:
         found = [TensorSpec(self.full_name(spec.name), spec.shape, spec.dtypes) for spec in specs]
-        self.checkpoint.check(found)
+        self._bytes_done += self.checkpoint.check(found)
         self.asked |= {spec.name for spec in found}
         tensors = [self.checkpoint.read(spec.name) for spec in found]
-        self._bytes_done += sum(tensor.nbytes for tensor in tensors)
         if self._progress is not None:
             self._progress(self._bytes_done, self._bytes_total)
         return tensors

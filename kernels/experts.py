@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fp8 import dequantized, spread
+from .fp8 import dequantized, round_rows_ref, spread
 from .mxfp4 import unpacked
 from .operations import Operation
 from .silu import SwigluClamp, clamped_silu_mul, silu_mul
@@ -83,8 +83,10 @@ def place_experts_ref(chosen: Tensor, num_experts: int) -> Places:
 
 
 def block_size(num_pairs: int, num_experts: int) -> int:
-    """Return how many places a block has: about as many as an expert has pairs."""
-    return next((size for size in (16, 32, 64) if num_pairs <= size * num_experts), 128)
+    """Return how many places a block has: as many as an expert has pairs, and twice as many if they are few, since a
+    second block of an expert reads its weights again."""
+    mean = -(-num_pairs // num_experts)
+    return next((size for size, most in ((16, 8), (32, 32), (64, 64)) if mean <= most), 128)
 
 
 def most_blocks(num_pairs: int, num_experts: int, block: int) -> int:
@@ -125,14 +127,47 @@ def gated_experts_linear_ref(
     return clamped_silu_mul(experts_linear_ref(x, x_scales, weight, places, torch.float32), clamp).to(dtype)
 
 
-def mix_parts_ref(parts: Tensor, shares: Tensor) -> Tensor:
+def mix_parts_ref(parts: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
     """Return the sums of pairs times their shares: `parts` [num_rows * num_active, size], `shares` [num_rows,
-    num_active] float32 -> [num_rows, size] of parts' dtype. The sum is float32, in the order of the pairs."""
+    num_active] float32 -> [num_rows, size] of parts' dtype. The sum is float32, in the order of the pairs.
+
+    `others` are further summands of the rows: [num_rows, size], or [num_others, num_rows, size] float32."""
     wide = parts.float().view(*shares.shape, parts.shape[1]) * shares.unsqueeze(-1)
     out = wide[:, 0]
     for place in range(1, shares.shape[1]):
         out = out + wide[:, place]
+    if others is not None:
+        for other in others.unsqueeze(0) if others.ndim == 2 else others:
+            out = out + other
     return out.to(parts.dtype)
+
+
+def experts_of_row_ref(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    num_experts: int,
+    *,
+    is_rounded: bool = False,
+    has_power_of_two_scales: bool = False,
+    clamp: SwigluClamp | None = None,
+) -> Tensor:
+    """Return `mix_parts` of `experts_linear` by `down` of `gated_experts_linear` by `gate_up`, for one row.
+
+    `x` [1, size], `chosen` [1, num_active] int64, `shares` [1, num_active] float32 -> [1, size]. `is_rounded`: the rows
+    of both products are rounded by `round_rows` to the groups of their weights. Weights are not packed."""
+    assert not gate_up.is_packed and not down.is_packed, "packed weights are read by places"
+    places = Places(chosen, num_experts, chosen.new_empty(0), chosen.new_empty(0))
+
+    def rounded(rows: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
+        if not is_rounded:
+            return rows, None
+        return round_rows_ref(rows, group, has_power_of_two_scales=has_power_of_two_scales)
+
+    inner = gated_experts_linear_ref(*rounded(x, gate_up.group), gate_up, places, x.dtype, clamp)
+    return mix_parts_ref(experts_linear_ref(*rounded(inner, down.group), down, places, x.dtype), shares)
 
 
 place_experts = Operation("place_experts", place_experts_ref)
@@ -143,3 +178,4 @@ gated_experts_linear = Operation(
     by=lambda x, x_scales, weight, *_, **__: weight.values,  # noqa: ARG005
 )
 mix_parts = Operation("mix_parts", mix_parts_ref)
+experts_of_row = Operation("experts_of_row", experts_of_row_ref)

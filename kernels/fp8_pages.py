@@ -58,6 +58,7 @@ def store_rows(rows: Tensor, kv_layer: Tensor, places: Tensor) -> None:
     [num_pages, num_planes, num_kv_heads, page_size, head_dim] e4m3, `places` [n] int64: block * page_size + slot."""
     page_size, head_dim = kv_layer.shape[-2:]
     values, scales = round_rows_ref(rows, head_dim)
+    assert scales is not None, "rounded rows have scales"
     at = places // page_size, places % page_size
     kv_layer.view(torch.uint8).view(-1, page_size, head_dim)[at] = values.view(torch.uint8)
     scales_of(kv_layer).view(-1, page_size)[at] = scales.squeeze(1)

@@ -69,10 +69,12 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "decode_attention": (_triton("triton_attention", _FLOATS),),
         "extend_attention": (_triton("triton_extend", _FLOATS),),
         "norm_rotate_store": (_triton("triton_store", _FLOATS),),
-        # latents.py; the last two depend on the plan, too
-        "join_latents": (_triton("triton_latents", _FLOATS),),
+        # latents.py; all but the first depend on the plan, too
+        "latent_values": (_triton("triton_latent_heads", _FLOATS),),
+        "absorb_latents": (_triton("triton_latent_heads", _FLOATS),),
+        "turn_latents": (_triton("triton_latent_heads", _FLOATS),),
         "latent_attention": (_triton("triton_latents", _FLOATS),),
-        "rotate_store": (_triton("triton_latents", _FLOATS),),
+        "expanded_attention": (_triton("triton_expanded", _FLOATS),),
         # history.py
         "gather_keys": (_triton("triton_history", _FLOATS),),
         "join_parts": (_triton("triton_history", _FLOATS),),
@@ -91,11 +93,13 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "fp8_linear_parts": (_triton("triton_fp8", _FP8, "serves"),),
         "fp8_gated_linear": (_triton("triton_fp8", _FP8, "serves"),),
         "gates_fp8": (_triton("triton_fp8", _FP8),),
-        # experts.py
-        "place_experts": (_triton("triton_experts", None, "serves_places"),),
+        # routes.py, experts.py
+        "routes": (_triton("triton_routes", _FLOATS, "serves"),),
+        "place_experts": (_triton("triton_places", None, "serves"),),
         "experts_linear": (_triton("triton_experts", None, "serves"),),
         "gated_experts_linear": (_triton("triton_experts", None, "serves"),),
         "mix_parts": (_triton("triton_experts", _FLOATS, "serves_mix"),),
+        "experts_of_row": (_triton("triton_expert_row", _FLOATS),),
         # processors.py, sample.py, best_tokens.py, noise.py, logprobs.py
         "process_logits": (_triton("triton_processors", _FLOATS),),
         "perturbed_argmax": (_triton("triton_sample", _FLOATS),),

@@ -45,6 +45,14 @@ def silu_mul_of(gate, up):
 
 
 @triton.jit
+def clamped_silu_mul_of(gate, up, limit, alpha):
+    """Return `clamped_silu_mul` of two float32 tiles of one shape."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return (up + 1.0) * tl.div_rn(gate, 1.0 + tl.exp(-alpha * gate))
+
+
+@triton.jit
 def _silu_mul_kernel(
     gate_up_ptr,  # [num_rows, 2 * size]
     out_ptr,  # [num_rows, size] of the same dtype, written

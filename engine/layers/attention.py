@@ -41,10 +41,9 @@ class WideNorms:
         squares = torch.cat([each.pow(2).sum(1, keepdim=True) for each in wide], 1)
         if self.group is not None:
             squares = self.group.sum(squares)
-        counts = squares.new_tensor([self.sizes[0], self.sizes[1] * self.num_alike])
-        scales = torch.rsqrt(squares / counts + self.eps).split(1, 1)
-        for part, each, weight, scale in zip(parts, wide, weights, scales, strict=True):
-            part.copy_((each * scale).to(qkv.dtype) * weight)
+        counts = self.sizes[0], self.sizes[1] * self.num_alike
+        for part, each, weight, square, count in zip(parts, wide, weights, squares.split(1, 1), counts, strict=True):
+            part.copy_((each * torch.rsqrt(square / count + self.eps)).to(qkv.dtype) * weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,7 +55,6 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
         up = weights.linear(f"{prefix}.q_b_proj", queries, latent.query_rank, bias=False, split=HEADS_OUT)
     sizes |= {f"{prefix}.kv_a_proj_with_mqa": config.kv_size}  # whole on every rank
     down = weights.fused(sizes, size, bias=False, split=Split("heads", 0, num_parts))
-    key_up, value_up = _read_ups(latent, num_heads, weights, f"{prefix}.kv_b_proj")
     return LatentAttention(
         index,
         latent,
@@ -63,19 +62,17 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
         norm,
         up,
         weights.tensor(f"{prefix}.kv_a_layernorm.weight", latent.rank),
-        key_up,
-        value_up,
+        _read_up(latent, num_heads, weights, f"{prefix}.kv_b_proj"),
         weights.linear(f"{prefix}.o_proj", size, num_heads * latent.value_dim, bias=False, split=HEADS_IN),
     )
 
 
-def _read_ups(latent: LatentConfig, num_heads: int, weights: Weights, name: str) -> tuple[Tensor, Tensor]:
-    """Return `key_up` and `value_up` of a layer. They are not multiplied by rows, so they are plain numbers even if the
-    checkpoint has them quantized."""
-    dims = [latent.plain_dim, latent.value_dim]
-    source = weights.source({name: num_heads * sum(dims)}, latent.rank, bias=False, split=HEADS_OUT)
-    key_up, value_up = plain_numbers(source).view(-1, sum(dims), latent.rank).split(dims, dim=1)
-    return key_up.contiguous(), value_up.transpose(1, 2).contiguous()
+def _read_up(latent: LatentConfig, num_heads: int, weights: Weights, name: str) -> Tensor:
+    """Return `up` of a layer. Few tokens are multiplied by it head by head, so it is plain numbers even if the
+    checkpoint has it quantized."""
+    size = latent.plain_dim + latent.value_dim
+    source = weights.source({name: num_heads * size}, latent.rank, bias=False, split=HEADS_OUT)
+    return plain_numbers(source).view(-1, size, latent.rank).contiguous()
 
 
 def _read_latent(raw: ConfigFile) -> LatentConfig:

@@ -18,7 +18,15 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...kernels.experts import ExpertWeight, experts_linear, gated_experts_linear, mix_parts, place_experts
+from ...kernels.experts import (
+    ExpertWeight,
+    experts_linear,
+    experts_of_row,
+    gated_experts_linear,
+    mix_parts,
+    place_experts,
+)
+from ...kernels.linear import sum_parts
 from ...kernels.operations import captures
 from ...kernels.silu import SwigluClamp, clamped_silu_mul
 from .base import GivenWeight, Product, WeightSource
@@ -47,10 +55,11 @@ class Experts(ABC):
         """Return None if the format does not serve these weights on their device."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
         """Return the sums of the experts of each row, times their shares: [num_rows, size] -> [num_rows, size].
 
-        `chosen` [num_rows, num_active] int64: different experts. `shares` [num_rows, num_active] float32."""
+        `chosen` [num_rows, num_active] int64: different experts. `shares` [num_rows, num_active] float32. `others` are
+        further summands of the rows, as for `mix_parts`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,11 +87,13 @@ class TorchExperts(Experts):
                 roundings.append(rounding)
         return cls(products[0], products[1], (roundings[0], roundings[1]) if roundings else None, sources.clamp)
 
-    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
         for index in sorted(set(chosen.flatten().tolist())):
             rows, place = (chosen == index).nonzero(as_tuple=True)
             out.index_add_(0, rows, self._expert(index, x[rows]).float() * shares[rows, place].unsqueeze(1))
+        if others is not None:
+            out += others if others.ndim == 2 else others.sum(0)
         return out.to(x.dtype)
 
     def _expert(self, index: int, x: Tensor) -> Tensor:
@@ -108,12 +119,31 @@ class GroupedExperts(Experts):
         roundings = None if of_x is None or of_inner is None else (of_x, of_inner)
         return cls(gate_up, down, sources.num_experts, roundings, sources.clamp)
 
-    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
+        if len(x) == 1 and self._serves_one_row:
+            out = self._of_row(x, chosen, shares)
+            return out if others is None else out.add_(others if others.ndim == 2 else sum_parts(others, out.dtype))
         places = place_experts(chosen, self.num_experts)
         values, scales = (x, None) if self.roundings is None else self.roundings[0](x)
         inner = gated_experts_linear(values, scales, self.gate_up, places, x.dtype, self.clamp)
         values, scales = (inner, None) if self.roundings is None else self.roundings[1](inner)
-        return mix_parts(experts_linear(values, scales, self.down, places, x.dtype), shares)
+        return mix_parts(experts_linear(values, scales, self.down, places, x.dtype), shares, others)
+
+    def _of_row(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        rounding = None if self.roundings is None else self.roundings[0]
+        return experts_of_row(
+            x, chosen, shares, self.gate_up, self.down, self.num_experts, clamp=self.clamp,
+            is_rounded=rounding is not None and rounding.group > 0,
+            has_power_of_two_scales=rounding is not None and rounding.has_power_of_two_scales,
+        )  # fmt: skip
+
+    @property
+    def _serves_one_row(self) -> bool:
+        """Whether `experts_of_row` serves these weights: it rounds rows with scales of their own."""
+        has_other_scales = self.roundings is not None and any(
+            each.group > 0 and (each.stored is not None or each.ranks is not None) for each in self.roundings
+        )
+        return not has_other_scales and not self.gate_up.is_packed and not self.down.is_packed
 
 
 EXPERT_PRODUCTS: tuple[type[Experts], ...] = (TorchExperts, GroupedExperts)

@@ -25,8 +25,27 @@ from typing import Any, NamedTuple
 from bench_tables import tables
 
 HERE = Path(__file__).parent
-MODELS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}
-HEADS = {"1b": (), "8b": ("0.8", "0.6", "0.2")}  # EAGLE-3, by the share of tokens that they propose right
+
+
+class Model(NamedTuple):
+    """A planted checkpoint."""
+
+    architecture: str
+    heads: tuple[str, ...] = ()  # EAGLE-3, by the share of tokens that they propose right
+    is_made: bool = False  # it has no files of weights: the loader makes them
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return f"{self.architecture}-made" if self.is_made else self.architecture
+
+
+MODELS = {
+    "1b": Model("llama-3.2-1b"),
+    "8b": Model("llama-3.1-8b", ("0.8", "0.6", "0.2")),
+    "8b-made": Model("llama-3.1-8b", is_made=True),
+    "30b-made": Model("qwen3-30b-a3b", is_made=True),
+}
 
 
 class Part(NamedTuple):
@@ -46,27 +65,24 @@ def parts(models: Path, num_gpus: int) -> list[Part]:
     ]
     if num_gpus > 1:
         found.append(Part("handoff-two-gpus", [*handoff, "--rounds", "15", "--devices", "0", "1"]))
-    for size, name in MODELS.items():
-        directory = str(models / name)
-        engine = [str(HERE / "bench_gpu.py"), "--model", directory]
+    for size, model in MODELS.items():
+        directory = models / model.name
+        engine = [str(HERE / "bench_gpu.py"), "--model", str(directory)]
+        if model.is_made:
+            engine += ["--load-format", "planted:maker", "--only", "decode", "prefill", "offline"]
+            found += [Part(f"engine-{size}", engine, size)]
+            found += [Part(f"engine-{size}-fp8", [*engine, "--quantization", "fp8"], size)]
+            continue
         found.append(Part(f"engine-{size}", engine, size))
-        found.append(Part(f"system-{size}", [str(HERE / "bench_system.py"), "--model", directory], size))
+        found.append(Part(f"system-{size}", [str(HERE / "bench_system.py"), "--model", str(directory)], size))
         only = ["--only", "rounds", "adaptive", "--batches", "1", "8", "32", "64", "--num-tokens", "260000"]
-        for share in HEADS[size]:
-            head = [*engine, "--drafter", str(models / name / f"eagle3-{share}"), *only]
+        for share in model.heads:
+            head = [*engine, "--drafter", str(directory / f"eagle3-{share}"), *only]
             found.append(Part(f"rounds-{size}-{share}", head, size))
-        if HEADS[size]:
-            head = [
-                *engine,
-                "--drafter",
-                str(models / name / f"eagle3-{HEADS[size][0]}"),
-                "--topk",
-                "3",
-                "--steps",
-                "4",
-            ]
+        for share in model.heads[:1]:
+            tree = ["--drafter", str(directory / f"eagle3-{share}"), "--topk", "3", "--steps", "4"]
             few = ["--only", "rounds", "--batches", "1", "8", "32"]
-            found.append(Part(f"rounds-{size}-{HEADS[size][0]}-trees", [*head, *few], size))
+            found.append(Part(f"rounds-{size}-{share}-trees", [*engine, *tree, *few], size))
     return found
 
 
@@ -135,13 +151,15 @@ def _run(part: Part, models: Path, out: Path, commit: str | None) -> str | None:
 
 def _make_model(size: str, models: Path, log: Any) -> bool:
     """Make a planted checkpoint and its heads if they are missing. The directory gets its name when it is complete."""
-    directory = models / MODELS[size]
+    model = MODELS[size]
+    directory = models / model.name
     if directory.exists():
         return True
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    heads = ["--acceptance", *HEADS[size]] if HEADS[size] else []
-    command = [sys.executable, str(HERE / "synthetic.py"), MODELS[size], str(partial), "--planted", *heads]
+    flags = ["--planted", *(["--config-only"] if model.is_made else [])]
+    flags += ["--acceptance", *model.heads] if model.heads else []
+    command = [sys.executable, str(HERE / "synthetic.py"), model.architecture, str(partial), *flags]
     if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode != 0:
         return False
     partial.rename(directory)

@@ -73,19 +73,19 @@ class NotedStats(RoundStats):
             self.noted.append(masking)
 
 
-def table(points: Sequence[Point]) -> str:
-    """Return one line per point."""
-    lines = [
-        "| streams | drafts | free ms per round | bound | of free | masks ms p50 / p99 | late | checked tokens |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for point in points:
-        p50, p99 = np.percentile(point.fill_ms, [50, 99])
-        lines.append(
-            f"| {point.streams} | {point.steps} | {point.free_ms:.2f} | {point.bound_ms:.2f} "
-            f"| {point.free_ms / point.bound_ms:.3f} | {p50:.2f} / {p99:.2f} | {point.late:.0%} | {point.num_checked} |"
-        )
-    return "\n".join(lines)
+HEADER = (
+    "| streams | drafts | free ms per round | bound | of free | masks ms p50 / p99 | late | checked tokens |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def row_of(point: Point) -> str:
+    """Return the point's row of the table."""
+    p50, p99 = np.percentile(point.fill_ms, [50, 99])
+    return (
+        f"| {point.streams} | {point.steps} | {point.free_ms:.2f} | {point.bound_ms:.2f} "
+        f"| {point.free_ms / point.bound_ms:.3f} | {p50:.2f} / {p99:.2f} | {point.late:.0%} | {point.num_checked} |"
+    )
 
 
 def with_texts(model: Path, directory: Path) -> Path:
@@ -140,7 +140,7 @@ def main() -> None:
     setup_logging(ProcessConfig(), "bench")
     with tempfile.TemporaryDirectory() as directory:
         model = with_texts(Path(options.model), Path(directory))
-        config: dict[str, Any] = {"model": str(model), "device": options.device, "tune": False}
+        config: dict[str, Any] = {"model": str(model), "device": options.device, "load_format": options.load_format}
         if options.draft_model:
             config |= {"speculative": "eagle3", "draft_model": options.draft_model}
         engine = load_engine(DecodeConfig(**config, num_pages=options.num_pages))
@@ -150,13 +150,13 @@ def main() -> None:
         executor.expect(GRAMMAR)
         engine.grammars.matcher(SamplingState(BOUND, [0], vocab_size=engine.card.vocab_size))
         compile_ms = (time.monotonic() - begun) * 1e3
-        points = [
-            measure(engine, executor, streams, executor.shape.with_steps(steps), options.rounds)
-            for streams in options.streams
-            for steps in sorted({0, executor.shape.num_steps})
-        ]
-    device = torch.cuda.get_device_name() if engine.device.type == "cuda" else "CPU"
-    print(f"{device}, {engine.card.vocab_size} tokens; the grammar is ready after {compile_ms:.1f} ms\n{table(points)}")
+        device = torch.cuda.get_device_name() if engine.device.type == "cuda" else "CPU"
+        print(f"{device}, {engine.card.vocab_size} tokens; the grammar is ready after {compile_ms:.1f} ms\n{HEADER}")
+        points: list[Point] = []
+        for streams in options.streams:
+            for steps in sorted({0, executor.shape.num_steps}):
+                points.append(measure(engine, executor, streams, executor.shape.with_steps(steps), options.rounds))
+                print(row_of(points[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps([point._asdict() for point in points]))
 
@@ -165,6 +165,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="its directory; planted")
     parser.add_argument("--draft-model", help="an EAGLE-3 head of it (default: none)")
+    parser.add_argument("--load-format", default="safetensors", help="planted:maker: the model has no files of weights")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--rounds", type=int, default=48, help="of each kind")

@@ -42,6 +42,7 @@ class IdleDevice:
     proposer = None
     keeps_missed_rows = False
     num_prompt_states = 0
+    window = None
     vocab_size, context_len = VOCAB_SIZE, 1 << 30
     runs_ahead = False
     joint_tokens: Sequence[int] = ()

@@ -17,6 +17,8 @@ A read is one query head with its kv head. Each read has its own layer if there 
     by position  k = 1 in the pairs with high frequencies, q = the same turned back by `offset`: the score is a sum of
                  cosines of (distance - offset), which is highest at the distance nearest to the offset.
 
+planted_heads.py makes the heads, also those over latents.
+
 The lm_head compares: GAMMA for the low digit, GAMMA / 2 for each right bit, minus GAMMA / 2 for each wrong bit.
 Sources: rotary pairs as in engine/rope.py; the metric is that of Kademlia (Maymounkov and Mazieres, 2002).
 """
@@ -26,53 +28,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from planted_text import PlantedText, Read
+from planted_heads import RESULT, ROPE_THETA, Dims, Heads, LatentHeads, Place
+from planted_text import PlantedText
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
 from torch import Tensor
 
 from baton.engine.checkpoint import TensorSpec
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.registry import tensor_specs
-from baton.engine.rope import inverse_frequencies
 from baton.metadata.errors import ModelError
 
-ROPE_THETA = 1e9
 GAMMA = 2.5  # by how much the right token's logit leads
-SHARPNESS = 16.0  # between the scores of neighbouring keys
-POSITION_GAP = 24.0  # between the scores of neighbouring positions
-RESULT = 1 / 16  # what a head writes; small, so that the stream's length hardly changes
 RANDOM_ENERGY = 2e-4  # of an embedding's, outside of the subspace
 RANDOM_LOGIT = 0.05  # standard deviation of what that adds to logits
-_SLOW = 0.1  # most that a bit may lose by rotation, in SHARPNESS; least lead of a position, in cosines
-_FAST = 0.01  # least frequency that tells positions
-_MAX_CONTEXT = 16384
-
 
 PLANTED = {"tie_word_embeddings": False, "rope_theta": ROPE_THETA, "rope_scaling": None, "planted": True}
-
-
-class Dims(NamedTuple):
-    """The place of each part of the subspace in the residual stream."""
-
-    low: slice
-    key: slice
-    value: slice
-    one: int
-    ballast: slice
-    result: slice
-    size: int  # of the subspace: the first dimensions
-
-    @classmethod
-    def of(cls, text: PlantedText) -> Dims:
-        sizes = (text.base, text.key_bits, text.num_bits, 1, 3, text.num_bits)
-        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        low, key, value, one, ballast, result = (slice(e - s, e) for s, e in zip(sizes, ends, strict=True))
-        return cls(low, key, value, one.start, ballast, result, ends[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +68,6 @@ class Stream:
         return cls(hidden_size, scale, energy, math.sqrt(RANDOM_ENERGY * energy / (hidden_size - dims.size)))
 
 
-class Place(NamedTuple):
-    """The place of one read: layer, kv head and bit."""
-
-    layer: int
-    kv_head: int
-    bit: int
-    read: Read
-
-
 class PlantedModel:
     """Makes the tensors of one planted model, float32."""
 
@@ -113,7 +78,8 @@ class PlantedModel:
         self.text = PlantedText(config.vocab_size)
         self.dims = Dims.of(self.text)
         self.stream = Stream.of(self.text, self.dims, config.hidden_size, config.rms_norm_eps)
-        self.heads = Heads(config, self.text, self.dims, self.stream.scale)
+        heads = Heads if config.latent is None else LatentHeads
+        self.heads = heads(config, self.text, self.dims, self.stream.scale)
         self.places = self._places()
 
     def tensor(self, spec: TensorSpec) -> Tensor:
@@ -129,151 +95,23 @@ class PlantedModel:
         drawn.mul_(random_scale(spec, self.stream.random / math.sqrt(2 * self.config.num_layers)))
         if spec.name.endswith(("o_proj.weight", "down_proj.weight")):
             drawn[: self.dims.size] = 0.0
-        projection = spec.name.rsplit(".", 2)[-2]
-        if projection == "q_proj":  # random heads do not see what reads look for
-            for place in places:
-                self.heads.blind(drawn, place.read)
-        for place in places:
-            self._plant(projection, drawn, place)
+        self.heads.plant(spec.name.rsplit(".", 2)[-2], drawn, places)
         return drawn
 
     def _places(self) -> list[Place]:
         """Place the reads from the first layer to the last, each on its own kv head."""
-        last, num_bits = self.config.num_layers - 1, self.text.num_bits
+        last, num_bits, num_heads = self.config.num_layers - 1, self.text.num_bits, self.heads.num_heads
         places = [
-            Place(round(bit * last / (num_bits - 1)), bit % self.config.num_kv_heads, bit, read)
+            Place(round(bit * last / (num_bits - 1)), bit % num_heads, bit, read)
             for bit, read in enumerate(self.text.reads)
         ]
         if len({place[:2] for place in places}) < num_bits:
             raise ModelError(f"{num_bits} reads need more layers, or more kv heads in each")
         return places
 
-    def _plant(self, projection: str, weight: Tensor, place: Place) -> None:
-        head_dim = self.config.head_dim
-        query_head = place.kv_head * self.config.num_heads // self.config.num_kv_heads
-        start = (query_head if projection in ("q_proj", "o_proj") else place.kv_head) * head_dim
-        match projection:
-            case "q_proj":
-                weight[start : start + head_dim] = self.heads.query(place.read).to(weight)
-            case "k_proj":
-                weight[start : start + head_dim] = self.heads.key(place.read).to(weight)
-            case "v_proj":
-                weight[start] = 0.0
-                weight[start, self.dims.value.start + place.bit] = 1 / self.stream.scale
-            case "o_proj":
-                weight[self.dims.result.start + place.bit, start] = RESULT
-            case _:
-                pass
-
     def _lm_head(self, drawn: Tensor) -> Tensor:
         rows = torch.from_numpy(self.text.ids[: self.text.num_codes])
         return comparing(drawn, self.text, self.dims, rows, self.stream.scale, RESULT * self.stream.scale)
-
-
-class Heads:
-    """Query and key rows of a read, for a stream in which a norm turns 1 into `scale`."""
-
-    def __init__(self, config: ModelConfig, text: PlantedText, dims: Dims, scale: float) -> None:
-        self.config, self.text, self.dims, self.scale = config, text, dims, scale
-        self._check()
-
-    @cached_property
-    def frequencies(self) -> Tensor:
-        """[head_dim / 2] float64 radians per position, falling."""
-        return inverse_frequencies(self.config.rope, self.config.head_dim).double()
-
-    @cached_property
-    def context_len(self) -> int:
-        """Number of positions over which reads are exact."""
-        return min(self.config.context_len, _MAX_CONTEXT)
-
-    @property
-    def num_fast(self) -> int:
-        """Number of pairs that distinguish positions."""
-        return int((self.frequencies >= _FAST).sum())
-
-    def query(self, read: Read) -> Tensor:
-        """Return the rows of q_proj of a read, [head_dim, hidden_size]."""
-        rows = torch.zeros(self.config.head_dim, self.config.hidden_size)
-        pairs, gain = self._pairs(read), self._gain(read)[0]
-        if read.offset is None:
-            for bit, pair in enumerate(pairs):
-                source = (bit - read.rotation) % self.text.key_bits
-                rows[pair, self.dims.key.start + source] = -1.0 if read.mask >> bit & 1 else 1.0
-        else:
-            angle = -read.offset * self.frequencies[: len(pairs)].float()
-            rows[pairs, self.dims.one] = angle.cos()
-            rows[[pair + self.config.head_dim // 2 for pair in pairs], self.dims.one] = angle.sin()
-        return rows / self.scale * (1.0 if self.config.qk_norm else gain.unsqueeze(1))
-
-    def key(self, read: Read) -> Tensor:
-        """Return the rows of k_proj of a read, [head_dim, hidden_size]."""
-        rows = torch.zeros(self.config.head_dim, self.config.hidden_size)
-        pairs, gain = self._pairs(read), self._gain(read)[1]
-        for bit, pair in enumerate(pairs):
-            rows[pair, self.dims.key.start + bit if read.offset is None else self.dims.one] = 1.0
-        return rows / self.scale * (1.0 if self.config.qk_norm else gain.unsqueeze(1))
-
-    def blind(self, q_proj: Tensor, read: Read) -> None:
-        """Remove from all query heads what this read looks at."""
-        q_proj.view(-1, self.config.head_dim, q_proj.shape[1])[:, self.gain_dims(read)] = 0.0
-
-    def gain_dims(self, read: Read) -> list[int]:
-        """Return the dimensions of a head that the read uses."""
-        return self._gain(read)[0].nonzero().flatten().tolist()
-
-    def norm_weight(self, name: str, weight: Tensor, places: list[Place]) -> Tensor:
-        """Put the weights of reads into the norms of q and k. A norm scales ones to sqrt(head_dim / their number)."""
-        for place in places if name.endswith(("q_norm.weight", "k_norm.weight")) else []:
-            gain = self._gain(place.read)["k_norm" in name].to(weight)
-            used = self.gain_dims(place.read)
-            weight[used] = gain[used] * math.sqrt(len(self._pairs(place.read)) / self.config.head_dim)
-        return weight
-
-    def _pairs(self, read: Read) -> list[int]:
-        half = self.config.head_dim // 2
-        return list(range(half - self.text.key_bits, half)) if read.offset is None else list(range(self.num_fast))
-
-    def _gain(self, read: Read) -> tuple[Tensor, Tensor]:
-        """Return the weights of q and k, each [head_dim]."""
-        pairs, half = self._pairs(read), self.config.head_dim // 2
-        q, k = torch.zeros(2, self.config.head_dim)
-        if read.offset is None:
-            bits = torch.arange(len(pairs))
-            k[pairs] = 2.0 ** (bits // 2)
-            q[pairs] = SHARPNESS / 2 * math.sqrt(self.config.head_dim) * 2.0 ** (bits - bits // 2)
-        else:
-            k[pairs] = 1.0
-            q[pairs] = q[[half + pair for pair in pairs]] = self._position_gain
-            k[[half + pair for pair in pairs]] = 1.0 if self.config.qk_norm else 0.0
-        return q, k
-
-    @cached_property
-    def _position_gain(self) -> float:
-        return POSITION_GAP / self._position_slope * math.sqrt(self.config.head_dim)
-
-    @cached_property
-    def _position_slope(self) -> float:
-        """The least lead of the right position's sum of cosines."""
-        frequencies = self.frequencies[: self.num_fast]
-        distance = torch.arange(self.context_len).double()
-        sums = sum(torch.cos(distance * frequency) for frequency in frequencies)
-        assert isinstance(sums, Tensor)
-        offset = max(read.offset or 0 for read in self.text.reads)
-        first = sums[:offset] - sums[1 : offset + 1]  # of those nearest where there are fewer tokens
-        return min(float(first.min()), float(sums[0] - sums[1:].max()))
-
-    def _check(self) -> None:
-        half, key_bits = self.config.head_dim // 2, self.text.key_bits
-        if half < key_bits + self.num_fast or self.num_fast == 0:
-            raise ModelError(f"head_dim {2 * half} has not the {key_bits} + {self.num_fast} pairs that reads need")
-        turned = 1 - torch.cos(self.frequencies[half - key_bits :] * self.context_len)
-        loss = float((turned * 2.0 ** torch.arange(key_bits)).max())
-        if loss > _SLOW or self._position_slope < _SLOW:
-            raise ModelError(
-                f"head_dim {2 * half} at rope_theta {self.config.rope.theta:g} cannot tell tokens and positions over"
-                f" {self.context_len} positions; plant with head_dim 64 or more and rope_theta {ROPE_THETA:g}"
-            )
 
 
 def maker(config: ModelConfig) -> Callable[[TensorSpec], Tensor]:

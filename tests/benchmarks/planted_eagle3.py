@@ -26,7 +26,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from planted import RANDOM_ENERGY, Heads, PlantedModel, Stream, comparing, embedding, random_scale
+from planted import RANDOM_ENERGY, PlantedModel, Stream, comparing, embedding, random_scale
+from planted_heads import Heads
 from planted_text import OFFSETS, Read, hashed
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards
 from torch import Tensor

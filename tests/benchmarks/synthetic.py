@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planted import PLANTED, write_planted
+from planted import PLANTED, PlantedModel, write_planted
 from planted_eagle3 import write_planted_eagle3
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
 from torch import Tensor
@@ -248,15 +248,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fields = ARCHITECTURES[options.architecture] | {"dtype": options.dtype}
     if options.layers is not None:
         fields["num_hidden_layers"] = options.layers
+    model = None
     if options.config_only:
         config = write_config(options.directory, fields | (PLANTED if options.planted else {}))
         write_tokenizer(options.directory, config.vocab_size)
+        model = PlantedModel(config, options.seed) if options.acceptance else None
     elif options.planted:
         model = write_planted(options.directory, fields, seed=options.seed)
-        for share in options.acceptance:
-            write_planted_eagle3(options.directory / f"eagle3-{share:g}", model, share, seed=options.seed)
     else:
         write_random(options.directory, fields, seed=options.seed)
+    for share in options.acceptance if model is not None else ():
+        write_planted_eagle3(options.directory / f"eagle3-{share:g}", model, share, seed=options.seed)
     print(f"wrote {options.directory}")
 
 

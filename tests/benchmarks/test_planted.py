@@ -102,7 +102,7 @@ def test_real_sizes_have_room_for_the_text(tmp_path: Path, architecture: str) ->
     assert (model.text.num_bits, model.text.key_bits, model.stream.scale) == (10, 13, 8.0)
 
 
-@pytest.mark.parametrize("architecture", ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("architecture", ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite"])
 def test_the_margin_is_far_above_the_error_of_16_bits(planted: Planted, architecture: str) -> None:
     """Checks every position of a prompt computed in chunks."""
     model, ids = planted(architecture), random_prompt(500, 5)
@@ -142,6 +142,13 @@ def test_a_model_that_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
         write_planted(tmp_path, small(head_dim=32))
     with pytest.raises(ModelError, match="hidden_size 64"):
         write_planted(tmp_path, small(hidden_size=64))
+    for changes, words in (
+        ({"q_lora_rank": 48}, "q_lora_rank 48: a text is planted in models without"),
+        ({"qk_nope_head_dim": 8}, "kv_lora_rank 64 and qk_nope_head_dim 8 are too small"),
+        ({"qk_rope_head_dim": 16}, r"qk_rope_head_dim 16 at rope_theta 1e\+09 cannot"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            write_planted(tmp_path, small("deepseek-v2-lite", **changes))
     config = tensor_files.write_config(tmp_path, small(rope_theta=10000.0, rope_scaling=None))
     with pytest.raises(ModelError, match="rope_theta 10000 cannot"):
         PlantedModel(config)
@@ -150,9 +157,10 @@ def test_a_model_that_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
 # --- the whole engine ---
 
 
-def test_weights_may_be_made_where_they_are_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3-30b-a3b", "deepseek-v2-lite"])
+def test_weights_may_be_made_where_they_are_loaded(architecture: str, tmp_path: Path) -> None:
     """A mixture of experts without files: its routers send tokens anywhere, and its experts write beside the text."""
-    config = tensor_files.write_config(tmp_path, small("qwen3-30b-a3b") | PLANTED)
+    config = tensor_files.write_config(tmp_path, small(architecture) | PLANTED)
     tensor_files.write_tokenizer(tmp_path, config.vocab_size)
     solo = Solo(tmp_path, speculative="ngram", load_format="planted:maker")
     prompt = random_prompt(150, 3)
@@ -163,7 +171,7 @@ def test_weights_may_be_made_where_they_are_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", ["llama-3.1-8b", "qwen3-8b"])
+@pytest.mark.parametrize("architecture", ["llama-3.1-8b", "qwen3-8b", "deepseek-v2-lite"])
 def test_rounds_with_drafts_continue_as_the_rule_says(planted: Planted, architecture: str, dtype: str) -> None:
     solo = Solo(planted(architecture), speculative="ngram", dtype=dtype)
     text = PlantedText(1024)

@@ -230,8 +230,8 @@ class Play:
         return True
 
     def _until_struck(self) -> None:
-        """Wait for the planned fault. If all streams end first, send more: the router may have given none of them to the
-        node in question."""
+        """Wait for the planned fault. If all streams end first, send more: the router may have given the node none of
+        them."""
         for _ in range(MOST_LOADS):
             if self._until(self._has_struck):
                 return

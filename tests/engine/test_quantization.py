@@ -82,9 +82,9 @@ def test_ranks_share_whole_blocks_of_attention_to_latents(checkpoint: Callable[.
         assert isinstance(stack, DecoderStack)
         attention = stack.layers[1].body.attention
         assert isinstance(attention, LatentAttention)
-        ups.append((attention.key_up, attention.value_up))
-    for whole, first, second in zip(*ups, strict=True):
-        assert len(first) == 2 and torch.equal(whole, torch.cat((first, second)))
+        ups.append(attention.up)
+    whole, first, second = ups
+    assert len(first) == 2 and torch.equal(whole, torch.cat((first, second)))
     odd = read_model_config(quantized(checkpoint("deepseek_v3", intermediate_size=256), tmp_path / "odd", BLOCKS))
     with pytest.raises(ConfigError, match="2 ranks would have 72 numbers of query heads each"):
         check_shares(odd, 2, "the model")

@@ -94,3 +94,6 @@ def test_parts_are_mixed_by_their_shares() -> None:
     expected = torch.stack([parts[2 * row] * shares[row, 0] + parts[2 * row + 1] * shares[row, 1] for row in range(3)])
     torch.testing.assert_close(mix_parts_ref(parts, shares), expected)
     assert mix_parts_ref(parts.half(), shares).dtype is torch.float16
+    others = torch.randn(2, 3, 4)
+    torch.testing.assert_close(mix_parts_ref(parts, shares, others[0]), expected + others[0])
+    torch.testing.assert_close(mix_parts_ref(parts, shares, others), expected + others.sum(0))

@@ -30,14 +30,15 @@ DECLARED = {
     "silu": ["silu_mul"],
     "rotary": ["turns"],
     "paged_rows": ["attend", "attend_stored"],
-    "latents": ["join_latents"],
+    "latents": ["latent_values"],
     "history": ["gather_keys", "join_parts"],
     "linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
     "fp8": [
         *("round_rows", "round_to_scale", "add_rms_norm_round_", "silu_mul_round"),
         *("fp8_linear", "fp8_linear_parts", "fp8_gated_linear", "gates_fp8"),
     ],
-    "experts": ["place_experts", "experts_linear", "gated_experts_linear", "mix_parts"],
+    "routes": ["routes"],
+    "experts": ["place_experts", "experts_linear", "gated_experts_linear", "mix_parts", "experts_of_row"],
     "processors": ["process_logits"],
     "sample": ["perturbed_argmax", "perturbed_topk"],
     "best_tokens": ["best_of_share", "best_of_all"],
@@ -51,7 +52,7 @@ DECLARED = {
 }
 # Operations whose arguments depend on the backend: callers ask `function`.
 ASKED_FOR = ["decode_attention", "extend_attention", "norm_rotate_store", "gather_pages"]
-ASKED_FOR += ["latent_attention", "rotate_store"]
+ASKED_FOR += ["absorb_latents", "turn_latents", "latent_attention", "expanded_attention"]
 NUMBA = ["add_rms_norm_", "silu_mul", "attend", "attend_stored", "gumbel_noise", "add_gumbel_noise_"]
 TORCH = ["rms_norm"]
 NOT_TRITON = ["attend", "attend_stored", "gumbel_noise"]

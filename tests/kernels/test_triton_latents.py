@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,8 @@ pytest.importorskip("triton")
 from attention_case import TOLERANCE, Case
 
 from baton.kernels.attention import Tree, paged_attention_ref
-from baton.kernels.latents import join_latents_ref
-from baton.kernels.norm import Norm
-from baton.kernels.operations import preferring
-from baton.kernels.rotary import rotary_ref
 from baton.kernels.triton_attention import TritonPlan
-from baton.kernels.triton_latents import LatentTiles, join_latents, latent_attention, rotate_store
-from baton.kernels.triton_store import token_rows
+from baton.kernels.triton_latents import LatentTiles, latent_attention
 
 RANK, ROTARY_DIM = 40, 16
 WIDTH = RANK + ROTARY_DIM
@@ -37,17 +31,18 @@ def case_of(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], num_heads: i
 
 
 def plan_of(case: Case) -> TritonPlan:
-    num_tokens, page_size = len(case.qkv), case.page_size
-    if case.tree is None:
-        return TritonPlan.ragged(case.table, case.lens, case.starts, num_tokens, page_size)
-    query_len = case.query_lens[0]
-    plan = TritonPlan.uniform(case.table, case.lens, query_len, page_size, case.tree, case.positions)
-    return replace(plan, starts=case.starts)
+    if len(set(case.query_lens)) > 1:
+        return ragged_plan_of(case)
+    return TritonPlan.uniform(case.table, case.lens, case.query_lens[0], case.page_size, case.tree, case.positions)
 
 
-def attend(case: Case, **tiles: int) -> torch.Tensor:
+def ragged_plan_of(case: Case) -> TritonPlan:
+    return TritonPlan.ragged(case.table, case.lens, case.starts, len(case.qkv), case.page_size)
+
+
+def attend(case: Case, plan: TritonPlan | None = None, **tiles: int) -> torch.Tensor:
     chosen = LatentTiles.choose(case.q, len(case.lens))._replace(**tiles)
-    return latent_attention(case.q, case.kv, plan_of(case), RANK, SCALE, chosen)
+    return latent_attention(case.q, case.kv, plan or plan_of(case), RANK, SCALE, chosen)
 
 
 def check(case: Case, out: torch.Tensor) -> None:
@@ -75,20 +70,27 @@ def test_sequences_of_any_lengths(
 ) -> None:
     case = case_of(query_lens, seq_lens, num_heads, page_size=page_size, dtype=dtype)
     check(case, attend(case))
+    check(case, attend(case, block_n=64, keys_first=True))
+    check(case, attend(case, ragged_plan_of(case)))
+    check(case, attend(case, ragged_plan_of(case), keys_first=True))
 
 
 @pytest.mark.parametrize(("tree_before", "query_len", "block_n"), [(0, 7, 32), (3, 7, 16), (70, 30, 16)])
 def test_trees(tree_before: int, query_len: int, block_n: int) -> None:
     case = case_of((query_len,) * 2, (query_len + 2, 120), 3, page_size=4, tree_before=tree_before)
-    check(case, attend(case, block_n=block_n))
+    for keys_first in (False, True):
+        check(case, attend(case, block_n=block_n, keys_first=keys_first))
 
 
+@pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize(("query_lens", "num_slots"), [((1, 1, 1), 12), ((5, 5, 5), 12), ((1, 1, 1), 1)])
-def test_programs_share_the_keys_of_a_long_sequence(query_lens: tuple[int, ...], num_slots: int) -> None:
-    """The last program of a tile combines its parts."""
+def test_programs_share_the_keys_of_a_long_sequence(
+    query_lens: tuple[int, ...], num_slots: int, is_ragged: bool
+) -> None:
+    """The last program of a tile combines its parts, or a launch of its own does."""
     case = case_of(query_lens, (9, 1500, 700), 4)
     chosen = LatentTiles.choose(case.q, 3)._replace(num_slots=num_slots)
-    plan = plan_of(case)
+    plan = ragged_plan_of(case) if is_ragged else plan_of(case)
     outs = [latent_attention(case.q, case.kv, plan, RANK, SCALE, chosen) for _ in range(2)]  # two layers
     check(case, outs[0])
     assert torch.equal(*outs)
@@ -97,7 +99,7 @@ def test_programs_share_the_keys_of_a_long_sequence(query_lens: tuple[int, ...],
         return
     (shares,) = plan._shares.values()
     assert max(word >> 40 for word in shares.firsts.tolist()) > 1
-    assert shares.arrivals is not None and not shares.arrivals.any()
+    assert not is_ragged or (shares.arrivals is not None and not shares.arrivals.any())
 
 
 def test_padding_rows() -> None:
@@ -108,9 +110,10 @@ def test_padding_rows() -> None:
     lens = torch.cat([case.lens, torch.tensor([2, 0], device=DEVICE)])
     q = torch.cat([case.q, torch.full((4, 5, WIDTH), float("nan"), device=DEVICE)])
     starts = torch.arange(0, 9, 2, dtype=torch.int32, device=DEVICE)
-    out = latent_attention(q, case.kv, TritonPlan.ragged(table, lens, starts, 8, 4), RANK, SCALE)
-    torch.testing.assert_close(out[:4], expected)
-    assert (out[6:] == 0).all()
+    for plan in (TritonPlan.ragged(table, lens, starts, 8, 4), TritonPlan.uniform(table, lens, 2, 4)):
+        out = latent_attention(q, case.kv, plan, RANK, SCALE)
+        torch.testing.assert_close(out[:4], expected)
+        assert (out[6:] == 0).all()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
@@ -138,62 +141,12 @@ def test_what_lay_in_memory_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
     check(case, attend(case, num_slots=40))
 
 
-@pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_heads_are_joined_as_the_specification_joins_them(dtype: torch.dtype, is_interleaved: bool) -> None:
-    """All inputs are views of wider tensors."""
-    generator = torch.Generator().manual_seed(0)
-
-    def view(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape[:-1], shape[-1] + 3, generator=generator).to(DEVICE, dtype)[..., 1:-2]
-
-    absorbed = view(5, 4, RANK).transpose(0, 1)
-    rotary, stored, weight = view(4, 5, ROTARY_DIM), view(4, WIDTH), view(RANK).clone()
-    arguments = absorbed, rotary, stored, Norm(weight, 1e-6)
-    with preferring("reference"):
-        expected = join_latents_ref(*arguments, is_interleaved=is_interleaved)
-    ours = join_latents(*arguments, is_interleaved=is_interleaved)
-    unit = {torch.float32: 2e-6, torch.float16: 2.0**-9}[dtype]
-    torch.testing.assert_close(ours, expected, atol=unit, rtol=unit)
-    assert torch.equal(ours[:, :-1], expected[:, :-1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("query_lens", "num_heads", "page_size"), [((3, 3, 3), 5, 4), ((5, 1, 0, 9), 7, 1), ((60,), 16, 48)], ids=str
-)
-def test_new_latents_are_rotated_and_stored(
-    query_lens: tuple[int, ...], num_heads: int, page_size: int, dtype: torch.dtype
-) -> None:
-    seq_lens = tuple(query_len + i for i, query_len in enumerate(query_lens))
-    case = case_of(query_lens, seq_lens, num_heads, page_size=page_size, dtype=dtype)
-    num_tokens, generator = len(case.qkv), case.generator
-    angles = torch.randn(num_tokens, 1, ROTARY_DIM // 2, generator=generator)
-    cos = torch.cat((angles.cos(), angles.cos()), -1).to(DEVICE, dtype)
-    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(DEVICE, dtype)
-    heads = torch.randn(num_tokens, num_heads + 1, WIDTH, generator=generator).to(DEVICE, dtype)
-    expected = heads.clone()
-    expected[..., RANK:] = rotary_ref(heads[..., RANK:].float(), cos.float(), sin.float()).to(dtype)
-    rows = token_rows(case.table, case.lens, num_tokens, page_size, None, case.starts)
-    pool = case.kv.clone()
-    pool.view(-1, WIDTH)[rows] = expected[:, -1]
-    rows[-1] = -1  # stored nowhere
-    pool.view(-1, WIDTH)[token_rows(case.table, case.lens, num_tokens, page_size, None, case.starts)[-1]] = float("nan")
-    last = (case.table[len(seq_lens) - 1, (seq_lens[-1] - 1) // page_size], (seq_lens[-1] - 1) % page_size)
-    case.kv[last[0], :, :, last[1]] = float("nan")
-    q = rotate_store(heads, cos, sin, case.kv, rows)
-    unit = {torch.float32: 2e-6, torch.float16: 2.0**-9}[dtype]
-    torch.testing.assert_close(heads, expected, atol=4 * unit, rtol=unit)
-    torch.testing.assert_close(case.kv, pool, atol=4 * unit, rtol=unit, equal_nan=True)
-    assert q.data_ptr() == heads.data_ptr() and q.shape == (num_tokens, num_heads, WIDTH)
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
 def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
     """Compiled for a GPU of compute capability 9.0, for the sizes of DeepSeek's models and the tiles of `choose`."""
     found = shared_bytes("latents", tmp_path)
-    assert list(found) == ["join", "rotate", "tree", "chunk"]
-    assert 2 * int(found["tree"]) <= SHARED_BYTES and int(found["chunk"]) <= SHARED_BYTES
+    assert list(found) == ["absorb", "turn", "values", "step", "tree", "chunk", "prompt"]
+    assert max(found.values()) <= SHARED_BYTES
 
 
 @pytest.mark.gpu
@@ -222,7 +175,7 @@ def test_a_graph_holds_a_forward(tree_before: int | None) -> None:
                 static.copy_(each)
 
     def forward() -> torch.Tensor:
-        plan = replace(TritonPlan.uniform(table, lens, 4, 16, tree, positions), starts=cases[0].starts)
+        plan = TritonPlan.uniform(table, lens, 4, 16, tree, positions)
         return latent_attention(q, kv, plan, RANK, SCALE)
 
     fill(cases[0])

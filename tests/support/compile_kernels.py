@@ -1,5 +1,5 @@
-"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8`, `experts` or
-`fp8_pages`.
+"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8`, `routes`, `experts`
+or `fp8_pages`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs."""
@@ -42,7 +42,7 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
         name: types.get(name.removesuffix("_ptr"), "*bf16")
         if name.endswith("_ptr")
         else "fp32"
-        if name in ("scale", "eps", "limit", "alpha")
+        if name in ("scale", "eps", "limit", "alpha", "scaling")
         else "i32"
         for name in kernel.arg_names
     } | dict.fromkeys(constants, "constexpr")
@@ -55,20 +55,33 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
 
 
 def _latents() -> None:
-    from baton.kernels import triton_latents
+    from baton.kernels import triton_expanded, triton_latent_heads, triton_latents
 
+    heads = {"PLAIN_DIM": 128, "RANK": 512, "DEPENDENT": True}
+    absorbs = {**heads, "ROPE_DIM": 64, "BLOCK_P": 128, "BLOCK_RANK": 512, "HALF": 32, "UP_HEAD": 256 * 512}
+    few = {**absorbs, "BLOCK_D": 64, "BLOCK_M": 64, "ROWS": 8, "TURNED_HEAD": 576}
+    absorb, values = triton_latent_heads._absorb_kernel, triton_latent_heads._values_kernel
+    few |= {"ABSORBS": True, "IS_INTERLEAVED": True, "latents_ptr": None}
+    print("absorb", compiled_bytes(absorb, few, num_warps=4))
+    many = {**absorbs, "BLOCK_D": 512, "BLOCK_M": 16, "ROWS": 16, "TURNED_HEAD": 192}
+    many |= {"ABSORBS": False, "IS_INTERLEAVED": True, "heads_ptr": None}
+    print("turn", compiled_bytes(absorb, many, num_warps=4))
+    made = {**heads, "NUM_HEADS": 16, "VALUE_DIM": 128, "BLOCK_M": 64, "BLOCK_D": 512, "BLOCK_V": 32}
+    print("values", compiled_bytes(values, made, num_warps=4))
     sizes = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512}
-    joins = {**sizes, "IS_INTERLEAVED": True, "HALF": 32}
-    print("join", compiled_bytes(triton_latents._join_kernel, joins, num_warps=2))
-    turns = {**sizes, "NUM_HEADS": 16, "HEADS": 8, "HALF": 32, "BLOCK_D": 1024}
-    print("rotate", compiled_bytes(triton_latents._rotate_kernel, turns, num_warps=2))
-    attends = {**sizes, "GROUP": 16, "PAGE_SIZE": 16, "BLOCK_N": 32, "BLOCK_R": 64, "SEQS": 32}
+    attends = {**sizes, "GROUP": 16, "PAGE_SIZE": 16, "BLOCK_R": 64}
+    for name in ("step", "tree"):
+        step = {**attends, "BLOCK_M": 16, "BLOCK_N": 64, "IS_TREE": name == "tree", "DEPENDENT": True}
+        step |= {"HAS_HIDDEN": name == "tree", "KEYS_FIRST": True}
+        step |= {} if name == "tree" else dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
+        print(name, compiled_bytes(triton_latents._decode_kernel, step, num_warps=4, num_stages=2))
     without_items = dict.fromkeys(("items_ptr", "arrivals_ptr", "parts_ptr", "stats_ptr"))
-    without_tree = dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
-    tree = {**attends, "BLOCK_M": 16, "IS_TREE": True}
-    print("tree", compiled_bytes(triton_latents._attend_kernel, tree, num_warps=4, num_stages=2))
-    chunk = {**attends, "BLOCK_M": 64, "IS_TREE": False, **without_tree, **without_items}
+    chunk = {**attends, "BLOCK_M": 64, "BLOCK_N": 32, "KEYS_FIRST": False, "SEQS": 32, **without_items}
     print("chunk", compiled_bytes(triton_latents._attend_kernel, chunk, num_warps=8, num_stages=2))
+    prompt = {"NUM_HEADS": 16, "PLAIN_DIM": 128, "ROPE_DIM": 64, "VALUE_DIM": 128, "BLOCK_P": 128, "BLOCK_R": 64}
+    prompt |= {"BLOCK_V": 128, "BLOCK_M": 128, "BLOCK_N": 64, "SEQS": 32}
+    types = _TYPES | {"key_starts": "*i32", "offsets": "*i32", "lse": "*fp32", "out": "*fp32"}
+    print("prompt", compiled_bytes(triton_expanded._expanded_kernel, prompt, types, num_warps=8, num_stages=3))
 
 
 def _fp8() -> None:
@@ -106,28 +119,86 @@ def _fp8() -> None:
         print(f"vector {part} {is_gated} {is_grouped}", compiled_bytes(kernel, constants, of_row, num_warps=8))
 
 
-def _experts() -> None:
-    from baton.kernels import triton_experts
+def _routes() -> None:
+    from baton.kernels import triton_places, triton_routes
 
-    types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32"}
-    places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": 32, "DEPENDENT": True}
-    print("place", compiled_bytes(triton_experts._place_kernel, places, types, num_warps=8))
-    mix = {"ACTIVE": 8, "BLOCK": 1024, "DEPENDENT": True}
-    print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types | {"shares": "*fp32"}, num_warps=4))
-    formats = {"plain": ("*bf16", "*bf16"), "e4m3": (_E4M3, _E4M3), "groups": (_E4M3, _E4M3)}
-    formats |= {"16 bits": ("*bf16", _E4M3), "packed": ("*bf16", "*u8")}
+    types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32"}
+    types |= dict.fromkeys(("weight", "parts", "product_bias", "bias", "shares"), "*fp32")
+    types["counts"] = "*i32"
+    for num_pairs in (8, 2048, 16384, 65536):
+        segments, chunk, num_warps = triton_places.segments_of(num_pairs)
+        places = {"EXPERTS": 256, "BLOCK": 16, "CHUNK": chunk, "SEGMENTS": segments, "DEPENDENT": True}
+        places |= {"counts_ptr": None} if segments == 1 else {}
+        print(f"place {num_pairs}", compiled_bytes(triton_places._place_kernel, places, types, num_warps=num_warps))
+    counts = {"EXPERTS": 256, "CHUNK": 1024}
+    print("count", compiled_bytes(triton_places._count_kernel, counts, types, num_warps=4))
+    for x in ("*bf16", "*fp32"):
+        for num_rows in (1, 64, 8192):
+            tiles = triton_routes.tiles_of(num_rows, 128, 2048)
+            constants = {"BLOCK_R": tiles.block_r, "BLOCK_E": 64, "BLOCK_K": tiles.block_k, "DEPENDENT": True}
+            own = (triton_routes._product_kernel, constants, types | {"x": x})
+            print(f"{x[1:]} {num_rows}", compiled_bytes(*own, num_warps=4, num_stages=tiles.num_stages))
+    for rows in (1, 4):
+        plain = {"GROUPS": 1, "PER_GROUP": 128, "WIDTH": 128, "ACTIVE_GROUPS": 0, "RANKING": 1, "IS_SIGMOID": False}
+        plain |= {"PARTS": 32, "ROWS": rows, "ACTIVE": 8, "SUMS_TO_ONE": True, "LEAST": 1e-20, "DEPENDENT": True}
+        groups = plain | {"GROUPS": 8, "PER_GROUP": 20, "WIDTH": 32, "ACTIVE_GROUPS": 4, "RANKING": 2}
+        groups["IS_SIGMOID"] = True
+        for name, constants in (("plain", plain | {"bias_ptr": None}), ("groups", groups)):
+            own = (triton_routes._choose_kernel, {**constants, "product_bias_ptr": None}, types)
+            print(f"{name} {rows}", compiled_bytes(*own, num_warps=rows))
+
+
+def _experts() -> None:
+    import triton
+
+    from baton.kernels import triton_expert_blocks, triton_expert_packed, triton_expert_row, triton_experts
+    from baton.kernels.triton_expert_blocks import BlockTiles
+    from baton.kernels.triton_expert_row import RowTiles
+
+    types = {"pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32", "shares": "*fp32"}
+    types["chosen"] = "*i64"
+    mix = {"ACTIVE": 8, "OTHERS": 1, "BLOCK": 1024, "DEPENDENT": True}
+    print("mix", compiled_bytes(triton_experts._mix_kernel, mix, types, num_warps=4))
+    flags = {"bias_ptr": None, "IS_GATED": True, "IS_CLAMPED": False, "DEPENDENT": True}
+    flags |= {"size": 768, "out_size": 1536, "x_stride": 2048}  # multiples of 16, as a launch tells them
+    formats = {
+        "plain": ("*bf16", "*bf16"),
+        "wide": ("*fp32", "*fp32"),
+        "rows": (_E4M3, _E4M3),
+        "groups": (_E4M3, _E4M3),
+        "16 bits": ("*bf16", _E4M3),
+    }
     for name, (x, weight) in formats.items():
-        for block in (16, 128):
-            is_packed, is_grouped = name == "packed", name == "groups"
-            is_scaled = name != "plain" and not is_packed
-            tiles, launch = triton_experts.tiles_of(block, is_scaled=is_scaled, is_packed=is_packed)
-            constants = {**tiles, "ROWS": 128 if is_grouped else 1, "IS_SCALED": is_scaled, "IS_GROUPED": is_grouped}
-            constants |= {"HAS_X_SCALES": x == _E4M3, "IS_GATED": True, "DEPENDENT": True}
-            constants |= {"IS_CLAMPED": is_packed, "PACKED_GROUP": 32 if is_packed else 0}
-            constants["IS_FP8"] = x == _E4M3 and block > triton_experts.MAX_SMALL
-            own = types | {"x": x, "weight": weight} | ({"scales": "*u8"} if is_packed else {})
-            constants |= {} if is_packed else {"bias_ptr": None}
-            print(f"{name} {block}", compiled_bytes(triton_experts._product_kernel, constants, own, **launch))
+        is_grouped, own = name == "groups", types | {"x": x, "weight": weight}
+        item_size = {_E4M3: 1, "*bf16": 2, "*fp32": 4}[weight]
+        kept = flags | {"ROWS": 128 if is_grouped else 1} | ({} if x == _E4M3 else {"x_scales_ptr": None})
+        kept |= {} if weight == _E4M3 else {"scales_ptr": None}
+        for block in (16, 32, 64, 128):
+            tiles = BlockTiles.choose(block, item_size, is_gated=True, is_grouped=is_grouped)
+            constants = kept | {"in_size": 2048, "BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+            constants |= {"IS_EVEN": True, "IS_GROUPED": is_grouped, "IS_WEIGHT_LEFT": tiles.is_weight_left}
+            constants["HAS_HALVES"] = tiles.has_halves
+            constants.pop("size")
+            launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+            print(f"{name} {block}", compiled_bytes(triton_expert_blocks._block_kernel, constants, own, **launch))
+        for part, kernel, in_size, at_once in (
+            ("gated", triton_expert_row._gated_kernel, 2048, 2),
+            ("summed", triton_expert_row._summed_kernel, 768, 8),
+        ):
+            tiles, width = RowTiles.choose(in_size, at_once, item_size), triton.next_power_of_2(in_size)
+            constants = kept | {"K": in_size, "WIDTH": width, "GROUP": 128 if is_grouped else width}
+            constants |= {"BLOCK_N": tiles.block_n, "ACTIVE": 8}
+            names = kernel.arg_names
+            constants = {each: value for each, value in constants.items() if each in names}
+            print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
+    for block in (16, 128):
+        for x, item_size in (("*bf16", 2), ("*fp32", 4)):
+            tiles, launch = triton_expert_packed.tiles_of(block, item_size)
+            constants = {**tiles, "IS_GATED": True, "IS_CLAMPED": True, "GROUP": 32, "DEPENDENT": True}
+            constants |= {"size": 768, "out_size": 1536, "row_size": 1024, "x_stride": 2048, "num_groups": 64}
+            own = types | {"x": x, "weight": "*u8", "scales": "*u8"}
+            name = f"packed {block} {x[1:]}"
+            print(name, compiled_bytes(triton_expert_packed._packed_kernel, constants, own, **launch))
 
 
 def _fp8_pages() -> None:
@@ -156,4 +227,4 @@ def _fp8_pages() -> None:
 
 
 if __name__ == "__main__":
-    {"latents": _latents, "fp8": _fp8, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()
+    {"latents": _latents, "fp8": _fp8, "routes": _routes, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()

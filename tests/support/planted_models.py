@@ -21,12 +21,23 @@ _SMALL = {
 
 
 _SMALL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_SMALL_LATENTS = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 
 
 def small(architecture: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
     """Return the config.json of an architecture, made small."""
-    experts = _SMALL_EXPERTS if "num_experts" in ARCHITECTURES[architecture] else {}
-    return ARCHITECTURES[architecture] | _SMALL | experts | fields
+    of = ARCHITECTURES[architecture]
+    others = _SMALL_EXPERTS if "num_experts" in of else _SMALL_LATENTS if "kv_lora_rank" in of else {}
+    return of | _SMALL | others | fields
 
 
 def random_prompt(num_tokens: int, seed: int = 0, vocab_size: int = 1024) -> list[int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
+from baton.engine import latent_pieces
 from baton.engine.attention import begin_attention
 from baton.engine.batch import ForwardBatch
 from baton.engine.layers.latent_attention import LatentAttention
@@ -21,6 +23,7 @@ from baton.kernels.operations import preferring
 
 PAGE_SIZE, NUM_PAGES, IN_SIZE, EPS = 4, 12, 24, 1e-6
 Checkpoint = Callable[..., Path]
+Backend = Literal["numba", "reference", "triton", "pieces"]
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -42,7 +45,7 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, *, is_interleaved: bool) -
 
 def expanded(x: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
     """The attended values of a whole sequence, [num_tokens, num_heads * value_dim]."""
-    latent, num_heads, positions = layer.latent, len(layer.key_up), torch.arange(len(x))
+    latent, num_heads, positions = layer.latent, len(layer.up), torch.arange(len(x))
     width = latent.rank + latent.rope_dim
     q, stored = layer.down(x)[:, :-width], layer.down(x)[:, -width:]
     if layer.query_norm is not None and layer.query_up is not None:
@@ -51,21 +54,31 @@ def expanded(x: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
     c, r = norm(stored[:, : latent.rank], layer.latent_norm), stored[:, latent.rank :].unsqueeze(1)
     turned_q = rotated(q[..., latent.plain_dim :], positions, is_interleaved=latent.is_interleaved)
     turned_k = rotated(r, positions, is_interleaved=latent.is_interleaved)
-    k = torch.einsum("td,hpd->thp", c, layer.key_up)
-    v = torch.einsum("td,hdv->thv", c, layer.value_up)
+    k, v = torch.einsum("td,hpd->thp", c, layer.up).split([latent.plain_dim, latent.value_dim], dim=2)
     scores = torch.einsum("qhp,khp->hqk", q[..., : latent.plain_dim], k)
     scores = (scores + torch.einsum("qhr,kr->hqk", turned_q, turned_k.squeeze(1))) * latent.scale
     hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
     return torch.einsum("hqk,khv->qhv", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).flatten(1)
 
 
-@pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize("backend", ["numba", "reference", "triton", "pieces"])
 @pytest.mark.parametrize("query_rank", [None, 12])
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("chunks", [(20,), (7, 1, 1, 11), (18, 1, 1)], ids=str)
 def test_equals_heads_that_are_expanded(
-    chunks: tuple[int, ...], is_interleaved: bool, query_rank: int | None, backend: str, checkpoint: Checkpoint
+    chunks: tuple[int, ...],
+    is_interleaved: bool,
+    query_rank: int | None,
+    backend: Backend,
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In pieces: chunks of many tokens attend to expanded keys, eight at once."""
+    if backend in ("triton", "pieces"):
+        pytest.importorskip("triton")
+        monkeypatch.setattr(latent_pieces, "_LEAST", 5 if backend == "pieces" else 1000)
+        monkeypatch.setattr(latent_pieces, "_PIECE_BYTES", 4 * (20 + 24) * 4 * 8)
+        monkeypatch.setattr(latent_pieces, "_UNIT", 4)
     latent = LatentConfig(40, query_rank, 20, 16, 24, is_interleaved, 0.07)
     config = replace(read_model_config(checkpoint("deepseek_v3")), latent=latent)
     num_queries = 4 * (20 + 16)
@@ -76,14 +89,13 @@ def test_equals_heads_that_are_expanded(
         None if query_rank is None else random(query_rank, seed=2),
         None if query_rank is None else Linear.dense(random(num_queries, query_rank, seed=3)),
         random(40, seed=4),
-        random(4, 20, 40, seed=5),
-        random(4, 40, 24, seed=6),
+        torch.cat((random(4, 20, 40, seed=5), random(4, 24, 40, seed=6)), dim=1),
         Linear.dense(torch.eye(4 * 24)),
     )
     rotary = RotaryEmbedding(config.rope, 16, torch.device("cpu"))
     kv, x = torch.full((config.num_layers, NUM_PAGES, 1, 1, PAGE_SIZE, 56), float("nan")), random(20, IN_SIZE, seed=7)
     outs, position, pages = [], 0, [7, 2, 9, 1, 5]
-    with preferring("reference" if backend == "reference" else "numba"):
+    with preferring("triton" if backend == "pieces" else backend):
         for num in chunks:
             batch = ForwardBatch.build([BatchRow([0] * num, position, pages)], PAGE_SIZE, "cpu")
             outs.append(layer(x[position : position + num], begin_attention(config, rotary, batch, kv, kv.dtype)))

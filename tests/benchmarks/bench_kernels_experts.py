@@ -1,0 +1,159 @@
+"""Time the products of mixtures of experts on a GPU, at the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite.
+
+    python tests/benchmarks/bench_kernels_experts.py [--rows 1 8 64 256 1024 8192] [--models 30b v2-lite]
+                                                     [--formats bf16 fp8]
+
+Rows choose their experts uniformly. A time is that of a CUDA graph of eight calls with different choices, divided by
+eight. GB/s are of the weights of the experts that are chosen, TFLOP/s of the products of all pairs. The error is the
+largest difference from float32 products of some pairs, divided by the largest of those products.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from bench_kernels_dense import microseconds
+from torch import Tensor
+
+from baton.kernels import triton_experts
+from baton.kernels.experts import ExpertWeight, Places, experts_of_row, experts_of_row_ref, place_experts_ref
+from baton.kernels.fp8 import dequantized, round_rows
+from baton.kernels.silu import silu_mul_ref
+
+NUM_CALLS = 8
+TOLERANCE = {"bf16": 1e-2, "fp8": 2e-2}
+
+
+class Mixture(NamedTuple):
+    """Sizes of a model's mixtures."""
+
+    num_experts: int
+    num_active: int
+    size: int
+    inner_size: int
+
+
+MODELS = {"30b": Mixture(128, 8, 2048, 768), "v2-lite": Mixture(64, 6, 2048, 1408)}
+
+
+class Case(NamedTuple):
+    """A product of a mixture in one format, with rows that choose experts."""
+
+    weight: ExpertWeight
+    x: Tensor  # [num_rows or num_pairs, in_size]
+    x_scales: Tensor | None
+    places: tuple[Places, ...]
+    is_gated: bool
+
+    @classmethod
+    def make(cls, mixture: Mixture, num_rows: int, form: str, weight: ExpertWeight, *, is_gated: bool) -> Case:
+        in_size = weight.values.shape[1]
+        x = torch.randn(num_rows * (1 if is_gated else mixture.num_active), in_size, device="cuda").bfloat16()
+        x, x_scales = round_rows(x, in_size) if form == "fp8" else (x, None)
+        scores = torch.rand(NUM_CALLS, num_rows, mixture.num_experts, device="cuda")
+        chosen = scores.topk(mixture.num_active).indices
+        places = tuple(place_experts_ref(each.contiguous(), mixture.num_experts) for each in chosen)
+        return cls(weight, x, x_scales, places, is_gated)
+
+    def __call__(self, index: int = 0) -> Tensor:
+        by = triton_experts.gated_experts_linear if self.is_gated else triton_experts.experts_linear
+        return by(self.x, self.x_scales, self.weight, self.places[index], torch.bfloat16)
+
+    def error(self, out: Tensor) -> float:
+        """Return the error of a result of the first choice."""
+        places, expected, found = self.places[0], list[Tensor](), list[Tensor]()
+        chosen = places.chosen.flatten()
+        out_size = len(self.weight.values) // places.num_experts
+        for pair in range(0, len(chosen), max(1, len(chosen) // 24)):
+            own = slice(int(chosen[pair]) * out_size, (int(chosen[pair]) + 1) * out_size)
+            values, scales = self.weight.values[own], self.weight.scales
+            numbers = values.float() if scales is None else dequantized(values, scales[own], self.weight.group)
+            row = pair * len(self.x) // len(chosen)
+            product = numbers.double() @ self.x[row].double()
+            if self.x_scales is not None:
+                product *= self.x_scales[row].double()
+            expected.append(silu_mul_ref(product[None])[0] if self.is_gated else product)
+            found.append(out[pair])
+        products = torch.stack(expected)
+        return float((torch.stack(found) - products).abs().max() / products.abs().max())
+
+    def num_bytes(self) -> float:
+        """Return the bytes of the weights of the experts that a call's rows choose."""
+        distinct = sum(len(places.chosen.unique()) for places in self.places) / NUM_CALLS
+        return distinct / self.places[0].num_experts * self.weight.values.nbytes
+
+    def num_flop(self) -> float:
+        out_size = len(self.weight.values) // self.places[0].num_experts
+        return 2.0 * self.places[0].chosen.numel() * out_size * self.weight.values.shape[1]
+
+
+def weight_of(num_rows: int, in_size: int, form: str) -> ExpertWeight:
+    values = torch.randn(num_rows, in_size, device="cuda", dtype=torch.bfloat16).mul_(in_size**-0.5)
+    if form == "fp8":
+        return ExpertWeight(*round_rows(values, in_size), in_size)
+    return ExpertWeight(values, None, in_size)
+
+
+def timed(call: Callable[[int], object]) -> float:
+    return microseconds([lambda index=index: call(index) for index in range(NUM_CALLS)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 8192])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--formats", nargs="+", choices=list(TOLERANCE), default=list(TOLERANCE))
+    args = parser.parse_args()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    for name in args.models:
+        for form in args.formats:
+            mixture = MODELS[name]
+            gate_up = weight_of(mixture.num_experts * 2 * mixture.inner_size, mixture.size, form)
+            down = weight_of(mixture.num_experts * mixture.size, mixture.inner_size, form)
+            for num_rows in args.rows:
+                for part, weight, is_gated in (("gate_up", gate_up, True), ("down", down, False)):
+                    case = Case.make(mixture, num_rows, form, weight, is_gated=is_gated)
+                    error, us = case.error(case()), timed(case)
+                    rates = f"{case.num_bytes() / us / 1e3:6.0f} GB/s {case.num_flop() / us / 1e6:6.1f} TFLOP/s"
+                    _print(name, form, part, num_rows, us, rates, error)
+                if num_rows == 1:
+                    _bench_row(name, form, gate_up, down)
+
+
+def _bench_row(name: str, form: str, gate_up: ExpertWeight, down: ExpertWeight) -> None:
+    """Time the whole mixture of one row."""
+    mixture = MODELS[name]
+    x, shares = torch.randn(1, mixture.size, device="cuda").bfloat16(), torch.rand(1, mixture.num_active, device="cuda")
+    chosen = torch.rand(NUM_CALLS, 1, mixture.num_experts, device="cuda").topk(mixture.num_active).indices
+
+    def call(index: int) -> Tensor:
+        is_rounded = form == "fp8"
+        return experts_of_row(x, chosen[index], shares, gate_up, down, mixture.num_experts, is_rounded=is_rounded)
+
+    own = [_of_experts(weight, chosen[0, 0], mixture.num_experts) for weight in (gate_up, down)]
+    places = torch.arange(mixture.num_active, device="cuda").unsqueeze(0)
+    expected = experts_of_row_ref(x, places, shares, *own, mixture.num_active, is_rounded=form == "fp8").float()
+    error = float((call(0).float() - expected).abs().max() / expected.abs().max())
+    us = timed(call)
+    num_bytes = (gate_up.values.nbytes + down.values.nbytes) * mixture.num_active / mixture.num_experts
+    _print(name, form, "both", 1, us, f"{num_bytes / us / 1e3:6.0f} GB/s" + " " * 15, error)
+
+
+def _of_experts(weight: ExpertWeight, experts: Tensor, num_experts: int) -> ExpertWeight:
+    """Return the weights of some experts."""
+    size = len(weight.values) // num_experts
+    rows = (experts.unsqueeze(1) * size + torch.arange(size, device="cuda")).flatten()
+    values = weight.values.view(torch.uint8).index_select(0, rows).view(weight.values.dtype)
+    return weight._replace(values=values, scales=None if weight.scales is None else weight.scales[rows])
+
+
+def _print(name: str, form: str, part: str, num_rows: int, us: float, rates: str, error: float) -> None:
+    print(f"{name:8} {form} {part:7} {num_rows:5} rows {us:8.1f} us {rates}  error {error:.1e}", flush=True)
+    assert error < TOLERANCE[form], (name, form, part, num_rows, error)
+
+
+if __name__ == "__main__":
+    main()

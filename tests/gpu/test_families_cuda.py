@@ -1,0 +1,112 @@
+"""Families with experts and latents on CUDA, and FP8: text and logits are those of the CPU, which other tests compare
+with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import drafters
+import mxfp4
+import pytest
+import torch
+from matrix import CELLS, PAGE_SIZE, Plain, run_cell
+from node_pair import NodePair
+from quantized import SCHEMES, quantized
+
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.pages import Owner
+from baton.engine.work import BatchRow
+
+Checkpoint = Callable[..., Path]
+NUM_TOKENS = 70
+# Largest differences of logits from the CPU's, median and worst of all rows, of the logits' spread. FP8 tensor cores
+# add with fewer bits than float32, so some numbers are rounded the other way in the next layer, and some rows choose
+# another expert.
+EXACT, FEW_ROUNDED, MANY_ROUNDED = (1e-3, 4e-3), (2e-3, 0.5), (0.3, 4.0)
+MANY = 65  # rows that FP8 tensor cores multiply
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "glm4_moe": ("glm4_moe", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    "minimax_m2": ("minimax_m2", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "deepseek_v2": ("deepseek_v2", {"first_k_dense_replace": 1, "num_hidden_layers": 3}),
+    "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": 1, "num_hidden_layers": 3, "q_lora_rank": 48}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32(no_tf32: None) -> None:
+    """Products are float32."""
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_of_both_nodes_is_that_of_the_cpu(name: str, drafter: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    family, config = FAMILIES[name]
+    model = checkpoint(family, **config)
+    reference = Plain.of(model)
+    both: dict[str, Any] = {"device": "cuda", "dtype": "float32", "page_size": PAGE_SIZE, "num_pages": 190}
+    both |= {"max_running": 10, "chunk_tokens": 7}
+    if drafter == "ngram":
+        both |= {"speculative": "ngram", "draft_steps": 3}
+    else:
+        both |= drafters.settings(drafter, model, tmp_path, steps=3) | {"draft_topk": 2, "draft_tokens": 8}
+    with closing(NodePair(model, prefill=both, decode=both)) as pair:
+        for cell in CELLS[::3]:
+            run_cell(pair, cell, reference.cases)
+        pair.check_books()
+        assert pair.decode.stats().num_drafted > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits(name: str, checkpoint: Checkpoint) -> None:
+    family, config = FAMILIES[name]
+    check_logits(checkpoint(family, **config), is_rounded=False)
+
+
+@pytest.mark.parametrize("scheme", ["blocks", "ue8m0", "fp8-static", "w8a8", "w8a16"])
+@pytest.mark.parametrize("family", ["llama", "minimax_m2", "deepseek_v3"])
+def test_logits_of_fp8_weights(family: str, scheme: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256} if family != "deepseek_v3" else {}
+    model = quantized(checkpoint(family, **sizes), tmp_path / scheme, SCHEMES[scheme])
+    check_logits(model)
+
+
+def test_logits_of_mxfp4(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    check_logits(mxfp4.in_mxfp4(checkpoint("gpt_oss", hidden_size=64, intermediate_size=64), tmp_path / "mxfp4")[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])  # with sinks and windows
+def test_logits_of_fp8_kv(family: str, checkpoint: Checkpoint) -> None:
+    check_logits(checkpoint(family), kv_dtype="fp8")
+
+
+def check_logits(model: Path, *, is_rounded: bool = True, **settings: Any) -> None:
+    """Compare the logits of a prompt, whole and in small chunks, with those on the CPU."""
+    ids = torch.randint(1, 512, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
+    expected = logits(model, "cpu", ids, [NUM_TOKENS], **settings)
+    spread = float(expected.std())
+    assert spread > 0.5
+    for chunks in ([NUM_TOKENS], [33, 1, 1, 20, 15]):
+        bounds = EXACT if not is_rounded else MANY_ROUNDED if max(chunks) >= MANY else FEW_ROUNDED
+        rows = (logits(model, "cuda", ids, chunks, **settings) - expected).abs().amax(1) / spread
+        found = float(rows.median()), float(rows.max())
+        print(f"{model.name} {settings} {len(chunks)} chunks: {found}")
+        assert found[0] < bounds[0] and found[1] < bounds[1], (chunks, found, bounds)
+
+
+def logits(model: Path, device: str, ids: list[int], chunks: list[int], **settings: Any) -> torch.Tensor:
+    """Return the logits of all tokens, [len(ids), vocab_size], on the CPU."""
+    config = EngineConfig(model=str(model), device=device, dtype="float32", num_pages=40, tune=False, **settings)
+    engine = Engine(config)
+    pages = engine.pool.allocate(-(-len(ids) // engine.pool.page_size), Owner.REQUEST)
+    found: list[torch.Tensor] = []
+    at = 0
+    for num_new in chunks:
+        found.append(engine.forward([BatchRow(ids[at : at + num_new], at, pages, num_new)]).cpu())
+        at += num_new
+    return torch.cat(found)
