@@ -147,8 +147,8 @@ def tiles_of(num_rows: int, out_size: int, in_size: int, *, is_fp8: bool, is_gat
     if out_size > 16384 and num_rows > 32:
         return Tiles(block_m, 128, BLOCK, 8, 6 if num_rows <= MAX_FEW else 4)
     num_blocks = -(-out_size // 64) * -(-num_rows // block_m)
-    split_k = 1
-    while split_k < 4 and num_blocks * split_k < 128 and in_size >= 1024 * split_k:
+    split_k, num_programs = 1, 256 if num_rows <= 32 else 128
+    while split_k < 4 and num_blocks * split_k < num_programs and in_size >= 1024 * split_k:
         split_k *= 2
     return Tiles(block_m, 64, BLOCK, 4, 8 if num_rows <= MAX_FEW else 6, split_k)
 
