@@ -46,7 +46,7 @@ def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = Fal
     `has_power_of_two_scales`: scales are the next larger powers of two (DeepSeek-V3.1's ue8m0)."""
     num_rows, size = x.shape
     groups = F.pad(x.float(), (0, -size % group)).view(num_rows, -(-size // group), group)
-    scales = scales_of(groups.abs().amax(-1))
+    scales = scales_for(groups.abs().amax(-1))
     if has_power_of_two_scales:
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
@@ -54,7 +54,7 @@ def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = Fal
     return RoundedRows(values.flatten(1)[:, :size].to(E4M3), scales)
 
 
-def scales_of(largest: Tensor) -> Tensor:
+def scales_for(largest: Tensor) -> Tensor:
     """Return the scales of rows or groups whose largest absolute numbers are `largest`, float32."""
     divisor = torch.full_like(largest, LARGEST)  # torch multiplies by the reciprocal of a number on a GPU
     return torch.where(largest > 0, largest / divisor, 1.0)

@@ -126,7 +126,7 @@ def _library_product(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None) 
     return product if bias is None else product.add_(bias)
 
 
-class Tiles(NamedTuple):
+class Fp8Tiles(NamedTuple):
     """Sizes of the tiles of a product, and how its programs are launched."""
 
     block_m: int  # rows of x
@@ -137,20 +137,20 @@ class Tiles(NamedTuple):
     split_k: int = 1  # programs that had better share the columns of a row
 
 
-def tiles_of(num_rows: int, out_size: int, in_size: int, *, is_fp8: bool, is_gated: bool = False) -> Tiles:
+def tiles_of(num_rows: int, out_size: int, in_size: int, *, is_fp8: bool, is_gated: bool = False) -> Fp8Tiles:
     """Return the tiles of a product of so many rows. `is_fp8`: of e4m3 by e4m3."""
     block_m = min(128, max(16, 1 << (num_rows - 1).bit_length()))
     if not is_fp8:
-        return Tiles(block_m, 32, BLOCK, 4, 6) if num_rows <= MAX_FEW else Tiles(block_m, 128, BLOCK, 8, 3)
+        return Fp8Tiles(block_m, 32, BLOCK, 4, 6) if num_rows <= MAX_FEW else Fp8Tiles(block_m, 128, BLOCK, 8, 3)
     if is_gated:
-        return Tiles(block_m, 64, BLOCK, 4, 6)
+        return Fp8Tiles(block_m, 64, BLOCK, 4, 3)
     if out_size > 16384 and num_rows > 32:
-        return Tiles(block_m, 128, BLOCK, 8, 6 if num_rows <= MAX_FEW else 4)
+        return Fp8Tiles(block_m, 128, BLOCK, 8, 6 if num_rows <= MAX_FEW else 4)
     num_blocks = -(-out_size // 64) * -(-num_rows // block_m)
-    split_k = 1
-    while split_k < 4 and num_blocks * split_k < 128 and in_size >= 1024 * split_k:
+    split_k, num_programs = 1, 256 if num_rows <= 32 else 128
+    while split_k < 4 and num_blocks * split_k < num_programs and in_size >= 1024 * split_k:
         split_k *= 2
-    return Tiles(block_m, 64, BLOCK, 4, 8 if num_rows <= MAX_FEW else 6, split_k)
+    return Fp8Tiles(block_m, 64, BLOCK, 4, 8 if num_rows <= MAX_FEW else 6, split_k)
 
 
 def _launch(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> None:

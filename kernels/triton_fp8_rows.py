@@ -109,7 +109,7 @@ def silu_mul_round(gate_up: Tensor, group: int, *, has_power_of_two_scales: bool
         dependent = gpu.dependent_launch(num_rows)
         _silu_round_kernel[num_rows, triton.cdiv(num_groups, at_once)](
             gate_up, rows.values, rows.scales, size, num_groups, group, GROUPS=at_once, WIDTH=width,
-            IS_POWER=has_power_of_two_scales, DEPENDENT=dependent, num_warps=_num_warps(at_once * width),
+            IS_POWER=has_power_of_two_scales, DEPENDENT=dependent, num_warps=_num_warps(at_once * width, most=32),
             launch_pdl=dependent,
         )  # fmt: skip
     return rows
@@ -125,9 +125,9 @@ def _empty_rows(x: Tensor, size: int, group: int) -> tuple[RoundedRows, int, int
     return RoundedRows(values, scales), group, num_groups, 1 << (group - 1).bit_length()
 
 
-def _num_warps(num_numbers: int) -> int:
+def _num_warps(num_numbers: int, most: int = 16) -> int:
     """Return the warps of a program of so many numbers: 8 or more numbers per thread."""
-    return min(16, max(4, num_numbers // 256))
+    return min(most, max(4, num_numbers // 256))
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def quotients(x, scales):
 
 
 @triton.jit
-def scales_of(largest, IS_POWER: tl.constexpr):
+def scales_for(largest, IS_POWER: tl.constexpr):
     """Return the scales of groups whose largest absolute numbers are `largest`, float32."""
     scales = tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)
     if IS_POWER:
@@ -194,7 +194,7 @@ def _round_kernel(
     if IS_STORED:
         y = quotients(x, tl.load(stored_ptr + (row if IS_STORED_BY_ROW else 0)))
     else:
-        scales = scales_of(tl.max(tl.abs(x), 1), IS_POWER)
+        scales = scales_for(tl.max(tl.abs(x), 1), IS_POWER)
         tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
         y = quotients(x, scales[:, None])
     tl.store(values_ptr + row * size + columns, e4m3(y), mask=is_in)
@@ -243,7 +243,7 @@ def _norm_round_kernel(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / size + eps)
     normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
-    scales = scales_of(tl.max(tl.abs(normed), 1), IS_POWER)
+    scales = scales_for(tl.max(tl.abs(normed), 1), IS_POWER)
     tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
     tl.store(values_ptr + row * size + columns, e4m3(quotients(normed, scales[:, None])), mask=is_in)
 
@@ -274,6 +274,6 @@ def _silu_round_kernel(
     gate = tl.load(at, mask=is_in, other=0.0)
     up = tl.load(at + size, mask=is_in, other=0.0)
     gated = silu_mul_of(gate, up).to(tl.float32)
-    scales = scales_of(tl.max(tl.abs(gated), 1), IS_POWER)
+    scales = scales_for(tl.max(tl.abs(gated), 1), IS_POWER)
     tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
     tl.store(values_ptr + row * size + columns, e4m3(quotients(gated, scales[:, None])), mask=is_in)

@@ -18,8 +18,8 @@ class Residual:
 
     With one row on CUDA, the kernel of a product adds its result to the stream itself, and the kernel of gate and up
     also norms its input. (The product of q, k and v has too few rows of weights per program to gain by that.) Otherwise
-    the next norm that reads the stream also adds the output of the last sublayer. If ranks share the product, it also
-    sums over them."""
+    the next norm that reads the stream also adds the output of the last sublayer, and rounds its result if the product
+    that reads it `rounds`. If ranks share the product, it also sums over them."""
 
     hidden: Tensor  # [num_tokens, hidden_size], added to in place
     eps: float

@@ -22,7 +22,7 @@ from ...kernels.fp8 import (
     gates_fp8,
     round_rows,
     round_to_scale,
-    scales_of,
+    scales_for,
     silu_mul_round,
     spread,
 )
@@ -59,7 +59,7 @@ class RowRounding(NamedTuple):
         if self.ranks is not None:
             largest = x.abs().amax(1, keepdim=True).float()
             largest = self.ranks.gather_columns(largest, self.ranks.size).amax(1, keepdim=True)
-            scales = scales_of(largest)
+            scales = scales_for(largest)
             return RoundedRows(round_to_scale(x, scales), scales)
         return round_rows(x, self.group, has_power_of_two_scales=self.has_power_of_two_scales)
 

@@ -119,4 +119,4 @@ def test_fp8_products_take_rows_that_their_neighbours_round(num_rows: int, has_b
         gated = silu_mul_ref(product(gate_up, rms_norm_ref(expected, norms[1], EPS)))
         expected = expected + product(down, gated)
     for actual, theirs in zip(ours, (rms_norm_ref(expected, norms[2], EPS), expected), strict=True):
-        assert (actual - theirs).float().norm() < 0.02 * theirs.float().norm()
+        assert (actual - theirs).float().norm() < (0.02 if dtype is torch.float16 else 0.04) * theirs.float().norm()
