@@ -31,7 +31,7 @@ _LOWEST = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(0x7FC00000)
 
 
-class Tiles(NamedTuple):
+class RouteTiles(NamedTuple):
     """The tiles of a product, and how its programs are launched."""
 
     block_r: int  # rows of a program
@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def tiles_of(num_rows: int, num_experts: int, size: int) -> Tiles:
+def tiles_of(num_rows: int, num_experts: int, size: int) -> RouteTiles:
     """Return the tiles of a product [num_rows, size] x [num_experts, size]."""
     if num_rows <= _SINGLE_ROWS:  # one step, if 16 parts are enough for it
         block_r, block_k, num_stages = 16 if num_rows <= 16 else 64, 128, 1
@@ -53,7 +53,7 @@ def tiles_of(num_rows: int, num_experts: int, size: int) -> Tiles:
     num_tiles = triton.cdiv(num_rows, block_r) * triton.cdiv(num_experts, _BLOCK_E)
     most_steps = triton.cdiv(size, block_k)
     num_steps = triton.cdiv(most_steps, max(1, min(max_parts, _PROGRAMS // num_tiles)))
-    return Tiles(block_r, block_k, num_steps, triton.cdiv(most_steps, num_steps), max_parts, num_stages)
+    return RouteTiles(block_r, block_k, num_steps, triton.cdiv(most_steps, num_steps), max_parts, num_stages)
 
 
 def serves(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, routing: Routing) -> bool:

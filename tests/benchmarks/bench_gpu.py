@@ -193,6 +193,7 @@ def _load(options: argparse.Namespace, ranks: Ranks) -> Engine:
         chunk_tokens=8192,
         prefix_cache=False,
         quantization=options.quantization,
+        kv_dtype=options.kv_dtype,
         load_format=options.load_format,
         **settings,
     )
@@ -528,6 +529,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--topk", type=int, default=1, help="branches of a node; more than 1: trees")
     parser.add_argument("--quantization", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--kv-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--load-format", default="safetensors", help="dummy, or planted:maker")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["greedy"], help="of sampling, for adaptive")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
