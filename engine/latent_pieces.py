@@ -22,12 +22,13 @@ from .model_config import LatentConfig
 if TYPE_CHECKING:
     from ..kernels.triton_expanded import ExpandedTiles
 
+MAX_GRAPH_TOKENS = 768  # of a chunk in a graph, which has the absorbed form alone; the expanded one saves more beyond
 _LEAST = 64  # tokens of a batch; for fewer, launches take longer than what they save
 _PIECE_BYTES = 256 << 20  # of the keys and values of a piece
 _UNIT = 64  # keys
 
 
-class Piece(NamedTuple):
+class LatentPiece(NamedTuple):
     """Keys first .. stop - 1 of all keys of a batch."""
 
     first: int
@@ -41,7 +42,7 @@ class Piece(NamedTuple):
 class LatentPieces:
     """The keys of a batch of prompts in pieces."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LatentPiece, ...]
     starts: Tensor  # [num_seqs + 1] int32, first token of each sequence, and the end
 
     @classmethod
@@ -100,7 +101,7 @@ def is_faster(latent: LatentConfig, query_lens: Sequence[int], prefix_lens: Sequ
     return num_tokens >= _LEAST and expanded < absorbed + num_pairs * (2 * latent.rank + latent.rope_dim)
 
 
-def _pieces(batch: ForwardBatch, size: int) -> tuple[Piece, ...]:
+def _pieces(batch: ForwardBatch, size: int) -> tuple[LatentPiece, ...]:
     """Cut all keys of a batch into pieces of `size` keys."""
     lens = [query_len + prefix_len for query_len, prefix_len in zip(batch.query_lens, batch.prefix_lens, strict=True)]
     ends = list(itertools.accumulate(lens))
@@ -115,7 +116,7 @@ def _pieces(batch: ForwardBatch, size: int) -> tuple[Piece, ...]:
         offsets = [prefix_len - begin for prefix_len, begin in zip(batch.prefix_lens, begins, strict=True)]
         numbers += [[0, *itertools.accumulate(counts)], counts, begins, offsets]
     on_device = upload(numbers, batch.seq_lens.device)
-    pieces: list[Piece] = []
+    pieces: list[LatentPiece] = []
     for i, (first, stop) in enumerate(cuts):
         starts, counts, begins, offsets = on_device[4 * i : 4 * i + 4]
         rows = None
@@ -123,5 +124,5 @@ def _pieces(batch: ForwardBatch, size: int) -> tuple[Piece, ...]:
             seqs = torch.repeat_interleave(counts, output_size=stop - first)
             slots = torch.arange(stop - first, device=seqs.device) + (begins - starts[:-1])[seqs]
             rows = batch.block_table[seqs, slots // batch.page_size] * batch.page_size + slots % batch.page_size
-        pieces.append(Piece(first, stop, starts.int(), offsets.int(), rows))
+        pieces.append(LatentPiece(first, stop, starts.int(), offsets.int(), rows))
     return tuple(pieces)

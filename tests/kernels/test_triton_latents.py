@@ -102,6 +102,14 @@ def test_programs_share_the_keys_of_a_long_sequence(
     assert not is_ragged or (shares.arrivals is not None and not shares.arrivals.any())
 
 
+def test_another_launch_combines_the_splits_of_few_sequences() -> None:
+    case = case_of((1,), (700,), 4)
+    plan = plan_of(case)
+    check(case, attend(case, plan, num_slots=12))
+    (shares,) = plan._shares.values()
+    assert shares.arrivals is None and shares.firsts.tolist()[0] >> 40 > 1
+
+
 def test_padding_rows() -> None:
     """Sequences of padding alone, and of length 0, whose rows are 0."""
     case = case_of((2, 2), (30, 9), 5, page_size=4)
@@ -145,8 +153,8 @@ def test_what_lay_in_memory_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
     """Compiled for a GPU of compute capability 9.0, for the sizes of DeepSeek's models and the tiles of `choose`."""
     found = shared_bytes("latents", tmp_path)
-    assert list(found) == ["absorb", "turn", "values", "step", "tree", "chunk", "prompt"]
-    assert max(found.values()) <= SHARED_BYTES
+    assert list(found) == ["absorb", "turn", "values", "few", "some", "many", "tree", "chunk", "prompt"]
+    assert max(found.values()) <= SHARED_BYTES and 2 * found["many"] <= SHARED_BYTES
 
 
 @pytest.mark.gpu

@@ -70,14 +70,17 @@ def _latents() -> None:
     print("values", compiled_bytes(values, made, num_warps=4))
     sizes = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512}
     attends = {**sizes, "GROUP": 16, "PAGE_SIZE": 16, "BLOCK_R": 64}
-    for name in ("step", "tree"):
-        step = {**attends, "BLOCK_M": 16, "BLOCK_N": 64, "IS_TREE": name == "tree", "DEPENDENT": True}
-        step |= {"HAS_HIDDEN": name == "tree", "KEYS_FIRST": True}
-        step |= {} if name == "tree" else dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
-        print(name, compiled_bytes(triton_latents._decode_kernel, step, num_warps=4, num_stages=2))
+    steps = {"few": (16, 64, 4, 2), "some": (16, 32, 4, 5), "many": (16, 32, 4, 3), "tree": (64, 32, 8, 3)}
+    for name, (block_m, block_n, num_warps, num_stages) in steps.items():
+        is_tree = name == "tree"
+        step = {**attends, "BLOCK_M": block_m, "BLOCK_N": block_n, "IS_TREE": is_tree, "HAS_HIDDEN": is_tree}
+        step |= {"DEPENDENT": True, "KEYS_FIRST": name == "few"}
+        step |= {} if is_tree else dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
+        launch = {"num_warps": num_warps, "num_stages": num_stages}
+        print(name, compiled_bytes(triton_latents._decode_kernel, step, **launch))
     without_items = dict.fromkeys(("items_ptr", "arrivals_ptr", "parts_ptr", "stats_ptr"))
     chunk = {**attends, "BLOCK_M": 64, "BLOCK_N": 32, "KEYS_FIRST": False, "SEQS": 32, **without_items}
-    print("chunk", compiled_bytes(triton_latents._attend_kernel, chunk, num_warps=8, num_stages=2))
+    print("chunk", compiled_bytes(triton_latents._attend_kernel, chunk, num_warps=8, num_stages=3))
     prompt = {"NUM_HEADS": 16, "PLAIN_DIM": 128, "ROPE_DIM": 64, "VALUE_DIM": 128, "BLOCK_P": 128, "BLOCK_R": 64}
     prompt |= {"BLOCK_V": 128, "BLOCK_M": 128, "BLOCK_N": 64, "SEQS": 32}
     types = _TYPES | {"key_starts": "*i32", "offsets": "*i32", "lse": "*fp32", "out": "*fp32"}
