@@ -28,7 +28,7 @@ from . import gpu
 from .experts import ExpertWeight
 from .fp8 import BLOCK, round_rows
 from .silu import SwigluClamp
-from .triton_fp8_rows import e4m3, quotients, scales_of
+from .triton_fp8_rows import e4m3, quotients, scales_for
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
 _BYTES = 16384  # of W that a program reads, if a row is shorter; the fastest on an H100
@@ -109,7 +109,7 @@ def _rounded(x, GROUP: tl.constexpr, IS_POWER: tl.constexpr):
     """Round rows [M, WIDTH] float32 as `round_rows` does. Return their values, float32, and scales [M, groups]."""
     groups: tl.constexpr = x.shape[1] // GROUP
     grouped = tl.reshape(x, (x.shape[0], groups, GROUP))
-    scales = scales_of(tl.max(tl.abs(grouped), 2), IS_POWER)
+    scales = scales_for(tl.max(tl.abs(grouped), 2), IS_POWER)
     grouped = e4m3(quotients(grouped, scales[:, :, None])).to(tl.float32)
     return tl.reshape(grouped, (x.shape[0], x.shape[1])), scales
 
