@@ -40,7 +40,7 @@ from .drafters.speculation import read_speculation
 from .fingerprint import fingerprint, fingerprint_of
 from .grammar import Grammars
 from .host_memory import available_memory
-from .latent_pieces import MAX_GRAPH_TOKENS, is_faster, piece_size
+from .latent_pieces import is_faster, piece_size
 from .logprobs import Logprobs, compute_logprobs
 from .made_checkpoint import FILES
 from .model_card import read_card
@@ -286,8 +286,6 @@ class Engine:
 
         if captures(self.device):
             sizes = bucket_sizes(self.model_config.layer_products, self._ranks.num_head_shards)
-            if self.model_config.latent is not None:
-                sizes = [size for size in sizes if size <= MAX_GRAPH_TOKENS]
             self._prompt_graphs = PromptGraphs(run, sizes, self.pool.page_size, self.context_len, self.device, progress)
 
     @property

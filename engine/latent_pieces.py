@@ -22,7 +22,6 @@ from .model_config import LatentConfig
 if TYPE_CHECKING:
     from ..kernels.triton_expanded import ExpandedTiles
 
-MAX_GRAPH_TOKENS = 768  # of a chunk in a graph, which has the absorbed form alone; the expanded one saves more beyond
 _LEAST = 64  # tokens of a batch; for fewer, launches take longer than what they save
 _PIECE_BYTES = 256 << 20  # of the keys and values of a piece
 _UNIT = 64  # keys
