@@ -3,10 +3,11 @@
     python tests/benchmarks/synthetic.py llama-3.1-8b models/8b --planted --acceptance 0.8
     python tests/benchmarks/bench_grammar.py --model models/8b --draft-model models/8b/eagle3-0.8 [--streams 32]
 
-The tokens of a planted model get texts for it: `"t17",` and the like, so that every planted text is a list of JSON
-strings, which the grammar demands. Drafts are then right as often as without the grammar, and the texts are compared
-with the known ones. Free and bound rounds take turns. Prints their times, how long the host fills the masks of a round
-from the drafts on, and in how many rounds the device waited for them.
+The tokens of a planted model get texts for it: ` t17` and the like. Where the low digit, which goes up with each token,
+begins or ends a cycle (planted_text.py), `{"text":"` or `"},` stands beside it. So every planted text is a list of JSON
+objects, but for its beginning, as the grammar demands. Drafts are then right as often as without the grammar, and the
+texts are compared with the known ones. Free and bound rounds take turns. Prints their times, how long the host fills
+the masks of a round from the drafts on, and in how many rounds the device waited for them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ from baton.metadata.config import ProcessConfig
 from baton.metadata.logs import setup_logging
 from baton.metadata.wire.request import SamplingParams
 
-GRAMMAR = r"start: ITEM+" + "\n" + r'ITEM: /"[^"\\\x00-\x1f]{0,40}",/'
+GRAMMAR = r"""
+start: REST? item*
+item: "{\"text\":\"" REST
+REST: /[^"\\\x00-\x1f]*"},/
+"""
 FREE = SamplingParams(max_tokens=1 << 16, temperature=0.0)
 BOUND = SamplingParams(max_tokens=1 << 16, temperature=0.0, grammar=GRAMMAR)
 
@@ -89,7 +94,7 @@ def row_of(point: Point) -> str:
 
 
 def with_texts(model: Path, directory: Path) -> Path:
-    """Return a copy of a planted model, by links, whose tokens are JSON strings and commas."""
+    """Return a copy of a planted model, by links, whose tokens are parts of JSON objects."""
     for each in model.iterdir():
         if each.name not in ("tokenizer.json", "config.json"):
             (directory / each.name).symlink_to(each.resolve())
@@ -100,13 +105,18 @@ def with_texts(model: Path, directory: Path) -> Path:
 
 
 def write_words(path: Path, vocab_size: int) -> int:
-    """Write a byte-level tokenizer whose token i is the text `"ti",`. Some ids that no planted text has are the bytes,
-    without which no tokenizer is, and one more, which is returned, ends a text."""
+    """Write a byte-level tokenizer whose token i is the text ` ti`, with what begins or ends an object around it. Some
+    ids that no planted text has are the bytes, without which no tokenizer is, and one more, which is returned, ends a
+    text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     text = PlantedText(vocab_size)
     *free, end = np.flatnonzero(text.raw_codes >= text.num_codes)[:257].tolist()
-    words = {token: f'"t{token}",' for token in range(vocab_size)}
+    begins, ends = (text.low == low for low in (0, text.base - 1))
+    words = {
+        token: ('{"text":"' if begins[token] else "") + f"Ġt{token}" + ('"},' if ends[token] else "")
+        for token in range(vocab_size)
+    }
     words |= dict(zip(free, sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
     tokenizer = Tokenizer(models.BPE(vocab={word: token for token, word in words.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]

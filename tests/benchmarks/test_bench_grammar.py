@@ -1,4 +1,4 @@
-"""The benchmark of grammars: a planted model's texts are lists of JSON strings, and its table."""
+"""The benchmark of grammars: a planted model's texts are lists of JSON objects, and its table."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from bench_grammar import GRAMMAR, HEADER, Point, row_of, write_words
 from planted_text import PlantedText
 
 
-def test_every_text_of_the_words_is_a_list_of_strings(tmp_path: Path) -> None:
+def test_every_text_of_the_words_is_a_list_of_objects(tmp_path: Path) -> None:
     end = write_words(tmp_path / "tokenizer.json", 1024)
     tokenizer = llguidance.LLTokenizer(str(tmp_path / "tokenizer.json"), n_vocab=1024, eos_token=[end])
-    ids = PlantedText(1024).continuation([17, 4], 40)
+    text = PlantedText(1024)
+    ids = text.continuation([17, 4], 8 * text.base)
     matcher = llguidance.LLMatcher(tokenizer, GRAMMAR)
     for token in ids:
         assert matcher.compute_bitmask()[token // 8] >> token % 8 & 1 and matcher.consume_token(token)
-    assert json.loads(f"[{tokenizer.decode_str(ids)[:-1]}]") == [f"t{token}" for token in ids]
+    first, last = ([at for at, token in enumerate(ids) if text.low[token] == 0][end] for end in (0, -1))
+    objects = json.loads(f"[{tokenizer.decode_str(ids[first:last])[:-1]}]")
+    assert [word for each in objects for word in each["text"].split()] == [f"t{token}" for token in ids[first:last]]
 
 
 def test_bound_rounds_are_compared_with_free_ones() -> None:
