@@ -76,9 +76,8 @@ def test_logits_of_fp8_weights(family: str, scheme: str, checkpoint: Checkpoint,
 
 
 def test_logits_of_mxfp4(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    check_logits(
-        mxfp4.in_mxfp4(checkpoint("gpt_oss", hidden_size=64, intermediate_size=64), tmp_path / "mxfp4")[0], EXACT
-    )
+    packed, _ = mxfp4.in_mxfp4(checkpoint("gpt_oss", hidden_size=64, intermediate_size=64), tmp_path / "mxfp4")
+    check_logits(packed, ROUNDED)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])  # with sinks and windows
