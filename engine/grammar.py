@@ -11,8 +11,9 @@ A mask is a row of bits, 1 for an allowed token: token i is bit i % 32 of word i
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -33,7 +34,8 @@ from .sampling_state import SamplingState
 logger = logging.getLogger(__name__)
 
 Mask: TypeAlias = NDArray[np.int32]  # [..., ceil(vocab_size / 32)]
-MAX_COMPILED = 64  # grammars that are kept, with what their masks have taught them
+MAX_COMPILED = 64  # originals that are kept, with what their masks have taught them
+MOST_ORIGINALS = min(8, os.cpu_count() or 1)  # of one grammar
 
 
 class Matcher:
@@ -87,6 +89,41 @@ class DraftChain(NamedTuple):
     drafts: Sequence[int] = ()
 
 
+class Originals:
+    """Matchers at the beginning of one grammar's text, from which those of sequences are copied.
+
+    Copies of one original share what they learn, behind a lock. So their masks are filled one after the other, and
+    those of several originals at the same time. Each request that comes, and each copy, brings one more original, up to
+    MOST_ORIGINALS: a grammar of a single sequence is compiled once."""
+
+    def __init__(self, compile_one: Callable[[], llguidance.LLMatcher | None]) -> None:
+        self._compile_one = compile_one
+        self._coming: list[Future[llguidance.LLMatcher | None]] = []
+        self._num_copies = 0
+
+    @property
+    def num_coming(self) -> int:
+        """Originals that are compiled or will be."""
+        return len(self._coming)
+
+    def prepare(self) -> None:
+        """Begin to compile another original, if there may be one."""
+        is_refused = bool(self._coming) and self._coming[0].done() and self._coming[0].result() is None
+        if not is_refused and len(self._coming) < MOST_ORIGINALS:
+            self._coming.append(begin(self._compile_one, "grammar"))
+
+    def copy(self) -> llguidance.LLMatcher | None:
+        """Return a copy of the originals that are ready, in turn; wait for the first one. None: llguidance does not
+        take the grammar."""
+        if self._num_copies >= len(self._coming):
+            self.prepare()
+        first, *others = self._coming
+        ready = [first.result(), *(each.result() for each in others if each.done())]
+        original = ready[self._num_copies % len(ready)]
+        self._num_copies += 1
+        return None if original is None else original.deep_copy()
+
+
 class Grammars:
     """Compiles grammars for one tokenizer and makes matchers. One thread."""
 
@@ -98,27 +135,29 @@ class Grammars:
             lambda: llguidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids)),
             "tokenizer of grammars",
         )
-        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher | None]] = OrderedDict()
+        self._compiled: OrderedDict[str, Originals] = OrderedDict()
         self._limits = llguidance.LLParserLimits(step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
-        self._executor = llguidance.LLExecutor()
+        self._executor = llguidance.LLExecutor(MOST_ORIGINALS)  # more threads would wait for the same locks
 
     def prepare(self, grammar: str | None) -> None:
         """Begin to compile the grammar of a request that comes soon, if it has one. It takes up to half a second."""
         if grammar is None:
             return
         if grammar not in self._compiled:
-            self._compiled[grammar] = begin(lambda: self._compile(grammar), "grammar")
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._compiled[grammar] = Originals(lambda: self._compile(grammar))
         self._compiled.move_to_end(grammar)
+        self._compiled[grammar].prepare()
+        self._leave_out()
 
     def matcher(self, state: SamplingState) -> Matcher:
         """Return the matcher of a sequence after the tokens that it has generated."""
         grammar = state.params.grammar
         assert grammar is not None, state.params
-        self.prepare(grammar)
-        compiled = self._compiled[grammar].result()
-        matcher = Matcher(None if compiled is None else compiled.deep_copy(), state)
+        if grammar not in self._compiled:
+            self.prepare(grammar)
+        self._compiled.move_to_end(grammar)
+        matcher = Matcher(self._compiled[grammar].copy(), state)
+        self._leave_out()
         matcher.accept(state.output_ids)
         return matcher
 
@@ -167,6 +206,11 @@ class Grammars:
         self.fill(masks, chains)
         broken = {chain.row for chain in chains if chain.matcher.is_broken}
         return masks, [row in broken for row in range(len(states))]
+
+    def _leave_out(self) -> None:
+        """Forget the grammars that were used longest ago, if there are too many originals."""
+        while len(self._compiled) > 1 and sum(each.num_coming for each in self._compiled.values()) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher | None:
         """Return the matcher of a grammar at the beginning, which others are copied from. None: llguidance does not

@@ -192,8 +192,30 @@ def test_a_tokenizer_that_llguidance_does_not_know_breaks_every_matcher(
 
 
 def test_only_so_many_grammars_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_file, "MAX_COMPILED", 2)
+    monkeypatch.setattr(grammar_file, "MAX_COMPILED", 3)  # originals: two of one grammar, and one of another
+    monkeypatch.setattr(grammar_file, "MOST_ORIGINALS", 2)
     texts = [llguidance.LLMatcher.grammar_from_regex(each) for each in ("a", "b", "c")]
     for text in (*texts[:2], texts[0], texts[2]):
         assert not matcher(grammars, params(9, grammar=text)).is_broken
     assert list(grammars._compiled) == [texts[0], texts[2]], "the one that was used longest ago is gone"
+
+
+def test_sequences_of_one_grammar_are_copies_of_several_originals(
+    model: Path, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of one original fill their masks one after the other. All have the same masks."""
+    monkeypatch.setattr(grammar_file, "MOST_ORIGINALS", 3)
+    for _ in range(2):
+        grammars.prepare(OBJECT)
+    ids = tokens(model, '{"id": 1')
+    followers = [matcher(grammars, params(40, grammar=OBJECT), ids) for _ in range(7)]
+    assert grammars._compiled[OBJECT].num_coming == 3
+    masks = np.full((7, grammars.num_words), -1, np.int32)
+    grammars.fill(masks, [DraftChain(each, row) for row, each in enumerate(followers)])
+    assert len({mask.tobytes() for mask in masks}) == 1 and ids_of(masks[0])
+
+
+def test_a_grammar_of_one_sequence_is_compiled_once(grammars: Grammars) -> None:
+    grammars.prepare(WORDS)
+    matcher(grammars, params(9, grammar=WORDS))
+    assert grammars._compiled[WORDS].num_coming == 1
