@@ -352,15 +352,8 @@ class _TritonLatents:
         pieces = LatentPieces.of(batch, latent, config.num_heads, kv.itemsize)
         return cls(latent.scale, plan, Turns(cos, sin, plan.rows), pieces, kv.unbind(0))
 
-    def __call__(
-        self,
-        index: int,
-        qkv: torch.Tensor,
-        norms: HeadNorms | None,
-        window: int | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        raise NotImplementedError("a pool of latents serves attend_latents alone")
+    def __call__(self, *_: object, **__: object) -> torch.Tensor:
+        raise AssertionError("a layer of latents asks `attend_latents`")
 
     def attend(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
         """Do the work of `attend_latents`."""

@@ -1,9 +1,10 @@
-"""What stands around attention to latents on a GPU (latents.py): absorbed queries, rotation, the store of latents in
-their pages, and the values of attended latents.
+"""Kernels before and after attention to latents on a GPU (kernels/latents.py).
 
-For few tokens, all before attention is one launch, `absorb_latents`, and all after it another one, `latent_values`. A
-program multiplies a tile of tokens by a tile of one head's W_K or W_V. For more tokens, torch multiplies, and
-`turn_latents` does the rest.
+    before    `absorb_latents` multiplies queries by W_K, rotates them, and stores the new latents in their pages
+    after     `latent_values` multiplies the attended latents by W_V
+
+Each is one launch for few tokens: a program multiplies a tile of tokens by a tile of one head's W_K or W_V. For more
+tokens torch multiplies, and `turn_latents` only rotates and stores.
 """
 
 # ruff: noqa: N803, N806

@@ -1,4 +1,4 @@
-"""The routes POST /v1/completions and POST /v1/chat/completions. The steps of a request, with their files:
+"""Handlers of POST /v1/completions and POST /v1/chat/completions. A request takes these steps, each with its files:
 
 body      decoded, checked for what is not served          parameters.py
 group     the nodes that serve its model                   api.py
@@ -15,6 +15,7 @@ serve     one Request per prompt is submitted and
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import xxhash
@@ -159,20 +160,21 @@ async def _serve(
     seed, options = request_seed(body), text_options(body, markers)
     cache_salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
     answer = _new_answer(api, http_request, body, answer_format)
+    params_of = partial(
+        sampling_params,
+        body,
+        group,
+        num_logprobs=answer_format.num_logprobs,
+        seed=seed,
+        grammar=grammar,
+        ends_with_context=answer_format.ends_with_context,
+    )
     requests = [
         Request(
             rid,
             group,
             ids,
-            sampling_params(
-                body,
-                group,
-                len(ids),
-                num_logprobs=answer_format.num_logprobs,
-                seed=seed,
-                grammar=grammar,
-                ends_with_context=answer_format.ends_with_context,
-            ),
+            params_of(len(ids)),
             answer,
             num_choices=body.n or 1,
             options=options,

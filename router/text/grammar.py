@@ -1,9 +1,9 @@
-"""Grammars of requests, and their conversion into llguidance's grammar text, which the nodes compile.
+"""Conversion of a client's grammar into the text that nodes compile by llguidance.
 
-A source is what a client wrote: a JSON schema, a regular expression, choices, a grammar or structural tags. `converted`
-turns it into the text of a grammar of llguidance (https://github.com/guidance-ai/llguidance) and compiles it. It can
-take long and use much memory, so the router calls it in a process of its own (grammar_process.py). Whatever llguidance
-does not support is refused, never left out.
+A client writes a source: a JSON schema, a regular expression, choices, a grammar or structural tags. `converted` turns
+it into a grammar of llguidance (https://github.com/guidance-ai/llguidance), and compiles that to check it. This can
+take long and use much memory, so the router calls it in a process of its own (grammar_process.py). A source with parts
+that llguidance does not support is refused.
 """
 
 from __future__ import annotations

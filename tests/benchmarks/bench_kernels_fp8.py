@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
+from bench_kernels_dense import microseconds
 from torch import Tensor
 
 from baton.engine.layers.residual import Residual
@@ -49,27 +49,6 @@ REPLAY_BYTES = 1e9  # weights read by a replay
 NUM_LAYERS = 8
 READ_TB_S = 4.4  # of an H200
 DTYPE = torch.bfloat16
-
-
-def microseconds(calls: Sequence[Callable[[], object]], num_rounds: int = 1) -> float:
-    """Return the median time of one of `calls`, which run one after the other, `num_rounds` times."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(num_rounds):
-            for call in calls:
-                call()
-    times = []
-    for _ in range(6):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[1:]) * 1e3 / (len(calls) * num_rounds)
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
