@@ -20,6 +20,7 @@ from ..kernels.operations import captures
 from .capture import captured
 from .progress import Progress, tracked
 from .round_inputs import InputBlock
+from .round_sizes import round_sizes
 from .sampling_state import KINDS, Needs, covering
 
 logger = logging.getLogger(__name__)
@@ -29,13 +30,8 @@ Result = TypeVar("Result")
 
 
 def graph_sizes(kv: torch.Tensor, max_running: int) -> list[int]:
-    """Return the buckets worth a graph: powers of two and `max_running`; none if kernels would read values on the
-    host."""
-    if not captures(kv.device):
-        return []
-    return sorted(
-        {*(1 << power for power in range(max_running.bit_length()) if 1 << power <= max_running), max_running}
-    )
+    """Return the buckets worth a graph, `round_sizes`; none if kernels would read values on the host."""
+    return round_sizes(max_running) if captures(kv.device) else []
 
 
 class _Key(NamedTuple, Generic[Step]):

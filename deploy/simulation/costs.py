@@ -6,7 +6,7 @@
     handoff    by the tokens of the last chunk, since the pages before it are pulled while that is computed
 
 Bases are linear between measured sizes, those of the smallest size below it, and go on as the last two sizes say above
-the largest. A graph of a round serves batches up to its bucket: a power of two, or `max_running`.
+the largest. A graph of a round serves batches up to its bucket (engine/round_sizes.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ...engine.draft_shape import NO_DRAFTS
 from ...engine.joint_sizes import JointSize, JointSizes
+from ...engine.round_sizes import round_sizes
 from .times import ChunkPoint, RoundPoint, Times
 
 
@@ -52,7 +53,8 @@ class Costs:
         self._per_context_token = _per_context_token(times.rounds)
         slope, shortest = self._per_context_token, _shortest(times.rounds).values()
         base = Curve((each.batch, each.ms - slope * each.batch * each.context) for each in shortest)
-        self._round_ms = [base(_bucket(batch, max_running)) for batch in range(max_running + 1)]
+        sizes = round_sizes(max_running)
+        self._round_ms = [base(next(each for each in sizes if each >= batch)) for batch in range(max_running + 1)]
         self._per_pair, self._per_square = _attention(times.chunks)
         plain = [each for each in times.chunks if each.prompts == 1 and not each.history]
         self._chunk_base = Curve((each.tokens, each.ms - self._per_square * each.tokens**2) for each in plain)
@@ -87,10 +89,6 @@ class Costs:
     def handoff_s(self, num_tokens: int) -> float:
         """Return the time of a handoff whose last chunk has `num_tokens` tokens."""
         return self._handoff(num_tokens) / 1e3
-
-
-def _bucket(batch: int, max_running: int) -> int:
-    return min(1 << max(0, batch - 1).bit_length(), max_running)
 
 
 def _shortest(points: Iterable[RoundPoint]) -> dict[int, RoundPoint]:
