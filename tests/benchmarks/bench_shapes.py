@@ -42,8 +42,8 @@ def second_token(prompt_len: int, *more: str) -> list[str]:
 LOADS = {f"idle-{size}": second_token(size) for size in (64, 256, 1024, 8192)}
 LOADS |= {f"busy-{size}": second_token(size, "--background", "32") for size in (64, 256, 1024, 8192)}
 LOADS |= {
-    "4096": ["--rates", "3", "6", "8", "10", "--seconds", "10", "--prompt-len", "4096", "--tokens", "256"],
-    "1024": ["--rates", "12", "24", "--seconds", "10", "--prompt-len", "1024", "--tokens", "512"],
+    "4096": ["--rates", "2", "4", "6", "8", "10", "--seconds", "10", "--prompt-len", "4096", "--tokens", "256"],
+    "1024": ["--rates", "8", "16", "24", "--seconds", "10", "--prompt-len", "1024", "--tokens", "512"],
     "turns": ["--rates", "1", "--seconds", "5", "--prompt-len", "2048", "--turns", "10", "--tokens", "32"],
 }
 
