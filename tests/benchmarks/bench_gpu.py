@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from bench_adaptive import adaptive
-from bench_joint import CHUNKS, joint
+from bench_joint import joint
 from bench_prompts import LENGTHS, small_prompt
 from bench_sequences import CHUNK, Running, check, run_rounds, start, start_long, stop, store
 from bench_tables import heading, tables
@@ -50,6 +50,7 @@ from baton.engine.device_executor import DeviceExecutor
 from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.group import START_TIMEOUT_S, CpuGroup
+from baton.engine.joint_sizes import CHUNK_SIZES
 from baton.engine.mapped_blocks import MappedBlocks
 from baton.engine.pages import Owner
 from baton.engine.progress import ProgressBar
@@ -162,7 +163,7 @@ def _parts(
             for batch in options.batches
             if batch <= 64
             for steps in sorted({0, rounds.shape.num_steps})
-            for num_tokens in CHUNKS
+            for num_tokens in CHUNK_SIZES
         ],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "kernels": lambda: [kernels(engine, rounds, batch) for batch in options.batches],

@@ -17,7 +17,6 @@ from baton.engine.rounds import LocalChunk, Rounds
 from baton.engine.sampling_state import SamplingState
 from baton.engine.work import BatchRow
 
-CHUNKS = (64, 128, 256)  # tokens
 _WARM_UP, _TIMES = 4, 24
 
 
