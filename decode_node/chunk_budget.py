@@ -11,9 +11,15 @@ leaves no room for LEAST_TOKENS beside a round. The rules for that are:
   bound, and the 99th percentile of the gaps holds. The node reports that it has no room, and the router sends prompts
   elsewhere if it can.
 - The operator gave none. A chunk that takes about twice as long as one of LEAST_TOKENS runs beside one round of
-  several. They are so many that the mean gap is at most DEFAULT_GAP rounds. If the prompts that wait would take longer
-  than QUEUE_S at this pace, chunks have their full length: so the bound delays a first token by QUEUE_S at most, and a
-  load that the node can serve does not pile up.
+  several. They are so many that the mean gap is at most DEFAULT_GAP rounds.
+
+The default bound yields to two other aims:
+
+- If chunks share the round's forward, those lengths count with which the prompts that wait take at most QUEUE_S. Of
+  these the chunk has the one that delays the streams least in all. It is often longer than the bound allows: one long
+  chunk delays them less than several short ones.
+- Else, if the prompts that wait would take longer than QUEUE_S within the bound, chunks have their full length. So the
+  bound delays a first token by QUEUE_S at most, and a load that the node can serve does not pile up.
 
 A stream may also start while the device computes chunks without a round. Its first round comes after them. So the node
 lets MAX_AHEAD chunks at most lie before the device. While pages for a stream are on the way, these chunks and a round
@@ -63,6 +69,7 @@ class Queue(NamedTuple):
 
     num_tokens: int  # all of them
     depth: int = 0  # tokens before the first one
+    num_done: int = 0  # of `depth`: computed here, not found in a cache
     is_scored: bool = False  # the first ones are scored, so they never share the forward of a round
 
 
@@ -167,6 +174,9 @@ class ChunkBudget:
         round_s = self._rounds.expected(num_streams, num_steps)
         lengths = [] if queue.is_scored else self._joint.lengths(num_streams, num_steps)
         lengths = [each for each in lengths if each <= self._chunk_tokens]
+        if self._max_gap_s is None and (kindest := self._kindest(num_streams, num_steps, queue, lengths)) is not None:
+            is_within = round_s + kindest.seconds <= self._bound_s(round_s)
+            return ChunkPace(kindest.num_tokens, 1, is_within, kindest.is_joint)
         full = self._chunk(num_streams, num_steps, self._chunk_tokens, queue)
         within_s = self._bound_s(round_s) * (1 - self._margin) - round_s
         chunk = self._longest(num_streams, num_steps, queue, lengths, within_s)
@@ -265,6 +275,19 @@ class ChunkBudget:
         own = self._chunk(num_streams, num_steps, num_tokens, queue) if num_tokens else _Chunk(0, is_joint, 0.0)
         round_s = self._rounds.expected(num_streams, num_steps)
         return max(joint, own, key=lambda each: each.num_tokens / (round_s + each.seconds))
+
+    def _kindest(self, num_streams: int, num_steps: int, queue: Queue, lengths: Sequence[int]) -> _Chunk | None:
+        """Return the chunk of one of `lengths`, which share the round's forward, that delays the streams least until the
+        queue is computed. None: with none of them the queue, and what was computed of its first prompt, take QUEUE_S at
+        most. So a long prompt does not slow down at its end."""
+        round_s, num_tokens = self._rounds.expected(num_streams, num_steps), queue.num_tokens + queue.num_done
+        chunks = [self._chunk(num_streams, num_steps, each, queue) for each in lengths]
+        chunks = [each for each in chunks if num_tokens * (round_s + each.seconds) <= QUEUE_S * each.num_tokens]
+        return min(
+            chunks,
+            key=lambda each: (math.ceil(queue.num_tokens / each.num_tokens) * each.seconds, -each.num_tokens),
+            default=None,
+        )
 
     def _bound_s(self, round_s: float) -> float:
         return DEFAULT_GAP * round_s if self._max_gap_s is None else self._max_gap_s

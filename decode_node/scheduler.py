@@ -350,7 +350,8 @@ class DecodeScheduler:
         streams = self.streams if count is None else count()
         if not streams.has_any:
             return ChunkRoom(self.chunk_tokens)
-        queue = Queue(self.num_queued_tokens, first.num_computed, _is_scored(first))
+        num_done = max(0, first.num_computed - first.num_cached)
+        queue = Queue(self.num_queued_tokens, first.num_computed, num_done, _is_scored(first))
         room = self._budget(streams.num_decoding, shape.num_steps, queue)
         return room._replace(num_tokens=min(self.chunk_tokens, room.num_tokens))
 

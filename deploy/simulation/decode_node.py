@@ -361,7 +361,8 @@ class SimulatedDecodeNode:
         num_streams, pieces = len(self._running), list[tuple[SimulatedRequest, int]]()
         room = ChunkRoom(self._chunk_tokens)
         if num_streams or self._num_awaited:
-            queue = Queue(self._num_queued_tokens, self._computing[0][1].num_computed)
+            num_done = self._computing[0][1].num_computed
+            queue = Queue(self._num_queued_tokens, num_done, num_done)
             room = self._budget.room(num_streams, 0, queue)
         budget = min(self._chunk_tokens, room.num_tokens)
         for _, request in self._computing:
