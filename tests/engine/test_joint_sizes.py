@@ -59,9 +59,10 @@ def test_the_size_with_least_padding_serves() -> None:
 
 def test_a_chunk_shares_a_forward_by_batch_drafts_length_and_number_of_prompts() -> None:
     sizes = JointSizes(joint_sizes([1, 2, 4, 8, 16, 32, 64], CHAIN), CHAIN)
-    assert sizes.lengths(8, 0) == sizes.lengths(64, 0) == [64, 128, 256] and sizes.lengths(65, 0) == []
-    assert sizes.lengths(33, 5) == [64, 128, 256] and sizes.lengths(33, 4) == [], "more than 192 rows of padding"
+    assert sizes.lengths(8, 0) == sizes.lengths(64, 0) == list(CHUNK_SIZES) and sizes.lengths(65, 0) == []
+    assert sizes.lengths(33, 5) == list(CHUNK_SIZES) and sizes.lengths(33, 4) == [], "more than 192 rows of padding"
     assert sizes.holds(8, 0, 250, MAX_PROMPTS) and not sizes.holds(8, 0, 250, MAX_PROMPTS + 1)
-    assert not sizes.holds(8, 0, 257)
+    assert not sizes.holds(8, 0, 257), "255 tokens of padding"
+    assert sizes.holds(8, 0, 320) and not sizes.holds(8, 0, 1025)
     assert EVERY_SIZE.holds(999, 0, 9999, 99) and EVERY_SIZE.lengths(1, 0) == [] and EVERY_SIZE.max_prompts is None
     assert not JointSizes(()).holds(1, 0, 1), "without graphs a GPU computes each apart"
