@@ -60,7 +60,9 @@ def test_rows_are_rounded_one_by_one(page_size: int, head_dim: int, dtype: torch
     found = blocks_at(kv[layer], blocks, dtype).view(-1, head_dim)[places]
     assert found.dtype == dtype and torch.equal(found, fp8_rounded(rows))
     largest = kv[layer].float().abs().amax(-1).view(-1)[places]
-    assert (largest[rows.any(-1)] == 448).all()
+    assert ((largest >= 224) & (largest <= 448))[rows.any(-1)].all()
+    stored = scales_of(kv[layer]).flatten()[places]
+    assert (stored.log2().frac() == 0).all(), "powers of two"
     assert torch.equal(kv.view(torch.uint8)[0], before[0])  # the other layer
     others = torch.ones(7 * 6 * page_size, dtype=torch.bool).index_fill(0, places, value=False)
     assert torch.equal(*(each.reshape(-1, head_dim)[others] for each in (kv.view(torch.uint8)[layer], before[layer])))
@@ -74,7 +76,7 @@ def test_a_row_that_is_no_number_stays_none() -> None:
     rows[0, 3], rows[1, 5] = float("nan"), float("inf")
     store_rows(rows, kv[0], torch.tensor([0, 1, 2]))
     found = blocks_at(kv[0], torch.tensor([0]), torch.float32)[0]
-    assert not found[0].isfinite().all() and not found[1].isfinite().all() and (found[2] == 1).all()
+    assert found[:2].isnan().all() and (found[2] == 1).all()
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -44,20 +44,21 @@ def test_gathered_keys(page_size: int, head_dim: int) -> None:
     kv_layer = random(200, 2, 3, page_size, head_dim)
     table = torch.randperm(200, generator=torch.Generator().manual_seed(0)).view(2, 100).to(DEVICE)[:, 3:97]
     for start, stop, num_keys in ((5, 91, 100), (0, 64, 64), (1, 1, 3)):
-        found = triton_history.gather_keys(kv_layer, table, 1, start, stop, num_keys)
-        assert torch.equal(found, gather_keys_ref(kv_layer, table, 1, start, stop, num_keys))
+        found = triton_history.gather_keys(kv_layer, table, 1, start, stop, num_keys, kv_layer.dtype)
+        assert torch.equal(found, gather_keys_ref(kv_layer, table, 1, start, stop, num_keys, kv_layer.dtype))
 
 
 def test_slots_that_the_table_does_not_have_are_refused() -> None:
     kv_layer, table = random(3, 2, 1, 4, 8), torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
     for seq, start, stop, num_keys in ((0, 0, 9, 9), (0, 4, 2, 4), (0, 0, 8, 4), (1, 0, 4, 4)):
         with pytest.raises(AssertionError):
-            triton_history.gather_keys(kv_layer, table, seq, start, stop, num_keys)
+            triton_history.gather_keys(kv_layer, table, seq, start, stop, num_keys, kv_layer.dtype)
 
 
 @IN_A_FILE
 @WRAPS
 def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
     pool = make_large_pool(tmp_path)
-    found = triton_history.gather_keys(pool[0], TABLE, 0, 1, SEQ_LEN, 3 * PAGE_SIZE)
-    assert torch.equal(found, gather_keys_ref(small_pool(pool)[0], SMALL_TABLE, 0, 1, SEQ_LEN, 3 * PAGE_SIZE))
+    found = triton_history.gather_keys(pool[0], TABLE, 0, 1, SEQ_LEN, 3 * PAGE_SIZE, pool.dtype)
+    small = small_pool(pool)[0]
+    assert torch.equal(found, gather_keys_ref(small, SMALL_TABLE, 0, 1, SEQ_LEN, 3 * PAGE_SIZE, pool.dtype))

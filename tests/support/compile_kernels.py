@@ -223,7 +223,7 @@ def _fp8_pages() -> None:
         chunk = {**tiles, "BLOCK_M": 128, "SEQS": 32, "HAS_WINDOW": False}
         launch = {"num_warps": 8, "num_stages": 3}
         print(f"{name} chunk", compiled_bytes(triton_extend._extend_kernel, chunk, types, **launch))
-        stores = {**layout, "NUM_HEADS": 32, "HEADS": 16, "HALF": 64, "DEPENDENT": True}
+        stores = {**layout, "NUM_HEADS": 32, "HEADS": 16, "HALF": 64, "DEPENDENT": True, "WRITES_BACK": pages == _E4M3}
         print(f"{name} store", compiled_bytes(triton_store._store_kernel, stores, types, num_warps=4))
     types = _TYPES | {"sources": "*i64", "targets": "*i64"}
     for kv, width, block in (("*u8", 128, 16 * 132), ("*fp32", 1, 4 * 132)):
