@@ -4,7 +4,8 @@
 
 torch's fused attention (cuDNN on a GPU) does the work, because it is faster than `extend_attention` (triton_extend.py).
 It cannot read pages, so `gather_keys` copies them to contiguous keys and values in the dtype of the queries, one block
-after the other. Each call also returns the logarithm of each row's sum of exponentials. `join_parts` joins the results of two calls by it:
+after the other. Each call also returns the logarithm of each row's sum of exponentials. `join_parts` joins the results
+of two calls by it:
 
     |<----------------- history ----------------->|<-- chunk -->|
     |   block   |   block   |   block   |  left   |     own     |  zeros  |
@@ -103,7 +104,8 @@ def history_attention(
 
     `q` [num_tokens, num_heads, head_dim] is rotated, and may be strided by token. The chunk's KV is stored in
     `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] already, behind that of `num_before` tokens. It has q's
-    dtype or is in e4m3 (fp8_pages.py). `block_table` [num_seqs, max_pages] int64 is on the device. The host reads no tensor."""
+    dtype or is in e4m3 (fp8_pages.py). `block_table` [num_seqs, max_pages] int64 is on the device. The host reads no
+    tensor."""
     num_tokens, num_heads, head_dim = q.shape
     assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)
     assert num_heads % kv_layer.shape[2] == 0 and kv_layer.dtype in (q.dtype, E4M3), (q.shape, kv_layer.shape, q.dtype)

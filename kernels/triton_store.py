@@ -19,12 +19,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .fp8 import E4M3
-from .fp8_pages import block_size, has_close_blocks, scales_of
+from .fp8_pages import MOST, block_size, has_close_blocks, scales_of
 from .triton_fp8_rows import e4m3, scales_for
 
 _TOKENS = 64  # per program of `_rows_kernel`
 _SEQS = 64  # sequences that `_count_up_to` looks at in one step
 _HEADS = 16  # per program of `_store_kernel`
+_MOST = tl.constexpr(MOST)
 _RUN_TIME = ("num_tokens", "num_seqs", "query_len", "table_stride", "max_pages")  # a new value compiles nothing
 
 
@@ -206,7 +207,8 @@ def _store_kernel(
         largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
         is_number = (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
         is_good = tl.min(is_number.to(tl.int32), 1) != 0
-        scales = tl.where(is_good, scales_for(largest, True), float("nan"))[:, None]
+        scales = scales_for(tl.minimum(largest, _MOST), True)
+        scales = tl.where(is_good, scales, float("nan"))[:, None]
         first, second = e4m3(tl.div_rn(x, scales)), e4m3(tl.div_rn(y, scales))
         if WRITES_BACK:
             is_written = inside & (heads >= NUM_HEADS)

@@ -182,6 +182,7 @@ def test_keys_and_values_in_fp8_are_those_that_would_be_stored_rounded_once_more
     generator = torch.Generator().manual_seed(1)
     plain = Case((5, 1, 0, 9), (7, 1, 4, 30), heads, head_dim, page_size, dtype)
     plain.qkv[2, -head_dim:] = 0
+    plain.qkv[4, -head_dim] = 6e4  # more than the largest scale holds
     plain.qkv[3, -head_dim:] = torch.tensor(([1.0, float("inf"), float("nan")] + [2.0] * head_dim)[:head_dim])
     num_tokens, num_kv_heads = len(plain.qkv), heads[1]
     angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator)
