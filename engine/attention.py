@@ -7,7 +7,9 @@ tokens: whole prompts from their queries, keys and values (prompt_attention.py),
 pages (history.py).
 
 If pages are in FP8, a token sees its own keys and values as they are stored, or the text would depend on the division
-into chunks. Then a CPU gathers all pages, and fused attention on CUDA takes none.
+into chunks. So a CPU gathers all pages. On CUDA the store of a whole prompt's keys and values also writes the stored
+numbers over them, and the copy of pages behind which a chunk stands returns these numbers. They are exact in 16 bits
+(kernels/fp8_pages.py), so all ways see the same ones.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import torch
 
 from ..kernels import history, prompt_attention
 from ..kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
-from ..kernels.fp8 import E4M3
 from ..kernels.latents import LatentWeights, join_latents, latent_values
 from ..kernels.norm import rms_norm
 from ..kernels.operations import captures, reads_pages
@@ -89,7 +90,7 @@ def begin_attention(
     if captures(kv.device) and config.latent is not None:
         return _TritonLatents.of(config, batch, kv, *cos_sin)
     if captures(kv.device):
-        prompts = PromptPieces.of(batch, kv) if set(config.sliding_window) == {None} else None
+        prompts = PromptPieces.of(batch, kv, dtype) if set(config.sliding_window) == {None} else None
         return _TritonAttention(config, triton_plan(batch), prompts, kv.unbind(0), *cos_sin)
     is_short = batch.tree is not None or max(batch.query_lens) <= _MAX_COMPILED_QUERY_LEN
     if is_short and reads_pages(kv.device, kv.dtype):
@@ -223,13 +224,14 @@ class PromptPieces:
     index: torch.Tensor | None  # [num_rest] int64, these tokens
 
     @classmethod
-    def of(cls, batch: ForwardBatch, kv: torch.Tensor) -> PromptPieces | None:
-        """Return None if the whole batch is the rest, or fused attention does not serve on this device."""
+    def of(cls, batch: ForwardBatch, kv: torch.Tensor, dtype: torch.dtype) -> PromptPieces | None:
+        """Return None if the whole batch is the rest, or fused attention does not serve on this device. Arguments are
+        as in `begin_attention`."""
         from ..kernels.triton_attention import TritonPlan
 
-        if not batch.prefix_lens or kv.dtype == E4M3:  # a round, or keys that must be read back as they are stored
+        if not batch.prefix_lens:  # a round
             return None
-        pieces, kind = _pieces(batch.query_lens, batch.prefix_lens), (kv.device, kv.dtype, kv.shape[-1])
+        pieces, kind = _pieces(batch.query_lens, batch.prefix_lens), (kv.device, dtype, kv.shape[-1])
         if any(piece.num_before for piece in pieces) and not history.serves(*kind):
             pieces = [piece._replace(num_before=0) for piece in pieces]
         if all(piece.is_rest for piece in pieces) or not prompt_attention.serves(*kind):
@@ -286,9 +288,11 @@ class _TritonAttention:
 
         assert self.plan.rows is not None
         kv_layer, eps = self.kv_layers[index], self.config.rms_norm_eps
-        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.plan.rows, norms, eps)
-        if self.prompts is not None and sinks is None:  # torch's fused attention has none
-            return self._attend_prompts(self.prompts, q, qkv, kv_layer)
+        prompts = self.prompts if sinks is None else None  # torch's fused attention has none
+        fuses = prompts is not None
+        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.plan.rows, norms, eps, writes_back=fuses)
+        if prompts is not None:
+            return self._attend_prompts(prompts, q, qkv, kv_layer)
         return self.attend(q, kv_layer, window, sinks).flatten(1)
 
     def attend(

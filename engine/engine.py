@@ -16,7 +16,6 @@ import torch
 from msgspec import structs
 
 from ..kernels import history, prompt_attention
-from ..kernels.fp8 import E4M3
 from ..kernels.operations import captures
 from ..kernels.rows import gather_rows
 from ..kernels.trees import move_slots_
@@ -296,8 +295,7 @@ class Engine:
     def _plan_prompts(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Let the fused attention of prompts plan every shape that it will meet in chunks of up to `num_tokens`."""
         config = self._ranks.own(self.model_config)
-        has_prompts = config.latent is None and self._config.kv_dtype == "auto"
-        if not has_prompts or not prompt_attention.serves(self.device, dtype, config.head_dim):
+        if config.latent is not None or not prompt_attention.serves(self.device, dtype, config.head_dim):
             return
         num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=dtype, device=self.device)
@@ -305,8 +303,9 @@ class Engine:
             q, k, v = qkv[: num_seqs * length].split(num_heads, dim=1)
             prompt_attention.prompt_attention(q, k, v, num_seqs)
         if history.serves(self.device, dtype, config.head_dim):
-            page = qkv.new_zeros(1, 2, config.num_kv_heads, self._config.page_size, config.head_dim)
-            history.plan(num_tokens, config.num_heads, page)
+            layout = kv_layouts(self.schema)[0].part_of(self.shard)
+            page = qkv.new_zeros((layout.num_layers, 1, layout.page_layer_bytes), dtype=torch.uint8)
+            history.plan(num_tokens, config.num_heads, _values(page, layout)[0], dtype)
 
     def _warm_up_history(self, num_tokens: int, pages: list[int]) -> None:
         """On CUDA, run chunks behind the histories that need most working memory. The pool need not hold the histories:
@@ -323,7 +322,7 @@ class Engine:
             takes = num_before > 0 and is_faster(config.latent, [num_tokens] * num_seqs, [num_before] * num_seqs)
         else:
             num_before = min(history.longest_rehearsal(), context_len - num_tokens)
-            serves = self.kv.dtype != E4M3 and history.serves(self.device, self.kv.dtype, config.head_dim)
+            serves = history.serves(self.device, _DTYPES[self.dtype_name], config.head_dim)
             takes = serves and history.takes(num_tokens, num_before)
         if not takes:
             return

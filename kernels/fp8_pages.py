@@ -4,19 +4,27 @@
 
 The scales and the block's end lie at multiples of ALIGNMENT bytes. A pool is the tensor of its values, [..., page_size,
 head_dim] float8_e4m3fn, whose blocks are as far apart as they lie in memory. `scales_of` finds the scales behind them.
-A pool of another dtype has no scales. New rows are rounded by `round_rows`, so that the largest number of a token's
-head becomes LARGEST. Attention takes each number as value times scale, rounded to the dtype of the queries.
+A pool of another dtype has no scales. Attention takes each number as value times scale.
+
+New rows are rounded by `round_rows` with scales that are powers of two: the largest number of a token's head becomes a
+value from LARGEST / 2 to LARGEST. Values keep as many bits as with any other scale. But a value times its scale is
+exact in bfloat16 and float16, so all kernels see the same numbers, whether they multiply a value, a score or a weight
+by the scale. A scale is at most 128, so numbers beyond MOST become MOST. A row with a number that is not finite has the
+scale NaN; its values say nothing.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from .fp8 import E4M3, round_rows_ref
+from .fp8 import E4M3, LARGEST, round_rows_ref
 
 ALIGNMENT = 16  # bytes
 SCALE_BYTES = 4
+MOST = 128 * LARGEST  # 57,344; float16 ends at 65,504
 
 
 def scales_of(kv: Tensor) -> Tensor:
@@ -57,11 +65,11 @@ def store_rows(rows: Tensor, kv_layer: Tensor, places: Tensor) -> None:
     """Round rows of heads, and store them with their scales: `rows` [n, head_dim] of any float dtype, `kv_layer`
     [num_pages, num_planes, num_kv_heads, page_size, head_dim] e4m3, `places` [n] int64: block * page_size + slot."""
     page_size, head_dim = kv_layer.shape[-2:]
-    values, scales = round_rows_ref(rows, head_dim)
+    values, scales = round_rows_ref(rows.clamp(-MOST, MOST), head_dim, has_power_of_two_scales=True)
     assert scales is not None, "rounded rows have scales"
     at = places // page_size, places % page_size
     kv_layer.view(torch.uint8).view(-1, page_size, head_dim)[at] = values.view(torch.uint8)
-    scales_of(kv_layer).view(-1, page_size)[at] = scales.squeeze(1)
+    scales_of(kv_layer).view(-1, page_size)[at] = scales.squeeze(1).masked_fill_(~rows.isfinite().all(1), math.nan)
 
 
 def blocks_at(kv_layer: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:

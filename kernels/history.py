@@ -3,8 +3,9 @@
     out[t] = sum over j <= num_before + t of softmax_j(q[t] . k[j] / sqrt(head_dim)) v[j]
 
 torch's fused attention (cuDNN on a GPU) does the work, because it is faster than `extend_attention` (triton_extend.py).
-It cannot read pages, so `gather_keys` copies them to contiguous keys and values, one block after the other. Each call
-also returns the logarithm of each row's sum of exponentials. `join_parts` joins the results of two calls by it:
+It cannot read pages, so `gather_keys` copies them to contiguous keys and values in the dtype of the queries, one block
+after the other. Each call also returns the logarithm of each row's sum of exponentials. `join_parts` joins the results
+of two calls by it:
 
     |<----------------- history ----------------->|<-- chunk -->|
     |   block   |   block   |   block   |  left   |     own     |  zeros  |
@@ -39,6 +40,8 @@ from typing import NamedTuple
 import torch
 
 from . import prompt_attention
+from .fp8 import E4M3
+from .fp8_pages import scales_of
 from .operations import Operation
 
 logger = logging.getLogger(__name__)
@@ -100,11 +103,12 @@ def history_attention(
     """Return the attention of a chunk of sequence `seq`, [num_tokens, num_heads, head_dim], contiguous.
 
     `q` [num_tokens, num_heads, head_dim] is rotated, and may be strided by token. The chunk's KV is stored in
-    `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] already, behind that of `num_before` tokens.
-    `block_table` [num_seqs, max_pages] int64 is on the device. The host reads no tensor."""
+    `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] already, behind that of `num_before` tokens. It has q's
+    dtype or is in e4m3 (fp8_pages.py). `block_table` [num_seqs, max_pages] int64 is on the device. The host reads no
+    tensor."""
     num_tokens, num_heads, head_dim = q.shape
     assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)
-    assert num_heads % kv_layer.shape[2] == 0 and q.dtype == kv_layer.dtype, (q.shape, kv_layer.shape, q.dtype)
+    assert num_heads % kv_layer.shape[2] == 0 and kv_layer.dtype in (q.dtype, E4M3), (q.shape, kv_layer.shape, q.dtype)
     assert num_tokens > 0 and num_before >= 0 and 0 <= seq < len(block_table), (num_tokens, num_before, seq)
     sizes = blocks(num_before)
     start = sum(sizes)  # of the causal call's keys
@@ -115,7 +119,7 @@ def history_attention(
 
     def part(first: int, stop: int, num_keys: int, rows: torch.Tensor, skipped: int = 0) -> Part:
         """Attend over slots first .. stop - 1. The chunk's rows are those behind the `skipped` ones."""
-        keys = gather_keys(kv_layer, block_table, seq, first, stop, num_keys)
+        keys = gather_keys(kv_layer, block_table, seq, first, stop, num_keys, q.dtype)
         found = attend_part(rows, keys, is_causal=first == start)
         own = slice(skipped, skipped + num_tokens)
         return Part(found.out[own], found.lse[:, own])
@@ -146,16 +150,26 @@ def attend_part(q: torch.Tensor, kv: torch.Tensor, *, is_causal: bool) -> Part:
 
 
 def gather_keys_ref(
-    kv_layer: torch.Tensor, block_table: torch.Tensor, seq: int, start: int, stop: int, num_keys: int
+    kv_layer: torch.Tensor,
+    block_table: torch.Tensor,
+    seq: int,
+    start: int,
+    stop: int,
+    num_keys: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the keys and values in slots start .. stop - 1 of sequence `seq`, then zeros: [2, num_kv_heads, num_keys,
-    head_dim], contiguous.
+    head_dim] of `dtype`, contiguous.
 
-    `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] and `block_table` [num_seqs, max_pages] int64."""
+    `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] is of `dtype` or e4m3 (fp8_pages.py). `block_table` is
+    [num_seqs, max_pages] int64."""
     page_size = kv_layer.shape[3]
     slots = torch.arange(start, stop, device=kv_layer.device)
-    found = kv_layer[block_table[seq, slots // page_size], :, :, slots % page_size]  # [num_slots, 2, num_kv_heads, ...]
-    keys = kv_layer.new_zeros(2, kv_layer.shape[2], num_keys, kv_layer.shape[4])
+    at = block_table[seq, slots // page_size], slice(None), slice(None), slots % page_size
+    found = kv_layer[at]  # [num_slots, 2, num_kv_heads, head_dim]
+    if kv_layer.dtype == E4M3:
+        found = (found.float() * scales_of(kv_layer)[at].unsqueeze(-1)).to(dtype)
+    keys = found.new_zeros(2, kv_layer.shape[2], num_keys, kv_layer.shape[4])
     keys[:, :, : stop - start] = found.permute(1, 2, 0, 3)
     return keys
 
@@ -175,17 +189,17 @@ gather_keys = Operation("gather_keys", gather_keys_ref)
 join_parts = Operation("join_parts", join_parts_ref)
 
 
-def plan(num_tokens: int, num_heads: int, kv_layer: torch.Tensor) -> None:
+def plan(num_tokens: int, num_heads: int, kv_layer: torch.Tensor, dtype: torch.dtype) -> None:
     """Let the library plan all `shapes` of chunks of up to `num_tokens` tokens, and compile the kernels beside it.
 
-    The chunks have `num_heads` query heads, and pages like those of `kv_layer` [num_pages, 2, num_kv_heads, page_size,
-    head_dim]."""
-    started, dtype, head_dim = time.monotonic(), kv_layer.dtype, kv_layer.shape[4]
+    The chunks have `num_heads` query heads of `dtype`, and pages like those of `kv_layer` [num_pages, 2, num_kv_heads,
+    page_size, head_dim]."""
+    started, head_dim = time.monotonic(), kv_layer.shape[4]
     table = torch.zeros(1, 1, dtype=torch.int64, device=kv_layer.device)
     found = shapes(num_tokens)
     for num_rows, num_keys, is_causal in found:
-        keys = gather_keys(kv_layer, table, 0, 0, 0, num_keys)
-        part = attend_part(kv_layer.new_zeros(num_rows, num_heads, head_dim), keys, is_causal=is_causal)
+        keys = gather_keys(kv_layer, table, 0, 0, 0, num_keys, dtype)
+        part = attend_part(keys.new_zeros(num_rows, num_heads, head_dim), keys, is_causal=is_causal)
         if num_rows == LEAST:
             for first, joined in itertools.product((dtype, torch.float32), repeat=2):
                 _joined(Part(part.out.to(first), part.lse), part, joined)

@@ -76,7 +76,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "latent_attention": (_triton("triton_latents", _FLOATS),),
         "expanded_attention": (_triton("triton_expanded", _FLOATS),),
         # history.py
-        "gather_keys": (_triton("triton_history", _FLOATS),),
+        "gather_keys": (_triton("triton_history", _FLOATS | _FP8),),
         "join_parts": (_triton("triton_history", _FLOATS),),
         # linear.py
         "linear": (_triton("triton_linear"),),

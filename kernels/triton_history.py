@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .fp8 import E4M3
+from .fp8_pages import block_size, has_close_blocks, scales_of
 from .history import Part
 
 _KEYS = 64  # per program of `_gather_kernel`
@@ -16,17 +18,26 @@ _HEADS = 16  # per program of `_join_kernel`
 
 
 def gather_keys(
-    kv_layer: torch.Tensor, block_table: torch.Tensor, seq: int, start: int, stop: int, num_keys: int
+    kv_layer: torch.Tensor,
+    block_table: torch.Tensor,
+    seq: int,
+    start: int,
+    stop: int,
+    num_keys: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Do the work of `gather_keys_ref`. `kv_layer` and the rows of `block_table` are contiguous."""
+    """Do the work of `gather_keys_ref`. The blocks of `kv_layer` follow one another (`has_close_blocks`), and the rows
+    of `block_table` are contiguous."""
     _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
     assert 0 <= start <= stop <= start + num_keys, (start, stop, num_keys)
     assert stop <= block_table.shape[1] * page_size and 0 <= seq < len(block_table), (stop, seq, block_table.shape)
-    assert kv_layer.is_contiguous() and block_table.stride(1) == 1 and block_table.dtype == torch.int64, block_table
-    keys = torch.empty((2, num_kv_heads, num_keys, head_dim), dtype=kv_layer.dtype, device=kv_layer.device)
+    assert has_close_blocks(kv_layer) and block_table.stride(1) == 1 and block_table.dtype == torch.int64, block_table
+    assert kv_layer.dtype in (dtype, E4M3), (kv_layer.dtype, dtype)
+    scales = scales_of(kv_layer) if kv_layer.dtype == E4M3 else None
+    keys = torch.empty((2, num_kv_heads, num_keys, head_dim), dtype=dtype, device=kv_layer.device)
     _gather_kernel[(triton.cdiv(num_keys, _KEYS), num_kv_heads)](
-        keys, kv_layer, block_table, seq, block_table.stride(0), start, stop, num_keys,
-        NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
+        keys, kv_layer, scales, block_table, seq, block_table.stride(0), start, stop, num_keys,
+        NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim, BLOCK=block_size(kv_layer),
         KEYS=_KEYS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
     )  # fmt: skip
     return keys
@@ -51,8 +62,9 @@ def join_parts(out: torch.Tensor, first: Part, second: Part) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=("seq", "table_stride", "start", "stop", "num_keys"))
 def _gather_kernel(
-    keys_ptr,  # [2, NUM_KV_HEADS, num_keys, HEAD_DIM] of the pages' dtype, written
-    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM]
+    keys_ptr,  # [2, NUM_KV_HEADS, num_keys, HEAD_DIM], written
+    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of the keys' dtype or e4m3, blocks BLOCK apart
+    scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart; None: no scales
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     seq,
     table_stride,
@@ -62,21 +74,27 @@ def _gather_kernel(
     NUM_KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Grid: (ceil(num_keys / KEYS), NUM_KV_HEADS). Copy KEYS keys and values of one kv head; zeros from `stop` on."""
-    HALF: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM  # numbers of a page's keys, and of its values
+    HALF: tl.constexpr = NUM_KV_HEADS * BLOCK  # numbers of a page's keys, and of its values
     kv_head = tl.program_id(1)
     keys, dims = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
     slots = start + keys
     is_inside = slots < stop
     pages = tl.load(table_ptr + seq.to(tl.int64) * table_stride + slots // PAGE_SIZE, mask=is_inside, other=0)
-    sources = pages * (2 * HALF) + kv_head * (PAGE_SIZE * HEAD_DIM) + slots % PAGE_SIZE * HEAD_DIM
+    sources = pages * (2 * HALF) + kv_head * BLOCK + slots % PAGE_SIZE * HEAD_DIM
     is_dim = dims[None, :] < HEAD_DIM
     is_read, is_stored = is_inside[:, None] & is_dim, (keys < num_keys)[:, None] & is_dim
     k = tl.load(kv_ptr + sources[:, None] + dims[None, :], mask=is_read, other=0.0)
     v = tl.load(kv_ptr + sources[:, None] + (HALF + dims)[None, :], mask=is_read, other=0.0)
+    if scales_ptr is not None:
+        scales = scales_ptr + pages * (HALF // 2) + kv_head * (BLOCK // 4) + slots % PAGE_SIZE
+        k = k.to(tl.float32) * tl.load(scales, mask=is_inside, other=0.0)[:, None]
+        v = v.to(tl.float32) * tl.load(scales + HALF // 4, mask=is_inside, other=0.0)[:, None]
+    k, v = k.to(keys_ptr.dtype.element_ty), v.to(keys_ptr.dtype.element_ty)
     targets = (kv_head.to(tl.int64) * num_keys + keys) * HEAD_DIM
     tl.store(keys_ptr + targets[:, None] + dims[None, :], k, mask=is_stored)
     targets += num_keys.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)

@@ -19,12 +19,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .fp8 import E4M3
-from .fp8_pages import block_size, has_close_blocks, scales_of
-from .triton_fp8_rows import e4m3
+from .fp8_pages import MOST, block_size, has_close_blocks, scales_of
+from .triton_fp8_rows import e4m3, scales_for
 
 _TOKENS = 64  # per program of `_rows_kernel`
 _SEQS = 64  # sequences that `_count_up_to` looks at in one step
 _HEADS = 16  # per program of `_store_kernel`
+_MOST = tl.constexpr(MOST)
 _RUN_TIME = ("num_tokens", "num_seqs", "query_len", "table_stride", "max_pages")  # a new value compiles nothing
 
 
@@ -66,6 +67,8 @@ def norm_rotate_store(
     rows: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    *,
+    writes_back: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys in place, and store keys and values in `kv_layer`.
 
@@ -74,9 +77,9 @@ def norm_rotate_store(
     `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] has contiguous rows. `cos` and `sin` [num_tokens, 1,
     head_dim] are contiguous; the first half of `sin` is negated already. `kv_layer` [num_pages, 2, num_kv_heads,
     page_size, head_dim] is contiguous and has qkv's dtype, or it is a layer of a pool in e4m3, in which each head is
-    stored as `round_rows` rounds it (fp8_pages.py). A head with a number that is not finite gets a scale that is NaN.
-    Keys and values in `qkv` are not rounded. `rows` [num_tokens] int64 comes from `token_rows`. `norms`
-    holds the weights of queries and keys, [head_dim] each; None: heads are not normed.
+    stored as `store_rows` rounds it (fp8_pages.py). If the caller asks for it (`writes_back`), the numbers that such a
+    pool holds replace keys and values in `qkv`; otherwise these are not rounded. `rows` [num_tokens] int64 comes from
+    `token_rows`. `norms` holds the weights of queries and keys, [head_dim] each; None: heads are not normed.
 
     The norm is rounded to the dtype before it is multiplied by its weight, and after. The rotation is rounded once."""
     _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
@@ -93,7 +96,7 @@ def norm_rotate_store(
     _store_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS))](
         qkv, cos, sin, kv_layer, scales, rows, q_norm, k_norm, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
-        BLOCK=block_size(kv_layer),
+        BLOCK=block_size(kv_layer), WRITES_BACK=writes_back and scales is not None,
         HEADS=min(_HEADS, triton.next_power_of_2(num_all_heads)), HALF=triton.next_power_of_2(head_dim // 2),
         DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
@@ -144,7 +147,7 @@ def _rows_kernel(
 
 @triton.jit
 def _store_kernel(
-    qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], tokens qkv_stride apart; queries, keys written
+    qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], tokens qkv_stride apart, written but for values
     cos_ptr,  # [num_tokens, HEAD_DIM]
     sin_ptr,  # [num_tokens, HEAD_DIM], its first half negated
     kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of qkv's dtype or e4m3, blocks BLOCK apart, written
@@ -159,6 +162,7 @@ def _store_kernel(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    WRITES_BACK: tl.constexpr,  # with scales: keys and values are written as they are stored
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -203,9 +207,13 @@ def _store_kernel(
         largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
         is_number = (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
         is_good = tl.min(is_number.to(tl.int32), 1) != 0
-        scales = tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)
+        scales = scales_for(tl.minimum(largest, _MOST), True)
         scales = tl.where(is_good, scales, float("nan"))[:, None]
         first, second = e4m3(tl.div_rn(x, scales)), e4m3(tl.div_rn(y, scales))
+        if WRITES_BACK:
+            is_written = inside & (heads >= NUM_HEADS)
+            tl.store(source, (first.to(tl.float32) * scales).to(a.dtype), mask=is_written)
+            tl.store(source + half, (second.to(tl.float32) * scales).to(a.dtype), mask=is_written)
         scales_at = scales_ptr + page * (NUM_KV_HEADS * BLOCK // 2) + slot + (heads - NUM_HEADS) * (BLOCK // 4)
         is_head = (heads >= NUM_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (row >= 0)
         tl.store(scales_at, scales, mask=is_head)

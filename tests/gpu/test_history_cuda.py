@@ -50,7 +50,7 @@ def specified(
     outs: list[torch.Tensor] = []
     for token in tokens:
         num_seen = num_before + token + 1
-        k, v = gather_keys(kv_layer, table, 1, 0, num_seen, num_seen).float()
+        k, v = gather_keys(kv_layer, table, 1, 0, num_seen, num_seen, kv_layer.dtype).float()
         grouped = q[token].float().unflatten(0, (HEADS[1], -1))  # [num_kv_heads, group, head_dim]
         weights = (torch.einsum("kgd,kjd->kgj", grouped, k) * q.shape[2] ** -0.5).softmax(-1)
         outs.append(torch.einsum("kgj,kjd->kgd", weights, v).flatten(0, 1))

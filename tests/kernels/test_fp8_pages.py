@@ -60,7 +60,9 @@ def test_rows_are_rounded_one_by_one(page_size: int, head_dim: int, dtype: torch
     found = blocks_at(kv[layer], blocks, dtype).view(-1, head_dim)[places]
     assert found.dtype == dtype and torch.equal(found, fp8_rounded(rows))
     largest = kv[layer].float().abs().amax(-1).view(-1)[places]
-    assert (largest[rows.any(-1)] == 448).all()
+    assert ((largest >= 224) & (largest <= 448))[rows.any(-1)].all()
+    stored = scales_of(kv[layer]).flatten()[places]
+    assert (stored.log2().frac() == 0).all(), "powers of two"
     assert torch.equal(kv.view(torch.uint8)[0], before[0])  # the other layer
     others = torch.ones(7 * 6 * page_size, dtype=torch.bool).index_fill(0, places, value=False)
     assert torch.equal(*(each.reshape(-1, head_dim)[others] for each in (kv.view(torch.uint8)[layer], before[layer])))
@@ -68,13 +70,14 @@ def test_rows_are_rounded_one_by_one(page_size: int, head_dim: int, dtype: torch
     torch.testing.assert_close(pages_at(kv[layer], pages, dtype), fp8_numbers(kv[layer])[pages].to(dtype).float())
 
 
-def test_a_row_that_is_no_number_stays_none() -> None:
+def test_rows_that_are_no_numbers_stay_none_and_large_numbers_become_the_largest() -> None:
     kv = fp8_pool(numbers(4, 16))
-    rows = torch.ones(3, 16)
-    rows[0, 3], rows[1, 5] = float("nan"), float("inf")
-    store_rows(rows, kv[0], torch.tensor([0, 1, 2]))
-    found = blocks_at(kv[0], torch.tensor([0]), torch.float32)[0]
-    assert not found[0].isfinite().all() and not found[1].isfinite().all() and (found[2] == 1).all()
+    rows = torch.ones(4, 16)
+    rows[0, 3], rows[1, 5], rows[2, 7] = float("nan"), float("inf"), -1e30
+    store_rows(rows, kv[0], torch.tensor([0, 1, 2, 3]))
+    found = blocks_at(kv[0], torch.tensor([0]), torch.float16)[0]
+    assert found[:2].isnan().all() and (found[3] == 1).all()
+    assert found[2, 7] == -57_344 and found[2].sum() == -57_344 + 15
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -130,7 +133,7 @@ def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
     memory than pages of 16 bits."""
     pytest.importorskip("triton")
     found = shared_bytes("fp8_pages", tmp_path)
-    assert len(found) == 8 and max(found.values()) <= SHARED_BYTES, found
+    assert len(found) == 10 and max(found.values()) <= SHARED_BYTES, found
     for kernel in ("round", "chunk", "store"):
         assert found[f"fp8e4nv {kernel}"] <= found[f"bf16 {kernel}"]
 

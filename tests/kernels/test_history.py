@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantized import fp8_numbers
 from triton_device import DEVICE, ULP, random
 
 pytest.importorskip("triton")
 
 from attention_case import TOLERANCE, Case
 
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, KvDtype
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.work import BatchRow
@@ -42,6 +43,7 @@ IS_GPU = DEVICE == "cuda"
 DTYPES = [torch.bfloat16, torch.float16] if IS_GPU else [torch.float32, torch.bfloat16]
 HEAD_DIMS = [64, 128] if IS_GPU else [16, 20, 64, 128, 256]
 BEFORE = (1, 7, 8, 9, 31, 32, 33, 70, 101)
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 USUAL = {"UNIT": history.UNIT, "LEAST": history.LEAST, "BLOCKS": history.BLOCKS}
 
 
@@ -68,8 +70,9 @@ def check(case: Case) -> None:
     num_first, num_tokens = case.query_lens
     num_before = case.seq_lens[1] - num_tokens
     out = history_attention(case.q[num_first:], case.kv, case.table, 1, num_before)
+    kv = fp8_numbers(case.kv).to(case.dtype) if case.kv.dtype == torch.float8_e4m3fn else case.kv
     expected = paged_attention_ref(
-        case.q, case.kv.nan_to_num(), case.table, case.query_lens, case.seq_lens, None
+        case.q, kv.nan_to_num(), case.table, case.query_lens, case.seq_lens, None
     )  # [all tokens, num_heads, head_dim]
     assert out.is_contiguous() and out.dtype == case.dtype
     torch.testing.assert_close(out, expected[num_first:], atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
@@ -97,6 +100,20 @@ def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     check(Case((2, 13), (20, 13 + 75), (4, 2), head_dim=head_dim, dtype=dtype))
 
 
+@pytest.mark.usefixtures("each_backend")
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_pages_in_fp8(page_size: int) -> None:
+    """Keys are gathered in the dtype of the queries."""
+    case = Case((2, 13), (20, 13 + 75), (4, 2), head_dim=64, page_size=page_size, dtype=DTYPES[0], in_fp8=True)
+    check(case)
+    keys = gather_keys(case.kv, case.table, 1, 5, 88, 90, case.dtype)
+    assert keys.dtype == case.dtype and (keys[:, :, 83:] == 0).all()
+    assert torch.equal(keys, gather_keys_ref(case.kv, case.table, 1, 5, 88, 90, case.dtype))
+    slots = torch.arange(5, 88, device=DEVICE)
+    wanted = fp8_numbers(case.kv)[case.table[1, slots // page_size], :, :, slots % page_size]
+    assert torch.equal(keys[:, :, :83], wanted.permute(1, 2, 0, 3).to(case.dtype))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_call_of_the_library_returns_the_natural_log_sum_exp(dtype: torch.dtype, is_causal: bool) -> None:
@@ -111,13 +128,13 @@ def test_a_call_of_the_library_returns_the_natural_log_sum_exp(dtype: torch.dtyp
 def test_gathered_keys_are_those_of_the_slots_and_zeros() -> None:
     case = Case((5, 1), (40, 90), (2, 2), head_dim=20, page_size=10)
     for start, stop, num_keys in ((0, 90, 96), (37, 38, 1), (50, 90, 70), (0, 64, 64)):
-        keys = gather_keys(case.kv, case.table, 1, start, stop, num_keys)
+        keys = gather_keys(case.kv, case.table, 1, start, stop, num_keys, case.dtype)
         assert keys.shape == (2, 2, num_keys, 20) and keys.is_contiguous()
         for slot in range(start, stop):
             wanted = case.kv[case.table[1, slot // 10], :, :, slot % 10]
             assert torch.equal(keys[:, :, slot - start], wanted)
         assert (keys[:, :, stop - start :] == 0).all()
-        assert torch.equal(keys, gather_keys_ref(case.kv, case.table, 1, start, stop, num_keys))
+        assert torch.equal(keys, gather_keys_ref(case.kv, case.table, 1, start, stop, num_keys, case.dtype))
 
 
 @pytest.mark.usefixtures("each_backend")
@@ -212,17 +229,23 @@ def test_a_cpu_keeps_its_own_way() -> None:
 
 
 def make_engine(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, *, serves: bool, chunk_tokens: int | None = None
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kv_dtype: KvDtype,
+    *,
+    serves: bool,
+    chunk_tokens: int | None = None,
 ) -> Engine:
     monkeypatch.setattr(history, "serves", lambda *_: serves)
     monkeypatch.setattr(prompt_attention, "serves", lambda *_: serves)
     model = checkpoint("qwen3", num_hidden_layers=1)
     sizes = {"page_size": 4, "num_pages": 60, "chunk_tokens": chunk_tokens}
-    return Engine(EngineConfig(model=str(model), device=DEVICE, dtype="float32", **sizes))
+    return Engine(EngineConfig(model=str(model), device=DEVICE, dtype="float32", kv_dtype=kv_dtype, **sizes))
 
 
+@KV_DTYPES
 def test_a_forward_is_the_same_with_it_and_without(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    kv_dtype: KvDtype, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of three prompts side by side: a long one, a short one, and one that begins."""
     lens, steps = (50, 33, 9), ((0, 5, 5), (30, 3, 2), (20, 9, 2), (0, 16, 0))
@@ -238,7 +261,7 @@ def test_a_forward_is_the_same_with_it_and_without(
             return part_ref(q, kv, is_causal=is_causal)
 
         monkeypatch.setattr(history, "attend_part", attend)
-        engine = make_engine(checkpoint, monkeypatch, serves=serves)
+        engine = make_engine(checkpoint, monkeypatch, kv_dtype, serves=serves)
         pages = [engine.pool.allocate(-(-length // 4), Owner.REQUEST) for length in lens]
         ids = [[(7 * seq + 3 * i) % 500 for i in range(length)] for seq, length in enumerate(lens)]
         done, logits = [0, 0, 0], list[torch.Tensor]()
@@ -257,8 +280,9 @@ def test_a_forward_is_the_same_with_it_and_without(
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
 
 
+@KV_DTYPES
 def test_a_node_runs_every_shape_before_it_serves(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    kv_dtype: KvDtype, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shapes are planned while the weights load. The longest history that matters for memory runs later, although the
     pool holds no more than a chunk."""
@@ -271,7 +295,7 @@ def test_a_node_runs_every_shape_before_it_serves(
 
     monkeypatch.setattr(history, "attend_part", attend)
     with preferring("triton"):
-        engine = make_engine(checkpoint, monkeypatch, serves=True, chunk_tokens=20)
+        engine = make_engine(checkpoint, monkeypatch, kv_dtype, serves=True, chunk_tokens=20)
         assert met == shapes(20)
         met.clear()
         engine.resize(7)

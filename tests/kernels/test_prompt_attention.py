@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton_device import DEVICE, ULP
 
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, KvDtype
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.work import BatchRow
@@ -60,14 +60,14 @@ CUTS = {  # lengths of prompts: (tokens, prompts) of each call where UNIT is 4 a
 }
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("lengths", CUTS)
 def test_a_forward_is_the_same_with_it_and_without(
-    lengths: tuple[int, ...], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...], kv_dtype: KvDtype, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts cut into what it takes and a rest, beside chunks that begin later."""
-    config = EngineConfig(
-        model=str(checkpoint("qwen3", num_hidden_layers=1)), device=DEVICE, dtype="float32", page_size=4, num_pages=40
-    )
+    """Prompts cut into what it takes and a rest, beside chunks that begin later. Pages in FP8 hold what it sees."""
+    settings = {"dtype": "float32", "kv_dtype": kv_dtype, "page_size": 4, "num_pages": 40}
+    config = EngineConfig(model=str(checkpoint("qwen3", num_hidden_layers=1)), device=DEVICE, **settings)
     outputs: list[torch.Tensor] = []
     for serves in (False, True):
         monkeypatch.setattr(prompt_attention, "serves", lambda *_, is_served=serves: is_served)

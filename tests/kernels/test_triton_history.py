@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from large_pool import IN_A_FILE, PAGE_SIZE, SEQ_LEN, SMALL_TABLE, TABLE, WRAPS, make_large_pool, small_pool
+from quantized import fp8_pool
 from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
 from baton.kernels import triton_history
 from baton.kernels.history import Part, gather_keys_ref, join_parts_ref
+from baton.kernels.triton_store import norm_rotate_store, token_rows
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 21, 40])
@@ -44,20 +46,40 @@ def test_gathered_keys(page_size: int, head_dim: int) -> None:
     kv_layer = random(200, 2, 3, page_size, head_dim)
     table = torch.randperm(200, generator=torch.Generator().manual_seed(0)).view(2, 100).to(DEVICE)[:, 3:97]
     for start, stop, num_keys in ((5, 91, 100), (0, 64, 64), (1, 1, 3)):
-        found = triton_history.gather_keys(kv_layer, table, 1, start, stop, num_keys)
-        assert torch.equal(found, gather_keys_ref(kv_layer, table, 1, start, stop, num_keys))
+        found = triton_history.gather_keys(kv_layer, table, 1, start, stop, num_keys, kv_layer.dtype)
+        assert torch.equal(found, gather_keys_ref(kv_layer, table, 1, start, stop, num_keys, kv_layer.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("page_size", "head_dim"), [(3, 10), (16, 128)])
+def test_pages_in_fp8_return_what_the_store_wrote_back(page_size: int, head_dim: int, dtype: torch.dtype) -> None:
+    """So a whole prompt and a chunk behind it see the same keys and values."""
+    num_tokens, heads, num_pages = 20, (5, 2), -(-20 // page_size)
+    kv_layer = fp8_pool(torch.zeros(num_pages + 2, 2, heads[1], page_size, head_dim, device=DEVICE))
+    table = (torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)) + 2).unsqueeze(0).to(DEVICE)
+    qkv = random(num_tokens, (heads[0] + 2 * heads[1]) * head_dim, dtype=dtype)
+    qkv *= torch.logspace(-6, 4, num_tokens, device=DEVICE).unsqueeze(1)
+    angles = random(num_tokens, 1, head_dim // 2, dtype=dtype)
+    cos, sin = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    rows = token_rows(table, torch.tensor([num_tokens], device=DEVICE), num_tokens, page_size, num_tokens)
+    norm_rotate_store(qkv, cos, sin, kv_layer, rows, writes_back=True)
+    found = triton_history.gather_keys(kv_layer, table, 0, 0, num_tokens, num_tokens, dtype)
+    stored = qkv.unflatten(1, (-1, head_dim))[:, heads[0] :].unflatten(1, (2, -1))
+    assert torch.equal(found, stored.permute(1, 2, 0, 3))
+    assert torch.equal(found, gather_keys_ref(kv_layer, table, 0, 0, num_tokens, num_tokens, dtype))
 
 
 def test_slots_that_the_table_does_not_have_are_refused() -> None:
     kv_layer, table = random(3, 2, 1, 4, 8), torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
     for seq, start, stop, num_keys in ((0, 0, 9, 9), (0, 4, 2, 4), (0, 0, 8, 4), (1, 0, 4, 4)):
         with pytest.raises(AssertionError):
-            triton_history.gather_keys(kv_layer, table, seq, start, stop, num_keys)
+            triton_history.gather_keys(kv_layer, table, seq, start, stop, num_keys, kv_layer.dtype)
 
 
 @IN_A_FILE
 @WRAPS
 def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
     pool = make_large_pool(tmp_path)
-    found = triton_history.gather_keys(pool[0], TABLE, 0, 1, SEQ_LEN, 3 * PAGE_SIZE)
-    assert torch.equal(found, gather_keys_ref(small_pool(pool)[0], SMALL_TABLE, 0, 1, SEQ_LEN, 3 * PAGE_SIZE))
+    found = triton_history.gather_keys(pool[0], TABLE, 0, 1, SEQ_LEN, 3 * PAGE_SIZE, pool.dtype)
+    small = small_pool(pool)[0]
+    assert torch.equal(found, gather_keys_ref(small, SMALL_TABLE, 0, 1, SEQ_LEN, 3 * PAGE_SIZE, pool.dtype))

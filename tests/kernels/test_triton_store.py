@@ -182,6 +182,7 @@ def test_keys_and_values_in_fp8_are_those_that_would_be_stored_rounded_once_more
     generator = torch.Generator().manual_seed(1)
     plain = Case((5, 1, 0, 9), (7, 1, 4, 30), heads, head_dim, page_size, dtype)
     plain.qkv[2, -head_dim:] = 0
+    plain.qkv[4, -head_dim] = 6e4  # more than the largest scale holds
     plain.qkv[3, -head_dim:] = torch.tensor(([1.0, float("inf"), float("nan")] + [2.0] * head_dim)[:head_dim])
     num_tokens, num_kv_heads = len(plain.qkv), heads[1]
     angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator)
@@ -192,8 +193,9 @@ def test_keys_and_values_in_fp8_are_those_that_would_be_stored_rounded_once_more
     qkv, fp8 = plain.qkv.clone(), fp8_pool(plain.kv)
     norm_rotate_store(plain.qkv, cos, sin, plain.kv, rows, norms, EPS)
     before = fp8_numbers(fp8)
+    written, pool = qkv.clone(), fp8_pool(plain.kv)
     out = norm_rotate_store(qkv, cos, sin, fp8, rows, norms, EPS)
-    assert torch.equal(out.nan_to_num(), plain.q.nan_to_num())
+    assert torch.equal(out.nan_to_num(), plain.q.nan_to_num()) and torch.equal(qkv.nan_to_num(), plain.qkv.nan_to_num())
     expected = before.clone()
     for page, slot in places(plain):
         expected[page, :, :, slot] = fp8_rounded(plain.kv[page, :, :, slot].float())
@@ -202,3 +204,9 @@ def test_keys_and_values_in_fp8_are_those_that_would_be_stored_rounded_once_more
     assert found[spoilt].isnan().all()
     expected[spoilt] = float("nan")
     assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))
+    out = norm_rotate_store(written, cos, sin, pool, rows, norms, EPS, writes_back=True)
+    assert torch.equal(out.nan_to_num(), plain.q.nan_to_num())
+    assert torch.equal(pool.view(torch.uint8), fp8.view(torch.uint8))
+    k_and_v = written.view(num_tokens, -1, head_dim)[:, heads[0] :].unflatten(1, (2, num_kv_heads))
+    for row, (page, slot) in enumerate(places(plain)):
+        assert torch.equal(k_and_v[row].float().nan_to_num(1e9), found[page, :, :, slot].nan_to_num(1e9)), row

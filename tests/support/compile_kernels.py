@@ -207,7 +207,7 @@ def _experts() -> None:
 
 
 def _fp8_pages() -> None:
-    from baton.kernels import triton_attention, triton_extend, triton_store, triton_trees
+    from baton.kernels import triton_attention, triton_extend, triton_history, triton_store, triton_trees
     from baton.kernels.triton_attention import stages_that_fit, tile_keys
 
     sizes = {"NUM_KV_HEADS": 8, "PAGE_SIZE": 16, "HEAD_DIM": 128}
@@ -223,8 +223,10 @@ def _fp8_pages() -> None:
         chunk = {**tiles, "BLOCK_M": 128, "SEQS": 32, "HAS_WINDOW": False}
         launch = {"num_warps": 8, "num_stages": 3}
         print(f"{name} chunk", compiled_bytes(triton_extend._extend_kernel, chunk, types, **launch))
-        stores = {**layout, "NUM_HEADS": 32, "HEADS": 16, "HALF": 64, "DEPENDENT": True}
+        stores = {**layout, "NUM_HEADS": 32, "HEADS": 16, "HALF": 64, "DEPENDENT": True, "WRITES_BACK": pages == _E4M3}
         print(f"{name} store", compiled_bytes(triton_store._store_kernel, stores, types, num_warps=4))
+        gathers = {**layout, "KEYS": 64, "BLOCK_D": 128}
+        print(f"{name} gather", compiled_bytes(triton_history._gather_kernel, gathers, types, num_warps=4))
     types = _TYPES | {"sources": "*i64", "targets": "*i64"}
     for kv, width, block in (("*u8", 128, 16 * 132), ("*fp32", 1, 4 * 132)):
         moves = {"PAGE_SIZE": 16, "HEAD_DIM": width, "BLOCK": block, "MOVES": 8, "BLOCK_D": width}

@@ -245,8 +245,8 @@ def fp8_numbers(kv: Tensor) -> Tensor:
 
 
 def _fp8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    wide = rows.float()
-    scales = wide.abs().amax(-1, keepdim=True) / 448.0
-    scales = torch.where(scales == 0, 1.0, scales)
+    wide = rows.float().clamp(-57_344, 57_344)  # 448 times the largest scale
+    least = wide.abs().amax(-1, keepdim=True).double() / 448
+    scales = torch.where(least == 0, 1.0, torch.exp2(torch.ceil(torch.log2(least)))).float()
     values = _nearest((wide / scales).nan_to_num().cpu()).float().to(rows.device)
     return values, scales
