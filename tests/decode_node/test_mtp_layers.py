@@ -30,7 +30,7 @@ from baton.prefill_node import scheduler as prefill_scheduler
 from .test_speculation import SETTINGS, prompts
 
 NUM_LAYERS = 3
-CASES = prompts((1, 2, 3, 4, 5, 8, 9, 13, 14, 15, 24), seed=3)
+CASES = prompts((1, 2, 3, 4, 8, 9, 14), seed=3)
 
 
 class Checked:
@@ -127,7 +127,7 @@ def test_layers_equal_a_recompute_after_handoff_and_partial_acceptance(
     checked.generate("cold")
     checked.generate("again")  # prefix hits in both caches
     stats = checked.pair.decode.rounds.stats
-    assert checked.num_checked > 200
+    assert checked.num_checked > 100
     assert 0 < stats.accepted_at[2] < stats.accepted_at[1] < stats.accepted_at[0] < stats.num_verified, stats
     checked.pair.check_books()
 
