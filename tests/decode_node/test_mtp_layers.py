@@ -6,6 +6,7 @@ defect is put back and caught."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -97,6 +98,17 @@ class Checked:
 MakeChecked = Callable[..., Checked]
 
 
+@functools.cache
+def plain_of(model: Path) -> dict[str, list[int]]:
+    """Return the ids by request without speculation."""
+    with node_pairs(checks_books=False) as start:
+        settings = {**SETTINGS, "num_pages": 200}
+        plain = start(model, prefill=settings, decode=settings)
+        for i, prompt in enumerate(CASES):
+            plain.submit(str(i), prompt, params(24))
+        return {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
+
+
 @pytest.fixture
 def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakeChecked]:
     with node_pairs(checks_books=False) as start:
@@ -107,13 +119,9 @@ def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Ma
 
         def make(kind: str, decode: dict[str, Any] | None = None, **both: Any) -> Checked:
             model = target_of(kind, checkpoint)
-            plain = pair_of(model, {})
-            for i, prompt in enumerate(CASES):
-                plain.submit(str(i), prompt, params(24))
-            texts = {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
             head = write_head(tmp_path / kind, kind, model)
             pair = pair_of(model, decode or {}, speculative="mtp", draft_model=str(head), **both)
-            return Checked(pair, kind, head, texts)
+            return Checked(pair, kind, head, plain_of(model))
 
         yield make
 
