@@ -46,10 +46,12 @@ quick: lint types ## lint, types, and the tests that matter most (tests/quick.tx
 
 test: lint types tests ## everything that must pass before a change goes in; ARGS="-k name" picks tests
 
-# One worker more than cores, because tests also wait. Tests that start processes of their own mostly wait. They run
-# beside the others, two files at a time. A test that fails gets another chance (tests/again.py).
+# One worker more than cores, because tests also wait. Each begins with a third or less of the files, so that what the
+# tests of a file share is made once, and takes tests from the others when it has none left (worksteal). Tests that
+# start processes of their own mostly wait. They run beside the others, two files at a time. A test that fails gets
+# another chance (tests/again.py).
 tests: setup ## the tests alone
-	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n $(WORKERS) --maxprocesses 8 -m "not integration" $(ARGS) \
+	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not integration" $(ARGS) \
 		--beside -n 2 --dist loadfile -m integration $(ARGS)
 
 clean: ## remove .venv, builds and caches
