@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -100,6 +101,7 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 

@@ -4,6 +4,7 @@ model that rounds alike, for every batch, chunk and number of drafts."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,6 +140,17 @@ class RoundingReference(Reference):
         self.model.generation_config.eos_token_id = None
 
 
+@functools.cache
+def texts_of(plain: Path, name: str) -> list[list[int]]:
+    """Return the text for each of PROMPTS of the model that rounds as the scheme of that name says."""
+    reference = RoundingReference(plain, scheme_of(name))
+    return [reference.generate(prompt, LENGTH) for prompt in PROMPTS]
+
+
+def scheme_of(name: str) -> Scheme:
+    return ONLINE if name == "online" else SCHEMES[name]
+
+
 @pytest.mark.parametrize(
     ("name", "drafter", "nodes"),
     [
@@ -164,7 +176,7 @@ def test_the_text_is_that_of_a_model_that_rounds_alike(
     tmp_path: Path,
     start: Callable[..., NodePair],
 ) -> None:
-    plain, scheme = checkpoint("llama", intermediate_size=200), ONLINE if name == "online" else SCHEMES[name]
+    plain, scheme = checkpoint("llama", intermediate_size=200), scheme_of(name)
     model = plain if name == "online" else quantized(plain, tmp_path / name, scheme)
     speculation = {} if drafter == "none" else drafters.settings(drafter, plain, tmp_path, steps=3)
     own = {role: nodes.get(role, {}) for role in ("prefill", "decode")}
@@ -172,7 +184,7 @@ def test_the_text_is_that_of_a_model_that_rounds_alike(
     both = {"page_size": 4, "num_pages": 240, "max_running": 10, **nodes, **speculation}
     pair = start(model, **{role: both | more for role, more in own.items()})
     reference = RoundingReference(plain, scheme)
-    expected = [reference.generate(prompt, LENGTH) for prompt in PROMPTS]
+    expected = texts_of(plain, name)
     for turn in ("first", "again"):  # alone at first, then in company
         for index, prompt in enumerate(PROMPTS):
             pair.submit(f"{turn} {index}", prompt, params(LENGTH))
