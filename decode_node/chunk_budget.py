@@ -277,9 +277,9 @@ class ChunkBudget:
         return max(joint, own, key=lambda each: each.num_tokens / (round_s + each.seconds))
 
     def _kindest(self, num_streams: int, num_steps: int, queue: Queue, lengths: Sequence[int]) -> _Chunk | None:
-        """Return the chunk of one of `lengths`, which share the round's forward, that delays the streams least until the
-        queue is computed. None: with none of them the queue, and what was computed of its first prompt, take QUEUE_S at
-        most. So a long prompt does not slow down at its end."""
+        """Return the chunk of one of `lengths`, which share the round's forward, that delays the streams least in all
+        until the queue is computed. None: with none of them the queue, and what was computed of its first prompt, take
+        QUEUE_S at most. So a long prompt does not slow down at its end."""
         round_s, num_tokens = self._rounds.expected(num_streams, num_steps), queue.num_tokens + queue.num_done
         chunks = [self._chunk(num_streams, num_steps, each, queue) for each in lengths]
         chunks = [each for each in chunks if num_tokens * (round_s + each.seconds) <= QUEUE_S * each.num_tokens]

@@ -356,7 +356,9 @@ def test_a_chunk_that_shares_a_forward_delays_the_streams_as_little_as_it_can_in
     budget = ChunkBudget(costs, RoundSeconds(0.007), FULL, max_gap_s, SIZES)
     pace = budget.pace(1, 0, queue)
     assert (pace.num_tokens, pace.every) == (num_tokens, 1), pace
-    assert pace.is_within == (0.007 + costs.seconds(num_tokens, 0, is_joint=pace.is_joint) <= (max_gap_s or 1.5 * 0.007))
+    assert pace.is_within == (
+        0.007 + costs.seconds(num_tokens, 0, is_joint=pace.is_joint) <= (max_gap_s or 1.5 * 0.007)
+    )
 
 
 def test_the_rate_is_that_of_the_longest_chunk_that_shares_a_forward() -> None:
