@@ -171,12 +171,17 @@ class ChunkBudget:
 
     def pace(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkPace:
         """Return how prompts advance beside `num_streams` streams."""
+        kindest = self._kindest(num_streams, num_steps, queue) if self._max_gap_s is None else None
+        if kindest is None:
+            return self._bounded_pace(num_streams, num_steps, queue)
         round_s = self._rounds.expected(num_streams, num_steps)
-        lengths = [] if queue.is_scored else self._joint.lengths(num_streams, num_steps)
-        lengths = [each for each in lengths if each <= self._chunk_tokens]
-        if self._max_gap_s is None and (kindest := self._kindest(num_streams, num_steps, queue, lengths)) is not None:
-            is_within = round_s + kindest.seconds <= self._bound_s(round_s)
-            return ChunkPace(kindest.num_tokens, 1, is_within, kindest.is_joint)
+        is_within = round_s + kindest.seconds <= self._bound_s(round_s)
+        return ChunkPace(kindest.num_tokens, 1, is_within, kindest.is_joint)
+
+    def _bounded_pace(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkPace:
+        """Return the pace by the bound, or that of chunks of full length if the operator gave none and it would take
+        too long."""
+        round_s, lengths = self._rounds.expected(num_streams, num_steps), self._lengths(num_streams, num_steps, queue)
         full = self._chunk(num_streams, num_steps, self._chunk_tokens, queue)
         within_s = self._bound_s(round_s) * (1 - self._margin) - round_s
         chunk = self._longest(num_streams, num_steps, queue, lengths, within_s)
@@ -199,8 +204,9 @@ class ChunkBudget:
         return pace
 
     def rate(self, num_streams: int, num_steps: int) -> PromptRate:
-        """Return how long prompts take beside `num_streams` streams. A long queue advances by chunks of full length
-        until the rest takes QUEUE_S."""
+        """Return how long prompts take beside `num_streams` streams within the bound. A long queue advances by chunks
+        of full length until the rest takes QUEUE_S. A short one may take less, since `pace` prefers a longer chunk if
+        it delays the streams less."""
         full_s = self._costs.seconds(self._chunk_tokens, 0, is_joint=False)
         if num_streams == 0:
             least = min(LEAST_TOKENS, self._chunk_tokens)
@@ -209,7 +215,7 @@ class ChunkBudget:
             fixed_s = max(0.0, self._costs.seconds(least, 0, is_joint=is_joint) - least * token_s)
             return PromptRate(token_s, fixed_s, self._rounds.expected(1, num_steps), True)
         round_s = self._rounds.expected(num_streams, num_steps)
-        pace = self.pace(num_streams, num_steps, Queue(0))
+        pace = self._bounded_pace(num_streams, num_steps, Queue(0))
         chunk_s = self._costs.seconds(pace.num_tokens, 0, is_joint=pace.is_joint)
         token_s = (pace.every * round_s + chunk_s) / pace.num_tokens
         num_paced, rest_token_s = 0, 0.0
@@ -276,11 +282,17 @@ class ChunkBudget:
         round_s = self._rounds.expected(num_streams, num_steps)
         return max(joint, own, key=lambda each: each.num_tokens / (round_s + each.seconds))
 
-    def _kindest(self, num_streams: int, num_steps: int, queue: Queue, lengths: Sequence[int]) -> _Chunk | None:
-        """Return the chunk that delays the streams least until the queue is computed, of one of `lengths`, which share
-        the round's forward. None: with none of them the queue, and what was computed of its first prompt, take QUEUE_S
-        at most. So a long prompt does not slow down at its end."""
+    def _lengths(self, num_streams: int, num_steps: int, queue: Queue) -> list[int]:
+        """Return the lengths of chunks, rising, that are prepared to share the round's forward."""
+        lengths = [] if queue.is_scored else self._joint.lengths(num_streams, num_steps)
+        return [each for each in lengths if each <= self._chunk_tokens]
+
+    def _kindest(self, num_streams: int, num_steps: int, queue: Queue) -> _Chunk | None:
+        """Return the chunk that shares the round's forward and delays the streams least in all until the queue is
+        computed. None: with none of them the queue, and what was computed of its first prompt, take
+        QUEUE_S at most. So a long prompt does not slow down at its end."""
         round_s, num_tokens = self._rounds.expected(num_streams, num_steps), queue.num_tokens + queue.num_done
+        lengths = self._lengths(num_streams, num_steps, queue)
         chunks = [self._chunk(num_streams, num_steps, each, queue) for each in lengths]
         chunks = [each for each in chunks if num_tokens * (round_s + each.seconds) <= QUEUE_S * each.num_tokens]
         return min(

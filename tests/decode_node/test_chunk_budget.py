@@ -361,9 +361,9 @@ def test_a_chunk_that_shares_a_forward_delays_the_streams_as_little_as_it_can_in
     )
 
 
-def test_the_rate_is_that_of_the_longest_chunk_that_shares_a_forward() -> None:
-    rate = sized_budget(None).rate(1, 0)
-    assert rate.token_s == pytest.approx((0.0068 + 0.0025) / 256) and rate.num_paced == int(QUEUE_S / rate.token_s)
+def test_the_rate_is_that_of_the_longest_chunk_within_the_bound() -> None:
+    rate = sized_budget(None, 0.004).rate(1, 0)
+    assert rate.token_s == pytest.approx((0.004 + 0.001) / 128) and rate.num_paced == int(QUEUE_S / rate.token_s)
 
 
 def sized_budget(max_gap_s: float | None, round_s: float = 0.0068) -> ChunkBudget:
