@@ -16,7 +16,6 @@ chunks, and it keeps their pages until they are handed over.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from typing import Protocol
@@ -32,7 +31,7 @@ from .pair_choice import BothFigures
 from .request import SLACK, SimulatedRequest
 
 _LEAST_AHEAD_S, _SHARE_AHEAD = 1e-3, 0.2  # of a round, before whose end the next one is submitted (round_clock.py)
-_RECENT_S = 1.0  # the time constant of the share of prompts
+_RECENT_S = 1.0  # of time, in which the share of prompts is measured
 
 
 class DecodeOwner(Protocol):
@@ -139,7 +138,7 @@ class SimulatedDecodeNode:
         self._is_idle = True
         self._cutoff = 0.0  # sequences that are ready later miss the next round
         self._num_units = 0
-        self._prompt_share, self._prompt_share_at = 0.0, 0.0  # of recent time, and when that was
+        self._prompt_share = 0.0  # of the recent time
         self._asked_tokens = 0
         self._reserved_tokens = 0  # of sequences that hold pages and do not run
         self._context_tokens = 0  # of running sequences
@@ -179,7 +178,7 @@ class SimulatedDecodeNode:
         batch = min(len(self._running) + 1, self._max_running)
         next_round_s = self._costs.round_s(batch, self._context_tokens + request.prompt_len)
         chunk_token_s = self._budget.rate(0, 0).token_s
-        return BothFigures(self.local_figures(request), next_round_s, self._recent_prompt_share(), chunk_token_s)
+        return BothFigures(self.local_figures(request), next_round_s, self._prompt_share, chunk_token_s)
 
     @property
     def is_empty(self) -> bool:
@@ -215,11 +214,6 @@ class SimulatedDecodeNode:
         self._reserved_tokens += 1
         self._ready.append((self._agenda.now, request))
         self._wake()
-
-    def _recent_prompt_share(self) -> float:
-        """Return the share of the recent time for which the device computed chunks of prompts; older time counts less,
-        exponentially."""
-        return self._prompt_share * math.exp((self._prompt_share_at - self._agenda.now) / _RECENT_S)
 
     @property
     def _rate(self) -> PromptRate:
@@ -323,8 +317,7 @@ class SimulatedDecodeNode:
         """Let the budget of chunks observe a step of `seconds`, as the real node does."""
         now, chunk = self._agenda.now, None
         round_s = self._costs.round_s(batch, self._context_tokens) if batch else 0.0
-        self._prompt_share = self._recent_prompt_share() + (seconds - round_s) / _RECENT_S
-        self._prompt_share_at = now
+        self._prompt_share += min(1.0, seconds / _RECENT_S) * (1 - round_s / seconds - self._prompt_share)
         if self._pieces:
             num_tokens = sum(num for _, num in self._pieces)
             depth = sum(num * request.num_computed for request, num in self._pieces) // num_tokens

@@ -25,7 +25,7 @@ class BothFigures(NamedTuple):
 
     local: LocalFigures  # of the prompt, if this node computes it
     next_round_s: float  # of a round with this sequence
-    prompt_share: float  # of its recent time, in which it computed chunks of prompts
+    prompt_share: float  # of its recent time, for which rounds waited for chunks of prompts
     chunk_token_s: float  # of a chunk of full length, without the round beside it
 
     @property

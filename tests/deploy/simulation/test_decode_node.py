@@ -198,14 +198,3 @@ def test_local_figures_know_the_bound_and_the_queue() -> None:
     bench.agenda.at(0.1, lambda: figures.append(bench.node.local_figures(request)))
     bench.run()
     assert not figures[0].has_room and figures[0].round_s == pytest.approx(0.015, abs=1e-4)
-
-
-def test_the_share_of_prompts_counts_idle_time() -> None:
-    """A prompt of half a second, then three seconds without one."""
-    bench = Bench()
-    shares: list[float] = []
-    request = bench.local(0.0, 5000, 1)
-    for at_s in (0.55, 3.55):
-        bench.agenda.at(at_s, lambda: shares.append(bench.node.both_figures(request).prompt_share))
-    bench.run()
-    assert 0.3 < shares[0] < 0.6 and shares[1] == pytest.approx(shares[0] * math.exp(-3))
