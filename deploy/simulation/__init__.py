@@ -9,6 +9,5 @@ latencies and goodput.
                                                figures: percentiles, goodput
 
 The router here keeps simple books, but takes its decisions by the product's own functions (router/placement.py,
-router/prompt_placement.py). One shape is no part of the product: decode nodes that compute prompts for each other
-(pair_choice.py). Nothing here imports torch.
+router/prompt_placement.py). Nothing here imports torch.
 """

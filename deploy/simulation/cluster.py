@@ -26,23 +26,14 @@ class ClusterShape:
     num_prefill: int
     num_decode: int
     local_prefill: LocalPrefill
-    has_pairs: bool = False  # decode nodes also compute prompts for each other: no such nodes are built
-
-    @classmethod
-    def of_both_roles(cls, num_nodes: int) -> ClusterShape:
-        """Return a shape of nodes that compute prompts, for themselves and for each other, and generate."""
-        return cls(0, num_nodes, "always", has_pairs=True)
 
     @property
     def name(self) -> str:
-        if self.has_pairs:
-            return f"{self.num_decode} of both roles (not built)"
         return f"{self.num_prefill}P{self.num_decode}D {self.local_prefill}"
 
     @property
     def flags(self) -> str:
         """Flags of `baton up` that start it."""
-        assert not self.has_pairs, "no command starts such nodes"
         flags = f"--prefill {self.num_prefill} --decode {self.num_decode}"
         return flags if not self.num_prefill else f"{flags} --local-prefill {self.local_prefill}"
 
@@ -67,7 +58,7 @@ def simulate(
     decode nodes' bound on gaps beside local prompts; None: their default."""
     agenda, costs = Agenda(), Costs(times, max_running)
     facts = GroupFacts(shape.local_prefill, lacks_prefill=not shape.num_prefill, decodes_compute=True)
-    router = SimulatedRouter(agenda, costs, facts, has_pairs=shape.has_pairs)
+    router = SimulatedRouter(agenda, costs, facts)
     pool = times.pool_tokens
     chunk, local_chunk = PrefillConfig().chunk("cuda"), DecodeConfig().chunk("cuda")
     prefills = [

@@ -9,9 +9,6 @@ sequence joins a round only until that is submitted, and the youngest sequence g
 of a step does not depend on how many sequences the program simulates: a round changes counters, and a sequence is
 touched when it joins and when it leaves. How many tokens of local prompts a step computes is decided by the real node's
 ChunkBudget, which learns from the simulated times.
-
-A node may also compute prompts for others (`submit`), which no real decode node does: pair_choice.py. They share its
-chunks, and it keeps their pages until they are handed over.
 """
 
 from __future__ import annotations
@@ -27,11 +24,9 @@ from ...router.placement import DecodeFigures
 from ...router.prompt_placement import LocalFigures, PromptTimes
 from .agenda import Agenda
 from .costs import ChunkPart, Costs
-from .pair_choice import BothFigures
 from .request import SLACK, SimulatedRequest
 
 _LEAST_AHEAD_S, _SHARE_AHEAD = 1e-3, 0.2  # of a round, before whose end the next one is submitted (round_clock.py)
-_RECENT_S = 1.0  # of time, in which the share of prompts is measured
 
 
 class DecodeOwner(Protocol):
@@ -39,10 +34,6 @@ class DecodeOwner(Protocol):
 
     def granted(self, node: SimulatedDecodeNode, request: SimulatedRequest) -> None:
         """The node holds room for a request."""
-        ...
-
-    def offered(self, node: SimulatedDecodeNode, request: SimulatedRequest, num_tokens: int) -> None:
-        """The node has computed a prompt for another one, with `num_tokens` tokens in the last chunk."""
         ...
 
     def ended(self, request: SimulatedRequest) -> None:
@@ -138,7 +129,6 @@ class SimulatedDecodeNode:
         self._is_idle = True
         self._cutoff = 0.0  # sequences that are ready later miss the next round
         self._num_units = 0
-        self._prompt_share = 0.0  # of the recent time
         self._asked_tokens = 0
         self._reserved_tokens = 0  # of sequences that hold pages and do not run
         self._context_tokens = 0  # of running sequences
@@ -172,14 +162,6 @@ class SimulatedDecodeNode:
             request.length + SLACK,
         )
 
-    def both_figures(self, request: SimulatedRequest) -> BothFigures:
-        """Return the figures by which the router decides whether this node computes the prompt of a request, and
-        whether it generates."""
-        batch = min(len(self._running) + 1, self._max_running)
-        next_round_s = self._costs.round_s(batch, self._context_tokens + request.prompt_len)
-        chunk_token_s = self._budget.rate(0, 0).token_s
-        return BothFigures(self.local_figures(request), next_round_s, self._prompt_share, chunk_token_s)
-
     @property
     def is_empty(self) -> bool:
         """Whether the node holds nothing."""
@@ -192,21 +174,8 @@ class SimulatedDecodeNode:
         self._num_units += 1
         self._asked.append(request)
         self._asked_tokens += request.length + SLACK
-        if self._is_idle or ((self._num_awaited or request.is_pulled) and self._agenda.now <= self._cutoff):
+        if self._is_idle or (self._num_awaited and self._agenda.now <= self._cutoff):
             self._take_messages()
-
-    def pledge(self, request: SimulatedRequest) -> None:
-        """Keep room for the prompt of another node until `release`."""
-        self._reserved_tokens += request.prompt_len
-
-    def submit(self, request: SimulatedRequest) -> None:
-        """Compute such a prompt: the other node has room for the sequence, too."""
-        insort(self._computing, (request.order, request))
-        self._wake()
-
-    def release(self, request: SimulatedRequest) -> None:
-        """The pages of such a prompt are handed over."""
-        self._reserved_tokens -= request.prompt_len
 
     def arrive(self, request: SimulatedRequest) -> None:
         """The pages of a prompt and its first token have come."""
@@ -224,7 +193,7 @@ class SimulatedDecodeNode:
     def _num_queued_tokens(self) -> int:
         """Tokens of local and preempted sequences that are still to compute."""
         queued = (*self._computing, *self._preempted)
-        return sum(request.num_to_compute - request.num_computed for _, request in queued)
+        return sum(request.length - 1 - request.num_computed for _, request in queued)
 
     @property
     def _held_tokens(self) -> int:
@@ -297,18 +266,11 @@ class SimulatedDecodeNode:
 
     def _end_step(self, batch: int, seconds: float) -> None:
         self._learn(batch, seconds)
-        offered: list[tuple[SimulatedRequest, int]] = []
         for request, num_tokens in self._pieces:
             request.num_computed += num_tokens
-            if request.num_computed == request.num_to_compute and request not in self._running:
+            if request.num_computed == request.length - 1 and request not in self._running:
                 self._computing.remove((request.order, request))
-                if _is_for_other(request):
-                    offered.append((request, num_tokens))
-                else:
-                    self._ready.append((0.0, request))
-        for request, num_tokens in offered:
-            request.num_computed = 0  # on the other node
-            self._owner.offered(self, request, num_tokens)
+                self._ready.append((0.0, request))
         if batch:
             self._end_round()
         self._step()
@@ -316,8 +278,6 @@ class SimulatedDecodeNode:
     def _learn(self, batch: int, seconds: float) -> None:
         """Let the budget of chunks observe a step of `seconds`, as the real node does."""
         now, chunk = self._agenda.now, None
-        round_s = self._costs.round_s(batch, self._context_tokens) if batch else 0.0
-        self._prompt_share += min(1.0, seconds / _RECENT_S) * (1 - round_s / seconds - self._prompt_share)
         if self._pieces:
             num_tokens = sum(num for _, num in self._pieces)
             depth = sum(num * request.num_computed for request, num in self._pieces) // num_tokens
@@ -375,8 +335,7 @@ class SimulatedDecodeNode:
 
     def _join_computed(self) -> None:
         """Let sequences that the planned chunk makes ready take part in the planned round, if both share a forward."""
-        own = [piece for piece in self._pieces if not _is_for_other(piece[0])]
-        ready = [request for request, num in own if request.num_computed + num == request.num_to_compute]
+        ready = [request for request, num in self._pieces if request.num_computed + num == request.length - 1]
         num_tokens = sum(num for _, num in self._pieces)
         if self._costs.joint.holds(len(self._running) + len(ready), 0, num_tokens, len(self._pieces)):
             for request in ready:
@@ -409,7 +368,7 @@ class SimulatedDecodeNode:
         for _, request in self._computing:
             if budget <= 0 or len(pieces) == room.num_prompts:
                 break
-            num_new = min(budget, request.num_to_compute - request.num_computed)
+            num_new = min(budget, request.length - 1 - request.num_computed)
             pieces.append((request, num_new))
             budget -= num_new
         return pieces
@@ -418,7 +377,7 @@ class SimulatedDecodeNode:
 
     def _preempt(self) -> None:
         """The youngest sequence gives its pages back, to be computed again later."""
-        computing = (request for _, request in self._computing if not _is_for_other(request))
+        computing = (request for _, request in self._computing)
         youngest = max((*self._running, *computing), key=lambda request: request.order)
         if youngest in self._running:
             ends = self._ends[youngest.joined_round + youngest.num_left - 1]
@@ -443,8 +402,3 @@ class SimulatedDecodeNode:
             self._preempted.pop(0)
             self._reserved_tokens += num_tokens
             insort(self._computing, (request.order, request))
-
-
-def _is_for_other(request: SimulatedRequest) -> bool:
-    """Whether a request that a node computes is a prompt for another node."""
-    return request.is_pulled and not request.num_received

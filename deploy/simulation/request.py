@@ -16,7 +16,6 @@ class SimulatedRequest:
         "first_s",
         "gap_s",
         "is_local",
-        "is_pulled",
         "joined_round",
         "last_s",
         "num_computed",
@@ -31,7 +30,6 @@ class SimulatedRequest:
         self.order = order  # of arrival; the smallest is the oldest
         self.arrived_s, self.prompt_len, self.num_tokens = arrival
         self.is_local = False  # the decode node computes the prompt
-        self.is_pulled = False  # another decode node computes it, and offers the pages
         self.num_received = 0
         self.num_computed = 0  # tokens with KV, while a node computes the prompt or lost tokens
         self.joined_round = 0  # of its decode node
@@ -41,12 +39,6 @@ class SimulatedRequest:
     def length(self) -> int:
         """Tokens of the prompt and of the answer so far."""
         return self.prompt_len + self.num_received
-
-    @property
-    def num_to_compute(self) -> int:
-        """Tokens that a decode node computes of it in all before its next round; the round itself computes the last
-        one. A node that computes the prompt for another one computes all of them, and samples the first token."""
-        return self.length if self.is_pulled and not self.num_received else self.length - 1
 
     @property
     def num_left(self) -> int:

@@ -3,8 +3,6 @@
 Its decisions are the product's own: who computes a prompt (`place_prompt`, `place_sooner`), which decode node generates
 (`choose_decode`, `choose_local`), which prefill node computes (`choose_prefill`). Two things are simpler. The router
 knows the load of a node at once, without waiting for a report. Prompts are all different, so no prefix cache helps.
-
-Decode nodes that also compute prompts for each other are no part of the product: `choose_pair` chooses them.
 """
 
 from __future__ import annotations
@@ -18,24 +16,20 @@ from ...router.prompt_placement import GroupFacts, choose_local, place_prompt, p
 from .agenda import Agenda
 from .costs import Costs
 from .decode_node import SimulatedDecodeNode
-from .pair_choice import choose_pair
 from .prefill_node import SimulatedPrefillNode
 from .request import SLACK, SimulatedRequest
-
-Computes = SimulatedPrefillNode | SimulatedDecodeNode  # a node that computes a prompt for another one
 
 
 class SimulatedRouter:
     """Owns every request from its arrival to its last token."""
 
-    def __init__(self, agenda: Agenda, costs: Costs, facts: GroupFacts, *, has_pairs: bool = False) -> None:
-        """`has_pairs`: decode nodes also compute prompts for each other."""
-        self._agenda, self._costs, self._facts, self._has_pairs = agenda, costs, facts, has_pairs
+    def __init__(self, agenda: Agenda, costs: Costs, facts: GroupFacts) -> None:
+        self._agenda, self._costs, self._facts = agenda, costs, facts
         self._handoffs = HandoffTimes()
         self._prefills: Sequence[SimulatedPrefillNode] = ()
         self._decodes: Sequence[SimulatedDecodeNode] = ()
         self._queue = deque[SimulatedRequest]()
-        self._pairs: dict[SimulatedRequest, tuple[Computes, SimulatedDecodeNode]] = {}  # until the handoff
+        self._pairs: dict[SimulatedRequest, tuple[SimulatedPrefillNode, SimulatedDecodeNode]] = {}  # until the handoff
         self.done: list[SimulatedRequest] = []
         self.num_local = 0
 
@@ -59,12 +53,8 @@ class SimulatedRouter:
         assert decode is node, request.order
         prefill.submit(request)
 
-    def offered(self, node: SimulatedDecodeNode, request: SimulatedRequest, num_tokens: int) -> None:
-        """A decode node has the first token of a request that another one generates."""
-        self.computed(node, request, num_tokens)
-
-    def computed(self, node: Computes, request: SimulatedRequest, num_tokens: int) -> None:
-        """A node has the first token of a request that it does not generate. The last chunk had `num_tokens` tokens."""
+    def computed(self, node: SimulatedPrefillNode, request: SimulatedRequest, num_tokens: int) -> None:
+        """A prefill node has the first token of a request, whose last chunk had `num_tokens` tokens."""
         request.take_first(self._agenda.now)
         if request.num_left:
             seconds = self._costs.handoff_s(num_tokens)
@@ -79,7 +69,7 @@ class SimulatedRouter:
         self.done.append(request)
         self._dispatch()
 
-    def _handed_over(self, node: Computes, request: SimulatedRequest, seconds: float) -> None:
+    def _handed_over(self, node: SimulatedPrefillNode, request: SimulatedRequest, seconds: float) -> None:
         _, decode = self._pairs.pop(request)
         self._handoffs.observe(seconds + decode.round_s / 2)  # as the real router does
         node.release(request)
@@ -93,8 +83,6 @@ class SimulatedRouter:
 
     def _place(self, request: SimulatedRequest) -> bool:
         """Give a request its nodes, as the real router's `Placement.choose` does. False if there is no room now."""
-        if self._has_pairs:
-            return self._place_pair(request)
         prompt = place_prompt(self._facts)
         if prompt is None:
             return self._place_sooner(request)
@@ -138,22 +126,9 @@ class SimulatedRouter:
         self._begin_remote(request, self._prefills[index], decode)
         return True
 
-    def _place_pair(self, request: SimulatedRequest) -> bool:
-        figures = [node.both_figures(request) for node in self._decodes]
-        pair = choose_pair(figures, request.num_tokens, self._handoffs.expected_s)
-        if pair is None:
-            return False
-        decode = self._decodes[pair.generates]
-        if pair.computes == pair.generates:
-            self._begin_local(request, decode)
-        else:
-            request.is_pulled = True
-            computes = self._decodes[pair.computes]
-            computes.pledge(request)
-            self._begin_remote(request, computes, decode)
-        return True
-
-    def _begin_remote(self, request: SimulatedRequest, prefill: Computes, decode: SimulatedDecodeNode | None) -> None:
+    def _begin_remote(
+        self, request: SimulatedRequest, prefill: SimulatedPrefillNode, decode: SimulatedDecodeNode | None
+    ) -> None:
         if decode is None:
             prefill.submit(request)
         else:

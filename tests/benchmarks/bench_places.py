@@ -1,12 +1,11 @@
-"""Compare `--local-prefill auto` with `never` and with decode nodes alone in simulated cells of lengths and rates. Also
-compare nodes of both roles, which are not built, with all of these.
+"""Compare `--local-prefill auto` with `never` and with decode nodes alone in simulated cells of lengths and rates.
 
     python tests/benchmarks/bench_places.py --prefill 1 --decode 1 [--seeds 3] [--seconds 60] [--json FILE]
 
 Each cell has prompts of one length, outputs of one length and Poisson arrivals. The rate is a share of what the GPUs
 could do if each computed prompts and rounds of the largest batch without a gap. A figure is the mean over seeds. A cell
-is worse if one shape has a smaller share of good requests than the other has, by more than 3 % of the latter, for any
-of three SLOs. Nothing here is measured: the times are those of a file that `baton plan` reads.
+is worse if `auto` has a smaller share of good requests than the other shape has, by more than 3 % of the latter, for
+any of three SLOs. Nothing here is measured: the times are those of a file that `baton plan` reads.
 """
 
 from __future__ import annotations
@@ -47,15 +46,10 @@ class Figures:
         good = " ".join(f"{each:.0%}".replace("%", "") for each in self.good)
         return f"{self.ttft_p50:,.0f} / {self.ttft_p99:,.0f}, {self.tpot_p99:.1f}; {good}"
 
-    def is_worse_than(self, other: Figures) -> bool:
-        """Whether fewer requests are good for any of the SLOs."""
-        pairs = zip(self.good, other.good, strict=True)
-        return any(theirs - ours > max(WORSE * theirs, _LEAST) for ours, theirs in pairs)
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One load on the four shapes."""
+    """One load on the three shapes."""
 
     prompt_len: int
     num_tokens: int
@@ -63,13 +57,11 @@ class Cell:
     never: Figures
     auto: Figures
     alone: Figures  # decode nodes alone, on as many GPUs
-    both: Figures  # as many nodes of both roles
 
-    def worse(self, name: str) -> list[str]:
-        """Return the words of the shapes than which the shape in the field `name` is worse."""
-        others = {"never": "never", "auto": "auto", "alone": "decode nodes alone"}
-        ours: Figures = getattr(self, name)
-        return [words for other, words in others.items() if other != name and ours.is_worse_than(getattr(self, other))]
+    def is_worse_than(self, other: Figures) -> bool:
+        return any(
+            theirs - ours > max(WORSE * theirs, _LEAST) for ours, theirs in zip(self.auto.good, other.good, strict=True)
+        )
 
 
 def capacity(times: Times, prompt_len: int, num_tokens: int, num_gpus: int) -> float:
@@ -98,7 +90,7 @@ def cells(times: Times, num_prefill: int, num_decode: int, seeds: int, seconds: 
     """Yield all cells."""
     num_gpus = num_prefill + num_decode
     shapes = [ClusterShape(num_prefill, num_decode, mode) for mode in ("never", "auto")]
-    shapes += [ClusterShape(0, num_gpus, "always"), ClusterShape.of_both_roles(num_gpus)]
+    shapes.append(ClusterShape(0, num_gpus, "always"))
     for prompt_len in PROMPTS:
         for num_tokens in OUTPUTS:
             for share in SHARES:
@@ -111,16 +103,17 @@ def cells(times: Times, num_prefill: int, num_decode: int, seeds: int, seconds: 
 
 def table(found: Sequence[Cell]) -> str:
     """Return the cells as a Markdown table."""
-    lines = [
-        "| prompt + output, requests/s | never | auto | local | decode nodes alone | nodes of both roles "
-        "| auto is worse than | both roles are worse than |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = ["| prompt + output, requests/s | never | auto | local | decode nodes alone | auto is worse than |"]
+    lines.append("|---|---|---|---|---|---|")
     for each in found:
+        worse = [
+            name
+            for name, other in (("never", each.never), ("decode nodes alone", each.alone))
+            if each.is_worse_than(other)
+        ]
         lines.append(
             f"| {each.prompt_len:,} + {each.num_tokens}, {each.rate:.1f} | {each.never.words} | {each.auto.words} | "
-            f"{each.auto.local_share:.0%} | {each.alone.words} | {each.both.words} | {', '.join(each.worse('auto'))} | "
-            f"{', '.join(each.worse('both'))} |"
+            f"{each.auto.local_share:.0%} | {each.alone.words} | {', '.join(worse)} |"
         )
     return "\n".join(lines)
 
@@ -137,15 +130,8 @@ def main() -> None:
     times = read(options.times)
     found = list(cells(times, options.prefill, options.decode, options.seeds, options.seconds))
     print(table(found))
-    for name in ("auto", "both"):
-        for other in ("never", "auto", "alone") if name == "both" else ("never", "alone"):
-            pairs = [(getattr(each, name), getattr(each, other)) for each in found]
-            num_worse = sum(ours.is_worse_than(theirs) for ours, theirs in pairs)
-            num_better = sum(theirs.is_worse_than(ours) for ours, theirs in pairs)
-            print(f"{name} is worse than {other} in {num_worse} cells, better in {num_better}")
-    for name in ("never", "auto", "alone", "both"):
-        columns = zip(*(getattr(each, name).good for each in found), strict=True)
-        print(f"{name}: sums of the shares of good requests", *(f"{sum(column):.1f}" for column in columns))
+    for name in ("never", "alone"):
+        print(f"auto is worse than {name} in {sum(each.is_worse_than(getattr(each, name)) for each in found)} cells")
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
 

@@ -20,17 +20,14 @@ GOOD = Figures(30.0, 60.0, 6.0, (1.0, 0.5, 0.1), 0.0)
     [((1.0, 0.5, 0.1), False), ((0.975, 0.49, 0.1), False), ((0.96, 0.9, 0.9), True), ((1.0, 0.48, 0.1), True)],
 )
 def test_a_cell_is_worse_by_more_than_3_percent_for_any_slo(good: tuple[float, ...], is_worse: bool) -> None:
-    other = replace(GOOD, good=good)
-    assert other.is_worse_than(GOOD) == is_worse
-    cell = Cell(64, 128, 2.0, GOOD, other, GOOD, GOOD)
-    assert cell.worse("auto") == (["never", "decode nodes alone"] if is_worse else [])
+    cell = Cell(64, 128, 2.0, GOOD, replace(GOOD, good=good), GOOD)
+    assert cell.is_worse_than(GOOD) == is_worse
     assert ("| never, decode nodes alone |" in table([cell])) == is_worse
-    assert ("auto" in Cell(64, 128, 2.0, GOOD, GOOD, GOOD, other).worse("both")) == is_worse
 
 
 def test_a_difference_of_a_few_requests_does_not_count() -> None:
     low = replace(GOOD, good=(0.0, 0.0, 0.008))
-    assert not replace(low, good=(0.0, 0.0, 0.004)).is_worse_than(low)
+    assert not Cell(64, 128, 2.0, low, replace(low, good=(0.0, 0.0, 0.004)), low).is_worse_than(low)
 
 
 def test_a_tenth_of_the_capacity_is_a_light_load() -> None:

@@ -19,7 +19,6 @@ SHAPES = [
     ClusterShape(0, 2, "always"),
     ClusterShape(2, 3, "never"),
     ClusterShape(3, 2, "auto"),
-    ClusterShape.of_both_roles(2),
 ]
 EIGHT_B = read(find("llama-3.1-8b-h200"))
 
@@ -98,18 +97,6 @@ def test_an_idle_cluster_takes_the_sum_of_the_measured_times() -> None:
     local = simulate(ClusterShape(0, 1, "always"), TIMES, arrival, 8).records[0]
     assert local.ttft_s == pytest.approx(0.001 + 0.1 + 0.011, abs=1e-5)
     assert local.second_s == pytest.approx(0.011, abs=1e-5) == local.tpot_s
-
-
-def test_a_node_of_both_roles_hands_its_prompt_over() -> None:
-    """A first request streams on one node. The other one computes the prompt of the second, which joins it there."""
-    shape, arrivals = ClusterShape.of_both_roles(2), [Arrival(0.0, 11, 400), Arrival(1.0, 1000, 400)]
-    outcome = simulate(shape, TIMES, arrivals, 8)
-    assert outcome.num_local == 0, "a handoff is shorter than a round"
-    stream, pulled = outcome.records
-    assert pulled.ttft_s == pytest.approx(0.001 + 0.1) and pulled.second_s > 0.005
-    assert stream.gap_s < 0.02, "no chunk delays it"
-    with pytest.raises(AssertionError, match="no command"):
-        _ = shape.flags
 
 
 def test_a_shape_names_its_flags() -> None:

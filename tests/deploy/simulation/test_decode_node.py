@@ -40,9 +40,6 @@ class Bench:
         request.take_first(self.agenda.now)
         self.node.arrive(request)
 
-    def offered(self, node: SimulatedDecodeNode, request: SimulatedRequest, num_tokens: int) -> None:
-        raise AssertionError(f"prompt {request.order} is for this node")
-
     def ended(self, request: SimulatedRequest) -> None:
         self.done.append(request)
 
