@@ -32,6 +32,7 @@ breaks the bound.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -154,6 +155,7 @@ class ChunkBudget:
         """`chunk_tokens`: the most tokens of a chunk. `max_gap_s`: the operator's bound, None if there is none.
         `joint`: the rounds and chunks that share a forward."""
         self._costs, self._rounds, self._joint = costs, rounds, joint
+        self._prepared = functools.cache(joint.lengths)  # asked several times in each step
         self._chunk_tokens = chunk_tokens
         self._max_gap_s = max_gap_s
         self._margin = 0.0  # of the bound
@@ -284,7 +286,7 @@ class ChunkBudget:
 
     def _lengths(self, num_streams: int, num_steps: int, queue: Queue) -> list[int]:
         """Return the lengths of chunks, rising, that are prepared to share the round's forward."""
-        lengths = [] if queue.is_scored else self._joint.lengths(num_streams, num_steps)
+        lengths = [] if queue.is_scored else self._prepared(num_streams, num_steps)
         return [each for each in lengths if each <= self._chunk_tokens]
 
     def _kindest(self, num_streams: int, num_steps: int, queue: Queue) -> _Chunk | None:
@@ -293,7 +295,7 @@ class ChunkBudget:
         QUEUE_S at most. So a long prompt does not slow down at its end."""
         round_s, num_tokens = self._rounds.expected(num_streams, num_steps), queue.num_tokens + queue.num_done
         lengths = self._lengths(num_streams, num_steps, queue)
-        chunks = [self._chunk(num_streams, num_steps, each, queue) for each in lengths]
+        chunks = [_Chunk(each, True, self._costs.seconds(each, queue.depth, is_joint=True)) for each in lengths]
         chunks = [each for each in chunks if num_tokens * (round_s + each.seconds) <= QUEUE_S * each.num_tokens]
         return min(
             chunks,
