@@ -346,7 +346,7 @@ def test_a_request_may_have_a_time_limit_of_its_own(
     status, body, _ = system.complete(stream=stream)
     message = json.loads(stream_of(body)[-1]) if stream and phase == "decoding" else body
     assert status == (200 if stream and phase == "decoding" else 504)
-    assert f"longer than its limit of {limit_s} s" in message["error"]["message"]
+    assert f"longer than its limit of {limit_s:g} s" in message["error"]["message"]
     system.router.wait_idle()
 
 
