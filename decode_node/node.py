@@ -20,7 +20,8 @@ and the node sends PrefillDone when it has them all.
 The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
 processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
 tokens. While pages of a prompt are on the way, the node submits the next round as late as it can, so that the sequence
-joins it.
+joins it. On a GPU it does not sleep then: a thread that has slept takes several times as long over its next work, which
+is on the way to the second token.
 
 If the device has no memory for a round, the node tries again without drafts. If it has none for that either, the
 sequence that asks for most ends with an error, and the node tries again with the others.
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 1e-4  # between looks for arrivals while a round is computed
+_PAUSE_S = 1e-4  # between looks for arrivals, if the device is the host, which has rounds to compute meanwhile
 STEP_LIMIT_S = 60.0  # the node counts as stuck if one round takes longer
 _MAX_MEASURED = 16  # sequences in the largest round that is timed at the start; times of larger ones are extrapolated
 
@@ -148,6 +149,7 @@ class DecodeNode:
             )
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
+        self._pause_s = 0.0 if executor.runs_ahead else _PAUSE_S
         self._under_way: SubmittedRound | None = None
         self._admitted: list[_Admission] = []  # since the last round was submitted
         self._alone = ChunksAlone()
@@ -166,7 +168,8 @@ class DecodeNode:
         self._put_off: list[RouterWork | RouterGone] = []  # messages that came while the device computed
 
     def step(self) -> bool:
-        """Receive, admit, schedule, compute, send. Return whether there is more to compute at once."""
+        """Receive, admit, schedule, compute, send. Return whether to call again at once."""
+        self.membership.enter("decode", STEP_LIMIT_S)
         self._clock.begin_step()
         self._take_arrivals()
         self._clock.end_arrivals()
@@ -174,7 +177,6 @@ class DecodeNode:
         self._await_chunks()
         plan = self._plan()
         if plan.rows or plan.decoding or self._under_way is not None:
-            self.membership.enter("decode", STEP_LIMIT_S)
             self._compute(plan)
         else:
             self._alone.take()
@@ -183,7 +185,8 @@ class DecodeNode:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
         self._reservations.announce_capacity()
         self._clock.end_step()
-        return bool(self.scheduler.running) or self._under_way is not None or bool(self._put_off)
+        is_watching = self.executor.runs_ahead and bool(self.scheduler.reserved)
+        return is_watching or bool(self.scheduler.running) or self._under_way is not None or bool(self._put_off)
 
     @property
     def is_idle(self) -> bool:
@@ -356,7 +359,7 @@ class DecodeNode:
         until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
         since = time.monotonic()
         while self._expects_arrivals and time.monotonic() < until and not self.executor.is_done:
-            time.sleep(_PAUSE_S)
+            time.sleep(self._pause_s)
             since = time.monotonic()
             self._take_arrivals()
         if self.executor.is_done:
@@ -371,7 +374,7 @@ class DecodeNode:
         until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
         since = time.monotonic()
         while not self._put_off and time.monotonic() < until and not self.executor.is_done:
-            time.sleep(_PAUSE_S)
+            time.sleep(self._pause_s)
             since = time.monotonic()
             for message in self.membership.receive():
                 if self._put_off or not isinstance(message, Reserve):
@@ -425,11 +428,13 @@ class DecodeNode:
 
     def _announce(self) -> None:
         """Tell the router which sequences were admitted, and their first tokens, unless they have ended meanwhile. The
-        device has their round to do by now."""
+        device has their round to do by now. Their pages are found in the prefix cache from now on."""
         admitted, self._admitted = self._admitted, []
         for sequence, message, begun in admitted:
             if self.scheduler.get(message.unit) is not sequence:
                 continue
+            if sequence.lease is not None:  # otherwise it was preempted, and its pages are in the cache
+                self.scheduler.share_computed(sequence)
             logger.info("admitted, %d pages pulled", message.num_pages, extra={"rid": message.unit.rid})
             times = msgspec.structs.replace(message.times, admit_s=time.monotonic() - begun)
             self.membership.send(msgspec.structs.replace(message, times=times))
@@ -440,9 +445,8 @@ class DecodeNode:
         them."""
         if self.executor.num_chunks_ahead < MAX_AHEAD:
             return
-        self.membership.enter("decode", STEP_LIMIT_S)
         while self.executor.num_chunks_ahead >= MAX_AHEAD and not self.scheduler.num_streams:
-            time.sleep(_PAUSE_S)
+            time.sleep(self._pause_s)
             self._take_arrivals()
 
     # --- rounds ---

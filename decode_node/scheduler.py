@@ -136,10 +136,9 @@ class DecodeScheduler:
         return self.cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence))
 
     def start_pulled(self, unit: Unit) -> Sequence:
-        """Run a reserved sequence whose pages have all arrived."""
+        """Run a reserved sequence whose pages have all arrived. `share_computed` then shares them."""
         sequence = self.reserved.pop(unit)
         sequence.start_pulled()
-        self._cache_pages(sequence)
         bisect.insort(self.running, sequence, key=_order)
         return sequence
 
@@ -151,7 +150,7 @@ class DecodeScheduler:
         return sequence
 
     def share_computed(self, sequence: Sequence) -> None:
-        """Give the computed pages of a local prompt to the prefix cache, so that others find them."""
+        """Give the computed pages of a running sequence to the prefix cache, so that others find them."""
         self._cache_pages(sequence)
 
     @property

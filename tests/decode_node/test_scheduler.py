@@ -45,6 +45,7 @@ def start(scheduler: DecodeScheduler, sequence: Sequence, token: int = 5) -> Seq
     assert scheduler.reserve(sequence)
     scheduler.start_pulled(sequence.unit)
     sequence.append_first(token, None, num_cached=0)
+    scheduler.share_computed(sequence)
     return sequence
 
 
