@@ -9,6 +9,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -331,6 +332,30 @@ def test_the_clock_never_goes_back(process: FaultyProcess) -> None:
     process.plan()
     assert process.faults.plan == Plan() and time.monotonic() >= ahead
     assert process.noted() == [("clock", "100 s ahead", 0)]
+
+
+def test_a_plan_is_taken_once_though_several_threads_read_it(process: FaultyProcess) -> None:
+    """Each plan is in force as soon as it is set, and stays so: no thread takes it again, or an older one."""
+    faults, is_over = process.faults, threading.Event()
+
+    def read_the_clock() -> None:
+        while not is_over.is_set():
+            faults.monotonic()
+
+    threads = [threading.Thread(target=read_the_clock) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for seed in range(1, 41):
+            process.plan(frames={"drop": 1.0}, most=1, seed=seed)
+            assert faults.choose(faults.plan.frames, "in") == "drop"
+            until = time.perf_counter() + 0.025  # longer than a file stays unread
+            while time.perf_counter() < until:
+                assert faults.plan.seed == seed and faults.choose(faults.plan.frames, "in") is None
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.fixture
