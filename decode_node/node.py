@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -149,7 +150,7 @@ class DecodeNode:
             )
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
-        self._pause_s = 0.0 if executor.runs_ahead else _PAUSE_S
+        self._pause = os.sched_yield if executor.runs_ahead else functools.partial(time.sleep, _PAUSE_S)
         self._under_way: SubmittedRound | None = None
         self._admitted: list[_Admission] = []  # since the last round was submitted
         self._alone = ChunksAlone()
@@ -359,7 +360,7 @@ class DecodeNode:
         until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
         since = time.monotonic()
         while self._expects_arrivals and time.monotonic() < until and not self.executor.is_done:
-            time.sleep(self._pause_s)
+            self._pause()
             since = time.monotonic()
             self._take_arrivals()
         if self.executor.is_done:
@@ -374,7 +375,7 @@ class DecodeNode:
         until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
         since = time.monotonic()
         while not self._put_off and time.monotonic() < until and not self.executor.is_done:
-            time.sleep(self._pause_s)
+            self._pause()
             since = time.monotonic()
             for message in self.membership.receive():
                 if self._put_off or not isinstance(message, Reserve):
@@ -446,7 +447,7 @@ class DecodeNode:
         if self.executor.num_chunks_ahead < MAX_AHEAD:
             return
         while self.executor.num_chunks_ahead >= MAX_AHEAD and not self.scheduler.num_streams:
-            time.sleep(self._pause_s)
+            self._pause()
             self._take_arrivals()
 
     # --- rounds ---

@@ -96,7 +96,10 @@ def default(shape: ProductShape) -> Config:
             return Config("dot", 64, 64)
         return Config("dot", 64, 128, split_k=_default_split(out_size, in_size, 64, FEWEST_PROGRAMS))
     if is_gated:
-        return Config("dot", 32, 128)
+        return Config("dot", 64, 128, num_stages=3) if out_size >= 128 * FEWEST_PROGRAMS else Config("dot", 32, 128)
+    split_k = _default_split(out_size, in_size, 64, FEWEST_PROGRAMS)
+    if split_k * out_size >= 64 * FEWEST_PROGRAMS:
+        return Config("dot", 64, 128, num_stages=3 if out_size >= 1 << 16 else 5, split_k=split_k)
     return Config("dot", 32, 256, split_k=_default_split(out_size, in_size, 32, 264))
 
 
