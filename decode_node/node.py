@@ -20,8 +20,7 @@ and the node sends PrefillDone when it has them all.
 The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
 processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
 tokens. While pages of a prompt are on the way, the node submits the next round as late as it can, so that the sequence
-joins it. On a GPU it does not sleep then: a thread that has slept takes several times as long over its next work, which
-is on the way to the second token.
+joins it. On a GPU it does not sleep then, so that it submits no round too late.
 
 If the device has no memory for a round, the node tries again without drafts. If it has none for that either, the
 sequence that asks for most ends with an error, and the node tries again with the others.
@@ -169,8 +168,7 @@ class DecodeNode:
         self._put_off: list[RouterWork | RouterGone] = []  # messages that came while the device computed
 
     def step(self) -> bool:
-        """Receive, admit, schedule, compute, send. Return whether to call again at once."""
-        self.membership.enter("decode", STEP_LIMIT_S)
+        """Receive, admit, schedule, compute, send. Return whether there is more to compute at once."""
         self._clock.begin_step()
         self._take_arrivals()
         self._clock.end_arrivals()
@@ -178,6 +176,7 @@ class DecodeNode:
         self._await_chunks()
         plan = self._plan()
         if plan.rows or plan.decoding or self._under_way is not None:
+            self.membership.enter("decode", STEP_LIMIT_S)
             self._compute(plan)
         else:
             self._alone.take()
@@ -186,8 +185,7 @@ class DecodeNode:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
         self._reservations.announce_capacity()
         self._clock.end_step()
-        is_watching = self.executor.runs_ahead and bool(self.scheduler.reserved)
-        return is_watching or bool(self.scheduler.running) or self._under_way is not None or bool(self._put_off)
+        return bool(self.scheduler.running) or self._under_way is not None or bool(self._put_off)
 
     @property
     def is_idle(self) -> bool:
@@ -446,6 +444,7 @@ class DecodeNode:
         them."""
         if self.executor.num_chunks_ahead < MAX_AHEAD:
             return
+        self.membership.enter("decode", STEP_LIMIT_S)
         while self.executor.num_chunks_ahead >= MAX_AHEAD and not self.scheduler.num_streams:
             self._pause()
             self._take_arrivals()

@@ -59,10 +59,10 @@ class Costs:
         plain = [each for each in times.chunks if each.prompts == 1 and not each.history]
         self._chunk_base = Curve((each.tokens, each.ms - self._per_square * each.tokens**2) for each in plain)
         self._handoff = Curve((each.tokens, each.ms) for each in times.handoffs)
-        extra = defaultdict[int, list[float]](list)
+        extra = defaultdict[int, list[tuple[float, float]]](list)
         for each in times.joints:
-            extra[each.tokens].append(each.ms)
-        self._joint_extra = Curve((tokens, max(found)) for tokens, found in extra.items()) if extra else None
+            extra[each.batch].append((each.tokens, each.ms))
+        self._joint_extra = {batch: Curve(points) for batch, points in sorted(extra.items())}
         sizes = {JointSize(each.batch, NO_DRAFTS, each.tokens) for each in times.joints}
         self.joint = JointSizes(sorted(sizes, key=lambda size: size.num_rows))  # those that were measured
         self.router_s = times.router_ms / 1e3
@@ -81,10 +81,11 @@ class Costs:
     def beside_s(self, pieces: Sequence[ChunkPart], batch: int) -> float:
         """Return the time by which a chunk makes a step longer that also runs a round of `batch` sequences."""
         alone_s, total = self.chunk_s(pieces), sum(piece.tokens for piece in pieces)
-        if self._joint_extra is None or not batch or not self.joint.holds(batch, 0, total, len(pieces)):
+        if not batch or not self.joint.holds(batch, 0, total, len(pieces)):
             return alone_s
         pairs = sum(piece.tokens * piece.history for piece in pieces)
-        return min(alone_s, (self._joint_extra(total) + self._per_pair * pairs) / 1e3)
+        extra = next(curve for size, curve in self._joint_extra.items() if size >= batch)
+        return min(alone_s, (extra(total) + self._per_pair * pairs) / 1e3)
 
     def handoff_s(self, num_tokens: int) -> float:
         """Return the time of a handoff whose last chunk has `num_tokens` tokens."""
