@@ -520,7 +520,7 @@ def test_an_attempt_teaches_once_and_a_scored_prompt_nothing(more: dict[str, Any
 
 
 def test_auto_learns_that_remote_prompts_take_longer_than_expected() -> None:
-    world = auto_world("p0", "d0", decode={"prompt_token_s": 2.2e-5})
+    world = auto_world("p0", "d0", decode={"prompt_token_s": 2e-5})
     world.submit(prompt_len=3000)
     asked = world.got("d0", m.Reserve)[-1]
     grants(world, "d0", asked)
@@ -528,7 +528,7 @@ def test_auto_learns_that_remote_prompts_take_longer_than_expected() -> None:
     world.tokens("p0", asked, 0, IDS[:1])
     world.say("d0", m.Admitted(Unit(asked.rid, 0, asked.attempt), 0.01, 1, 1, 0))
     assert 1.1 < world.group.errors["remote"].factor(world.now) < 1.4
-    assert place_of(world.submit(prompt_len=9000)) == ("local", "sooner")
+    assert place_of(world.submit(prompt_len=7000)) == ("local", "sooner")
 
 
 def test_auto_sends_a_prompt_to_the_prefill_node_that_it_compared() -> None:
