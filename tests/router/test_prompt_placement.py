@@ -520,7 +520,7 @@ def test_an_attempt_teaches_once_and_a_scored_prompt_nothing(more: dict[str, Any
 
 
 def test_auto_learns_that_remote_prompts_take_longer_than_expected() -> None:
-    world = auto_world("p0", "d0", decode={"prompt_token_s": 2e-5})
+    world = auto_world("p0", "d0", decode={"prompt_token_s": 2.2e-5})
     world.submit(prompt_len=3000)
     asked = world.got("d0", m.Reserve)[-1]
     grants(world, "d0", asked)
