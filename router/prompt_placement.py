@@ -30,7 +30,7 @@ Reason = Literal[
 ]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
-STALL_PRICE = 2.0  # of a second for which a stream of a full node waits, in seconds until the first two tokens
+BUSY_STREAMS = 128  # with so many streams a second for which one waits counts as a second until the first two tokens
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
 
 
@@ -169,10 +169,10 @@ class LocalFigures(NamedTuple):
 
     def stall_s(self, token_s: float) -> float:
         """Return the price, in the same seconds, of the waiting of its streams for the chunks of this prompt. It rises
-        with the load of the node, since rounds are slower then. A token of a chunk takes at most `token_s`, the rounds
-        beside it left out."""
+        with their number, since rounds are slower then. A token of a chunk takes at most `token_s`, the rounds beside
+        it left out."""
         waiting_s = self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
-        return STALL_PRICE * self.share * waiting_s
+        return self.num_running / BUSY_STREAMS * waiting_s
 
 
 class SoonerPlace(NamedTuple):
