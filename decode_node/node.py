@@ -20,7 +20,7 @@ and the node sends PrefillDone when it has them all.
 The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
 processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
 tokens. While pages of a prompt are on the way, the node submits the next round as late as it can, so that the sequence
-joins it. On a GPU it does not sleep then, so that it submits no round too late.
+joins it. If the device is a GPU, the node does not sleep then, so that it submits no round too late.
 
 If the device has no memory for a round, the node tries again without drafts. If it has none for that either, the
 sequence that asks for most ends with an error, and the node tries again with the others.
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 1e-4  # between looks for arrivals, if the device is the host, which has rounds to compute meanwhile
+_PAUSE_S = 1e-4  # between looks for messages while a round is computed
 STEP_LIMIT_S = 60.0  # the node counts as stuck if one round takes longer
 _MAX_MEASURED = 16  # sequences in the largest round that is timed at the start; times of larger ones are extrapolated
 
@@ -102,6 +102,7 @@ class _Admission(NamedTuple):
     """A sequence that was admitted, and what the router is to be told."""
 
     sequence: Sequence
+    num_pulled: int  # tokens whose KV has arrived
     message: Admitted
     begun: float  # monotonic seconds
 
@@ -149,7 +150,6 @@ class DecodeNode:
             )
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
-        self._pause = os.sched_yield if executor.runs_ahead else functools.partial(time.sleep, _PAUSE_S)
         self._under_way: SubmittedRound | None = None
         self._admitted: list[_Admission] = []  # since the last round was submitted
         self._alone = ChunksAlone()
@@ -364,6 +364,13 @@ class DecodeNode:
         if self.executor.is_done:
             self._clock.overrun(since)
 
+    def _pause(self) -> None:
+        """Let other threads run between two looks for messages."""
+        if self.executor.runs_ahead and self.scheduler.reserved:
+            os.sched_yield()
+        else:
+            time.sleep(_PAUSE_S)
+
     def _answer_reservations(self) -> None:
         """While the device computes the round under way and has the next one to do, answer reservations: a prompt is
         not computed before the answer. Messages from the first other one on wait for the next step."""
@@ -409,6 +416,7 @@ class DecodeNode:
         assert sequence.lease is not None
         num_cached_pages = len(sequence.lease.pages)
         self.scheduler.start_pulled(event.unit)
+        num_pulled = sequence.num_computed
         sequence.append_first(sampled.first_token, sampled.logprobs, sampled.num_cached)
         if not self._take_slot(sequence, event.row):
             return
@@ -423,17 +431,17 @@ class DecodeNode:
             num_cached_pages=num_cached_pages,
             times=event.times,
         )
-        self._admitted.append(_Admission(sequence, message, begun))
+        self._admitted.append(_Admission(sequence, num_pulled, message, begun))
 
     def _announce(self) -> None:
         """Tell the router which sequences were admitted, and their first tokens, unless they have ended meanwhile. The
         device has their round to do by now. Their pages are found in the prefix cache from now on."""
         admitted, self._admitted = self._admitted, []
-        for sequence, message, begun in admitted:
+        for sequence, num_pulled, message, begun in admitted:
             if self.scheduler.get(message.unit) is not sequence:
                 continue
             if sequence.lease is not None:  # otherwise it was preempted, and its pages are in the cache
-                self.scheduler.share_computed(sequence)
+                self.scheduler.share_computed(sequence, num_pulled)
             logger.info("admitted, %d pages pulled", message.num_pages, extra={"rid": message.unit.rid})
             times = msgspec.structs.replace(message.times, admit_s=time.monotonic() - begun)
             self.membership.send(msgspec.structs.replace(message, times=times))

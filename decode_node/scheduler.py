@@ -149,9 +149,10 @@ class DecodeScheduler:
         bisect.insort(self.running, sequence, key=_order)
         return sequence
 
-    def share_computed(self, sequence: Sequence) -> None:
-        """Give the computed pages of a running sequence to the prefix cache, so that others find them."""
-        self._cache_pages(sequence)
+    def share_computed(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """Give the computed pages of a running sequence to the prefix cache, so that others find them. `num_tokens`:
+        the first ones, whose KV the drafter has, too; None: as many as the sequence knows of."""
+        self._cache_pages(sequence, num_tokens=num_tokens)
 
     @property
     def is_open(self) -> bool:
@@ -519,14 +520,15 @@ class DecodeScheduler:
         num_computed = 1 + (self._num_prompt_states if sequence.lacks_draft else 0)
         return max(0, len(sequence.token_ids) - num_computed) // self.page_size
 
-    def _cache_pages(self, sequence: Sequence, end: int | None = None) -> None:
-        """Give full computed pages, those before index `end`, to the prefix cache. The sequence keeps its own block
-        table."""
+    def _cache_pages(self, sequence: Sequence, end: int | None = None, num_tokens: int | None = None) -> None:
+        """Give full computed pages, those before index `end`, to the prefix cache. `num_tokens` is as in
+        `share_computed`. The sequence keeps its own block table."""
         assert sequence.lease is not None, sequence.unit
         if sequence.first_kept:
             return  # it does not hold the first pages any more
-        # the drafter has no KV for missed rows, which are always the last ones
-        known = sequence.token_ids[: max(0, sequence.num_computed - sequence.num_missed)]
+        if num_tokens is None:  # the drafter has no KV for missed rows, which are always the last ones
+            num_tokens = max(0, sequence.num_computed - sequence.num_missed)
+        known = sequence.token_ids[:num_tokens]
         pages = sequence.pages[: len(known) // self.page_size][:end]
         self.cache.insert(known, pages, sequence.salt, sequence.lease)
 

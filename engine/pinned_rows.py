@@ -13,8 +13,9 @@ _NUM_ROWS = 1024
 class PinnedRows:
     """Owns the rows, and gives them out in turn.
 
-    torch's allocator does not know that a kernel reads a row, so it might give the memory away before. Here a row is
-    given out again only when the device has done all work that was submitted up to the end of the row's half.
+    torch's allocator does not know that a kernel reads a row, so it might give the memory to others before the kernel
+    has run. Here the rows are two halves. Before the first row of a half is given out again, the device has done all
+    work that was submitted up to the launch for the last row of this half.
     """
 
     def __init__(self, width: int, device: torch.device, num_rows: int = _NUM_ROWS) -> None:
@@ -28,7 +29,8 @@ class PinnedRows:
         self._done: list[torch.cuda.Event | None] = [None, None]  # when the device has read the rows of each half
 
     def take(self) -> Tensor:
-        """Return a row [width] int64 to write and to launch a kernel with, before the next call."""
+        """Return a row [width] int64 to write, and to launch a kernel with on the current stream, before the next
+        call."""
         half_size = len(self._rows) // 2
         half, place = divmod(self._next, half_size)
         if place == 0:

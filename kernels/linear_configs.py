@@ -82,7 +82,8 @@ def trying(configs: dict[ProductShape, Config | None]) -> Iterator[None]:
 
 
 def default(shape: ProductShape) -> Config:
-    """Return the configuration of a shape that was not measured: about two programs for each of 130 processors."""
+    """Return the configuration of a shape that was not measured. It has FEWEST_PROGRAMS at least, if the shape has rows
+    enough."""
     out_size, in_size, max_rows, is_gated = shape
     if max_rows == 1 and is_gated:  # rows enough to share the norm
         return Config("vector", 2 if in_size > 2048 else 4, _power_of_2(in_size), 8)

@@ -314,7 +314,7 @@ class Node:
 
     def num_queued_tokens(self, now: float) -> int:
         """Return how many prompt tokens the node has still to compute, if it is as fast as it reported: those that it
-        reported last, and those that it was given since. The books know the most that this can be."""
+        reported last, and those that it was given since, but no more than those of its unfinished prompts."""
         token_s = self.prompt_times.token_s
         num_left, at = float(self._load.queued_tokens), self._reported_at
         given = [each for each in self._prompts.values() if each.given_at >= self._reported_at - FLIGHT_S]

@@ -30,7 +30,9 @@ Reason = Literal[
 ]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
-BUSY_STREAMS = 128  # with so many streams a second for which one waits counts as a second until the first two tokens
+BUSY_STREAMS = (
+    128  # beside so many, a second for which a stream waits costs as much as a second of the first two tokens
+)
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
 
 

@@ -36,6 +36,11 @@ class Curve:
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
         self._points = sorted(points)
 
+    @property
+    def end(self) -> float:
+        """The last given point."""
+        return self._points[-1][0]
+
     def __call__(self, at: float) -> float:
         points = self._points
         if len(points) == 1 or at <= points[0][0]:
@@ -84,7 +89,7 @@ class Costs:
         if not batch or not self.joint.holds(batch, 0, total, len(pieces)):
             return alone_s
         pairs = sum(piece.tokens * piece.history for piece in pieces)
-        extra = next(curve for size, curve in self._joint_extra.items() if size >= batch)
+        extra = next(each for size, each in self._joint_extra.items() if size >= batch and each.end >= total)
         return min(alone_s, (extra(total) + self._per_pair * pairs) / 1e3)
 
     def handoff_s(self, num_tokens: int) -> float:
