@@ -78,7 +78,7 @@ class PrefillParts:
         return cls(
             prompts=prompts,
             cache=cache,
-            scheduler=PrefillScheduler(cache, max_running, chunk),
+            scheduler=PrefillScheduler(cache, max_running, chunk, has_tails=True),
             submit=functools.partial(chunks.submit, prompts),
         )
 

@@ -4,8 +4,7 @@
                  (no pages)        (all its pages)               (all its pages)
 
 A prompt starts only when the pool can hold all of it. Prompts start in the order in which they came. The decode node
-has reserved its pages before a prompt comes here, so every ticket ends, and no prompt waits for ever.
-"""
+has reserved its pages before a prompt comes here, so every ticket ends, and no prompt waits for ever."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages
 from ..metadata.wire.node_info import RankLoad
 from .request import Request
+from .tails import Tails
 
 
 class PlannedChunk(NamedTuple):
@@ -40,7 +40,9 @@ StepPlan = list[PlannedChunk]
 class PrefillScheduler:
     """Owns the waiting, computing and handing-over requests and all pages that they hold."""
 
-    def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int) -> None:
+    def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int, *, has_tails: bool = False) -> None:
+        """`has_tails`: long prompts are divided (tails.py)."""
+        self._tails = Tails[Request](chunk_tokens) if has_tails else None
         self.cache = cache
         self.page_size = cache.pool.page_size
         self.max_running = max_running
@@ -75,7 +77,7 @@ class PrefillScheduler:
     def plan(self) -> StepPlan:
         """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first."""
         plan: StepPlan = []
-        budget = self.chunk_tokens
+        budget = self._budget()
         for request in self.computing:
             if budget == 0:
                 break
@@ -139,6 +141,14 @@ class PrefillScheduler:
 
     def __iter__(self) -> Iterator[Request]:
         yield from (*self.waiting, *self.computing, *self.handing_over)
+
+    def _budget(self) -> int:
+        """Return how many tokens the next chunk may have."""
+        if self._tails is None or not self.computing:
+            return self.chunk_tokens
+        oldest = self.computing[0]
+        is_alone = len(self.computing) == 1 and not self.waiting and oldest.decode is not None
+        return self._tails.budget(oldest, len(oldest.token_ids) - oldest.num_submitted, is_alone=is_alone)
 
     def _take_pages(self, request: Request) -> bool:
         """Give the request all its pages, cached ones first, or none (False)."""

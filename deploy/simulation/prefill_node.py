@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...prefill_node.chunk_rate import ChunkRate
+from ...prefill_node.tails import Tails
 from ...router.placement import QUEUED_PER_SLOT, PrefillFigures
 from ...router.prompt_placement import PromptTimes, RemoteFigures
 from .agenda import Agenda
@@ -47,6 +48,7 @@ class SimulatedPrefillNode:
         self._waiting = deque[SimulatedRequest]()
         self._computing = deque[SimulatedRequest]()
         self._rate = ChunkRate()
+        self._tails = Tails[SimulatedRequest](chunk_tokens)
         self._is_idle = True
         self._free_at = 0.0  # when the device will have computed all chunks
         self._held_tokens = 0
@@ -121,7 +123,7 @@ class SimulatedPrefillNode:
                 break
             self._held_tokens += waiting[0].prompt_len
             computing.append(waiting.popleft())
-        budget, pieces, finished = self._chunk_tokens, list[ChunkPart](), list[tuple[SimulatedRequest, int]]()
+        budget, pieces, finished = self._budget(), list[ChunkPart](), list[tuple[SimulatedRequest, int]]()
         while computing and budget:
             request = computing[0]
             num_new = min(budget, request.prompt_len - request.num_computed)
@@ -138,3 +140,11 @@ class SimulatedPrefillNode:
         self.busy_s += seconds
         self._free_at = max(self._agenda.now, self._free_at) + seconds
         return _Chunk(sum(piece.tokens for piece in pieces), seconds, self._free_at, finished)
+
+    def _budget(self) -> int:
+        """Return how many tokens the next chunk may have."""
+        if not self._computing:
+            return self._chunk_tokens
+        oldest = self._computing[0]
+        is_alone = len(self._computing) == 1 and not self._waiting
+        return self._tails.budget(oldest, oldest.prompt_len - oldest.num_computed, is_alone=is_alone)
