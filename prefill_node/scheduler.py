@@ -19,7 +19,7 @@ from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages
 from ..metadata.wire.node_info import RankLoad
 from .request import Request
-from .tails import Tails
+from .tails import PromptTails
 
 
 class PlannedChunk(NamedTuple):
@@ -42,7 +42,7 @@ class PrefillScheduler:
 
     def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int, *, has_tails: bool = False) -> None:
         """`has_tails`: long prompts are divided (tails.py)."""
-        self._tails = Tails[Request](chunk_tokens) if has_tails else None
+        self._tails = PromptTails[Request](chunk_tokens) if has_tails else None
         self.cache = cache
         self.page_size = cache.pool.page_size
         self.max_running = max_running

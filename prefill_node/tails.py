@@ -16,7 +16,7 @@ _LONG = 6 * _UNIT  # tokens; pages of fewer are pulled in less time than another
 Prompt = TypeVar("Prompt")
 
 
-class Tails(Generic[Prompt]):
+class PromptTails(Generic[Prompt]):
     """Knows the prompt of which only the tail is left."""
 
     def __init__(self, chunk_tokens: int) -> None:

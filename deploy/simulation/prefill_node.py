@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...prefill_node.chunk_rate import ChunkRate
-from ...prefill_node.tails import Tails
+from ...prefill_node.tails import PromptTails
 from ...router.placement import QUEUED_PER_SLOT, PrefillFigures
 from ...router.prompt_placement import PromptTimes, RemoteFigures
 from .agenda import Agenda
@@ -48,7 +48,7 @@ class SimulatedPrefillNode:
         self._waiting = deque[SimulatedRequest]()
         self._computing = deque[SimulatedRequest]()
         self._rate = ChunkRate()
-        self._tails = Tails[SimulatedRequest](chunk_tokens)
+        self._tails = PromptTails[SimulatedRequest](chunk_tokens)
         self._is_idle = True
         self._free_at = 0.0  # when the device will have computed all chunks
         self._held_tokens = 0

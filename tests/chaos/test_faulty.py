@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import pytest
 import zmq
-from faulty import Kind, Plan, Strike, Way
+from faulty import HOLD_S, Kind, Plan, Strike, Way
 from faulty_process import FaultyProcess
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, spin, unit
 from key_files import Listed
@@ -231,8 +231,9 @@ def transfer(request: pytest.FixtureRequest, process: FaultyProcess) -> Iterator
 
 @pytest.fixture
 def remote(process: FaultyProcess) -> Iterator[Transfer]:
-    """A transfer whose pages travel as raw frames."""
-    transfer = Transfer("zmq")
+    """A transfer whose pages travel as raw frames. No lease is renewed, after a quarter of it, before a delayed claim
+    comes: a node refuses to renew what was not claimed."""
+    transfer = Transfer("zmq", lease_s=8 * HOLD_S)
     yield transfer
     transfer.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.prefill_node.tails import LEAST_TAIL, Tails, num_before_tail
+from baton.prefill_node.tails import LEAST_TAIL, PromptTails, num_before_tail
 
 CHUNK = 8192
 
@@ -19,7 +19,7 @@ def test_long_prompts_that_fit_in_a_chunk_are_divided(num_left: int, before: int
 
 
 def test_a_tail_follows_what_is_before_it_and_nothing_else() -> None:
-    tails = Tails[str](CHUNK)
+    tails = PromptTails[str](CHUNK)
     assert tails.budget("a", 8192, is_alone=True) == 7168
     assert tails.budget("a", 1024, is_alone=False) == 1024, "others wait, but not in this chunk"
     assert tails.budget("b", 8192, is_alone=False) == CHUNK
