@@ -156,6 +156,7 @@ class ChunkBudget:
         `joint`: the rounds and chunks that share a forward."""
         self._costs, self._rounds, self._joint = costs, rounds, joint
         self._prepared = functools.cache(joint.lengths)  # asked several times in each step
+        self._holds = functools.lru_cache(maxsize=1 << 12)(joint.holds)  # likewise
         self._chunk_tokens = chunk_tokens
         self._max_gap_s = max_gap_s
         self._margin = 0.0  # of the bound
@@ -242,7 +243,7 @@ class ChunkBudget:
     def end_beside(self, num_streams: int, num_steps: int, chunk: PromptTokens, seconds: float) -> None:
         """A chunk that is not scored and the round beside it are over, after so many seconds together."""
         num_tokens, depth, num_prompts = chunk
-        is_joint = self._joint.holds(num_streams, num_steps, num_tokens, num_prompts)
+        is_joint = self._holds(num_streams, num_steps, num_tokens, num_prompts)
         round_s = self._rounds.expected(num_streams, num_steps)
         bound_s = self._bound_s(round_s)
         if round_s + self._costs.seconds(num_tokens, depth, is_joint=is_joint) <= bound_s:  # it was expected to keep it
@@ -265,7 +266,7 @@ class ChunkBudget:
         return num_tokens if num_tokens >= LEAST_TOKENS else self._chunk_tokens
 
     def _chunk(self, num_streams: int, num_steps: int, num_tokens: int, queue: Queue) -> _Chunk:
-        is_joint = not queue.is_scored and self._joint.holds(num_streams, num_steps, num_tokens)
+        is_joint = not queue.is_scored and self._holds(num_streams, num_steps, num_tokens)
         return _Chunk(num_tokens, is_joint, self._costs.seconds(num_tokens, queue.depth, is_joint=is_joint))
 
     def _longest(
@@ -276,7 +277,7 @@ class ChunkBudget:
         second."""
         chunks = [self._chunk(num_streams, num_steps, each, queue) for each in lengths]
         joint = max((each for each in chunks if each.seconds <= within_s), default=_Chunk(0, True, 0.0))
-        is_joint = not queue.is_scored and self._joint.holds(num_streams, num_steps, self._chunk_tokens)
+        is_joint = not queue.is_scored and self._holds(num_streams, num_steps, self._chunk_tokens)
         num_tokens = self._costs.most_tokens(within_s, queue.depth, self._chunk_tokens, is_joint=is_joint)
         if lengths and num_tokens <= lengths[-1]:  # so short a chunk would be padded
             return joint

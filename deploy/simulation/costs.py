@@ -11,6 +11,7 @@ the largest. A graph of a round serves batches up to its bucket (engine/round_si
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -70,6 +71,7 @@ class Costs:
         self._joint_extra = {batch: Curve(points) for batch, points in sorted(extra.items())}
         sizes = {JointSize(each.batch, NO_DRAFTS, each.tokens) for each in times.joints}
         self.joint = JointSizes(sorted(sizes, key=lambda size: size.num_rows))  # those that were measured
+        self.shares_forward = functools.cache(self.joint.holds)  # asked in every step
         self.router_s = times.router_ms / 1e3
 
     def round_s(self, batch: int, context_tokens: int) -> float:
@@ -86,7 +88,7 @@ class Costs:
     def beside_s(self, pieces: Sequence[ChunkPart], batch: int) -> float:
         """Return the time by which a chunk makes a step longer that also runs a round of `batch` sequences."""
         alone_s, total = self.chunk_s(pieces), sum(piece.tokens for piece in pieces)
-        if not batch or not self.joint.holds(batch, 0, total, len(pieces)):
+        if not batch or not self.shares_forward(batch, 0, total, len(pieces)):
             return alone_s
         pairs = sum(piece.tokens * piece.history for piece in pieces)
         extra = next(each for size, each in self._joint_extra.items() if size >= batch and each.end >= total)

@@ -337,7 +337,7 @@ class SimulatedDecodeNode:
         """Let sequences that the planned chunk makes ready take part in the planned round, if both share a forward."""
         ready = [request for request, num in self._pieces if request.num_computed + num == request.length - 1]
         num_tokens = sum(num for _, num in self._pieces)
-        if self._costs.joint.holds(len(self._running) + len(ready), 0, num_tokens, len(self._pieces)):
+        if self._costs.shares_forward(len(self._running) + len(ready), 0, num_tokens, len(self._pieces)):
             for request in ready:
                 self._computing.remove((request.order, request))
                 self._ready.append((0.0, request))
