@@ -150,8 +150,8 @@ class DecodeScheduler:
         return sequence
 
     def share_computed(self, sequence: Sequence, num_tokens: int | None = None) -> None:
-        """Give the computed pages of a running sequence to the prefix cache, so that others find them. `num_tokens`:
-        the first ones, whose KV the drafter has, too; None: as many as the sequence knows of."""
+        """Give the full computed pages of a running sequence to the prefix cache, so that other sequences find them.
+        `num_tokens`: only pages of the first so many tokens; None: of all tokens whose KV target and drafter have."""
         self._cache_pages(sequence, num_tokens=num_tokens)
 
     @property

@@ -30,9 +30,7 @@ Reason = Literal[
 ]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
-BUSY_STREAMS = (
-    128  # beside so many, a second for which a stream waits costs as much as a second of the first two tokens
-)
+BUSY_STREAMS = 128  # on a node with so many, one second of waiting of a stream costs one second (`stall_s`)
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
 
 
@@ -246,12 +244,13 @@ def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
 
 
 def choose_local(figures: Sequence[LocalFigures]) -> int | None:
-    """Return the index of the best decode node for a local prompt, None if all are full.
+    """Return the index of the best decode node for a local prompt. None: all nodes are full.
 
-    Nodes whose bound on gaps has room and whose times are known come first. Of these, the earliest first two tokens
-    count, and the load: a sequence runs for much longer than its prompt is computed. So neither a short queue of
-    prompts nor a prefix that all requests share brings all of them to one node, but a long history outweighs a few
-    sequences."""
+    Nodes come first that have told their times and have room within their bound on gaps. Among these, the node with the
+    smallest sum wins: the seconds until the first two tokens, plus a price for each sequence that the node holds
+    (`load_s`). The price is there because a sequence runs for much longer than its prompt is computed. Without it, a
+    short queue, or a prefix that all requests share, would bring all prompts to one node. A long history in a node's
+    prefix cache still outweighs a few sequences."""
     able = [(index, each) for index, each in enumerate(figures) if not each.is_full]
     return min(
         able,
