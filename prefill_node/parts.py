@@ -15,6 +15,7 @@ from typing import Protocol
 
 from ..engine.prefix_cache import PrefixCache
 from ..engine.prompt_executor import OwnPromptExecutor, PromptExecutor, PromptStates
+from ..engine.prompt_timing import measure_own_prompts, measure_prompt
 from ..engine.ranked_cache import NodeCache, RankedCache
 from ..metadata.wire.node_info import RankLoad
 from . import chunks, ranked_chunks
@@ -37,12 +38,17 @@ class PromptScheduler(Protocol):
     def handing_over(self) -> Collection[Request]: ...
 
     @property
+    def chunk_tokens(self) -> int: ...
+
+    @property
     def num_queued_tokens(self) -> int: ...
 
     @property
     def rank_loads(self) -> tuple[RankLoad, ...]:
         """The load of each rank; empty: there is one pool."""
         ...
+
+    def share_up_to(self, num_tokens: int) -> None: ...
 
     def submit(self, request: Request) -> None: ...
 
@@ -71,6 +77,7 @@ class PrefillParts:
     cache: NodeCache
     scheduler: PromptScheduler
     submit: Callable[[StepPlan], ChunkUnderWay]  # raises OutOfMemory
+    chunk_s: Callable[[int], float]  # computes a chunk of so many tokens of padding, and returns its seconds
 
     @classmethod
     def on_one(cls, prompts: PromptExecutor, cache: PrefixCache, max_running: int, chunk: int) -> PrefillParts:
@@ -80,6 +87,7 @@ class PrefillParts:
             cache=cache,
             scheduler=PrefillScheduler(cache, max_running, chunk, has_tails=True),
             submit=functools.partial(chunks.submit, prompts),
+            chunk_s=functools.partial(measure_prompt, prompts, cache.pool.page_size),
         )
 
     @classmethod
@@ -93,4 +101,5 @@ class PrefillParts:
             cache=RankedCache(caches),
             scheduler=RankedPrefillScheduler([PrefillScheduler(cache, max_running, chunk) for cache in caches]),
             submit=functools.partial(ranked_chunks.submit, prompts, len(caches)),
+            chunk_s=functools.partial(measure_own_prompts, prompts, len(caches), caches[0].pool.page_size),
         )

@@ -4,7 +4,9 @@
                  (no pages)        (all its pages)               (all its pages)
 
 A prompt starts only when the pool can hold all of it. Prompts start in the order in which they came. The decode node
-has reserved its pages before a prompt comes here, so every ticket ends, and no prompt waits for ever."""
+has reserved its pages before a prompt comes here, so every ticket ends, and no prompt waits for ever.
+
+Prompts share a chunk only while it is small (chunk_sharing.py)."""
 
 from __future__ import annotations
 
@@ -47,9 +49,15 @@ class PrefillScheduler:
         self.page_size = cache.pool.page_size
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
+        self._sharing_limit: int | None = None
         self.waiting: deque[Request] = deque()
         self.computing: list[Request] = []  # oldest first
         self.handing_over: list[Request] = []
+
+    def share_up_to(self, num_tokens: int) -> None:
+        """From now on, chunks that several prompts share have at most `num_tokens` tokens, and no prompt is divided to
+        fill one that is shorter than others."""
+        self._sharing_limit = num_tokens if num_tokens < self.chunk_tokens else None
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -75,15 +83,17 @@ class PrefillScheduler:
         return len(request.token_ids) - num_cached * self.page_size
 
     def plan(self) -> StepPlan:
-        """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first."""
+        """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first. If they are tokens of
+        several requests, they are at most as many as these share."""
         plan: StepPlan = []
-        budget = self._budget()
+        most = budget = self._budget()
         for request in self.computing:
-            if budget == 0:
-                break
             start = request.num_submitted
-            num_new = min(budget, len(request.token_ids) - start)
-            is_last = start + num_new == len(request.token_ids)
+            num_left = len(request.token_ids) - start
+            if budget == 0 or (plan and not self._may_share(most - budget + num_left)):
+                break
+            num_new = min(budget, num_left)
+            is_last = num_new == num_left
             num_scored = 0
             if request.generation.prompt_logprobs:  # of every token of the prompt but the first
                 num_scored = max(0, min(num_new, request.prompt_len - 1 - start))
@@ -141,6 +151,10 @@ class PrefillScheduler:
 
     def __iter__(self) -> Iterator[Request]:
         yield from (*self.waiting, *self.computing, *self.handing_over)
+
+    def _may_share(self, num_tokens: int) -> bool:
+        """Whether several prompts may share a chunk that would have `num_tokens` tokens, all they have left."""
+        return self._sharing_limit is None or num_tokens <= self._sharing_limit
 
     def _budget(self) -> int:
         """Return how many tokens the next chunk may have."""
