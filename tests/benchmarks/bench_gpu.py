@@ -175,7 +175,8 @@ def _parts(
         "long": lambda: [long_prompt(engine, limits, num_tokens) for num_tokens in LONG_PROMPTS],
         "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
         "turns": lambda: [turn(engine, num_tokens) for num_tokens in (16, 64, 256, 1024)],
-        "offline": lambda: [offline(engine, rounds)],
+        "offline": lambda: [offline(engine, rounds, 256, 1024, 256)],
+        "long-offline": lambda: [offline(engine, rounds, max(options.batches), size, size) for size in (1000, 2048)],
     }
 
 
@@ -495,18 +496,21 @@ def _small_prompt(engine: Engine, num_tokens: int) -> dict[str, Any]:
     return row
 
 
-def offline(engine: Engine, rounds: Rounds) -> dict[str, Any]:
-    """Run 256 requests of 1,024 prompt tokens and 256 new tokens, all at once, without speculation."""
+def offline(engine: Engine, rounds: Rounds, num_requests: int, prompt_len: int, num_new: int) -> dict[str, Any]:
+    """Run requests of `prompt_len` prompt tokens and `num_new` new tokens, all at once, without speculation. If the pool
+    does not hold all of them, run fewer."""
+    num_requests = min(num_requests, engine.pool.num_free // -(-(prompt_len + num_new + 64) // engine.pool.page_size))
     started = time.perf_counter()
-    sequences = start(engine, rounds, 256, 256)
+    sequences = start(engine, rounds, num_requests, num_new, prompt_len=prompt_len)
     prefill_s = time.perf_counter() - started
     began = time.perf_counter()
-    run_rounds(rounds, sequences, rounds.shape.with_steps(0), 255)
+    run_rounds(rounds, sequences, rounds.shape.with_steps(0), num_new - 1)
     decode_s = time.perf_counter() - began
     num_checked = stop(engine, rounds, sequences)
     total_s = prefill_s + decode_s
-    row = {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": total_s}
-    row |= {"output_tokens_per_s": 256 * 256 / total_s, "checked_tokens": num_checked}
+    row = {"requests": num_requests, "prompt_len": prompt_len, "new_tokens": num_new}
+    row |= {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": total_s}
+    row |= {"output_tokens_per_s": num_requests * num_new / total_s, "checked_tokens": num_checked}
     say("offline " + _words(row))
     return row
 
@@ -553,6 +557,7 @@ def _options() -> argparse.Namespace:
         "small-prompts",
         "turns",
         "offline",
+        "long-offline",
     ]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")

@@ -81,6 +81,7 @@ def _flags(options: argparse.Namespace) -> list[str]:
     flags = ["--device", options.device, "--page-size", str(PAGE_SIZE), "--num-pages", str(num_pages)]
     flags += ["--max-running", str(max(options.streams))]
     flags += ["--transport", options.transport, "--speculative", options.speculative, "--context-len", "16384"]
+    flags += ["--load-format", options.load_format]
     return flags if options.draft_model is None else [*flags, "--draft-model", str(options.draft_model)]
 
 
@@ -179,6 +180,7 @@ def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> Non
         chunk_tokens=8192,
         prefix_cache=False,
         speculative="none",
+        load_format=options.load_format,
     )
     engine = Engine(config)
     rounds = Rounds(DeviceExecutor(engine, max(options.streams), buckets=options.streams))
@@ -205,6 +207,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--load-format", default="safetensors", help="dummy, or planted:maker")
     parser.add_argument("--no-engine", dest="engine", action="store_false", help="measure the system alone")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--speculative", default="none")
