@@ -559,7 +559,8 @@ def _options() -> argparse.Namespace:
         "offline",
         "long-offline",
     ]
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    usual = [name for name in names if name != "long-offline"]  # it takes minutes
+    parser.add_argument("--only", nargs="+", choices=names, default=usual)
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")
