@@ -284,7 +284,9 @@ class Engine:
             return self.compute_batch(batch)
 
         if captures(self.device):
-            sizes = bucket_sizes(self.model_config.layer_products, self._ranks.num_head_shards)
+            quantization, num_shards = self.model_config.quantization, self._ranks.num_head_shards
+            is_fp8 = quantization is not None and quantization.rounding != "none"
+            sizes = bucket_sizes(self.model_config.layer_products, num_shards, is_fp8=is_fp8)
             self._prompt_graphs = PromptGraphs(run, sizes, self.pool.page_size, self.context_len, self.device, progress)
 
     @property

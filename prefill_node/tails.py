@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 LEAST_TAIL = 512  # tokens; computing them takes longer than pulling the pages of all tokens before
 _UNIT = 1024  # of the tokens before a tail: fused attention takes multiples of it
-_LONG = 6 * _UNIT  # tokens; pages of fewer are pulled in less time than another chunk costs
+_LONG = 4 * _UNIT  # tokens; pages of fewer are pulled in less time than another chunk costs
 
 Prompt = TypeVar("Prompt")
 

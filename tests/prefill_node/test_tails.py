@@ -11,7 +11,7 @@ CHUNK = 8192
 
 @pytest.mark.parametrize(
     ("num_left", "before"),
-    [(1, None), (6143, None), (6144, 5120), (7679, 6144), (7680, 7168), (8192, 7168), (8193, None)],
+    [(1, None), (4095, None), (4096, 3072), (4607, 3072), (4608, 4096), (8192, 7168), (8193, None)],
 )
 def test_long_prompts_that_fit_in_a_chunk_are_divided(num_left: int, before: int | None) -> None:
     assert num_before_tail(num_left, CHUNK) == before
