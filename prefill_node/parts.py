@@ -80,12 +80,15 @@ class PrefillParts:
     chunk_s: Callable[[int], float]  # computes a chunk of so many tokens of padding, and returns its seconds
 
     @classmethod
-    def on_one(cls, prompts: PromptExecutor, cache: PrefixCache, max_running: int, chunk: int) -> PrefillParts:
-        """Return the parts of a node with one pool. `cache` owns its pages, which `prompts` writes."""
+    def on_one(
+        cls, prompts: PromptExecutor, cache: PrefixCache, max_running: int, chunk: int, *, has_tails: bool = True
+    ) -> PrefillParts:
+        """Return the parts of a node with one pool. `cache` owns its pages, which `prompts` writes. `has_tails`: long
+        prompts are divided (tails.py)."""
         return cls(
             prompts=prompts,
             cache=cache,
-            scheduler=PrefillScheduler(cache, max_running, chunk, has_tails=True),
+            scheduler=PrefillScheduler(cache, max_running, chunk, has_tails=has_tails),
             submit=functools.partial(chunks.submit, prompts),
             chunk_s=functools.partial(measure_prompt, prompts, cache.pool.page_size),
         )

@@ -30,7 +30,7 @@ Reason = Literal[
 ]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
-BUSY_STREAMS = 128  # on a node with so many, one second of waiting of a stream costs one second (`stall_s`)
+BUSY_STREAMS = 160  # on a node with so many, one second of waiting of a stream costs one second (`stall_s`)
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
 
 
