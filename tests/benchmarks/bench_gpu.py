@@ -445,7 +445,8 @@ def _prompt_row(
     _, products = weight_bytes(engine.model_config, total)
     config = engine.model_config
     head = config.hidden_size * config.vocab_size
-    attention = 2 * 2 * num_prompts * num_tokens * num_tokens / 2 * config.num_layers * config.q_size
+    seen = sum(min(num_tokens / 2, window or num_tokens) for window in config.sliding_window)  # by a query, per layer
+    attention = 2 * 2 * num_prompts * num_tokens * seen * config.q_size
     floor = (2 * total * (products - head) + 2 * num_prompts * head + attention) / limits.flops_per_s
     return {
         "tokens": num_tokens,
