@@ -5,6 +5,8 @@
     python tests/benchmarks/bench_gpu.py --model models/8b --tp 2 --only decode sampling prefill
     python tests/benchmarks/synthetic.py qwen3-30b-a3b models/30b --planted --config-only
     python tests/benchmarks/bench_gpu.py --model models/30b --load-format planted:maker --only decode
+    python tests/benchmarks/synthetic.py gpt-oss-20b models/oss --planted --config-only                 # MXFP4
+    python tests/benchmarks/synthetic.py llama-3.1-8b models/blocks --planted --config-only --fp8-blocks
 
 Prints one line per point, then Markdown tables beside the best peer's figures, and writes JSON with --json FILE. If the
 model is planted, the generated text is compared with the known text (`checked_tokens` of it); a difference ends the
