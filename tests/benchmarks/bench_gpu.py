@@ -5,6 +5,8 @@
     python tests/benchmarks/bench_gpu.py --model models/8b --tp 2 --only decode sampling prefill
     python tests/benchmarks/synthetic.py qwen3-30b-a3b models/30b --planted --config-only
     python tests/benchmarks/bench_gpu.py --model models/30b --load-format planted:maker --only decode
+    python tests/benchmarks/synthetic.py gpt-oss-20b models/oss --planted --config-only                 # MXFP4
+    python tests/benchmarks/synthetic.py llama-3.1-8b models/blocks --planted --config-only --fp8-blocks
 
 Prints one line per point, then Markdown tables beside the best peer's figures, and writes JSON with --json FILE. If the
 model is planted, the generated text is compared with the known text (`checked_tokens` of it); a difference ends the
@@ -446,7 +448,8 @@ def _prompt_row(
     _, products = weight_bytes(engine.model_config, total)
     config = engine.model_config
     head = config.hidden_size * config.vocab_size
-    attention = 2 * 2 * num_prompts * num_tokens * num_tokens / 2 * config.num_layers * config.q_size
+    seen = sum(min(num_tokens / 2, window or num_tokens) for window in config.sliding_window)  # by a query, per layer
+    attention = 2 * 2 * num_prompts * num_tokens * seen * config.q_size
     floor = (2 * total * (products - head) + 2 * num_prompts * head + attention) / limits.flops_per_s
     return {
         "tokens": num_tokens,
