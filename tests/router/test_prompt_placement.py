@@ -125,7 +125,7 @@ def test_a_longer_queue_of_a_role_never_brings_it_prompts(
     [
         ({}, {}, ("remote", "sooner")),
         ({"num_queued_tokens": 8192}, {"num_running": 2}, ("local", "sooner")),
-        ({"num_queued_tokens": 8192}, {"num_running": 9}, ("remote", "streams would wait")),
+        ({"num_queued_tokens": 8192}, {"num_running": 10}, ("remote", "streams would wait")),
         ({"num_uncached_tokens": 32}, {"num_uncached_tokens": 32}, ("local", "sooner")),
         ({"num_uncached_tokens": 96}, {"num_uncached_tokens": 96}, ("remote", "sooner")),
         (
@@ -158,7 +158,7 @@ def test_a_prompt_is_remote_if_the_streams_of_the_decode_node_would_wait_too_lon
     takes 20 us, so 4,096 tokens take 82 ms, in which each stream waits."""
     busy = PREFILL._replace(num_queued_tokens=8192)
     assert busy.two_tokens_s - DECODE.two_tokens_s == pytest.approx(0.0429, abs=1e-4)
-    for num_running, where in ((8, "local"), (9, "remote")):
+    for num_running, where in ((9, "local"), (10, "remote")):
         decode = DECODE._replace(num_running=num_running)
         assert decode.stall_s(2e-5) == pytest.approx(num_running / BUSY_STREAMS * num_running * 4096 * 2e-5)
         place, index = place_sooner([busy], [decode])
