@@ -310,21 +310,19 @@ class DecodeNode:
 
     def _resend(self, unit: Unit, first: int) -> None:
         """Send the unit's tokens from number `first` on again. If its pages do not come, ask for the offers again."""
-        sequence = self.scheduler.get(unit) or self.outbox.find_ended(unit)
-        if sequence is None or self._has_lost_scores(sequence, first):
-            self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
+        sequence = self.scheduler.get(unit)
+        if sequence is None:
+            tokens = self.outbox.again_of_ended(unit, first)
+            if tokens is None:
+                self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
+            else:
+                self.membership.send(tokens)
         elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.ask_offers(unit):
             # the router has the prefill node's first token, so the offers that go with it were sent and lost
             self._drop(sequence, "an offer was lost")
             self._fail(unit, "transfer_error", "an offer of the prefill node was lost", is_retryable=True)
         else:
             self.membership.send(self.outbox.again(sequence, first))
-
-    def _has_lost_scores(self, sequence: Sequence, first: int) -> bool:
-        """Whether the router has all tokens of a sequence and lacks the log-probabilities of its local prompt. The node
-        has sent these and does not keep them."""
-        has_all = sequence.ended is not None and first >= sequence.num_generated
-        return has_all and sequence.is_local and sequence.request.prompt_logprobs
 
     def _drop(self, sequence: Sequence, reason: str) -> None:
         if sequence.unit in self.scheduler.reserved:
