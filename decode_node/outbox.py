@@ -56,9 +56,7 @@ class Outbox:
             batch = [each for each in new if not each.owes_num_cached]
             if batch:
                 messages.append(_tokens([_part(each, each.num_sent) for each in batch]))
-            messages += [
-                _tokens([_part(each, each.num_sent)], each.num_cached) for each in new if each.owes_num_cached
-            ]
+            messages += [_tokens([_part(each, each.num_sent)], each.num_cached) for each in new if each.owes_num_cached]
             for sequence in new:
                 sequence.mark_sent()
                 if sequence.ended is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ..metadata.errors import ConfigError, TransferError
+from ..metadata.garbage import Garbage
 from ..metadata.handoff.rank_orders import BeginPulling, BeginServing
 from ..metadata.logs import setup_logging
 from .config import EngineConfig
@@ -192,6 +193,7 @@ def run_rank(
     group = _meet(config, rank, size, meeting)
     rows = RankRows() if divides_sequences else None
     engine = load_engine(config, rehearse, Ranks(group, rows))
+    Garbage()  # a full collection of what torch brings would hold up all ranks
     if rows is not None:
         worker = RankWorker(engine, num_slots, rows, graph_sizes(engine.kv, num_slots))
         connection.send_bytes(READY)

@@ -59,10 +59,11 @@ from baton.engine.progress import ProgressBar
 from baton.engine.rank_devices import orders, see
 from baton.engine.ranks import ONE_RANK, Ranks
 from baton.engine.rounds import Rounds
-from baton.engine.startup import freeze, tune_products
+from baton.engine.startup import tune_products
 from baton.engine.tuning import share_choices
 from baton.engine.work import BatchRow
 from baton.metadata.config import ProcessConfig
+from baton.metadata.garbage import Garbage
 from baton.metadata.logs import setup_logging
 from baton.metadata.wire.request import SamplingParams
 
@@ -133,7 +134,7 @@ def _measure(options: argparse.Namespace, ranks: Ranks) -> None:
     report["capture_s"] = round(time.monotonic() - started, 2)
     with ProgressBar("capturing prompt graphs") as progress:
         engine.capture_prompts(progress)
-    freeze()  # as a node
+    Garbage()  # as a node
     parts = _parts(options, executor, rounds, limits)
     needs_drafter = {"rounds": True, "adaptive": True, "mixed": False}
     has_drafter = engine.drafter is not None
@@ -500,9 +501,10 @@ def _small_prompt(engine: Engine, num_tokens: int) -> dict[str, Any]:
 
 
 def offline(engine: Engine, rounds: Rounds, num_requests: int, prompt_len: int, num_new: int) -> dict[str, Any]:
-    """Run requests of `prompt_len` prompt tokens and `num_new` new tokens, all at once, without speculation. If the pool
-    does not hold all of them, run fewer."""
-    num_requests = min(num_requests, engine.pool.num_free // -(-(prompt_len + num_new + 64) // engine.pool.page_size))
+    """Run requests of `prompt_len` prompt tokens and `num_new` new tokens, all at once, without speculation. If the
+    pool does not hold all of them, run fewer."""
+    num_pages = -(-(prompt_len + num_new + 64) // engine.pool.page_size)
+    num_requests = min(num_requests, engine.pool.num_free // num_pages)
     started = time.perf_counter()
     sequences = start(engine, rounds, num_requests, num_new, prompt_len=prompt_len)
     prefill_s = time.perf_counter() - started

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_plan.py [--times FILE]
 
 The real runs are those of bench_shapes.py with 8B (docs/performance.md, "Two GPUs over HTTP"): a prefill and a decode
-node at efb784c4, and two decode nodes at d4bec8ad. bench_load.py draws arrivals from a rate and a seed, so each run is
+node at db407d34, and two decode nodes at d4bec8ad. bench_load.py draws arrivals from a rate and a seed, so each run is
 simulated with its own arrivals. The predictions are for arrivals during ten minutes.
 """
 
@@ -51,14 +51,22 @@ class Measured(NamedTuple):
 
 
 MEASURED = (
-    Measured(NEVER, Load(4096, 256, 2, 800), 101.3, 252.4, 4.73, 4.98, (0.913, 1, 1)),
-    Measured(NEVER, Load(4096, 256, 4, 801), 99.9, 247.3, 4.92, 5.12, (0.943, 1, 1)),
-    Measured(NEVER, Load(4096, 256, 6, 802), 112.4, 523.0, 5.15, 6.07, (0.679, 0.982, 1)),
-    Measured(NEVER, Load(4096, 256, 8, 803), 379.1, 837.5, 6.18, 6.40, (0.165, 0.67, 1)),
-    Measured(NEVER, Load(4096, 256, 10, 804), 391.3, 829.5, 6.37, 6.45, (0.209, 0.67, 1)),
-    Measured(NEVER, Load(1024, 512, 8, 900), 29.4, 56.5, 5.41, 5.54, (1, 1, 1)),
-    Measured(NEVER, Load(1024, 512, 16, 901), 29.9, 96.0, 6.59, 6.73, (1, 1, 1)),
-    Measured(NEVER, Load(1024, 512, 24, 902), 43.8, 121.9, 9.10, 9.71, (1, 0.257, 1)),
+    Measured(NEVER, Load(4096, 256, 2, 800), 104.7, 243.7, 4.76, 5.00, (0.913, 1, 1)),
+    Measured(NEVER, Load(4096, 256, 4, 801), 104.2, 205.1, 4.98, 5.15, (0.971, 1, 1)),
+    Measured(NEVER, Load(4096, 256, 6, 802), 126.4, 490.2, 5.19, 6.16, (0.732, 0.982, 1)),
+    Measured(NEVER, Load(4096, 256, 8, 803), 356.0, 798.6, 6.26, 6.47, (0.187, 0.725, 1)),
+    Measured(NEVER, Load(4096, 256, 10, 804), 383.5, 868.8, 6.43, 6.49, (0.231, 0.637, 1)),
+    Measured(NEVER, Load(1024, 512, 8, 900), 32.5, 65.4, 5.50, 5.64, (1, 1, 1)),
+    Measured(NEVER, Load(1024, 512, 16, 901), 36.8, 129.7, 6.83, 7.01, (1, 1, 1)),
+    Measured(NEVER, Load(1024, 512, 24, 902), 51.9, 131.9, 9.51, 10.18, (1, 0.178, 1)),
+    Measured(AUTO, Load(4096, 256, 2, 800), 103.8, 149.1, 4.97, 5.35, (1, 1, 1)),
+    Measured(AUTO, Load(4096, 256, 4, 801), 104.5, 171.8, 5.01, 5.41, (1, 1, 1)),
+    Measured(AUTO, Load(4096, 256, 6, 802), 107.6, 278.6, 5.72, 7.74, (0.929, 1, 1)),
+    Measured(AUTO, Load(4096, 256, 8, 803), 184.9, 512.9, 7.67, 9.14, (0.549, 0.604, 1)),
+    Measured(AUTO, Load(4096, 256, 10, 804), 202.6, 556.4, 8.43, 9.09, (0.495, 0.352, 1)),
+    Measured(AUTO, Load(1024, 512, 8, 900), 29.0, 60.6, 5.40, 5.57, (1, 1, 1)),
+    Measured(AUTO, Load(1024, 512, 16, 901), 33.5, 104.8, 6.78, 6.96, (1, 1, 1)),
+    Measured(AUTO, Load(1024, 512, 24, 902), 45.1, 144.7, 9.51, 10.22, (1, 0.187, 1)),
     Measured(ALONE, Load(4096, 256, 2, 800), 107.5, 198.3, 4.76, 5.44, (0.957, 1, 1)),
     Measured(ALONE, Load(4096, 256, 4, 801), 108.9, 170.2, 5.19, 6.06, (1, 1, 1)),
     Measured(ALONE, Load(4096, 256, 6, 802), 110.7, 199.3, 5.91, 8.66, (0.982, 0.857, 1)),

@@ -1,7 +1,7 @@
 """Sequences for timed rounds of an engine, run as a decode node runs them.
 
-A sequence starts from random tokens, CONTEXT unless a benchmark says otherwise. Each round is submitted before the previous one is
-read.
+A sequence starts from random tokens, CONTEXT unless a benchmark says otherwise. Each round is submitted before the
+previous one is read.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
 from baton.engine.rounds import Rounds
-from baton.engine.startup import freeze
+from baton.metadata.garbage import Garbage
 
 PAGE_SIZE = 64
 _FEWEST_STEPS = 32  # over which a speed is one
@@ -185,7 +185,7 @@ def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> Non
     engine = Engine(config)
     rounds = Rounds(DeviceExecutor(engine, max(options.streams), buckets=options.streams))
     rounds.executor.warm_up()
-    freeze()  # as a node
+    Garbage()  # as a node
     for point in points:
         sequences = bench_sequences.start(engine, rounds, point["streams"], options.tokens + 4 * _TIMED_STEPS)
         shape = rounds.shape.with_steps(0)

@@ -78,6 +78,27 @@ def test_a_step_takes_one_chunk_of_tokens_oldest_first(scheduler: PrefillSchedul
     remove_all(scheduler)
 
 
+def test_prompts_share_a_chunk_while_it_is_small(scheduler: PrefillScheduler, make_request: MakeRequest) -> None:
+    """Those before would wait for a longer one. A prompt alone has the whole chunk, and none is divided to fill one."""
+    scheduler.share_up_to(6)
+    scheduler.max_running = 9
+    for request in [make_request("a" * index, size) for index, size in enumerate((2, 4, 3, 4, 7, 12, 1), 1)]:
+        scheduler.submit(request)
+    scheduler.start()
+    chunks = [list(submit_chunks(scheduler).values()) for _ in range(6)]
+    assert chunks == [[2, 4], [3], [4], [7], [8], [4, 1]]
+    remove_all(scheduler)
+
+
+def test_chunks_that_are_all_shared_are_filled(scheduler: PrefillScheduler, make_request: MakeRequest) -> None:
+    scheduler.share_up_to(CHUNK)
+    for request in (make_request("a", 5), make_request("bb", 6)):
+        scheduler.submit(request)
+    scheduler.start()
+    assert submit_chunks(scheduler) == {"a": 5, "bb": 3}
+    remove_all(scheduler)
+
+
 @pytest.fixture
 def tails(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Iterator[PrefillScheduler]:
     """A scheduler for which 7 tokens are a long prompt."""
