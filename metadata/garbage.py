@@ -2,8 +2,8 @@
 
 A full collection looks at every object of every running request. With a hundred requests it takes a router 10 to 50 ms,
 in which no stream gets a token, and Python starts one about every ten seconds. Here objects of the start are left out,
-full collections are rare, and one is made when the process has become idle. Most objects need none of this: they are
-freed when nothing refers to them.
+full collections are rare, and one is made when the process has become idle. Requests need none of this: nothing of
+them refers back, so they are freed when they are over.
 """
 
 from __future__ import annotations

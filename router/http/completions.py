@@ -216,6 +216,7 @@ async def _answered(
     finally:
         for request in requests:
             api.dispatcher.cancel(request, reason)
+            request.release()
 
 
 def _new_answer(
