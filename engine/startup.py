@@ -112,9 +112,9 @@ def serve(
             with nullcontext() if ranks is None else ranks.surviving():
                 is_busy = node.step()
             membership.report()
+            garbage.look(time.monotonic(), is_idle=node.is_idle)
             if not is_busy:
                 membership.wait()
-            garbage.look(time.monotonic(), is_idle=node.is_idle)
     except Refused as error:
         logger.error("%s", error)
         return error.exit_status

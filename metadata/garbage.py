@@ -1,8 +1,8 @@
 """Garbage collection of a process that serves streams.
 
-A full collection looks at every object of every running request. With a hundred requests it takes a router 10 to 50 ms,
-in which no stream gets a token, and Python starts one about every ten seconds. Here objects of the start are left out,
-full collections are rare, and one is made when the process has become idle. Requests need none of this: nothing of
+A full collection looks at every object of every running request. With many requests it takes longer than several
+tokens, and no stream gets one meanwhile (docs/performance.md). Here objects of the start are left out, full collections
+are rare, and one is made when the process has become idle. Requests need none of this: nothing of
 them refers back, so they are freed when they are over.
 """
 

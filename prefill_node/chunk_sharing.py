@@ -12,22 +12,33 @@ from collections.abc import Callable
 _LEAST = 512  # tokens that prompts share in any case
 _GAIN = 1.04  # a chunk twice as long must compute tokens faster by this factor
 _NUM_RUNS = 3  # of each size; the shortest counts: the first may compile kernels, and a disturbance adds to a time
+_MOST_S = 1.0  # of one run: a device that takes longer is not measured further
 
 
-def sharing_limit(chunk_s: Callable[[int], float], longest: int) -> int:
-    """Return the most tokens of a chunk that several prompts share. `chunk_s(num_tokens)` computes a chunk of one
-    prompt and returns its seconds. `longest`: the most tokens of any chunk."""
-    size = min(_LEAST, longest)
-    rate = _rate(chunk_s, size) if size < longest else 0.0
+def sharing_limit(chunk_s: Callable[[int], float], longest: int) -> int | None:
+    """Return the most tokens of a chunk that several prompts share. None: any chunk, up to the longest one.
+    `chunk_s(num_tokens)` computes a chunk of one prompt and returns its seconds. `longest`: the most tokens of any
+    chunk."""
+    size, rate = _LEAST, 0.0
     while size < longest:
+        rate = rate or _rate(chunk_s, size)
         larger = min(2 * size, longest)
-        larger_rate = _rate(chunk_s, larger)
+        larger_rate = _rate(chunk_s, larger) if rate else 0.0
+        if not larger_rate:
+            return None
         if larger_rate < _GAIN * rate:
             return size
         size, rate = larger, larger_rate
-    return longest
+    return None
+
+
+def may_share(num_tokens: int, limit: int | None) -> bool:
+    """Whether several prompts may share a chunk that has `num_tokens` tokens with all that is left of them. `limit` is
+    that of `sharing_limit`."""
+    return limit is None or num_tokens <= limit
 
 
 def _rate(chunk_s: Callable[[int], float], num_tokens: int) -> float:
-    """Return the tokens per second of a chunk."""
-    return num_tokens / min(chunk_s(num_tokens) for _ in range(_NUM_RUNS))
+    """Return the tokens per second of a chunk; 0: it takes too long to be measured."""
+    best_s = min(chunk_s(num_tokens) for _ in range(_NUM_RUNS - 1))
+    return 0.0 if best_s > _MOST_S else num_tokens / min(best_s, chunk_s(num_tokens))

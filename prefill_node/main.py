@@ -51,8 +51,8 @@ def parts_on(ranked: RankedEngine, config: PrefillConfig) -> PrefillParts:
 
 
 def _parts(config: PrefillConfig, engine: Engine, prompts: PromptExecutor) -> PrefillParts:
-    """Return the parts of a node with one pool. A tail behind pages in FP8 costs more than its pages' time on the way:
-    no library attends to them, so the whole prompt would take a sixth longer."""
+    """Return the parts of a node with one pool. Prompts of a pool in FP8 have no tails: no library attends to such
+    pages, so a chunk behind them takes long, and the first token would come later than the second one gains."""
     sizes = config.max_running, config.chunk(engine.device.type)
     return PrefillParts.on_one(prompts, engine.cache, *sizes, has_tails=config.kv_dtype != "fp8")
 

@@ -41,7 +41,6 @@ from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, Prefill
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
 from .chunk_rate import ChunkRate
-from .chunk_sharing import sharing_limit
 from .chunks import ChunkUnderWay
 from .outbox import FirstToken, Outbox
 from .parts import PrefillParts
@@ -87,8 +86,7 @@ class PrefillNode:
         self.outbox = Outbox()
         with ProgressBar("capturing prompt graphs") as progress:
             prompts.warm_up(progress)
-        longest = min(self.scheduler.chunk_tokens, prompts.context_len)
-        self.scheduler.share_up_to(sharing_limit(parts.chunk_s, longest))
+        parts.prepare()
         self._tickets = Tickets(self.cache.pool, handoff)
         self._counts = _Counts()
         self._rate = ChunkRate()

@@ -9,20 +9,24 @@ The node's loop knows the interfaces alone. A request says which rank it is on; 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..engine.prefix_cache import PrefixCache
 from ..engine.prompt_executor import OwnPromptExecutor, PromptExecutor, PromptStates
-from ..engine.prompt_timing import measure_own_prompts, measure_prompt
+from ..engine.prompt_timing import measure_prompt
 from ..engine.ranked_cache import NodeCache, RankedCache
 from ..metadata.wire.node_info import RankLoad
 from . import chunks, ranked_chunks
+from .chunk_sharing import sharing_limit
 from .chunks import ChunkUnderWay
 from .ranked_scheduler import RankedPrefillScheduler
 from .request import Request
 from .scheduler import PrefillScheduler, StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 class PromptScheduler(Protocol):
@@ -38,17 +42,12 @@ class PromptScheduler(Protocol):
     def handing_over(self) -> Collection[Request]: ...
 
     @property
-    def chunk_tokens(self) -> int: ...
-
-    @property
     def num_queued_tokens(self) -> int: ...
 
     @property
     def rank_loads(self) -> tuple[RankLoad, ...]:
         """The load of each rank; empty: there is one pool."""
         ...
-
-    def share_up_to(self, num_tokens: int) -> None: ...
 
     def submit(self, request: Request) -> None: ...
 
@@ -77,7 +76,7 @@ class PrefillParts:
     cache: NodeCache
     scheduler: PromptScheduler
     submit: Callable[[StepPlan], ChunkUnderWay]  # raises OutOfMemory
-    chunk_s: Callable[[int], float]  # computes a chunk of so many tokens of padding, and returns its seconds
+    prepare: Callable[[], None] = lambda: None  # called when the graphs are there, before prompts come
 
     @classmethod
     def on_one(
@@ -85,12 +84,13 @@ class PrefillParts:
     ) -> PrefillParts:
         """Return the parts of a node with one pool. `cache` owns its pages, which `prompts` writes. `has_tails`: long
         prompts are divided (tails.py)."""
+        scheduler = PrefillScheduler(cache, max_running, chunk, has_tails=has_tails)
         return cls(
             prompts=prompts,
             cache=cache,
-            scheduler=PrefillScheduler(cache, max_running, chunk, has_tails=has_tails),
+            scheduler=scheduler,
             submit=functools.partial(chunks.submit, prompts),
-            chunk_s=functools.partial(measure_prompt, prompts, cache.pool.page_size),
+            prepare=functools.partial(_limit_sharing, scheduler, prompts),
         )
 
     @classmethod
@@ -104,5 +104,14 @@ class PrefillParts:
             cache=RankedCache(caches),
             scheduler=RankedPrefillScheduler([PrefillScheduler(cache, max_running, chunk) for cache in caches]),
             submit=functools.partial(ranked_chunks.submit, prompts, len(caches)),
-            chunk_s=functools.partial(measure_own_prompts, prompts, len(caches), caches[0].pool.page_size),
         )
+
+
+def _limit_sharing(scheduler: PrefillScheduler, prompts: PromptExecutor) -> None:
+    """Measure up to which size of a chunk prompts gain by sharing it. Ranks that have prompts of their own have no
+    limit: a step takes as long as the longest chunk, so a rank with short prompts would wait for the others."""
+    chunk_s = functools.partial(measure_prompt, prompts, scheduler.page_size)
+    limit = sharing_limit(chunk_s, min(scheduler.chunk_tokens, prompts.context_len))
+    scheduler.share_up_to(limit)
+    if limit is not None:
+        logger.info("prompts share chunks of up to %d tokens", limit)

@@ -28,15 +28,6 @@ class RankedPrefillScheduler:
         self.ranks = list(ranks)
         self.waiting: deque[Request] = deque()
 
-    def share_up_to(self, num_tokens: int) -> None:
-        for rank in self.ranks:
-            rank.share_up_to(num_tokens)
-
-    @property
-    def chunk_tokens(self) -> int:
-        """The most tokens of the chunk of one rank."""
-        return self.ranks[0].chunk_tokens
-
     def submit(self, request: Request) -> None:
         """Queue a request."""
         self.waiting.append(request)

@@ -20,6 +20,7 @@ from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages
 from ..metadata.wire.node_info import RankLoad
+from .chunk_sharing import may_share
 from .request import Request
 from .tails import PromptTails
 
@@ -54,10 +55,10 @@ class PrefillScheduler:
         self.computing: list[Request] = []  # oldest first
         self.handing_over: list[Request] = []
 
-    def share_up_to(self, num_tokens: int) -> None:
-        """From now on, chunks that several prompts share have at most `num_tokens` tokens, and no prompt is divided to
-        fill one that is shorter than others."""
-        self._sharing_limit = num_tokens if num_tokens < self.chunk_tokens else None
+    def share_up_to(self, num_tokens: int | None) -> None:
+        """From now on, a prompt joins others in a chunk only if the chunk then has at most `num_tokens` tokens, all
+        that are left of the prompt included. None: it also joins with a part of its tokens, to fill the chunk."""
+        self._sharing_limit = num_tokens
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -84,13 +85,13 @@ class PrefillScheduler:
 
     def plan(self) -> StepPlan:
         """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first. If they are tokens of
-        several requests, they are at most as many as these share."""
+        several requests, the limit of `share_up_to` holds."""
         plan: StepPlan = []
         most = budget = self._budget()
         for request in self.computing:
             start = request.num_submitted
             num_left = len(request.token_ids) - start
-            if budget == 0 or (plan and not self._may_share(most - budget + num_left)):
+            if budget == 0 or (plan and not may_share(most - budget + num_left, self._sharing_limit)):
                 break
             num_new = min(budget, num_left)
             is_last = num_new == num_left
@@ -151,10 +152,6 @@ class PrefillScheduler:
 
     def __iter__(self) -> Iterator[Request]:
         yield from (*self.waiting, *self.computing, *self.handing_over)
-
-    def _may_share(self, num_tokens: int) -> bool:
-        """Whether several prompts may share a chunk that would have `num_tokens` tokens, all they have left."""
-        return self._sharing_limit is None or num_tokens <= self._sharing_limit
 
     def _budget(self) -> int:
         """Return how many tokens the next chunk may have."""

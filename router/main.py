@@ -163,7 +163,7 @@ async def _main(config: RouterConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await router.start()
-    tidying = asyncio.create_task(_collect_garbage(router))
+    tidying = asyncio.create_task(_collect_garbage(Garbage(), router))
     await stop.wait()
     logger.info("shutting down")
     drain = asyncio.create_task(router.drain())
@@ -175,8 +175,7 @@ async def _main(config: RouterConfig) -> int:
     return 0
 
 
-async def _collect_garbage(router: Router) -> None:
-    garbage = Garbage()
+async def _collect_garbage(garbage: Garbage, router: Router) -> None:
     while True:
         await asyncio.sleep(_LOOK_S)
         garbage.look(time.monotonic(), is_idle=router.is_idle)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...prefill_node.chunk_rate import ChunkRate
-from ...prefill_node.chunk_sharing import sharing_limit
+from ...prefill_node.chunk_sharing import may_share, sharing_limit
 from ...prefill_node.tails import PromptTails
 from ...router.placement import QUEUED_PER_SLOT, PrefillFigures
 from ...router.prompt_placement import PromptTimes, RemoteFigures
@@ -130,7 +130,7 @@ class SimulatedPrefillNode:
         while computing and budget:
             request = computing[0]
             num_left = request.prompt_len - request.num_computed
-            if pieces and self._sharing_limit < self._chunk_tokens and most - budget + num_left > self._sharing_limit:
+            if pieces and not may_share(most - budget + num_left, self._sharing_limit):
                 break
             num_new = min(budget, num_left)
             pieces.append(ChunkPart(num_new, request.num_computed))

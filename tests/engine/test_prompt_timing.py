@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from drafters import settings, target_of
-from thread_ranks import ThreadRanks
 
+from baton.engine.batch import Computed
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.own_work_prompts import OwnWorkPrompts
-from baton.engine.prompt_timing import measure_own_prompts, measure_prompt
+from baton.engine.prompt_timing import measure_prompt
 from baton.engine.prompts import Prompts
+from baton.engine.work import BatchRow
 
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3", "mtp3-deepseek"])
@@ -32,9 +32,18 @@ def test_a_measured_chunk_writes_no_page_and_keeps_no_state(
     assert engine.pool.num_free == engine.pool.num_usable
 
 
-def test_every_rank_with_prompts_of_its_own_computes_a_chunk(checkpoint: Callable[..., Path]) -> None:
-    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, page_size=4, num_pages=16)
-    with ThreadRanks(2, config, num_slots=0) as ranks:
-        prompts = OwnWorkPrompts(ranks.executor)
-        assert 0 < measure_own_prompts(prompts, 2, 4, 9) < 60
-        assert not prompts.keys
+def test_the_tokens_of_a_measured_chunk_differ(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal ones would choose the same experts of a mixture, and read the weights of no others."""
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, page_size=4, num_pages=16))
+    prompts, seen = Prompts(engine), list[int]()
+    compute = engine.compute
+
+    def record(rows: Sequence[BatchRow]) -> Computed:
+        seen.extend(rows[0].input_ids)
+        return compute(rows)
+
+    monkeypatch.setattr(engine, "compute", record)
+    measure_prompt(prompts, 4, 40)
+    assert len(set(seen)) == 40 and max(seen) < prompts.vocab_size

@@ -41,14 +41,6 @@ def submit_chunks(scheduler: RankedPrefillScheduler) -> list[dict[str, int]]:
     ]
 
 
-def test_all_ranks_share_alike(scheduler: RankedPrefillScheduler, make_request: MakeRequest) -> None:
-    assert scheduler.chunk_tokens == CHUNK
-    scheduler.share_up_to(5)
-    start(scheduler, *(make_request("a" * index, 3) for index in (1, 2, 3, 4)))
-    assert submit_chunks(scheduler) == [{"a": 3}, {"aa": 3}], "not two of three tokens"
-    check_books(scheduler)
-
-
 def check_books(scheduler: RankedPrefillScheduler) -> None:
     for request in list(scheduler):
         scheduler.remove(request)

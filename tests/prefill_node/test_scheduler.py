@@ -91,7 +91,7 @@ def test_prompts_share_a_chunk_while_it_is_small(scheduler: PrefillScheduler, ma
 
 
 def test_chunks_that_are_all_shared_are_filled(scheduler: PrefillScheduler, make_request: MakeRequest) -> None:
-    scheduler.share_up_to(CHUNK)
+    scheduler.share_up_to(None)
     for request in (make_request("a", 5), make_request("bb", 6)):
         scheduler.submit(request)
     scheduler.start()
