@@ -2,8 +2,8 @@
 
 A full collection looks at every object of every running request. With many requests it takes longer than several
 tokens, and no stream gets one meanwhile (docs/performance.md). Here objects of the start are left out, full collections
-are rare, and one is made when the process has become idle. Requests need none of this: nothing of
-them refers back, so they are freed when they are over.
+are rare, and one is made when the process has become idle. Finished requests do not wait for it: they are freed when
+nothing refers to them.
 """
 
 from __future__ import annotations

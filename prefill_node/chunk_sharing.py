@@ -19,14 +19,13 @@ def sharing_limit(chunk_s: Callable[[int], float], longest: int) -> int | None:
     """Return the most tokens of a chunk that several prompts share. None: any chunk, up to the longest one.
     `chunk_s(num_tokens)` computes a chunk of one prompt and returns its seconds. `longest`: the most tokens of any
     chunk."""
-    size, rate = _LEAST, 0.0
-    while size < longest:
-        rate = rate or _rate(chunk_s, size)
+    if longest <= _LEAST:
+        return None
+    size, rate = _LEAST, _rate(chunk_s, _LEAST)
+    while rate and size < longest:
         larger = min(2 * size, longest)
-        larger_rate = _rate(chunk_s, larger) if rate else 0.0
-        if not larger_rate:
-            return None
-        if larger_rate < _GAIN * rate:
+        larger_rate = _rate(chunk_s, larger)
+        if 0 < larger_rate < _GAIN * rate:
             return size
         size, rate = larger, larger_rate
     return None

@@ -42,6 +42,15 @@ _QWEN2 = {
     "rope_theta": 1000000.0,
     "use_sliding_window": False,
 }
+MXFP4 = {  # the quantization_config of gpt-oss
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {  # fields of config.json that differ between models
     "llama-3.2-1b": _LLAMA
@@ -224,15 +233,7 @@ ARCHITECTURES |= {
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
         "swiglu_limit": 7.0,
-        "quantization_config": {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-        },
+        "quantization_config": MXFP4,
     },
 }
 
