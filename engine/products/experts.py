@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ...kernels import mxfp4
 from ...kernels.experts import (
     ExpertWeight,
     experts_linear,
@@ -157,7 +158,8 @@ def _read(source: WeightSource) -> tuple[ExpertWeight, RowRounding | None]:
     """Return a weight in the format that its tensors have, and how rows are rounded for it; None: they are not."""
     quantization = source.quantization
     if quantization is not None and quantization.weight_scale == "mxfp4" and source.has("blocks"):
-        values, scales = (torch.cat(source.parts(name)).to(source.device) for name in ("blocks", "scales"))
+        stored = (torch.cat(source.parts(name)).to(source.device) for name in ("blocks", "scales"))
+        values, scales = mxfp4.from_checkpoint(*stored)
         return ExpertWeight(values, scales, source.in_size // scales.shape[1], source.bias), None
     if quantization is None or not (quantization.is_online or source.has(quantization.scale_name)):
         return ExpertWeight(source.fused("weight"), None, source.in_size, source.bias), None

@@ -160,6 +160,7 @@ def _experts() -> None:
 
     from baton.kernels import triton_expert_blocks, triton_expert_packed, triton_expert_row, triton_experts
     from baton.kernels.triton_expert_blocks import BlockTiles
+    from baton.kernels.triton_expert_packed import PackedTiles
     from baton.kernels.triton_expert_row import RowTiles
 
     types = {"pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32", "shares": "*fp32"}
@@ -200,14 +201,17 @@ def _experts() -> None:
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
             print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
-    for block in (16, 128):
+    for block in (16, 32, 64, 128) if IS_WHOLE else (16, 128):
         for x, item_size in (("*bf16", 2), ("*fp32", 4)):
             if block == 128 and item_size == 4 and not IS_WHOLE:
                 continue  # the slowest of all
-            tiles, launch = triton_expert_packed.tiles_of(block, item_size)
-            constants = {**tiles, "IS_GATED": True, "IS_CLAMPED": True, "GROUP": 32, "DEPENDENT": True}
-            constants |= {"size": 768, "out_size": 1536, "row_size": 1024, "x_stride": 2048, "num_groups": 64}
+            tiles, is_paired = PackedTiles.choose(block, item_size), x == "*bf16"
+            constants = {"BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "HALF": 16}
+            constants |= {"IS_WEIGHT_LEFT": tiles.is_weight_left, "IS_PAIRED": is_paired, "IS_GATED": True}
+            constants |= {"IS_CLAMPED": True, "DEPENDENT": True, "scale_stride": 64, "out_size": 1536}
+            constants |= {"row_size": 1024, "x_stride": 2048}
             own = types | {"x": x, "weight": "*u8", "scales": "*u8"}
+            launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             name = f"packed {block} {x[1:]}"
             print(name, compiled_bytes(triton_expert_packed._packed_kernel, constants, own, **launch))
 

@@ -10,7 +10,7 @@ from baton.engine.products.base import GivenWeight, WeightSource
 from baton.engine.products.experts import ExpertSources, GroupedExperts, TorchExperts, choose_experts_product
 from baton.engine.quantization import ONLINE_FP8, Quantization
 from baton.kernels.fp8 import E4M3
-from baton.kernels.mxfp4 import unpacked
+from baton.kernels.mxfp4 import from_checkpoint, unpacked
 from baton.kernels.silu import SwigluClamp
 
 NUM_EXPERTS, SIZE, INNER = 5, 40, 24
@@ -107,7 +107,8 @@ def test_biases_and_a_clamped_gate_are_those_of_the_formula(kind: str) -> None:
 def _numbers(source: WeightSource) -> Tensor:
     if source.has("weight"):
         return source.fused("weight")
-    return unpacked(torch.cat(source.parts("blocks")), torch.cat(source.parts("scales")), 8)
+    stored = (torch.cat(source.parts(name)) for name in ("blocks", "scales"))
+    return unpacked(*from_checkpoint(*stored), 8)
 
 
 def test_a_cpu_has_the_ones_of_torch() -> None:
