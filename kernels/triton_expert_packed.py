@@ -35,6 +35,7 @@ class PackedTiles(NamedTuple):
     is_weight_left: bool  # compute W x^T; else x W^T
     num_warps: int
     num_stages: int
+    is_scaled_once: bool = False  # scales are 2^-100 to 2^33; for comparing
 
     @classmethod
     def choose(cls, block: int, item_size: int) -> PackedTiles:
@@ -73,7 +74,8 @@ def packed_product(
         x, weight.values, weight.scales, weight.bias, out, places.pairs, places.experts, num_pairs // len(x),
         places.num_experts, out_size, row_size, x.stride(0), weight.scales.stride(0), limit, alpha, BLOCK_M=block,
         BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, HALF=weight.group // 2, IS_PAIRED=x.dtype is torch.bfloat16,
-        IS_WEIGHT_LEFT=tiles.is_weight_left, IS_GATED=is_gated, IS_CLAMPED=clamp is not None, DEPENDENT=dependent,
+        IS_ONCE=tiles.is_scaled_once and x.dtype is torch.bfloat16, IS_WEIGHT_LEFT=tiles.is_weight_left,
+        IS_GATED=is_gated, IS_CLAMPED=clamp is not None, DEPENDENT=dependent,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
 
@@ -91,7 +93,7 @@ def _numbers_of(packed, scales, part: tl.constexpr, DTYPE: tl.constexpr):
 
 # Of four bytes $4 in the order 0, 2, 1, 3, a mask takes the same half of two bytes that become a pair of bfloat16. A
 # product moves the sign to bit 15, and the exponent and the mantissa to bits 8 to 6. That is the value times 2^-126.
-_UNPACK_PAIRS = tl.constexpr("""{
+_UNPACK = """{
 .reg .b32 bytes, above, pair, power;
 mov.b32 power, 0x7E007E00;
 prmt.b32 bytes, $4, $4, 0x3120;
@@ -116,16 +118,19 @@ mul.lo.u32 pair, pair, 0x0104;
 and.b32 pair, pair, 0x81C081C0;
 mul.bf16x2 pair, pair, power;
 mul.bf16x2 $3, pair, $6;
-}""")
+}"""
+_UNPACK_PAIRS = tl.constexpr(_UNPACK)
+_UNPACK_PAIRS_ONCE = tl.constexpr(_UNPACK.replace("mul.bf16x2 pair, pair, power;\n", ""))
 
 
 @triton.jit
-def _paired_numbers_of(packed, scales):
+def _paired_numbers_of(packed, scales, IS_ONCE: tl.constexpr):
     """Return the low and the high halves of bytes as numbers, bfloat16: exact if the scale is below 254. `scales` are
     bytes, of `packed`'s shape. The interpreter cannot do this."""
-    power = ((scales.to(tl.int16) + 1) << 7).to(tl.bfloat16, bitcast=True)  # 2^(scale - 126)
+    power = ((scales.to(tl.int16) + (94 if IS_ONCE else 1)) << 7).to(tl.bfloat16, bitcast=True)  # 2^(scale - 126)
+    code: tl.constexpr = _UNPACK_PAIRS_ONCE if IS_ONCE else _UNPACK_PAIRS
     return tl.inline_asm_elementwise(
-        _UNPACK_PAIRS, "=r,=r,=r,=r,r,r,r", [packed, power], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        code, "=r,=r,=r,=r,r,r,r", [packed, power], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
     )
 
 
@@ -151,6 +156,7 @@ def _packed_kernel(
     BLOCK_K: tl.constexpr,  # bytes
     HALF: tl.constexpr,  # bytes that share a scale
     IS_PAIRED: tl.constexpr,  # unpack two weights at once; only to bfloat16
+    IS_ONCE: tl.constexpr,  # the numbers are 2^-32 times those of the weights
     IS_WEIGHT_LEFT: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
@@ -185,7 +191,7 @@ def _packed_kernel(
             scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // HALF, HALF))
             scales = tl.reshape(scales, (BLOCK_N, BLOCK_K))
             if IS_PAIRED:
-                low, high = _paired_numbers_of(packed, scales)
+                low, high = _paired_numbers_of(packed, scales, IS_ONCE)
             else:
                 low = _numbers_of(packed, scales, 0, low_x.dtype)
                 high = _numbers_of(packed, scales, 1, low_x.dtype)
@@ -197,6 +203,8 @@ def _packed_kernel(
                 y = tl.dot(high_x, high.T, y, input_precision="ieee")
         if DEPENDENT:
             gdc_launch_dependents()
+        if IS_ONCE:
+            y *= 4294967296.0
         if IS_WEIGHT_LEFT:
             y = y.T
         if bias_ptr is not None:
