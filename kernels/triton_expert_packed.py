@@ -35,6 +35,7 @@ class PackedTiles(NamedTuple):
     is_weight_left: bool  # compute W x^T; else x W^T
     num_warps: int
     num_stages: int
+    has_halves: bool = False  # a block whose second half is empty is multiplied as a smaller one
     is_scaled_once: bool = False  # scales are 2^-100 to 2^33; for comparing
 
     @classmethod
@@ -46,8 +47,8 @@ class PackedTiles(NamedTuple):
         if item_size == 4:
             return cls(64, 32, True, 4, 3)
         if block <= 32:
-            return cls(64, 128, True, 2, 4 if block <= 16 else 3)
-        return cls(128, 64, True, 4, 3 if block <= 64 else 2)
+            return cls(64, 128, True, 2, 4, has_halves=True) if block <= 16 else cls(64, 128, True, 2, 3)
+        return cls(128, 64, True, 4, 3) if block <= 64 else cls(128, 64, True, 4, 2, has_halves=True)
 
 
 def packed_product(
@@ -73,9 +74,9 @@ def packed_product(
     _packed_kernel[triton.cdiv(out_size, tiles.block_n), len(places.experts)](
         x, weight.values, weight.scales, weight.bias, out, places.pairs, places.experts, num_pairs // len(x),
         places.num_experts, out_size, row_size, x.stride(0), weight.scales.stride(0), limit, alpha, BLOCK_M=block,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, HALF=weight.group // 2, IS_PAIRED=x.dtype is torch.bfloat16,
-        IS_ONCE=tiles.is_scaled_once and x.dtype is torch.bfloat16, IS_WEIGHT_LEFT=tiles.is_weight_left,
-        IS_GATED=is_gated, IS_CLAMPED=clamp is not None, DEPENDENT=dependent,
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, HALF=weight.group // 2, HAS_HALVES=tiles.has_halves,
+        IS_PAIRED=x.dtype is torch.bfloat16, IS_ONCE=tiles.is_scaled_once and x.dtype is torch.bfloat16,
+        IS_WEIGHT_LEFT=tiles.is_weight_left, IS_GATED=is_gated, IS_CLAMPED=clamp is not None, DEPENDENT=dependent,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
 
@@ -134,6 +135,77 @@ def _paired_numbers_of(packed, scales, IS_ONCE: tl.constexpr):
     )
 
 
+@triton.jit
+def _write_products(
+    x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, pairs_ptr, expert, num_active, out_size, row_size, x_stride,
+    scale_stride, limit, alpha,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HALF: tl.constexpr,
+    IS_PAIRED: tl.constexpr,
+    IS_ONCE: tl.constexpr,
+    IS_WEIGHT_LEFT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Write the products of one block of pairs, `pairs_ptr` [BLOCK_M]. Other arguments as for `_packed_kernel`."""
+    pairs = tl.load(pairs_ptr + tl.arange(0, BLOCK_M))
+    is_m = pairs >= 0
+    rows = (tl.maximum(pairs, 0) // num_active).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.minimum(n, out_size - 1)  # rows of the expert
+    if IS_GATED:
+        own = own % 2 * (out_size // 2) + own // 2
+    weight_rows = expert * out_size + own
+    k = tl.arange(0, BLOCK_K)
+    groups = tl.arange(0, BLOCK_K // HALF)
+    x_at = x_ptr + rows[:, None] * x_stride + (k // HALF * (2 * HALF) + k % HALF)[None, :]
+    weight_at = weight_ptr + weight_rows[:, None] * row_size + k[None, :]
+    scales_at = scales_ptr + weight_rows[:, None] * scale_stride + groups[None, :]
+    y = tl.zeros((BLOCK_N, BLOCK_M) if IS_WEIGHT_LEFT else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, row_size, BLOCK_K):
+        is_k = (start + k < row_size)[None, :]
+        low_x = tl.load(x_at + 2 * start, mask=is_m[:, None] & is_k, other=0.0)
+        high_x = tl.load(x_at + 2 * start + HALF, mask=is_m[:, None] & is_k, other=0.0)
+        packed = tl.load(weight_at + start, mask=is_k, other=0)
+        is_group = (start // HALF + groups < scale_stride)[None, :]  # groups beyond the row have no weights
+        scales = tl.load(scales_at + start // HALF, mask=is_group, other=0)
+        scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // HALF, HALF))
+        scales = tl.reshape(scales, (BLOCK_N, BLOCK_K))
+        if IS_PAIRED:
+            low, high = _paired_numbers_of(packed, scales, IS_ONCE)
+        else:
+            low = _numbers_of(packed, scales, 0, low_x.dtype)
+            high = _numbers_of(packed, scales, 1, low_x.dtype)
+        if IS_WEIGHT_LEFT:
+            y = tl.dot(low, low_x.T, y, input_precision="ieee")
+            y = tl.dot(high, high_x.T, y, input_precision="ieee")
+        else:
+            y = tl.dot(low_x, low.T, y, input_precision="ieee")
+            y = tl.dot(high_x, high.T, y, input_precision="ieee")
+    if DEPENDENT:
+        gdc_launch_dependents()
+    if IS_ONCE:
+        y *= 4294967296.0
+    if IS_WEIGHT_LEFT:
+        y = y.T
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
+    size = out_size
+    if IS_GATED:
+        size = out_size // 2
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        gate, up = tl.split(tl.reshape(y, (BLOCK_M, BLOCK_N // 2, 2)))
+        if IS_CLAMPED:
+            y = clamped_silu_mul_of(gate, up, limit, alpha)
+        else:
+            y = silu_mul_of(gate.to(out_ptr.dtype.element_ty), up.to(out_ptr.dtype.element_ty))
+    out_at = out_ptr + tl.maximum(pairs, 0).to(tl.int64)[:, None] * size + n[None, :]
+    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & (n < size)[None, :])
+
+
 @triton.jit(do_not_specialize=["num_active"])
 def _packed_kernel(
     x_ptr,  # [num_rows, in_size] or [num_pairs, in_size]
@@ -155,6 +227,7 @@ def _packed_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # bytes
     HALF: tl.constexpr,  # bytes that share a scale
+    HAS_HALVES: tl.constexpr,  # a block whose second half is empty is multiplied as a smaller one
     IS_PAIRED: tl.constexpr,  # unpack two weights at once; only to bfloat16
     IS_ONCE: tl.constexpr,  # the numbers are 2^-32 times those of the weights
     IS_WEIGHT_LEFT: tl.constexpr,
@@ -166,57 +239,20 @@ def _packed_kernel(
     if DEPENDENT:
         gdc_wait()
     expert = tl.load(experts_ptr + tl.program_id(1)).to(tl.int64)
+    own_pairs_ptr = pairs_ptr + tl.program_id(1) * BLOCK_M
+    is_half = False
+    if HAS_HALVES:
+        is_half = tl.load(own_pairs_ptr + BLOCK_M // 2) < 0
     if expert < num_experts:
-        pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
-        is_m = pairs >= 0
-        rows = (tl.maximum(pairs, 0) // num_active).to(tl.int64)
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        own = tl.minimum(n, out_size - 1)  # rows of the expert
-        if IS_GATED:
-            own = own % 2 * (out_size // 2) + own // 2
-        weight_rows = expert * out_size + own
-        k = tl.arange(0, BLOCK_K)
-        groups = tl.arange(0, BLOCK_K // HALF)
-        x_at = x_ptr + rows[:, None] * x_stride + (k // HALF * (2 * HALF) + k % HALF)[None, :]
-        weight_at = weight_ptr + weight_rows[:, None] * row_size + k[None, :]
-        scales_at = scales_ptr + weight_rows[:, None] * scale_stride + groups[None, :]
-        y = tl.zeros((BLOCK_N, BLOCK_M) if IS_WEIGHT_LEFT else (BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(0, row_size, BLOCK_K):
-            is_k = (start + k < row_size)[None, :]
-            low_x = tl.load(x_at + 2 * start, mask=is_m[:, None] & is_k, other=0.0)
-            high_x = tl.load(x_at + 2 * start + HALF, mask=is_m[:, None] & is_k, other=0.0)
-            packed = tl.load(weight_at + start, mask=is_k, other=0)
-            is_group = (start // HALF + groups < scale_stride)[None, :]  # groups beyond the row have no weights
-            scales = tl.load(scales_at + start // HALF, mask=is_group, other=0)
-            scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // HALF, HALF))
-            scales = tl.reshape(scales, (BLOCK_N, BLOCK_K))
-            if IS_PAIRED:
-                low, high = _paired_numbers_of(packed, scales, IS_ONCE)
-            else:
-                low = _numbers_of(packed, scales, 0, low_x.dtype)
-                high = _numbers_of(packed, scales, 1, low_x.dtype)
-            if IS_WEIGHT_LEFT:
-                y = tl.dot(low, low_x.T, y, input_precision="ieee")
-                y = tl.dot(high, high_x.T, y, input_precision="ieee")
-            else:
-                y = tl.dot(low_x, low.T, y, input_precision="ieee")
-                y = tl.dot(high_x, high.T, y, input_precision="ieee")
-        if DEPENDENT:
-            gdc_launch_dependents()
-        if IS_ONCE:
-            y *= 4294967296.0
-        if IS_WEIGHT_LEFT:
-            y = y.T
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
-        size = out_size
-        if IS_GATED:
-            size = out_size // 2
-            n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-            gate, up = tl.split(tl.reshape(y, (BLOCK_M, BLOCK_N // 2, 2)))
-            if IS_CLAMPED:
-                y = clamped_silu_mul_of(gate, up, limit, alpha)
-            else:
-                y = silu_mul_of(gate.to(out_ptr.dtype.element_ty), up.to(out_ptr.dtype.element_ty))
-        out_at = out_ptr + tl.maximum(pairs, 0).to(tl.int64)[:, None] * size + n[None, :]
-        tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & (n < size)[None, :])
+        if is_half:
+            _write_products(
+                x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, own_pairs_ptr, expert, num_active, out_size, row_size,
+                x_stride, scale_stride, limit, alpha, BLOCK_M // 2, BLOCK_N, BLOCK_K, HALF, IS_PAIRED, IS_ONCE,
+                IS_WEIGHT_LEFT, IS_GATED, IS_CLAMPED, DEPENDENT,
+            )  # fmt: skip
+        else:
+            _write_products(
+                x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, own_pairs_ptr, expert, num_active, out_size, row_size,
+                x_stride, scale_stride, limit, alpha, BLOCK_M, BLOCK_N, BLOCK_K, HALF, IS_PAIRED, IS_ONCE,
+                IS_WEIGHT_LEFT, IS_GATED, IS_CLAMPED, DEPENDENT,
+            )  # fmt: skip
