@@ -4,6 +4,8 @@ The weights stay packed in memory. A program unpacks its bytes to x's dtype in r
 a tile's bytes are the weights of two runs of columns (mxfp4.py), which are multiplied one after the other, each with
 its own columns of x.
 
+The pairs of one row have different experts. They are not placed, and each is a block.
+
 If the product is gated, a program's rows of W alternate between gate and up, so that a thread has the sums of both.
 """
 
@@ -26,6 +28,8 @@ from .experts import ExpertWeight, Places
 from .silu import SwigluClamp
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
+_MIN_BLOCK = 8  # pairs, the fewest that tensor cores multiply
+
 
 class PackedTiles(NamedTuple):
     """The tile of a program beside its block of pairs, and how programs are launched."""
@@ -47,7 +51,7 @@ class PackedTiles(NamedTuple):
         if item_size == 4:
             return cls(64, 32, True, 4, 3)
         if block <= 32:
-            return cls(64, 128, True, 2, 4, has_halves=True) if block <= 16 else cls(64, 128, True, 2, 3)
+            return cls(64, 128, True, 2, 4 if block <= 16 else 3, has_halves=block == 16)
         return cls(128, 64, True, 4, 3) if block <= 64 else cls(128, 64, True, 4, 2, has_halves=True)
 
 
@@ -62,23 +66,32 @@ def packed_product(
     clamp: SwigluClamp | None = None,
     tiles: PackedTiles | None = None,
 ) -> None:
-    """Write the products of all pairs to `out` [num_pairs, size]. Other arguments as for `experts_linear`."""
+    """Write the products of all pairs to `out` [num_pairs, size]. Other arguments as for `experts_linear`, but `places`
+    may be those of `places_of_row`."""
     assert weight.scales is not None and x_scales is None, (weight.scales, x_scales)
     assert weight.scales.stride(1) == 1, weight.scales.stride()
-    num_pairs, block = places.chosen.numel(), places.block
+    num_pairs, is_row = places.chosen.numel(), not len(places.pairs)
+    block = _MIN_BLOCK if is_row else places.block
     out_size, row_size = len(weight.values) // places.num_experts, weight.values.shape[1]
     if tiles is None:
         tiles = PackedTiles.choose(block, x.element_size())
     limit, alpha = clamp or (0.0, 0.0)
     dependent = gpu.dependent_launch(len(places.chosen))
     _packed_kernel[triton.cdiv(out_size, tiles.block_n), len(places.experts)](
-        x, weight.values, weight.scales, weight.bias, out, places.pairs, places.experts, num_pairs // len(x),
-        places.num_experts, out_size, row_size, x.stride(0), weight.scales.stride(0), limit, alpha, BLOCK_M=block,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, HALF=weight.group // 2, HAS_HALVES=tiles.has_halves,
-        IS_PAIRED=x.dtype is torch.bfloat16, IS_ONCE=tiles.is_scaled_once and x.dtype is torch.bfloat16,
-        IS_WEIGHT_LEFT=tiles.is_weight_left, IS_GATED=is_gated, IS_CLAMPED=clamp is not None, DEPENDENT=dependent,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
+        x, weight.values, weight.scales, weight.bias, out, None if is_row else places.pairs, places.experts,
+        num_pairs // len(x), places.num_experts, out_size, row_size, x.stride(0), weight.scales.stride(0), limit, alpha,
+        BLOCK_M=block, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, HALF=weight.group // 2,
+        HAS_HALVES=tiles.has_halves, IS_PAIRED=x.dtype is torch.bfloat16,
+        IS_ONCE=tiles.is_scaled_once and x.dtype is torch.bfloat16, IS_WEIGHT_LEFT=tiles.is_weight_left,
+        IS_GATED=is_gated, IS_CLAMPED=clamp is not None, DEPENDENT=dependent, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
+
+
+def places_of_row(chosen: Tensor, num_experts: int) -> Places:
+    """Return the places of one row's pairs, `chosen` [1, num_active] int64: block i is pair i."""
+    assert len(chosen) == 1, chosen.shape
+    return Places(chosen, num_experts, chosen.new_empty(0), chosen[0])
 
 
 @triton.jit
@@ -151,7 +164,10 @@ def _write_products(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the products of one block of pairs, `pairs_ptr` [BLOCK_M]. Other arguments as for `_packed_kernel`."""
-    pairs = tl.load(pairs_ptr + tl.arange(0, BLOCK_M))
+    if pairs_ptr is not None:
+        pairs = tl.load(pairs_ptr + tl.arange(0, BLOCK_M))
+    else:
+        pairs = tl.where(tl.arange(0, BLOCK_M) == 0, tl.program_id(1), -1)
     is_m = pairs >= 0
     rows = (tl.maximum(pairs, 0) // num_active).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -213,8 +229,8 @@ def _packed_kernel(
     scales_ptr,  # [num_experts * out_size, row_size / HALF] bytes
     bias_ptr,  # [num_experts * out_size]; None: there is none
     out_ptr,  # [num_pairs, out_size, or half of it if the product is gated], written
-    pairs_ptr,  # [num_blocks * BLOCK_M] int32
-    experts_ptr,  # [num_blocks] int32
+    pairs_ptr,  # [num_blocks * BLOCK_M] int32; None: block i is pair i
+    experts_ptr,  # [num_blocks] int32 or int64
     num_active,  # pairs of a row of x
     num_experts,
     out_size,
@@ -239,8 +255,10 @@ def _packed_kernel(
     if DEPENDENT:
         gdc_wait()
     expert = tl.load(experts_ptr + tl.program_id(1)).to(tl.int64)
-    own_pairs_ptr = pairs_ptr + tl.program_id(1) * BLOCK_M
+    own_pairs_ptr = pairs_ptr
     is_half = False
+    if pairs_ptr is not None:
+        own_pairs_ptr += tl.program_id(1) * BLOCK_M
     if HAS_HALVES:
         is_half = tl.load(own_pairs_ptr + BLOCK_M // 2) < 0
     if expert < num_experts:

@@ -142,7 +142,7 @@ class GroupedExperts(Experts):
         has_other_scales = self.roundings is not None and any(
             each.group > 0 and (each.stored is not None or each.ranks is not None) for each in self.roundings
         )
-        return not has_other_scales and not self.gate_up.is_packed and not self.down.is_packed
+        return not has_other_scales
 
 
 EXPERT_PRODUCTS: tuple[type[Experts], ...] = (TorchExperts, GroupedExperts)

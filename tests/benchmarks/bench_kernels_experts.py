@@ -23,7 +23,7 @@ import torch
 from bench_kernels_dense import microseconds
 from torch import Tensor
 
-from baton.kernels import triton_experts
+from baton.kernels import triton_expert_row, triton_experts
 from baton.kernels.experts import ExpertWeight, Places, experts_of_row, experts_of_row_ref, place_experts_ref
 from baton.kernels.fp8 import dequantized, round_rows
 from baton.kernels.mxfp4 import GROUP, from_checkpoint, unpacked
@@ -201,8 +201,10 @@ def main() -> None:
                     _print(name, form, part, num_rows, us, _rates(case, us), error)
                     if args.tiles and form == "mxfp4":
                         _bench_tiles(f"{name} {part} {num_rows} rows", case)
-                if num_rows == 1 and form != "mxfp4":
+                if num_rows == 1:
                     _bench_row(name, form, gate_up, down)
+                    for tiles in TILES[16] if args.tiles and form == "mxfp4" else ():
+                        _bench_row(name, form, gate_up, down, tiles)
 
 
 def _rates(case: Case, us: float) -> str:
@@ -231,23 +233,32 @@ def _bench_tiles(name: str, case: Case) -> None:
         print(f"    {name} {tuple(tiles)} {us:8.1f} us {_rates(case, us)}  error {error:.1e}", flush=True)
 
 
-def _bench_row(name: str, form: str, gate_up: ExpertWeight, down: ExpertWeight) -> None:
-    """Time the whole mixture of one row."""
+def _bench_row(
+    name: str, form: str, gate_up: ExpertWeight, down: ExpertWeight, tiles: PackedTiles | None = None
+) -> None:
+    """Time the whole mixture of one row, of MXFP4 with the `tiles`."""
     mixture = MODELS[name]
+    by = experts_of_row
+    if tiles is not None:
+        own_tiles = tiles._replace(has_halves=False)
+        by = functools.partial(triton_expert_row.experts_of_row, packed_tiles=own_tiles)
+        print(f"    {tuple(own_tiles)}: ", end="")
     x, shares = torch.randn(1, mixture.size, device="cuda").bfloat16(), torch.rand(1, mixture.num_active, device="cuda")
     chosen = torch.rand(NUM_CALLS, 1, mixture.num_experts, device="cuda").topk(mixture.num_active).indices
 
     def call(index: int) -> Tensor:
         is_rounded = form == "fp8"
-        return experts_of_row(x, chosen[index], shares, gate_up, down, mixture.num_experts, is_rounded=is_rounded)
+        return by(x, chosen[index], shares, gate_up, down, mixture.num_experts, is_rounded=is_rounded)
 
     own = [_of_experts(weight, chosen[0, 0], mixture.num_experts) for weight in (gate_up, down)]
     places = torch.arange(mixture.num_active, device="cuda").unsqueeze(0)
     expected = experts_of_row_ref(x, places, shares, *own, mixture.num_active, is_rounded=form == "fp8").float()
     error = float((call(0).float() - expected).abs().max() / expected.abs().max())
     us = timed(call)
-    num_bytes = (gate_up.values.nbytes + down.values.nbytes) * mixture.num_active / mixture.num_experts
-    _print(name, form, "both", 1, us, f"{num_bytes / us / 1e3:6.0f} GB/s" + " " * 15, error)
+    num_bytes = sum(each.values.nbytes + (each.scales.numel() if each.is_packed else 0) for each in (gate_up, down))
+    num_bytes *= mixture.num_active / mixture.num_experts
+    rates = f"{num_bytes / us / 1e3:6.0f} GB/s" + " " * 15 + f"{us * READ / num_bytes:5.2f} of the floor"
+    _print(name, form, "both", 1, us, rates, error)
 
 
 def _of_experts(weight: ExpertWeight, experts: Tensor, num_experts: int) -> ExpertWeight:

@@ -185,7 +185,7 @@ def _experts() -> None:
             tiles = BlockTiles.choose(block, item_size, is_gated=True, is_grouped=is_grouped)
             constants = kept | {"in_size": 2048, "BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
             constants |= {"IS_EVEN": True, "IS_GROUPED": is_grouped, "IS_WEIGHT_LEFT": tiles.is_weight_left}
-            constants["HAS_HALVES"] = tiles.has_halves
+            constants |= {"HAS_HALVES": tiles.has_halves} | ({"pairs_ptr": None} if block == 8 else {})
             constants.pop("size")
             launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             print(f"{name} {block}", compiled_bytes(triton_expert_blocks._block_kernel, constants, own, **launch))
@@ -201,17 +201,17 @@ def _experts() -> None:
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
             print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
-    for block in (16, 32, 64, 128) if IS_WHOLE else (16, 128):
+    for block in (8, 16, 32, 64, 128) if IS_WHOLE else (8, 16, 128):
         for x, item_size in (("*bf16", 2), ("*fp32", 4)):
-            if block == 128 and item_size == 4 and not IS_WHOLE:
-                continue  # the slowest of all
+            if block != 16 and item_size == 4 and not IS_WHOLE:
+                continue
             tiles, is_paired = PackedTiles.choose(block, item_size), x == "*bf16"
             constants = {"BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "HALF": 16}
             constants |= {"IS_WEIGHT_LEFT": tiles.is_weight_left, "IS_PAIRED": is_paired, "IS_ONCE": False}
-            constants["HAS_HALVES"] = tiles.has_halves
+            constants |= {"HAS_HALVES": tiles.has_halves} | ({"pairs_ptr": None} if block == 8 else {})
             constants |= {"IS_GATED": True, "IS_CLAMPED": True, "DEPENDENT": True, "scale_stride": 64, "out_size": 1536}
             constants |= {"row_size": 1024, "x_stride": 2048}
-            own = types | {"x": x, "weight": "*u8", "scales": "*u8"}
+            own = types | {"x": x, "weight": "*u8", "scales": "*u8"} | ({"experts": "*i64"} if block == 8 else {})
             launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             name = f"packed {block} {x[1:]}"
             print(name, compiled_bytes(triton_expert_packed._packed_kernel, constants, own, **launch))
