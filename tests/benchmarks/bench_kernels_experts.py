@@ -62,6 +62,8 @@ TILES = {
         PackedTiles(32, 128, True, 2, 6, has_halves=True),
         PackedTiles(32, 128, True, 1, 4, has_halves=True),
         PackedTiles(32, 256, True, 2, 3),
+        PackedTiles(64, 64, True, 2, 6, has_halves=True),
+        PackedTiles(128, 64, True, 4, 4, has_halves=True),
         PackedTiles(64, 128, True, 4, 4, has_halves=True),
         PackedTiles(128, 128, True, 4, 3, has_halves=True),
         PackedTiles(64, 128, False, 4, 4),
@@ -203,8 +205,10 @@ def main() -> None:
                         _bench_tiles(f"{name} {part} {num_rows} rows", case)
                 if num_rows == 1:
                     _bench_row(name, form, gate_up, down)
-                    for tiles in TILES[16] if args.tiles and form == "mxfp4" else ():
-                        _bench_row(name, form, gate_up, down, tiles)
+                    if args.tiles and form == "mxfp4":
+                        for tiles in TILES[16]:
+                            if tiles.has_halves:
+                                _bench_row(name, form, gate_up, down, tiles._replace(has_halves=False))
 
 
 def _rates(case: Case, us: float) -> str:
@@ -213,16 +217,21 @@ def _rates(case: Case, us: float) -> str:
     return f"{rates} {us / floor:5.2f} of the floor"
 
 
+def _compile(calls: list[Callable[[], object]]) -> None:
+    """Run the calls at once, whose kernels are compiled then. Failures are those of a later call as well."""
+
+    def run(call: Callable[[], object]) -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        list(threads.map(run, calls))
+
+
 def _bench_tiles(name: str, case: Case) -> None:
     """Time a product of MXFP4 with each of TILES. Tiles that fail are printed as well."""
-
-    def compiled(tiles: PackedTiles) -> None:
-        with contextlib.suppress(Exception):
-            case.by_tiles(tiles)
-
     candidates = TILES[case.places[0].block]
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        list(threads.map(compiled, candidates))
+    _compile([functools.partial(case.by_tiles, tiles) for tiles in candidates])
     for tiles in candidates:
         try:
             error = case.error(case.by_tiles(tiles))
@@ -240,9 +249,8 @@ def _bench_row(
     mixture = MODELS[name]
     by = experts_of_row
     if tiles is not None:
-        own_tiles = tiles._replace(has_halves=False)
-        by = functools.partial(triton_expert_row.experts_of_row, packed_tiles=own_tiles)
-        print(f"    {tuple(own_tiles)}: ", end="")
+        by = functools.partial(triton_expert_row.experts_of_row, packed_tiles=tiles)
+        print(f"    {tuple(tiles)}: ", end="")
     x, shares = torch.randn(1, mixture.size, device="cuda").bfloat16(), torch.rand(1, mixture.num_active, device="cuda")
     chosen = torch.rand(NUM_CALLS, 1, mixture.num_experts, device="cuda").topk(mixture.num_active).indices
 
