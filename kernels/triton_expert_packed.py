@@ -40,7 +40,6 @@ class PackedTiles(NamedTuple):
     num_warps: int
     num_stages: int
     has_halves: bool = False  # a block whose second half is empty is multiplied as a smaller one
-    is_scaled_once: bool = False  # scales are 2^-100 to 2^33; for comparing
 
     @classmethod
     def choose(cls, block: int, item_size: int) -> PackedTiles:
@@ -50,9 +49,11 @@ class PackedTiles(NamedTuple):
         asynchronously."""
         if item_size == 4:
             return cls(64, 32, True, 4, 3)
-        if block <= 32:
-            return cls(64, 128, True, 2, 4 if block <= 16 else 3, has_halves=block == 16)
-        return cls(128, 64, True, 4, 3) if block <= 64 else cls(128, 64, True, 4, 2, has_halves=True)
+        if block <= 16:
+            return cls(64, 128, True, 4 if block == _MIN_BLOCK else 2, 4, has_halves=block == 16)
+        if block == 32:
+            return cls(64, 128, True, 2, 3)
+        return cls(128, 64, True, 4, 3) if block == 64 else cls(256, 64, False, 8, 3)
 
 
 def packed_product(
@@ -82,7 +83,7 @@ def packed_product(
         num_pairs // len(x), places.num_experts, out_size, row_size, x.stride(0), weight.scales.stride(0), limit, alpha,
         BLOCK_M=block, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, HALF=weight.group // 2,
         HAS_HALVES=tiles.has_halves, IS_PAIRED=x.dtype is torch.bfloat16,
-        IS_ONCE=tiles.is_scaled_once and x.dtype is torch.bfloat16, IS_WEIGHT_LEFT=tiles.is_weight_left,
+        IS_WEIGHT_LEFT=tiles.is_weight_left,
         IS_GATED=is_gated, IS_CLAMPED=clamp is not None, DEPENDENT=dependent, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
@@ -107,7 +108,7 @@ def _numbers_of(packed, scales, part: tl.constexpr, DTYPE: tl.constexpr):
 
 # Of four bytes $4 in the order 0, 2, 1, 3, a mask takes the same half of two bytes that become a pair of bfloat16. A
 # product moves the sign to bit 15, and the exponent and the mantissa to bits 8 to 6. That is the value times 2^-126.
-_UNPACK = """{
+_UNPACK_PAIRS = tl.constexpr("""{
 .reg .b32 bytes, above, pair, power;
 mov.b32 power, 0x7E007E00;
 prmt.b32 bytes, $4, $4, 0x3120;
@@ -132,19 +133,16 @@ mul.lo.u32 pair, pair, 0x0104;
 and.b32 pair, pair, 0x81C081C0;
 mul.bf16x2 pair, pair, power;
 mul.bf16x2 $3, pair, $6;
-}"""
-_UNPACK_PAIRS = tl.constexpr(_UNPACK)
-_UNPACK_PAIRS_ONCE = tl.constexpr(_UNPACK.replace("mul.bf16x2 pair, pair, power;\n", ""))
+}""")
 
 
 @triton.jit
-def _paired_numbers_of(packed, scales, IS_ONCE: tl.constexpr):
+def _paired_numbers_of(packed, scales):
     """Return the low and the high halves of bytes as numbers, bfloat16: exact if the scale is below 254. `scales` are
     bytes, of `packed`'s shape. The interpreter cannot do this."""
-    power = ((scales.to(tl.int16) + (94 if IS_ONCE else 1)) << 7).to(tl.bfloat16, bitcast=True)  # 2^(scale - 126)
-    code: tl.constexpr = _UNPACK_PAIRS_ONCE if IS_ONCE else _UNPACK_PAIRS
+    power = ((scales.to(tl.int16) + 1) << 7).to(tl.bfloat16, bitcast=True)  # 2^(scale - 126)
     return tl.inline_asm_elementwise(
-        code, "=r,=r,=r,=r,r,r,r", [packed, power], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        _UNPACK_PAIRS, "=r,=r,=r,=r,r,r,r", [packed, power], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
     )
 
 
@@ -157,7 +155,6 @@ def _write_products(
     BLOCK_K: tl.constexpr,
     HALF: tl.constexpr,
     IS_PAIRED: tl.constexpr,
-    IS_ONCE: tl.constexpr,
     IS_WEIGHT_LEFT: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
@@ -191,7 +188,7 @@ def _write_products(
         scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // HALF, HALF))
         scales = tl.reshape(scales, (BLOCK_N, BLOCK_K))
         if IS_PAIRED:
-            low, high = _paired_numbers_of(packed, scales, IS_ONCE)
+            low, high = _paired_numbers_of(packed, scales)
         else:
             low = _numbers_of(packed, scales, 0, low_x.dtype)
             high = _numbers_of(packed, scales, 1, low_x.dtype)
@@ -203,8 +200,6 @@ def _write_products(
             y = tl.dot(high_x, high.T, y, input_precision="ieee")
     if DEPENDENT:
         gdc_launch_dependents()
-    if IS_ONCE:
-        y *= 4294967296.0
     if IS_WEIGHT_LEFT:
         y = y.T
     if bias_ptr is not None:
@@ -245,7 +240,6 @@ def _packed_kernel(
     HALF: tl.constexpr,  # bytes that share a scale
     HAS_HALVES: tl.constexpr,  # a block whose second half is empty is multiplied as a smaller one
     IS_PAIRED: tl.constexpr,  # unpack two weights at once; only to bfloat16
-    IS_ONCE: tl.constexpr,  # the numbers are 2^-32 times those of the weights
     IS_WEIGHT_LEFT: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
@@ -265,12 +259,12 @@ def _packed_kernel(
         if is_half:
             _write_products(
                 x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, own_pairs_ptr, expert, num_active, out_size, row_size,
-                x_stride, scale_stride, limit, alpha, BLOCK_M // 2, BLOCK_N, BLOCK_K, HALF, IS_PAIRED, IS_ONCE,
+                x_stride, scale_stride, limit, alpha, BLOCK_M // 2, BLOCK_N, BLOCK_K, HALF, IS_PAIRED,
                 IS_WEIGHT_LEFT, IS_GATED, IS_CLAMPED, DEPENDENT,
             )  # fmt: skip
         else:
             _write_products(
                 x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, own_pairs_ptr, expert, num_active, out_size, row_size,
-                x_stride, scale_stride, limit, alpha, BLOCK_M, BLOCK_N, BLOCK_K, HALF, IS_PAIRED, IS_ONCE,
+                x_stride, scale_stride, limit, alpha, BLOCK_M, BLOCK_N, BLOCK_K, HALF, IS_PAIRED,
                 IS_WEIGHT_LEFT, IS_GATED, IS_CLAMPED, DEPENDENT,
             )  # fmt: skip

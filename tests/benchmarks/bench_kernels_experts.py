@@ -55,7 +55,6 @@ MODELS = {
 TILES = {
     16: (
         PackedTiles(64, 128, True, 2, 4, has_halves=True),
-        PackedTiles(64, 128, True, 2, 4, has_halves=True, is_scaled_once=True),
         PackedTiles(64, 128, True, 2, 4),
         PackedTiles(64, 128, True, 2, 3, has_halves=True),
         PackedTiles(32, 128, True, 2, 4, has_halves=True),
@@ -72,7 +71,6 @@ TILES = {
     32: (
         PackedTiles(64, 128, True, 2, 3),
         PackedTiles(64, 128, True, 2, 3, has_halves=True),
-        PackedTiles(64, 128, True, 2, 3, is_scaled_once=True),
         PackedTiles(32, 128, True, 2, 4),
         PackedTiles(64, 128, False, 4, 3),
         PackedTiles(64, 128, True, 4, 3),
@@ -81,7 +79,6 @@ TILES = {
     ),
     64: (
         PackedTiles(128, 64, True, 4, 3),
-        PackedTiles(128, 64, True, 4, 3, is_scaled_once=True),
         PackedTiles(128, 64, True, 4, 2),
         PackedTiles(128, 128, True, 8, 2),
         PackedTiles(256, 64, True, 8, 3),
@@ -90,15 +87,12 @@ TILES = {
     128: (
         PackedTiles(128, 64, True, 4, 2),
         PackedTiles(128, 64, True, 4, 2, has_halves=True),
-        PackedTiles(128, 64, True, 4, 2, is_scaled_once=True),
         PackedTiles(128, 64, True, 4, 3),
         PackedTiles(128, 128, True, 8, 2),
         PackedTiles(128, 64, True, 8, 3),
         PackedTiles(256, 64, True, 8, 3),
-        PackedTiles(256, 64, True, 8, 3, is_scaled_once=True),
         PackedTiles(128, 64, False, 4, 2),
         PackedTiles(256, 64, False, 8, 3),
-        PackedTiles(256, 64, False, 8, 3, is_scaled_once=True),
     ),
 }
 

@@ -207,7 +207,7 @@ def _experts() -> None:
                 continue
             tiles, is_paired = PackedTiles.choose(block, item_size), x == "*bf16"
             constants = {"BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "HALF": 16}
-            constants |= {"IS_WEIGHT_LEFT": tiles.is_weight_left, "IS_PAIRED": is_paired, "IS_ONCE": False}
+            constants |= {"IS_WEIGHT_LEFT": tiles.is_weight_left, "IS_PAIRED": is_paired}
             constants |= {"HAS_HALVES": tiles.has_halves} | ({"pairs_ptr": None} if block == 8 else {})
             constants |= {"IS_GATED": True, "IS_CLAMPED": True, "DEPENDENT": True, "scale_stride": 64, "out_size": 1536}
             constants |= {"row_size": 1024, "x_stride": 2048}
