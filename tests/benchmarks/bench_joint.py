@@ -38,7 +38,8 @@ def joint(engine: Engine, rounds: Rounds, batch: int, num_tokens: int, shape: Dr
         for sequence, result in zip(sequences, rounds.collect(submitted).rows, strict=True):
             assert result is not None
             sequence.token_ids.extend(result.token_ids)
-            sequence.sampling.append(result.token_ids)
+            for token_id in result.token_ids:
+                sequence.sampling.append(token_id)
 
     def apart() -> None:
         rounds.recompute(*chunk)

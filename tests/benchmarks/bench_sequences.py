@@ -179,7 +179,8 @@ def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, 
             assert result is not None
             sequence.token_ids.extend(result.token_ids)
             sequence.num_accepted.append(result.num_accepted)
-            sequence.sampling.append(result.token_ids)
+            for token_id in result.token_ids:
+                sequence.sampling.append(token_id)
 
     torch.cuda.synchronize()
     started = 0.0
