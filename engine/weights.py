@@ -46,7 +46,8 @@ class Weights(ABC):
 
     @abstractmethod
     def stored(self, specs: Collection[TensorSpec]) -> list[Tensor]:
-        """Return tensors as they are in the file: copy them, their memory may be the file's."""
+        """Return tensors as they are in the file: copy them, their memory may be the file's. One number has no
+        dimension, even if it has one in the file."""
 
     @abstractmethod
     def source(
@@ -196,6 +197,7 @@ class CheckpointWeights(Weights):
         self._bytes_done += self.checkpoint.check(found)
         self.asked |= {spec.name for spec in found}
         tensors = [self.checkpoint.read(spec.name) for spec in found]
+        tensors = [each if spec.shape else each.reshape(()) for each, spec in zip(tensors, found, strict=True)]
         if self._progress is not None:
             self._progress(self._bytes_done, self._bytes_total)
         return tensors

@@ -98,7 +98,7 @@ class OneOf(OneRank):
         self.rank, self.size = rank, size
 
 
-@pytest.mark.parametrize("name", ["blocks", "fp8-static", "w8a16"])
+@pytest.mark.parametrize("name", ["blocks", "fp8-static", "w8a8-static", "w8a16"])
 def test_the_shares_of_ranks_sum_to_the_whole(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """A feed-forward layer of 256 hidden units on two ranks: each rounds the rows as one rank does."""
     plain = checkpoint("llama", intermediate_size=256)
