@@ -26,6 +26,14 @@ from .ranks import ONE_RANK, Ranks
 RowOrders = Mapping[str, Tensor]  # projection -> [out_size] int64: row `order[i]` of the checkpoint becomes row i
 NO_ORDERS: RowOrders = MappingProxyType({})
 
+# Ends of the names of tensors that a checkpoint may have and nobody needs. Scales are those of an attention in FP8, as
+# compressed-tensors, ModelOpt and AutoFP8 call them: pages in FP8 have scales of their own.
+UNUSED = (
+    "rotary_emb.inv_freq",
+    *(f"self_attn.{name}_scale" for name in ("q", "k", "v", "kv")),
+    *(f"self_attn.{name}_proj.{kind}_scale" for name in ("k", "v") for kind in (name, "output")),
+)
+
 
 class Weights(ABC):
     """Provides weights in `dtype` on `device`. Every method raises ModelError for a tensor that is missing, or of

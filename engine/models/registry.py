@@ -14,7 +14,7 @@ from ..made_checkpoint import FILES, EveryName, MadeCheckpoint, maker
 from ..model_config import ModelConfig
 from ..progress import Progress
 from ..ranks import ONE_RANK, Ranks
-from ..weights import CheckpointWeights, ListedWeights
+from ..weights import UNUSED, CheckpointWeights, ListedWeights
 from .decoder import DecoderModel
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import ModelFamily
@@ -26,8 +26,6 @@ from .minimax_m2 import MINIMAX_M2
 from .qwen3_moe import QWEN3_MOE
 
 logger = logging.getLogger(__name__)
-
-_UNUSED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")  # scales of a KV cache in FP8
 
 FAMILIES = {
     family.architecture: family
@@ -110,7 +108,7 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[Ten
     """Raise ModelError for a tensor in the model's layers that is not used: the output would be wrong."""
     layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
     unknown = checkpoint.names - {spec.name for spec in specs}
-    unknown = {name for name in unknown if name.startswith(layers) and not name.endswith(_UNUSED)}
+    unknown = {name for name in unknown if name.startswith(layers) and not name.endswith(UNUSED)}
     if unknown:
         raise ModelError(
             f"{checkpoint.model_dir} has tensors that {config.architecture} does not use "

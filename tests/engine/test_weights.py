@@ -107,6 +107,14 @@ def test_tensors_that_would_be_ignored(model_dir: Path) -> None:
         load(model_dir)
 
 
+@pytest.mark.parametrize(
+    "name", ["k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale", "kv_scale"]
+)
+def test_scales_of_a_cache_in_fp8_are_not_needed(name: str, model_dir: Path) -> None:
+    replace(model_dir, **{f"model.layers.1.self_attn.{name}": torch.ones(())})
+    load(model_dir)
+
+
 def test_rows_are_put_in_order_with_their_scales() -> None:
     order = torch.tensor([1, 0, 3, 2])
     weight = torch.arange(8.0).view(4, 2)
