@@ -67,7 +67,7 @@ class _Reader:
 
 
 def _fp8(reader: _Reader) -> Quantization:
-    reader.require("fmt", None, "e4m3")
+    reader.require("fmt", None, "e4m3", "float8_e4m3fn")
     is_static = reader.require("activation_scheme", "dynamic", "static", None) == "static"
     if reader.get("weight_block_size") is None:
         return Quantization("tensor", "stored" if is_static else "rows")

@@ -41,6 +41,18 @@ def test_modelopt_may_be_in_config_json(tmp_path: Path) -> None:
     assert read(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}) == Quantization("tensor", "stored")
 
 
+def test_a_number_has_two_names(tmp_path: Path) -> None:
+    """MiniMax-M2 has the name of torch. Tensors tell which layers are in 16 bits, and not the list."""
+    published = {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    assert read(tmp_path, published) == read(tmp_path, published | {"fmt": "e4m3"})
+
+
 def test_mxfp4_rounds_nothing_else(tmp_path: Path) -> None:
     assert read(tmp_path, CONFIG) == Quantization("mxfp4", "none")
 
@@ -60,7 +72,7 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **
         ("fp8", "quantization_config = 'fp8' must be an object"),
         ({"quant_method": "awq"}, "quant_method = 'awq' is not served; fp8, compressed-tensors, modelopt, mxfp4 are"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method = 'gptq' is not served"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2' is not served; None and 'e4m3' are"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2' is not served; None and 'e4m3' and 'float8_e4m3fn' are"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\] is not served"),
         ({"quant_method": "fp8", "activation_scheme": "other"}, "activation_scheme = 'other' is not served"),
         (
