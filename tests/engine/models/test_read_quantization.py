@@ -53,6 +53,13 @@ def test_a_number_has_two_names(tmp_path: Path) -> None:
     assert read(tmp_path, published) == read(tmp_path, published | {"fmt": "e4m3"})
 
 
+def test_what_changes_no_number_is_left_out(tmp_path: Path) -> None:
+    """Tensors tell which layers are in 16 bits, and pages have scales of their own."""
+    cache = WEIGHTS | {"strategy": "tensor", "dynamic": False}
+    extra = {"ignore": ["re:.*lm_head", "model.layers.0.mlp.gate"], "kv_cache_scheme": cache, "transform_config": {}}
+    assert read(tmp_path, compressed({}, INPUTS) | extra) == read(tmp_path, compressed({}, INPUTS))
+
+
 def test_mxfp4_rounds_nothing_else(tmp_path: Path) -> None:
     assert read(tmp_path, CONFIG) == Quantization("mxfp4", "none")
 
@@ -85,6 +92,17 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **
         (
             {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}},
             r"config_groups.group_0.weights = None is not served; 8-bit floats are",
+        ),
+        (
+            compressed({}, transform_config={"config_groups": {"R4": {"type": "hadamard"}}}),
+            r"transform_config = \{'config_groups': .* is not served; rows that are multiplied as they are: \{\} is",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": WEIGHTS, "output_activations": INPUTS}},
+            },
+            r"config_groups.group_0.output_activations = \{.* is not served; None is",
         ),
         (compressed({"num_bits": 4}), r"config_groups.group_0.weights.num_bits = 4 is not served; 8 is"),
         (compressed({"type": "int"}), "weights.type = 'int' is not served; 'float' is"),
