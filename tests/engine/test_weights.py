@@ -107,6 +107,23 @@ def test_tensors_that_would_be_ignored(model_dir: Path) -> None:
         load(model_dir)
 
 
+LEFT_OVER = ("lm_head.bias", "model.embed_norm.weight", "model.layers.2.mlp.up_proj.weight", "score.weight")
+
+
+@pytest.mark.parametrize("name", LEFT_OVER)
+def test_tensors_beside_the_layers_are_not_ignored(name: str, model_dir: Path) -> None:
+    replace(model_dir, **{name: torch.zeros(64)})
+    with pytest.raises(ModelError, match=rf"has tensors that LlamaForCausalLM does not use \({name}\)"):
+        load(model_dir)
+
+
+def test_tied_embeddings_may_be_stored_twice(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = Path(shutil.copytree(checkpoint("llama", tie_word_embeddings=True), tmp_path / "model"))
+    embedding = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    replace(model_dir, **{"lm_head.weight": embedding.clone()})
+    load(model_dir)
+
+
 @pytest.mark.parametrize(
     "name", ["k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale", "kv_scale"]
 )
