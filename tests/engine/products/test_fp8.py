@@ -176,6 +176,8 @@ def test_ranks_do_not_divide_a_block() -> None:
 def test_ranks_have_the_scales_of_whole_rows_and_tensors() -> None:
     column = torch.rand(8, 1)
     assert torch.equal(WeightShard(1, 2, 0).take_scales(column, 0, 8, 1), column[4:])
+    padded = WeightShard(1, 2, 0, pads=True).take_scales(torch.ones(40, 1), 0, 40, 1)
+    assert padded.flatten().tolist() == [1.0] * 8 + [0.0] * 24  # as the rows of the weight are
     assert torch.equal(WeightShard(1, 2, 1).take_scales(column, 0, 64, 64), column)
     assert torch.equal(WeightShard(1, 2, 1).take_scales(torch.tensor(2.0), 0, 64, 1), torch.tensor(2.0))
 
