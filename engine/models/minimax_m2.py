@@ -8,7 +8,7 @@ from ..weights import Weights
 from .decoder import DecoderModel
 from .family import ModelFamily
 from .llama import read_layer, read_model
-from .mixtures import MixtureNames, num_active_of, num_experts_of, read_mixture
+from .mixtures import MixtureNames, check_scoring, num_active_of, num_experts_of, read_mixture
 
 _NAMES = MixtureNames(gate="w1", up="w3", down="w2", bias="e_score_correction_bias")
 
@@ -23,6 +23,7 @@ def read_minimax_m2(config: ModelConfig, weights: Weights) -> DecoderModel:
 
 
 def _read_experts(raw: ConfigFile) -> ExpertsConfig:
+    check_scoring(raw, "sigmoid")
     num_experts = num_experts_of(raw)
     return ExpertsConfig(
         num_experts,
