@@ -237,6 +237,7 @@ class _StoredWeight(WeightSource):
         self.ranks = weights.ranks.group if shard is not None and shard.dim == 1 else None
         self._weights, self._names, self._has_bias = weights, tuple(projections), has_bias
         self._stored = _stored(weights, projections, in_size, quantization)
+        weights.asked |= {weights.full_name(f"{name}.{last}") for name, own in self._stored.items() for last in own}
         self._fused: dict[str, Tensor] = {}
 
     @property
