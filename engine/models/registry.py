@@ -110,7 +110,7 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[Ten
     tied embeddings may be stored twice."""
     layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
     others = tuple(f"{each}." for each in layer_prefixes(checkpoint.names) if not f"{each}.".startswith(layers))
-    others += ("lm_head.weight",) if config.tie_word_embeddings else ()
+    others += ("mtp.", "model.mtp", *(("lm_head.weight",) if config.tie_word_embeddings else ()))
     unknown = checkpoint.names - {spec.name for spec in specs}
     unknown = {name for name in unknown if not name.startswith(others) and not name.endswith(UNUSED)}
     if unknown:

@@ -117,6 +117,15 @@ def test_tensors_beside_the_layers_are_not_ignored(name: str, model_dir: Path) -
         load(model_dir)
 
 
+@pytest.mark.parametrize(
+    "name", ["mtp.fc.weight", "model.mtp.layers.0.eh_proj.weight", "model.layers.2.eh_proj.weight"]
+)
+def test_prediction_layers_are_no_part_of_the_model(name: str, model_dir: Path) -> None:
+    """Also in layouts that no drafter serves."""
+    replace(model_dir, **{name: torch.zeros(64)})
+    load(model_dir)
+
+
 def test_tied_embeddings_may_be_stored_twice(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model_dir = Path(shutil.copytree(checkpoint("llama", tie_word_embeddings=True), tmp_path / "model"))
     embedding = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"]
