@@ -42,6 +42,6 @@ MINIMAX_M2 = ModelFamily(
     qkv_bias=False,
     has_wide_norms=True,
     rotary_share=1.0,
-    needs=("num_key_value_heads", "head_dim", "num_experts_per_tok"),
+    needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "rope_parameters|rope_theta"),
     read_experts=_read_experts,
 )
