@@ -65,7 +65,8 @@ class Experts(ABC):
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchExperts(Experts):
     """Products of each expert, one expert after the other. The host reads which experts are chosen, which costs nothing
-    on a CPU. FP8 and MXFP4 weights are here as the numbers that they stand for, and FP8 rounds rows."""
+    on a CPU. FP8 and MXFP4 weights are here as the numbers that they stand for, and FP8 rounds rows. Products of
+    FP8 are float32, as 16 bits do not hold its numbers."""
 
     gate_up: tuple[Product, ...]  # size -> 2 * inner_size
     down: tuple[Product, ...]  # inner_size -> size
@@ -79,9 +80,9 @@ class TorchExperts(Experts):
         products, roundings = list[tuple[Product, ...]](), list[RowRounding]()
         for source in (sources.gate_up, sources.down):
             weight, rounding = _read(source)
-            each = zip(
-                weight.numbers(sources.num_experts, source.dtype), weight.biases(sources.num_experts), strict=True
-            )
+            dtype = source.dtype if rounding is None else torch.float32
+            biases = [None if each is None else each.to(dtype) for each in weight.biases(sources.num_experts)]
+            each = zip(weight.numbers(sources.num_experts, dtype), biases, strict=True)
             products.append(tuple(choose(GivenWeight(*own)) for own in each))
             if rounding is not None:
                 roundings.append(rounding)
@@ -98,9 +99,9 @@ class TorchExperts(Experts):
 
     def _expert(self, index: int, x: Tensor) -> Tensor:
         of_x, of_inner = self.roundings or (None, None)
-        gate_up, x = self.gate_up[index], x if of_x is None else of_x.numbers(x)
-        inner = gate_up.gated(x) if self.clamp is None else clamped_silu_mul(gate_up(x), self.clamp)
-        return self.down[index](inner if of_inner is None else of_inner.numbers(inner))
+        gate_up, rows = self.gate_up[index], x if of_x is None else of_x.numbers(x)
+        inner = gate_up.gated(rows) if self.clamp is None else clamped_silu_mul(gate_up(rows), self.clamp)
+        return self.down[index](inner if of_inner is None else of_inner.numbers(inner.to(x.dtype)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -72,6 +72,20 @@ def test_ranks_that_would_round_other_rows_are_refused(checkpoint: Callable[...,
         check_shares(wide, 2, "the model")
 
 
+@pytest.mark.parametrize("has_all_heads", [False, True])
+def test_ranks_share_whole_blocks_of_experts(
+    has_all_heads: bool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 256}
+    plain = checkpoint("qwen3_moe", **sizes, moe_intermediate_size=128)
+    blocks = read_model_config(quantized(plain, tmp_path / "fp8", BLOCKS))
+    with pytest.raises(ConfigError, match="2 ranks would have 64 hidden units of an expert each, which cuts a block"):
+        check_shares(blocks, 2, "the model", has_all_heads=has_all_heads)
+    assert blocks.experts is not None
+    wide = dataclasses.replace(blocks, experts=dataclasses.replace(blocks.experts, inner_size=256))
+    check_shares(wide, 2, "the model", has_all_heads=has_all_heads)
+
+
 def test_ranks_share_whole_blocks_of_attention_to_latents(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Of 4 heads each rank has 2, whose keys and values are those of the whole model."""
     sizes = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "intermediate_size": 256}
@@ -98,7 +112,7 @@ class OneOf(OneRank):
         self.rank, self.size = rank, size
 
 
-@pytest.mark.parametrize("name", ["blocks", "fp8-static", "w8a16"])
+@pytest.mark.parametrize("name", ["blocks", "fp8-static", "w8a8-static", "w8a16"])
 def test_the_shares_of_ranks_sum_to_the_whole(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """A feed-forward layer of 256 hidden units on two ranks: each rounds the rows as one rank does."""
     plain = checkpoint("llama", intermediate_size=256)

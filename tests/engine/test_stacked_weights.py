@@ -81,6 +81,15 @@ def test_ranks_share_the_hidden_units(model: Path) -> None:
     assert torch.equal(halves[0].bias, whole.bias)
 
 
+def test_ranks_with_some_columns_round_whole_rows(model: Path) -> None:
+    """A row's scale in FP8 is that of all ranks' columns, or text would depend on their number."""
+    for rank in range(2):
+        group = down(model, rank, 2).ranks
+        assert group is not None and (group.rank, group.size) == (rank, 2)
+        assert up(model, rank, 2).ranks is None
+    assert down(model).ranks is None
+
+
 @pytest.mark.parametrize(("size", "group"), [(1, 32), (2, 16), (3, 32), (6, 16), (12, 8), (48, 2)])
 def test_ranks_share_packed_columns(size: int, group: int, model: Path) -> None:
     """Also if a group of 32 columns falls to two of them: each then has the group's scale."""

@@ -87,6 +87,19 @@ def test_both_ways_give_the_same(kind: str, num_rows: int) -> None:
     torch.testing.assert_close(grouped(x, chosen, shares), ours(x, chosen, shares), atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["stored", "online", "online biased"])
+def test_fp8_is_served_in_16_bits(kind: str) -> None:
+    given, x = sources(kind), numbers(9, SIZE, seed=3).bfloat16()
+    for each in (given.gate_up, given.down):
+        each.dtype = torch.bfloat16
+    ours, grouped = TorchExperts.build(given), GroupedExperts.build(given)
+    assert ours is not None and grouped is not None
+    chosen, shares = torch.tensor([[0, 3], [4, 1], [2, 0]] * 3), torch.full((9, 2), 0.5)
+    found, expected = ours(x, chosen, shares), grouped(x, chosen, shares)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected.float(), atol=0.02 * float(expected.abs().max()), rtol=0.02)
+
+
 @pytest.mark.parametrize("kind", ["biased", "packed"])
 def test_biases_and_a_clamped_gate_are_those_of_the_formula(kind: str) -> None:
     given, x = sources(kind), numbers(1, SIZE, seed=3)
