@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import tokenizers
 import xxhash
 
 from ..metadata.errors import ModelError
@@ -37,7 +38,7 @@ def read_card(model_dir: Path, config: ModelConfig, name: str, context_len: int)
         vocab_size=config.vocab_size,
         eos_token_ids=tuple(config.eos_token_ids),
         bos_token_id=config.bos_token_id,
-        tokenizer_digest=xxhash.xxh3_128_hexdigest(_tokenizer_bytes(model_dir)),
+        tokenizer_digest=_tokenizer_digest(model_dir),
         chat_template=_chat_template(model_dir, tokenizer_config),
         special_tokens=_special_tokens(tokenizer_config),
         defaults=_defaults(model_dir / "generation_config.json"),
@@ -56,6 +57,16 @@ def _tokenizer_bytes(model_dir: Path) -> bytes:
     if not path.is_file():
         raise ModelError(f"{model_dir} has no tokenizer.json: save the model's fast tokenizer there (save_pretrained)")
     return path.read_bytes()
+
+
+def _tokenizer_digest(model_dir: Path) -> str:
+    """Return the digest of tokenizer.json. Raises ModelError for a file that the router could not read."""
+    data = _tokenizer_bytes(model_dir)
+    try:
+        tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{model_dir}/tokenizer.json cannot be read ({error}); copy the checkpoint again") from None
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

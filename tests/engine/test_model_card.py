@@ -172,6 +172,14 @@ def test_a_damaged_file_is_named(name: str, content: bytes, model_dir: Path) -> 
         read_card(model_dir, config, "demo", 300)
 
 
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"version": "1.0"', b"version https://git-lfs.github.com/spec/v1\n"])
+def test_a_tokenizer_that_the_router_could_not_read_is_refused(content: bytes, model_dir: Path) -> None:
+    """The node would join, and no request could be served."""
+    (model_dir / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"tokenizer.json cannot be read \(.+\); copy the checkpoint again"):
+        card_of(model_dir)
+
+
 def test_the_tokenizer_travels_whole_under_the_digest_of_the_card(model_dir: Path) -> None:
     file = read_tokenizer(model_dir)
     assert zlib.decompress(file.data) == (model_dir / "tokenizer.json").read_bytes()
