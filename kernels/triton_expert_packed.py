@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import gpu
 from .experts import ExpertWeight, Places
 from .silu import SwigluClamp
-from .triton_silu import clamped_silu_mul_of, silu_mul_of
+from .triton_expert_blocks import rows_of_expert, store_sums
 
 _MIN_BLOCK = 8  # pairs, the fewest that tensor cores multiply
 
@@ -167,11 +167,7 @@ def _write_products(
         pairs = tl.where(tl.arange(0, BLOCK_M) == 0, tl.program_id(1), -1)
     is_m = pairs >= 0
     rows = (tl.maximum(pairs, 0) // num_active).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.minimum(n, out_size - 1)  # rows of the expert
-    if IS_GATED:
-        own = own % 2 * (out_size // 2) + own // 2
-    weight_rows = expert * out_size + own
+    weight_rows = expert * out_size + rows_of_expert(out_size, BLOCK_N, IS_GATED)
     k = tl.arange(0, BLOCK_K)
     groups = tl.arange(0, BLOCK_K // HALF)
     x_at = x_ptr + rows[:, None] * x_stride + (k // HALF * (2 * HALF) + k % HALF)[None, :]
@@ -202,19 +198,7 @@ def _write_products(
         gdc_launch_dependents()
     if IS_WEIGHT_LEFT:
         y = y.T
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
-    size = out_size
-    if IS_GATED:
-        size = out_size // 2
-        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        gate, up = tl.split(tl.reshape(y, (BLOCK_M, BLOCK_N // 2, 2)))
-        if IS_CLAMPED:
-            y = clamped_silu_mul_of(gate, up, limit, alpha)
-        else:
-            y = silu_mul_of(gate.to(out_ptr.dtype.element_ty), up.to(out_ptr.dtype.element_ty))
-    out_at = out_ptr + tl.maximum(pairs, 0).to(tl.int64)[:, None] * size + n[None, :]
-    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & (n < size)[None, :])
+    store_sums(y, bias_ptr, weight_rows, out_ptr, pairs, out_size, limit, alpha, BLOCK_M, BLOCK_N, IS_GATED, IS_CLAMPED)
 
 
 @triton.jit(do_not_specialize=["num_active"])

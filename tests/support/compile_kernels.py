@@ -185,7 +185,7 @@ def _experts() -> None:
             tiles = BlockTiles.choose(block, item_size, is_gated=True, is_grouped=is_grouped)
             constants = kept | {"in_size": 2048, "BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
             constants |= {"IS_EVEN": True, "IS_GROUPED": is_grouped, "IS_WEIGHT_LEFT": tiles.is_weight_left}
-            constants |= {"HAS_HALVES": tiles.has_halves} | ({"pairs_ptr": None} if block == 8 else {})
+            constants["HAS_HALVES"] = tiles.has_halves
             constants.pop("size")
             launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             print(f"{name} {block}", compiled_bytes(triton_expert_blocks._block_kernel, constants, own, **launch))
