@@ -37,6 +37,7 @@ from bench_system import count_wrong, tokens_of
 
 _REST_S = 0.5  # between two requests
 _SETTLED_S = 0.1  # of it, after which only the streams run
+_MOST_TOKENS = 12_000  # of a stream
 _SAMPLED = {"temperature": 0.8, "seed": 7}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -105,7 +106,7 @@ async def run(options: argparse.Namespace) -> tuple[list[Stream], list[Window]]:
         return await loop.create_connection(lambda: Stream(start.encode() + body), "127.0.0.1", options.port)
 
     prompts = [_prompt(index, options) for index in range(options.streams)]
-    num_tokens = context_len - options.prompt_len
+    num_tokens = min(_MOST_TOKENS, context_len - options.prompt_len)
     others = [await ask(prompt, num_tokens, {"temperature": 0}) for prompt in prompts]
     await asyncio.sleep(4 * _REST_S)
     windows: list[Window] = []
