@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "min_tokens": {"temperature": 0, "min_tokens": 8},
     "logprobs": {"temperature": 0, "logprobs": 5},
     "n = 4": _SAMPLED | {"n": 4},
-    "regex": _SAMPLED | {"structured_outputs": {"regex": "[a-z ]+"}},
+    "regex": _SAMPLED | {"structured_outputs": {"regex": "[a-z0-9 ]+"}},
     "JSON": _SAMPLED | {"response_format": {"type": "json_object"}},
 }
 

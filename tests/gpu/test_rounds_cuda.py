@@ -81,14 +81,20 @@ def test_the_first_request_of_a_kind_runs_no_kernel_for_the_first_time(
     """The device would load it meanwhile, which takes up to 70 ms."""
     model = target_of(name, checkpoint)
     solo = Solo(model, device="cuda", num_pages=200, num_slots=5, buckets=(1, 2), **settings(name, model, tmp_path))
+
+    def serve(kind: dict[str, Any]) -> None:
+        sequence = solo.start(PROMPTS[0], params(20, seed=1, **kind))
+        solo.run(sequence, 8, 2)
+        solo.rounds.release(sequence)
+
     with Operations() as before:
         solo.engine.warm_up(16)
         solo.rounds.executor.warm_up()
-        solo.run(solo.start(PROMPTS[0], params(20)), 8, 2)
+        serve({})
     stops = {"temperature": 0.7, "top_k": 5, "min_p": 0.1, "min_tokens": 4, "stop_ids": (3, 4)}
     for kind in (*PARAMS, stops, {"frequency_penalty": 0.4, "top_p": 0.8, "num_logprobs": 3}):
         with Operations() as service:
-            solo.run(solo.start(PROMPTS[1], params(20, seed=1, **kind)), 8, 2)
+            serve(kind)
         assert service.met <= before.met, (kind, service.met - before.met)
 
 
