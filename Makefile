@@ -6,8 +6,11 @@ STAMP := $(VENV)/.ready
 RUN := $(VENV)/bin
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 
+# Without bytecode on disk each process of the tests would compile Baton and the tests' files again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup up format lint types quick test clean
+.PHONY: help setup up format lint types quick tests test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,10 +44,16 @@ types: setup ## check types
 quick: lint types ## lint, types, and the tests that matter most (tests/quick.txt), in under a minute
 	OMP_NUM_THREADS=1 $(RUN)/pytest -q -n 2 $$(sed 's/#.*//' tests/quick.txt) $(ARGS)
 
-# One worker more than cores, because tests also wait. Tests that start processes of their own mostly wait. They run
-# beside the others, two files at a time. A test that fails gets another chance (tests/again.py).
-test: lint types ## everything that must pass before a change goes in; ARGS="-k name" picks tests
-	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n $(WORKERS) --maxprocesses 8 -m "not integration" $(ARGS) \
+test: lint types tests ## everything that must pass before a change goes in; ARGS="-k name" picks tests
+
+# One worker more than cores, because tests also wait. Each begins with a third or less of the files, so that what the
+# tests of a file share is made once, and takes tests from the others when it has none left (worksteal). Tests that
+# start processes of their own mostly wait. They run beside the others, two files at a time. A test that fails gets
+# another chance (tests/again.py).
+# The first command compiles the tests' files and numba's kernels, which else each worker of a fresh clone would compile.
+tests: setup ## the tests alone
+	@OMP_NUM_THREADS=1 $(RUN)/pytest -q -k "test_greedy_output_equals_transformers and qwen3-local" tests > /dev/null || true
+	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not integration" $(ARGS) \
 		--beside -n 2 --dist loadfile -m integration $(ARGS)
 
 clean: ## remove .venv, builds and caches

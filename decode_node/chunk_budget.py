@@ -11,9 +11,15 @@ leaves no room for LEAST_TOKENS beside a round. The rules for that are:
   bound, and the 99th percentile of the gaps holds. The node reports that it has no room, and the router sends prompts
   elsewhere if it can.
 - The operator gave none. A chunk that takes about twice as long as one of LEAST_TOKENS runs beside one round of
-  several. They are so many that the mean gap is at most DEFAULT_GAP rounds. If the prompts that wait would take longer
-  than QUEUE_S at this pace, chunks have their full length: so the bound delays a first token by QUEUE_S at most, and a
-  load that the node can serve does not pile up.
+  several. They are so many that the mean gap is at most DEFAULT_GAP rounds.
+
+The default bound yields to two other aims:
+
+- If chunks share the round's forward, those lengths count with which the prompts that wait take at most QUEUE_S. Of
+  these the chunk has the one that delays the streams least in all. It is often longer than the bound allows: one long
+  chunk delays them less than several short ones.
+- Else, if the prompts that wait would take longer than QUEUE_S within the bound, chunks have their full length. So the
+  bound delays a first token by QUEUE_S at most, and a load that the node can serve does not pile up.
 
 A stream may also start while the device computes chunks without a round. Its first round comes after them. So the node
 lets MAX_AHEAD chunks at most lie before the device. While pages for a stream are on the way, these chunks and a round
@@ -26,6 +32,7 @@ breaks the bound.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -63,6 +70,7 @@ class Queue(NamedTuple):
 
     num_tokens: int  # all of them
     depth: int = 0  # tokens before the first one
+    num_done: int = 0  # of `depth`: computed here, not found in a cache
     is_scored: bool = False  # the first ones are scored, so they never share the forward of a round
 
 
@@ -147,6 +155,8 @@ class ChunkBudget:
         """`chunk_tokens`: the most tokens of a chunk. `max_gap_s`: the operator's bound, None if there is none.
         `joint`: the rounds and chunks that share a forward."""
         self._costs, self._rounds, self._joint = costs, rounds, joint
+        self._prepared = functools.cache(joint.lengths)  # asked several times in each step
+        self._holds = functools.lru_cache(maxsize=1 << 12)(joint.holds)  # likewise
         self._chunk_tokens = chunk_tokens
         self._max_gap_s = max_gap_s
         self._margin = 0.0  # of the bound
@@ -164,9 +174,17 @@ class ChunkBudget:
 
     def pace(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkPace:
         """Return how prompts advance beside `num_streams` streams."""
+        kindest = self._kindest(num_streams, num_steps, queue) if self._max_gap_s is None else None
+        if kindest is None:
+            return self._bounded_pace(num_streams, num_steps, queue)
         round_s = self._rounds.expected(num_streams, num_steps)
-        lengths = [] if queue.is_scored else self._joint.lengths(num_streams, num_steps)
-        lengths = [each for each in lengths if each <= self._chunk_tokens]
+        is_within = round_s + kindest.seconds <= self._bound_s(round_s)
+        return ChunkPace(kindest.num_tokens, 1, is_within, kindest.is_joint)
+
+    def _bounded_pace(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkPace:
+        """Return the pace by the bound, or that of chunks of full length if the operator gave none and it would take
+        too long."""
+        round_s, lengths = self._rounds.expected(num_streams, num_steps), self._lengths(num_streams, num_steps, queue)
         full = self._chunk(num_streams, num_steps, self._chunk_tokens, queue)
         within_s = self._bound_s(round_s) * (1 - self._margin) - round_s
         chunk = self._longest(num_streams, num_steps, queue, lengths, within_s)
@@ -189,8 +207,9 @@ class ChunkBudget:
         return pace
 
     def rate(self, num_streams: int, num_steps: int) -> PromptRate:
-        """Return how long prompts take beside `num_streams` streams. A long queue advances by chunks of full length
-        until the rest takes QUEUE_S."""
+        """Return how long prompts take beside `num_streams` streams within the bound. A long queue advances by chunks
+        of full length until the rest takes QUEUE_S. A short one may take less, since `pace` prefers a longer chunk if
+        it delays the streams less."""
         full_s = self._costs.seconds(self._chunk_tokens, 0, is_joint=False)
         if num_streams == 0:
             least = min(LEAST_TOKENS, self._chunk_tokens)
@@ -199,7 +218,7 @@ class ChunkBudget:
             fixed_s = max(0.0, self._costs.seconds(least, 0, is_joint=is_joint) - least * token_s)
             return PromptRate(token_s, fixed_s, self._rounds.expected(1, num_steps), True)
         round_s = self._rounds.expected(num_streams, num_steps)
-        pace = self.pace(num_streams, num_steps, Queue(0))
+        pace = self._bounded_pace(num_streams, num_steps, Queue(0))
         chunk_s = self._costs.seconds(pace.num_tokens, 0, is_joint=pace.is_joint)
         token_s = (pace.every * round_s + chunk_s) / pace.num_tokens
         num_paced, rest_token_s = 0, 0.0
@@ -224,7 +243,7 @@ class ChunkBudget:
     def end_beside(self, num_streams: int, num_steps: int, chunk: PromptTokens, seconds: float) -> None:
         """A chunk that is not scored and the round beside it are over, after so many seconds together."""
         num_tokens, depth, num_prompts = chunk
-        is_joint = self._joint.holds(num_streams, num_steps, num_tokens, num_prompts)
+        is_joint = self._holds(num_streams, num_steps, num_tokens, num_prompts)
         round_s = self._rounds.expected(num_streams, num_steps)
         bound_s = self._bound_s(round_s)
         if round_s + self._costs.seconds(num_tokens, depth, is_joint=is_joint) <= bound_s:  # it was expected to keep it
@@ -247,7 +266,7 @@ class ChunkBudget:
         return num_tokens if num_tokens >= LEAST_TOKENS else self._chunk_tokens
 
     def _chunk(self, num_streams: int, num_steps: int, num_tokens: int, queue: Queue) -> _Chunk:
-        is_joint = not queue.is_scored and self._joint.holds(num_streams, num_steps, num_tokens)
+        is_joint = not queue.is_scored and self._holds(num_streams, num_steps, num_tokens)
         return _Chunk(num_tokens, is_joint, self._costs.seconds(num_tokens, queue.depth, is_joint=is_joint))
 
     def _longest(
@@ -258,13 +277,32 @@ class ChunkBudget:
         second."""
         chunks = [self._chunk(num_streams, num_steps, each, queue) for each in lengths]
         joint = max((each for each in chunks if each.seconds <= within_s), default=_Chunk(0, True, 0.0))
-        is_joint = not queue.is_scored and self._joint.holds(num_streams, num_steps, self._chunk_tokens)
+        is_joint = not queue.is_scored and self._holds(num_streams, num_steps, self._chunk_tokens)
         num_tokens = self._costs.most_tokens(within_s, queue.depth, self._chunk_tokens, is_joint=is_joint)
         if lengths and num_tokens <= lengths[-1]:  # so short a chunk would be padded
             return joint
         own = self._chunk(num_streams, num_steps, num_tokens, queue) if num_tokens else _Chunk(0, is_joint, 0.0)
         round_s = self._rounds.expected(num_streams, num_steps)
         return max(joint, own, key=lambda each: each.num_tokens / (round_s + each.seconds))
+
+    def _lengths(self, num_streams: int, num_steps: int, queue: Queue) -> list[int]:
+        """Return the lengths of chunks, rising, that are prepared to share the round's forward."""
+        lengths = [] if queue.is_scored else self._prepared(num_streams, num_steps)
+        return [each for each in lengths if each <= self._chunk_tokens]
+
+    def _kindest(self, num_streams: int, num_steps: int, queue: Queue) -> _Chunk | None:
+        """Return the chunk that shares the round's forward and delays the streams least in all until the queue is
+        computed. None: with none of them the queue, and what was computed of its first prompt, take
+        QUEUE_S at most. So a long prompt does not slow down at its end."""
+        round_s, num_tokens = self._rounds.expected(num_streams, num_steps), queue.num_tokens + queue.num_done
+        lengths = self._lengths(num_streams, num_steps, queue)
+        chunks = [_Chunk(each, True, self._costs.seconds(each, queue.depth, is_joint=True)) for each in lengths]
+        chunks = [each for each in chunks if num_tokens * (round_s + each.seconds) <= QUEUE_S * each.num_tokens]
+        return min(
+            chunks,
+            key=lambda each: (math.ceil(queue.num_tokens / each.num_tokens) * each.seconds, -each.num_tokens),
+            default=None,
+        )
 
     def _bound_s(self, round_s: float) -> float:
         return DEFAULT_GAP * round_s if self._max_gap_s is None else self._max_gap_s

@@ -29,8 +29,8 @@ class DecodeConfig(EngineConfig):
     max_gap_ms: float | None = setting(
         None,
         "compute prompts beside running streams in chunks so short that 99 % of the gaps between tokens are at most "
-        "this many milliseconds (default: 1.5 of the node's own rounds at the present batch; if not even a short chunk "
-        "fits in, or if prompts would wait for more than 50 ms, single gaps are longer)",
+        "this many milliseconds (default: 1.5 of the node's own rounds at the present batch; single gaps are longer if "
+        "streams wait less in all then, if not even a short chunk fits in, or if prompts would wait for over 50 ms)",
     )
 
     @property

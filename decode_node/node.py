@@ -20,7 +20,7 @@ and the node sends PrefillDone when it has them all.
 The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
 processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
 tokens. While pages of a prompt are on the way, the node submits the next round as late as it can, so that the sequence
-joins it.
+joins it. If the device is a GPU, the node does not sleep then, so that it submits no round too late.
 
 If the device has no memory for a round, the node tries again without drafts. If it has none for that either, the
 sequence that asks for most ends with an error, and the node tries again with the others.
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 1e-4  # between looks for arrivals while a round is computed
+_PAUSE_S = 1e-4  # between looks for messages while a round is computed
 STEP_LIMIT_S = 60.0  # the node counts as stuck if one round takes longer
 _MAX_MEASURED = 16  # sequences in the largest round that is timed at the start; times of larger ones are extrapolated
 
@@ -101,6 +102,7 @@ class _Admission(NamedTuple):
     """A sequence that was admitted, and what the router is to be told."""
 
     sequence: Sequence
+    num_pulled: int  # tokens whose KV has arrived
     message: Admitted
     begun: float  # monotonic seconds
 
@@ -308,21 +310,19 @@ class DecodeNode:
 
     def _resend(self, unit: Unit, first: int) -> None:
         """Send the unit's tokens from number `first` on again. If its pages do not come, ask for the offers again."""
-        sequence = self.scheduler.get(unit) or self.outbox.find_ended(unit)
-        if sequence is None or self._has_lost_scores(sequence, first):
-            self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
+        sequence = self.scheduler.get(unit)
+        if sequence is None:
+            tokens = self.outbox.again_of_ended(unit, first)
+            if tokens is None:
+                self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
+            else:
+                self.membership.send(tokens)
         elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.ask_offers(unit):
             # the router has the prefill node's first token, so the offers that go with it were sent and lost
             self._drop(sequence, "an offer was lost")
             self._fail(unit, "transfer_error", "an offer of the prefill node was lost", is_retryable=True)
         else:
             self.membership.send(self.outbox.again(sequence, first))
-
-    def _has_lost_scores(self, sequence: Sequence, first: int) -> bool:
-        """Whether the router has all tokens of a sequence and lacks the log-probabilities of its local prompt. The node
-        has sent these and does not keep them."""
-        has_all = sequence.ended is not None and first >= sequence.num_generated
-        return has_all and sequence.is_local and sequence.request.prompt_logprobs
 
     def _drop(self, sequence: Sequence, reason: str) -> None:
         if sequence.unit in self.scheduler.reserved:
@@ -356,11 +356,18 @@ class DecodeNode:
         until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
         since = time.monotonic()
         while self._expects_arrivals and time.monotonic() < until and not self.executor.is_done:
-            time.sleep(_PAUSE_S)
+            self._pause()
             since = time.monotonic()
             self._take_arrivals()
         if self.executor.is_done:
             self._clock.overrun(since)
+
+    def _pause(self) -> None:
+        """Let other threads run between two looks for messages."""
+        if self.executor.runs_ahead and self.scheduler.reserved:
+            os.sched_yield()
+        else:
+            time.sleep(_PAUSE_S)
 
     def _answer_reservations(self) -> None:
         """While the device computes the round under way and has the next one to do, answer reservations: a prompt is
@@ -371,7 +378,7 @@ class DecodeNode:
         until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
         since = time.monotonic()
         while not self._put_off and time.monotonic() < until and not self.executor.is_done:
-            time.sleep(_PAUSE_S)
+            self._pause()
             since = time.monotonic()
             for message in self.membership.receive():
                 if self._put_off or not isinstance(message, Reserve):
@@ -407,6 +414,7 @@ class DecodeNode:
         assert sequence.lease is not None
         num_cached_pages = len(sequence.lease.pages)
         self.scheduler.start_pulled(event.unit)
+        num_pulled = sequence.num_computed
         sequence.append_first(sampled.first_token, sampled.logprobs, sampled.num_cached)
         if not self._take_slot(sequence, event.row):
             return
@@ -421,15 +429,17 @@ class DecodeNode:
             num_cached_pages=num_cached_pages,
             times=event.times,
         )
-        self._admitted.append(_Admission(sequence, message, begun))
+        self._admitted.append(_Admission(sequence, num_pulled, message, begun))
 
     def _announce(self) -> None:
         """Tell the router which sequences were admitted, and their first tokens, unless they have ended meanwhile. The
-        device has their round to do by now."""
+        device has their round to do by now. Their pages are found in the prefix cache from now on."""
         admitted, self._admitted = self._admitted, []
-        for sequence, message, begun in admitted:
+        for sequence, num_pulled, message, begun in admitted:
             if self.scheduler.get(message.unit) is not sequence:
                 continue
+            if sequence.lease is not None:  # otherwise it was preempted, and its pages are in the cache
+                self.scheduler.share_computed(sequence, num_pulled)
             logger.info("admitted, %d pages pulled", message.num_pages, extra={"rid": message.unit.rid})
             times = msgspec.structs.replace(message.times, admit_s=time.monotonic() - begun)
             self.membership.send(msgspec.structs.replace(message, times=times))
@@ -442,7 +452,7 @@ class DecodeNode:
             return
         self.membership.enter("decode", STEP_LIMIT_S)
         while self.executor.num_chunks_ahead >= MAX_AHEAD and not self.scheduler.num_streams:
-            time.sleep(_PAUSE_S)
+            self._pause()
             self._take_arrivals()
 
     # --- rounds ---

@@ -61,8 +61,8 @@ class RankedDecodeScheduler:
     def start_local(self, unit: Unit) -> Sequence:
         return self._holder(unit).start_local(unit)
 
-    def share_computed(self, sequence: Sequence) -> None:
-        self.ranks[sequence.rank].share_computed(sequence)
+    def share_computed(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        self.ranks[sequence.rank].share_computed(sequence, num_tokens)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence in any phase, as `DecodeScheduler.finish`."""

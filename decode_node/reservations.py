@@ -46,9 +46,7 @@ class Reservations:
     def grant(self, message: Reserve | Compute) -> list[Sequence]:
         """Reserve choices in order while they fit, and answer. Return the sequences that are reserved now."""
         units = [Unit(message.rid, choice, message.attempt) for choice in message.choices]
-        known = [
-            unit for unit in units if self._scheduler.get(unit) is not None or self._outbox.find_ended(unit) is not None
-        ]
+        known = [unit for unit in units if self._scheduler.get(unit) is not None or self._outbox.has_ended(unit)]
         if known:  # the message came twice, or the answer was lost
             self._answer(message, known)
             return []

@@ -136,10 +136,9 @@ class DecodeScheduler:
         return self.cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence))
 
     def start_pulled(self, unit: Unit) -> Sequence:
-        """Run a reserved sequence whose pages have all arrived."""
+        """Run a reserved sequence whose pages have all arrived. `share_computed` then shares them."""
         sequence = self.reserved.pop(unit)
         sequence.start_pulled()
-        self._cache_pages(sequence)
         bisect.insort(self.running, sequence, key=_order)
         return sequence
 
@@ -150,9 +149,10 @@ class DecodeScheduler:
         bisect.insort(self.running, sequence, key=_order)
         return sequence
 
-    def share_computed(self, sequence: Sequence) -> None:
-        """Give the computed pages of a local prompt to the prefix cache, so that others find them."""
-        self._cache_pages(sequence)
+    def share_computed(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """Give the full computed pages of a running sequence to the prefix cache, so that other sequences find them.
+        `num_tokens`: only pages of the first so many tokens; None: of all tokens whose KV target and drafter have."""
+        self._cache_pages(sequence, num_tokens=num_tokens)
 
     @property
     def is_open(self) -> bool:
@@ -350,7 +350,8 @@ class DecodeScheduler:
         streams = self.streams if count is None else count()
         if not streams.has_any:
             return ChunkRoom(self.chunk_tokens)
-        queue = Queue(self.num_queued_tokens, first.num_computed, _is_scored(first))
+        num_done = max(0, first.num_computed - first.num_cached)
+        queue = Queue(self.num_queued_tokens, first.num_computed, num_done, _is_scored(first))
         room = self._budget(streams.num_decoding, shape.num_steps, queue)
         return room._replace(num_tokens=min(self.chunk_tokens, room.num_tokens))
 
@@ -519,14 +520,15 @@ class DecodeScheduler:
         num_computed = 1 + (self._num_prompt_states if sequence.lacks_draft else 0)
         return max(0, len(sequence.token_ids) - num_computed) // self.page_size
 
-    def _cache_pages(self, sequence: Sequence, end: int | None = None) -> None:
-        """Give full computed pages, those before index `end`, to the prefix cache. The sequence keeps its own block
-        table."""
+    def _cache_pages(self, sequence: Sequence, end: int | None = None, num_tokens: int | None = None) -> None:
+        """Give full computed pages, those before index `end`, to the prefix cache. `num_tokens` is as in
+        `share_computed`. The sequence keeps its own block table."""
         assert sequence.lease is not None, sequence.unit
         if sequence.first_kept:
             return  # it does not hold the first pages any more
-        # the drafter has no KV for missed rows, which are always the last ones
-        known = sequence.token_ids[: max(0, sequence.num_computed - sequence.num_missed)]
+        if num_tokens is None:  # the drafter has no KV for missed rows, which are always the last ones
+            num_tokens = max(0, sequence.num_computed - sequence.num_missed)
+        known = sequence.token_ids[:num_tokens]
         pages = sequence.pages[: len(known) // self.page_size][:end]
         self.cache.insert(known, pages, sequence.salt, sequence.lease)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from typing import Any
 
 from ..metadata.config import setting
@@ -102,6 +103,8 @@ def run(config: ChatConfig) -> int:
     client = Client(config.url, config.api_key)
     conversation = Conversation(client, config.model or client.model_names()[0], config)
     conversation.reset()
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no text becomes U+FFFD; no request could hold it
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         import readline  # noqa: F401  (line editing and history for input())

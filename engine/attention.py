@@ -435,4 +435,4 @@ class _GatheredAttention:
         kv_layer = self.kv_layers[index]
         store_kv(qkv[:, num_heads:], kv_layer, self.plan)
         out = paged_attention(q, kv_layer, self.plan, window, config.softmax_scale, sinks=sinks)
-        return out.view(num_tokens, -1)
+        return out.reshape(num_tokens, -1)

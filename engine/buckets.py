@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from .block_tables import BlockTables
-from .round_inputs import InputBlock
+from .round_inputs import HostInputs, InputBlock
 from .slots import missed_row
 from .work import CatchUp, Round
 
@@ -55,30 +55,28 @@ class Buckets:
     def fill_round(self, work: Round, least: int = 0) -> InputBlock:
         """Return a filled block of the smallest bucket that holds the round, and `least` and `work.least_seqs`
         sequences; rows behind the round's are padding."""
-        block, num_seqs = self._take(work, least), len(work.slots)
-        inputs = block.for_round
-        limits, proposed = inputs.limits.numpy(), inputs.proposed.numpy()
-        limits[:num_seqs], limits[num_seqs:] = work.limits, 0
-        self._write_rows(inputs.missed_rows.numpy(), work.slots, work.num_missed)
+        block, inputs = self._take(work, least)
+        num_seqs = len(work.slots)
+        inputs.counts[:num_seqs], inputs.counts[num_seqs:] = work.limits, 0
+        self._write_rows(inputs.kept_rows, work.slots, work.num_missed)
         if work.proposed:
-            proposed[:num_seqs, : work.shape.num_steps] = work.proposed
+            inputs.proposed[:num_seqs, : work.shape.num_steps] = work.proposed
         return block
 
     def fill_catch_up(self, work: CatchUp) -> InputBlock:
         """Return a filled block likewise."""
-        block, num_seqs = self._take(work), len(work.slots)
-        inputs = block.for_catch_up
-        num_missed = inputs.num_missed.numpy()
-        num_missed[:num_seqs], num_missed[num_seqs:] = work.num_missed, 0
-        self._write_rows(inputs.first_rows.numpy(), work.slots, work.firsts)
+        block, inputs = self._take(work)
+        num_seqs = len(work.slots)
+        inputs.counts[:num_seqs], inputs.counts[num_seqs:] = work.num_missed, 0
+        self._write_rows(inputs.kept_rows, work.slots, work.firsts)
         return block
 
     def free(self, block: InputBlock) -> None:
         """Take a block back, which the device has read."""
         self._free.get(block.num_seqs, []).append(block)
 
-    def _take(self, work: Round | CatchUp, least: int = 0) -> InputBlock:
-        """Return a block with slots and block tables."""
+    def _take(self, work: Round | CatchUp, least: int = 0) -> tuple[InputBlock, HostInputs]:
+        """Return a block with slots and block tables, and its inputs."""
         self._tables.apply(work.changes)
         num_seqs = len(work.slots)
         least = max(num_seqs, least, work.least_seqs)
@@ -86,11 +84,10 @@ class Buckets:
         free = self._free.get(size)
         block = free.pop() if free else self._allocate(size)
         num_columns = min(max(work.num_pages, default=0) + self._num_spare, self._tables.num_columns)
-        inputs = block.for_catch_up
-        slots = inputs.slots.numpy()
-        slots[:num_seqs], slots[num_seqs:] = work.slots, self._padding
-        self._tables.copy_rows(work.slots, inputs.block_table[:, :num_columns].numpy())
-        return block.using(num_columns)
+        inputs = block.on_host
+        inputs.slots[:num_seqs], inputs.slots[num_seqs:] = work.slots, self._padding
+        self._tables.copy_rows(work.slots, inputs.block_table[:, :num_columns])
+        return block.using(num_columns), inputs
 
     def _write_rows(self, rows: NDArray[np.int64], slots: Sequence[int], num_before: Sequence[int]) -> None:
         """Write where each slot keeps a row after so many others; padding's row is its first."""

@@ -26,7 +26,7 @@ from ..kernels.copies import copy_numbers_
 from ..kernels.operations import captures
 from ..metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
-from ..metadata.wire.request import TokenLogprobs
+from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .agreement import widened
 from .batch import ForwardBatch
 from .buckets import Buckets
@@ -47,7 +47,7 @@ from .round import RoundResult, catch_up, propose, read, run_round, settle, veri
 from .round_inputs import InputBlock
 from .round_masks import RoundMasks
 from .round_timing import padding_catch_up, padding_round
-from .sampling_state import Needs
+from .sampling_state import Needs, SamplingState, each_kind
 from .slots import Slots
 from .step_graphs import StepGraphs
 from .trees import Drafts
@@ -163,6 +163,7 @@ class DeviceExecutor:
             self._graphs = self._capture(shapes, sizes, progress, expects_prompts=expects_prompts)
             if expects_prompts:
                 self._capture_prompts(progress)
+            self._load_each_kind()
             self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(0)))  # compiles what surrounds a graph
             self.collect()
             return
@@ -441,6 +442,12 @@ class DeviceExecutor:
             self._graphs.catching_up.replay(block, work.num_rows, work.needs.of_drafts)
         else:
             self._catch_up(block.to(self.engine.device), work.num_rows, work.needs.of_drafts)
+
+    def _load_each_kind(self) -> None:
+        """Load a slot for each kind of sampling, so that no request pays for the first kernels of its kind."""
+        plain = SamplingState(SamplingParams(max_tokens=1), [0], [0], vocab_size=self.engine.model_config.vocab_size)
+        for state in (*each_kind(plain.vocab_size), plain):  # the last one clears the columns
+            self._load(LoadSlot(0, [0, 0], state))
 
     def _load(self, work: LoadSlot) -> None:
         self._local_prompts.forget(work.slot)

@@ -26,7 +26,7 @@ from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema import kv_layouts, on_gpu, page_bytes
 from ..metadata.wire.node_info import HandoffSchema, ModelCard
-from ..metadata.wire.request import SamplingParams, TokenLogprobs
+from ..metadata.wire.request import TokenLogprobs
 from .attention import AttentionContext
 from .background import begin
 from .batch import Computed, ForwardBatch, JointBatch
@@ -59,7 +59,7 @@ from .ranks import ONE_RANK, Ranks
 from .row_shares import RowShares
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
-from .sampling_state import SamplingState
+from .sampling_state import SamplingState, each_kind
 from .work import BatchRow
 
 logger = logging.getLogger(__name__)
@@ -70,13 +70,6 @@ _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
 SCORED_AT_ONCE = 1024  # rows of logits
 _STEP_LEN = 512  # tokens of a sequence in `padding_step`
-_WARM_UP = (  # each kind of sampling that has kernels of its own
-    SamplingParams(max_tokens=1, temperature=1.0, seed=1),
-    SamplingParams(max_tokens=1, temperature=0.0),
-    SamplingParams(max_tokens=1, temperature=1.0, seed=1, top_p=0.9, num_logprobs=1),
-    SamplingParams(max_tokens=1, temperature=1.0, seed=1, presence_penalty=0.5),
-    SamplingParams(max_tokens=1, temperature=1.0, seed=1, presence_penalty=0.5, top_p=0.9),
-)
 _WARM_UP_SIZES = (1, 4, 8, 16, 32)  # rows of a product that have kernels of their own on CUDA
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -260,8 +253,7 @@ class Engine:
             started = time.monotonic()
             self._ranks.announce(num_new)
             computed = self.compute([BatchRow([0] * num_new, 0, pages)])
-            for params in _WARM_UP:
-                state = SamplingState(params, [0], vocab_size=self.model_config.vocab_size)
+            for state in each_kind(self.model_config.vocab_size):
                 self.sample(computed.logits, [state])
             self._warm_up_drafter(num_new, pages, computed.extend)
             step_s = time.monotonic() - started
@@ -284,7 +276,9 @@ class Engine:
             return self.compute_batch(batch)
 
         if captures(self.device):
-            sizes = bucket_sizes(self.model_config.layer_products, self._ranks.num_head_shards)
+            quantization, num_shards = self.model_config.quantization, self._ranks.num_head_shards
+            is_fp8 = quantization is not None and quantization.rounding != "none"
+            sizes = bucket_sizes(self.model_config.layer_products, num_shards, is_fp8=is_fp8)
             self._prompt_graphs = PromptGraphs(run, sizes, self.pool.page_size, self.context_len, self.device, progress)
 
     @property
@@ -341,8 +335,7 @@ class Engine:
         with torch.inference_mode():
             self.drafter.observe_prompt([PromptChunk(ids, 0, num_tokens, pages)], extend)
             tails, tokens = [PromptTail(ids, pages, rows)], torch.zeros(1, dtype=torch.int64, device=self.device)
-            for params in _WARM_UP:  # a reduced vocabulary has kernels of its own
-                state = SamplingState(params, ids, [0], vocab_size=self.model_config.vocab_size)
+            for state in each_kind(self.model_config.vocab_size):  # a reduced vocabulary has kernels of its own
                 self.drafter.finish_prompt(tails, tokens, last, SamplingBatch.of([state], self.device))
 
     def announce(self, num_rows: int) -> None:

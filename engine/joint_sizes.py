@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from .draft_shape import NO_DRAFTS, DraftShape
 
-CHUNK_SIZES = (64, 128, 256)  # tokens of the chunks
+CHUNK_SIZES = (64, 128, 256, 512, 1024)  # tokens of the chunks; longer ones save nothing of a forward of their own
 MAX_PROMPTS = 8  # of a chunk
-MIN_BATCH, MIN_GROWTH = 8, 4  # sequences of the smallest bucket, and from one bucket to the next
+MIN_BATCH, MIN_GROWTH = 8, 2  # sequences of the smallest bucket, and from one bucket to the next
 MAX_ROUND_ROWS = 512  # of a round with drafts; a larger one gains less than its padding costs
 MAX_PADDING = 192  # rows of a forward: on an H200 they cost about half of what reading the weights of an 8B model costs
 

@@ -7,6 +7,7 @@ makes a tensor of a `TensorSpec`. A tensor follows from its name, so nodes with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..kernels.mxfp4 import GROUP
 from ..metadata.errors import ConfigError
 from .checkpoint import Checkpoint, TensorSpec
 from .model_config import ModelConfig
@@ -23,6 +25,7 @@ FILES, DUMMY = "safetensors", "dummy"  # values of --load-format; any other name
 _BYTES = {"F8_E4M3": 1, "U8": 1}
 _SPREAD = 64.0  # of e4m3 numbers
 _SCALE = 2.0**-12  # of e4m3 numbers, so that a weight spreads like one of 4,096 columns
+_SPREAD_OF_BYTES = math.sqrt(68.5 / 8)  # of MXFP4 numbers whose bytes are equally frequent, without their scales
 
 MakeTensor = Callable[[TensorSpec], Tensor]
 
@@ -63,10 +66,15 @@ def maker(load_format: str, config: ModelConfig, device: torch.device) -> MakeTe
 
 
 def dummy_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Draw a tensor on a device: ones for norms, and matrices that keep the scale of their input."""
+    """Draw a tensor on a device: ones for norms, zeros for biases, and matrices that keep the scale of their input."""
     generator = torch.Generator(device).manual_seed(xxhash.xxh3_64_intdigest(spec.name.encode()) >> 1)
+    if spec.dtypes[0] == "U8" and spec.name.endswith("_scales"):
+        exponent = round(-math.log2(_SPREAD_OF_BYTES * math.sqrt(spec.shape[-1] * GROUP)))
+        return torch.full(spec.shape, 127 + exponent, dtype=torch.uint8, device=device)
     if spec.dtypes[0] == "U8":
         return torch.randint(0, 256, spec.shape, dtype=torch.uint8, device=device, generator=generator)
+    if spec.name.endswith("bias"):  # equal for all tokens, so that with others a router would send all to few experts
+        return torch.zeros(spec.shape, device=device)
     if "scale" in spec.name.rpartition(".")[2]:
         return torch.full(spec.shape, 1 / _SPREAD if spec.name.endswith("input_scale") else _SCALE, device=device)
     if len(spec.shape) < 2:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+import tokenizers
 import xxhash
 
 from ..metadata.errors import ModelError
 from ..metadata.wire.membership import TokenizerFile
 from ..metadata.wire.node_info import ModelCard
+from ..metadata.wire.request import SamplingParams
 from .model_config import ModelConfig
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -19,20 +23,27 @@ _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def read_card(model_dir: Path, config: ModelConfig, name: str, context_len: int) -> ModelCard:
-    """Raises ModelError when tokenizer.json is missing or one of the files is no JSON object."""
+    """Return the card. Raises ModelError when tokenizer.json is missing, when one of the files is no JSON object, or
+    when the router or a node would refuse one of the values."""
     tokenizer_config = _read_json(model_dir / "tokenizer_config.json")
-    generation = _read_json(model_dir / "generation_config.json")
-    return ModelCard(
+    for token_id in config.eos_token_ids:
+        if token_id >= config.vocab_size:
+            raise ModelError(
+                f"{model_dir}: eos_token_id {token_id} is outside the vocabulary (size {config.vocab_size}); correct "
+                "it in generation_config.json, or in config.json if it is not there"
+            )
+    card = ModelCard(
         name=name,
         context_len=context_len,
         vocab_size=config.vocab_size,
         eos_token_ids=tuple(config.eos_token_ids),
         bos_token_id=config.bos_token_id,
-        tokenizer_digest=xxhash.xxh3_128_hexdigest(_tokenizer_bytes(model_dir)),
+        tokenizer_digest=_tokenizer_digest(model_dir),
         chat_template=_chat_template(model_dir, tokenizer_config),
         special_tokens=_special_tokens(tokenizer_config),
-        defaults=_defaults(generation),
+        defaults=_defaults(model_dir / "generation_config.json"),
     )
+    return _checked(card, model_dir)
 
 
 def read_tokenizer(model_dir: Path) -> TokenizerFile:
@@ -46,6 +57,16 @@ def _tokenizer_bytes(model_dir: Path) -> bytes:
     if not path.is_file():
         raise ModelError(f"{model_dir} has no tokenizer.json: save the model's fast tokenizer there (save_pretrained)")
     return path.read_bytes()
+
+
+def _tokenizer_digest(model_dir: Path) -> str:
+    """Return the digest of tokenizer.json. Raises ModelError for a file that the router could not read."""
+    data = _tokenizer_bytes(model_dir)
+    try:
+        tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{model_dir}/tokenizer.json cannot be read ({error}); copy the checkpoint again") from None
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -63,11 +84,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _chat_template(model_dir: Path, tokenizer_config: dict[str, Any]) -> str | None:
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{path} is not UTF-8 ({error}); copy the checkpoint again") from None
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # older files: [{"name": "default", "template": "..."}, ...]
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        entries = cast(list[Any], template)
+        named = (entry for entry in entries if isinstance(entry, dict) and entry.get("name") == "default")
+        return next(named, {}).get("template")
     return template
 
 
@@ -82,10 +107,30 @@ def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _defaults(generation: dict[str, Any]) -> dict[str, float]:
+def _defaults(path: Path) -> dict[str, float]:
+    generation = _read_json(path)
     found: dict[str, float] = {}
     for name in _DEFAULTS:
         value = generation.get(name)
-        if isinstance(value, int | float):
-            found[name] = float(value)
+        if not isinstance(value, int | float):
+            continue
+        found[name] = float(value)
+        number = max(0, int(value)) if name == "top_k" and math.isfinite(value) else found[name]  # -1: off
+        try:
+            msgspec.convert({"max_tokens": 1, name: number}, SamplingParams)
+        except msgspec.ValidationError as error:
+            bound = str(error).partition(" - at ")[0]
+            raise ModelError(
+                f"{path}: {name} = {value} cannot be served ({bound}); correct it, or take it out"
+            ) from None
     return found
+
+
+def _checked(card: ModelCard, model_dir: Path) -> ModelCard:
+    """Return the card if a router can read it. A router drops a message with a value that is too long."""
+    try:
+        return msgspec.convert(msgspec.structs.asdict(card), ModelCard)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$.")
+        hint = "; give the model a shorter name with --model-name" if place == "name`" else ""
+        raise ModelError(f"{model_dir}: the router cannot take the model's {place.rstrip('`')}: {what}{hint}") from None

@@ -1,7 +1,8 @@
 """The processes of ranks 1 and above of a node, and the pipes to them. Rank 0 is this process.
 
     rank 0 --frame--> rank i        work (work_frames.py), in the order of submission
-    rank i --frame--> rank 0        READY once, reports that rank 0 asked for, or the error by which the rank ended
+    rank i --frame--> rank 0        ARRIVED and READY once, reports that rank 0 asked for, or the error by which the
+                                    rank ended
     rank i --report-> rank 0        of handoffs, at any time (handoff_line.py)
     rank i --beat---> rank 0        while the process runs (rank_watch.py)
 
@@ -26,7 +27,7 @@ from ..metadata.parent import die_with
 from .group import START_TIMEOUT_S
 from .rank_watch import RankWatch, beat
 
-READY, REPORT, ERROR = b"+", b"=", b"-"
+ARRIVED, READY, REPORT, ERROR = b"@", b"+", b"=", b"-"
 _LEAVE_S = 5.0  # for a rank that was told to leave
 _EXIT_S = 1.0  # between the end of a rank's pipe and the end of its process
 
@@ -84,6 +85,12 @@ class RankProcesses:
     def pids(self) -> list[int]:
         """Return the process ids of ranks 1 and above."""
         return [process.pid for process in self._processes]
+
+    def wait_arrived(self) -> None:
+        """Wait until every rank runs and is about to meet the others. Raises RankLost if one has ended: the group would
+        wait for it until its timeout."""
+        for rank in range(1, len(self._processes) + 1):
+            self._receive(rank, ARRIVED)
 
     def wait_ready(self) -> None:
         """Wait until every rank has loaded its share. Raises RankLost if one cannot."""

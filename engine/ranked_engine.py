@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ..metadata.errors import ConfigError, TransferError
+from ..metadata.garbage import Garbage
 from ..metadata.handoff.rank_orders import BeginPulling, BeginServing
 from ..metadata.logs import setup_logging
 from .config import EngineConfig
@@ -34,7 +35,7 @@ from .products.ranked import RankRows
 from .prompts import Prompts
 from .rank_devices import check_devices, orders, see
 from .rank_handoffs import begin
-from .rank_processes import READY, RankProcesses
+from .rank_processes import ARRIVED, READY, RankProcesses
 from .rank_worker import RankWorker, serve_rank
 from .ranks import Ranks, check_shares
 from .startup import load_engine
@@ -117,6 +118,7 @@ class RankedEngine:
                     timeout_s=timeout_s,
                 )
             )
+            self.processes.wait_arrived()
             try:
                 group = _meet(config, 0, size, meeting)
                 starting.callback(group.close)
@@ -189,9 +191,11 @@ def run_rank(
     if gpu_orders:
         see(gpu_orders[rank])
     setup_logging(config, f"{name}/rank-{rank}")
+    connection.send_bytes(ARRIVED)
     group = _meet(config, rank, size, meeting)
     rows = RankRows() if divides_sequences else None
     engine = load_engine(config, rehearse, Ranks(group, rows))
+    Garbage()  # a full collection of what torch brings would hold up all ranks
     if rows is not None:
         worker = RankWorker(engine, num_slots, rows, graph_sizes(engine.kv, num_slots))
         connection.send_bytes(READY)

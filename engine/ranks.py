@@ -185,6 +185,9 @@ def _check_quantization(config: ModelConfig, size: int, model: str, *, has_all_h
         return
     if quantization.weight_scale == "blocks":
         widths = {"hidden units": config.intermediate_size // size}
+        if config.experts is not None:
+            widths["hidden units of an expert"] = config.experts.inner_size // size
+            widths["hidden units for all tokens"] = config.experts.shared_size // size
         if not has_all_heads:
             widths |= _head_widths(config, size)
         for what, width in widths.items():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.copies import copy_columns_
@@ -35,6 +37,16 @@ class CatchUpInputs(NamedTuple):
     num_missed: Tensor  # [num_seqs] int64, rows that the drafter lacks; 0 in padding
     first_rows: Tensor  # [num_seqs] int64, where the first of these rows is kept (Slots.missed_row)
     block_table: Tensor  # [num_seqs, num_columns] int64
+
+
+class HostInputs(NamedTuple):
+    """Inputs of a round or of catching up, as the host writes them: views of one block in its memory."""
+
+    slots: NDArray[np.int64]  # [num_seqs]
+    counts: NDArray[np.int64]  # [num_seqs], `limits` of a round or `num_missed` of catching up
+    kept_rows: NDArray[np.int64]  # [num_seqs], `missed_rows` of a round or `first_rows` of catching up
+    proposed: NDArray[np.int64]  # [num_seqs, max_steps], of a round
+    block_table: NDArray[np.int64]  # [num_seqs, num_columns]
 
 
 class InputBlock(NamedTuple):
@@ -74,6 +86,12 @@ class InputBlock(NamedTuple):
     def for_catch_up(self) -> CatchUpInputs:
         slots, num_missed, first_rows = self.block[:, :_PER_SEQUENCE].unbind(1)
         return CatchUpInputs(slots, num_missed, first_rows, self.block[:, _PER_SEQUENCE + self.max_steps :])
+
+    @property
+    def on_host(self) -> HostInputs:
+        """The inputs of a block in the memory of the host."""
+        block, first = self.block.numpy(), _PER_SEQUENCE + self.max_steps
+        return HostInputs(block[:, 0], block[:, 1], block[:, 2], block[:, _PER_SEQUENCE:first], block[:, first:])
 
     def using(self, num_columns: int) -> InputBlock:
         """Return the same block, with so many columns of the table in use."""

@@ -1,8 +1,8 @@
 """The sizes of rounds that are captured as CUDA graphs. Without torch, so that a simulated node has the same.
 
-A round is padded to the next size. A padded row costs little while reading the weights takes all the time. Beyond about
-64 rows it costs as much as a product of its own (8B on an H200: 5 to 17 us), so sizes lie closer there. Fewer sequences
-than that are verified in as many rows if they draft.
+A round is padded to the next size. A padded row costs little while reading the weights takes all the time. In a large
+round it costs as much as any other row, so sizes lie closer there. A round of fewer sequences has as many rows if they
+draft.
 """
 
 from __future__ import annotations

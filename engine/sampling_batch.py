@@ -209,7 +209,7 @@ def fill_output_counts_(counts: Tensor, states: Sequence[SamplingState]) -> None
     cells = _cells(states, [state.output_ids for state in states])
     if cells:
         ids = _ids(cells, counts.device)
-        counts.view(-1).index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        counts.view(-1).scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))  # as Slots.advance
 
 
 def fill_bias_(bias: Tensor, states: Sequence[SamplingState]) -> None:

@@ -72,6 +72,24 @@ def covering(needs: Needs) -> Needs:
     return SAMPLED if needs.is_random or needs.ranks or needs.cuts else GREEDY
 
 
+_EACH_KIND = (  # with kernels of its own
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=0.0),
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, num_logprobs=1),
+    SamplingParams(max_tokens=1, temperature=1.0, presence_penalty=0.5),
+    SamplingParams(
+        max_tokens=2,
+        min_tokens=2,
+        temperature=1.0,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        logit_bias={0: 1.0},
+        stop_ids=(0,),
+    ),
+)
+
+
 class SamplingState:
     """Parameters and token history of one choice of a request. It holds a history only if a penalty or a grammar reads
     it."""
@@ -168,3 +186,10 @@ class SamplingState:
         self.num_generated += 1
         if self._reads_output:
             self.output_ids.append(token_id)
+
+
+def each_kind(vocab_size: int) -> list[SamplingState]:
+    """Return states that together ask for every kernel of sampling and of slots but a grammar's. A warm-up runs them;
+    else the first request of a kind would hold up all others while its kernels are compiled or loaded. Each state has
+    one token of a prompt and one generated token."""
+    return [SamplingState(params, [0], [0], vocab_size=vocab_size) for params in _EACH_KIND]

@@ -7,17 +7,21 @@ padding's: if a bucket has more rows than sequences, the other rows read it. It 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.advance import Columns, advance_
+from ..kernels.copies import load_column_
 from ..kernels.processors import History, TokenColumns
 from ..kernels.rows import assign_rows_, gather_rows
 from .constants import counted
 from .copies import to_device
 from .drafters.base import Drafter, DraftState, RoundRows
+from .pinned_rows import PinnedRows
 from .row_shares import RowShares
 from .sampling_batch import (
     FLOATS,
@@ -62,6 +66,7 @@ class Slots:
         self._floats = torch.zeros(len(FLOATS), num_rows, device=device)
         self._floats[_REPETITION] = 1.0
         self._top_p = torch.ones(num_rows, 1, dtype=torch.float64, device=device)
+        self._loaded = PinnedRows(2 + len(INTS) + len(FLOATS) + 1, device)
         self._prompt_mask: Tensor | None = None
         self._output_counts: Tensor | None = None
         self._bias: Tensor | None = None
@@ -76,10 +81,12 @@ class Slots:
             states = drafter.hidden.allocate("extend", num_missed, device)
             tokens = torch.zeros(num_missed, 1, dtype=torch.int64, device=device)
             self._missed = [tokens] if states is None else [tokens, states]
-        column = torch.zeros(2 + len(INTS), dtype=torch.int64)  # padding: a greedy sequence of one token
+        column = [0] * (2 + len(INTS))  # padding: a greedy sequence of one token
         column[_LENGTH], column[_TOP_K] = _PADDING_LENGTH, 1  # of any rank but 0, which no row has
-        self._padding_ints = column.to(device)
-        self._ints[:, self.padding] = self._padding_ints
+        reals = [0.0] * len(FLOATS) + [1.0]
+        reals[_REPETITION] = 1.0
+        self._load_numbers(self.padding, column, reals)
+        self._padding_ints = torch.tensor(column).to(device)
 
     @property
     def padding(self) -> int:
@@ -89,7 +96,8 @@ class Slots:
         """Load a sequence of `length` tokens with KV and the one after them; `state` is after that one. `draft` has one
         row, and is None without speculation."""
         assert state.position == length + 1, (state.position, length)
-        self._load_numbers(slot, [length, last_token], state)
+        ints, floats, top_p = columns(state)
+        self._load_numbers(slot, [length, last_token, *ints], [*floats, top_p])
         if state.penalizes and self._prompt_mask is None:
             self._prompt_mask, self._output_counts = self._per_token(torch.bool), self._per_token(torch.int32)
         if state.bias and self._bias is None:
@@ -103,18 +111,13 @@ class Slots:
         if draft is not None:
             self.load_draft(to_device(torch.tensor([slot]), self.device), draft)
 
-    def _load_numbers(self, slot: int, numbers: list[int], state: SamplingState) -> None:
-        """Load the columns of one number per slot, in one copy to the device."""
-        ints, floats, top_p = columns(state)
-        numbers = [*numbers, *ints]
-        values = np.empty(len(numbers) + len(floats) + 1, np.int64)
-        values[: len(numbers)] = numbers
-        values[len(numbers) :].view(np.float64)[:] = [*floats, top_p]
-        loaded = to_device(torch.from_numpy(values), self.device)
-        self._ints[:, slot] = loaded[: len(numbers)]
-        real = loaded[len(numbers) :].view(torch.float64)
-        self._floats[:, slot] = real[:-1]
-        self._top_p[slot] = real[-1:]
+    def _load_numbers(self, row: int, ints: Sequence[int], reals: Sequence[float]) -> None:
+        """Load the columns of one number per slot."""
+        loaded = self._loaded.take()
+        values = loaded.numpy()
+        values[: len(ints)] = ints
+        values[len(ints) :].view(np.float64)[:] = reals
+        load_column_(self._ints, self._floats, self._top_p.view(1, -1), loaded, row)
 
     def _load_column(self, slot: int, column: Tensor | None, fill_: Fill, state: SamplingState | None) -> None:
         """Fill a slot's column of the vocabulary for `state`, or with zeros if an earlier request has filled it. Rounds

@@ -48,6 +48,7 @@ class StackedWeight(WeightSource):
         self.out_sizes = (own_size,) * (num_experts * num_parts)
         self.dtype, self.device, self.quantization = weights.dtype, weights.device, weights.quantization
         self.divides_columns = shard is not None and shard.dim == 1
+        self.ranks = weights.ranks.group if self.divides_columns else None
         self._weights, self._name, self._shard = weights, name, shard
         self._sizes, self._num_parts = (num_experts, num_parts * out_size, in_size), num_parts
         self._fused: dict[str, Tensor] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from ..metadata.bus.allow_list import ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
 from ..metadata.errors import ConfigError, Refused
+from ..metadata.garbage import Garbage
 from ..metadata.handoff.endpoint import Endpoint
 from ..metadata.handoff.transports.registry import TRANSPORTS
 from ..metadata.wire.membership import Hello
@@ -100,7 +100,7 @@ def serve(
     membership = make_membership(config, name, role, engine, keys, epoch, data_address, ranks)
     with memory_to_start():
         node = membership.member = make_node(membership)
-    freeze()
+    garbage = Garbage()
     membership.install_signals()
     membership.start()
     if ranks is not None:
@@ -112,6 +112,7 @@ def serve(
             with nullcontext() if ranks is None else ranks.surviving():
                 is_busy = node.step()
             membership.report()
+            garbage.look(time.monotonic(), is_idle=node.is_idle)
             if not is_busy:
                 membership.wait()
     except Refused as error:
@@ -121,13 +122,6 @@ def serve(
         membership.close()
         node.handoff.close()
     return 0
-
-
-def freeze() -> None:
-    """Exempt all present objects from garbage collection, since they stay. A collection of all that torch brings would
-    delay every stream."""
-    gc.collect()
-    gc.freeze()
 
 
 def make_membership(

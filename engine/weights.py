@@ -26,6 +26,14 @@ from .ranks import ONE_RANK, Ranks
 RowOrders = Mapping[str, Tensor]  # projection -> [out_size] int64: row `order[i]` of the checkpoint becomes row i
 NO_ORDERS: RowOrders = MappingProxyType({})
 
+# Ends of the names of tensors that a checkpoint may have and nobody needs. Scales are those of an attention in FP8, as
+# compressed-tensors, ModelOpt and AutoFP8 call them: pages in FP8 have scales of their own.
+UNUSED = (
+    "rotary_emb.inv_freq",
+    *(f"self_attn.{name}_scale" for name in ("q", "k", "v", "kv")),
+    *(f"self_attn.{name}_proj.{kind}_scale" for name in ("k", "v") for kind in (name, "output")),
+)
+
 
 class Weights(ABC):
     """Provides weights in `dtype` on `device`. Every method raises ModelError for a tensor that is missing, or of
@@ -46,7 +54,8 @@ class Weights(ABC):
 
     @abstractmethod
     def stored(self, specs: Collection[TensorSpec]) -> list[Tensor]:
-        """Return tensors as they are in the file: copy them, their memory may be the file's."""
+        """Return tensors as they are in the file: copy them, their memory may be the file's. One number has no
+        dimension, even if it has one in the file."""
 
     @abstractmethod
     def source(
@@ -196,6 +205,7 @@ class CheckpointWeights(Weights):
         self._bytes_done += self.checkpoint.check(found)
         self.asked |= {spec.name for spec in found}
         tensors = [self.checkpoint.read(spec.name) for spec in found]
+        tensors = [each if spec.shape else each.reshape(()) for each, spec in zip(tensors, found, strict=True)]
         if self._progress is not None:
             self._progress(self._bytes_done, self._bytes_total)
         return tensors
@@ -227,6 +237,7 @@ class _StoredWeight(WeightSource):
         self.ranks = weights.ranks.group if shard is not None and shard.dim == 1 else None
         self._weights, self._names, self._has_bias = weights, tuple(projections), has_bias
         self._stored = _stored(weights, projections, in_size, quantization)
+        weights.asked |= {weights.full_name(f"{name}.{last}") for name, own in self._stored.items() for last in own}
         self._fused: dict[str, Tensor] = {}
 
     @property

@@ -27,6 +27,7 @@ from .fp8_pages import blocks_at, pages_at, parts_of, store_rows
 
 # Sequences with the same few new tokens are attended together; longer ones (prefill chunks) one by one.
 _GROUPED_QUERY_LEN = 16
+_FUSED_KV_LEN = 16  # with fewer keys and no mask, torch's fused attention on a CPU takes scores that are NaN for none
 
 
 def paged_attention_ref(
@@ -275,7 +276,8 @@ def _attend(
         out = decode_attention(q, k, v, mask, scale, sinks=sinks)
     else:
         out = _attend_several(q, k, v, mask, group, scale, sinks)
-    if (mask is not None or group.is_causal) and out.sum().isnan():
+    is_lost = mask is None and group.kv_len < _FUSED_KV_LEN and bool((q.sum() + k.sum()).isnan())
+    if is_lost or ((mask is not None or group.is_causal) and out.sum().isnan()):
         return _attend_selecting(q, k, v, mask, group, scale, sinks)
     return out
 
@@ -312,7 +314,8 @@ def _attend_selecting(
     scale: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend so that a hidden key has no influence, even if it is NaN: after a first try that gave NaN."""
+    """Attend so that a hidden key has no influence, even if it is NaN, and one that is seen has: after a first try that
+    gave NaN, or lost it."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     grouped = q.view(group.num_seqs, group.query_len, num_kv_heads, num_heads // num_kv_heads, head_dim)
     if mask is None:  # the plain triangle

@@ -158,9 +158,8 @@ def experts_of_row_ref(
     """Return `mix_parts` of `experts_linear` by `down` of `gated_experts_linear` by `gate_up`, for one row.
 
     `x` [1, size], `chosen` [1, num_active] int64, `shares` [1, num_active] float32 -> [1, size]. `is_rounded`: the rows
-    of both products are rounded by `round_rows` to the groups of their weights. Weights are not packed. `others` are
+    of both products are rounded by `round_rows` to the groups of their weights, which are not packed then. `others` are
     further summands: [1, size], or [num_others, 1, size] float32. They are added before the sum is rounded."""
-    assert not gate_up.is_packed and not down.is_packed, "packed weights are read by places"
     places = Places(chosen, num_experts, chosen.new_empty(0), chosen.new_empty(0))
 
     def rounded(rows: Tensor, group: int) -> tuple[Tensor, Tensor | None]:

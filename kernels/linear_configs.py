@@ -82,7 +82,8 @@ def trying(configs: dict[ProductShape, Config | None]) -> Iterator[None]:
 
 
 def default(shape: ProductShape) -> Config:
-    """Return the configuration of a shape that was not measured: about two programs for each of 130 processors."""
+    """Return the configuration of a shape that was not measured. It has FEWEST_PROGRAMS at least, if the shape has rows
+    enough."""
     out_size, in_size, max_rows, is_gated = shape
     if max_rows == 1 and is_gated:  # rows enough to share the norm
         return Config("vector", 2 if in_size > 2048 else 4, _power_of_2(in_size), 8)
@@ -96,7 +97,10 @@ def default(shape: ProductShape) -> Config:
             return Config("dot", 64, 64)
         return Config("dot", 64, 128, split_k=_default_split(out_size, in_size, 64, FEWEST_PROGRAMS))
     if is_gated:
-        return Config("dot", 32, 128)
+        return Config("dot", 64, 128, num_stages=3) if out_size >= 128 * FEWEST_PROGRAMS else Config("dot", 32, 128)
+    split_k = _default_split(out_size, in_size, 64, FEWEST_PROGRAMS)
+    if split_k * out_size >= 64 * FEWEST_PROGRAMS:
+        return Config("dot", 64, 128, num_stages=3 if out_size >= 1 << 16 else 5, split_k=split_k)
     return Config("dot", 32, 256, split_k=_default_split(out_size, in_size, 32, 264))
 
 

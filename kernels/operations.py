@@ -123,6 +123,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         # copies.py, pages.py; torch cannot read a peer's pool, so BATON_TRITON=0 leaves pages as they are
         "copy_numbers_": (_triton("triton_copies"),),
         "copy_columns_": (_triton("triton_copies"),),
+        "load_column_": (_triton("triton_copies"),),
         "gather_pages": (_triton("triton_pages", _INT32)._replace(has_switch=False),),
         "page_checksums": (_triton("triton_pages", _INT32)._replace(has_switch=False),),
     }

@@ -101,6 +101,42 @@ def _sum_of(left, right, y):
 
 
 @triton.jit
+def rows_of_expert(out_size, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
+    """Return the program's rows of its expert's weight, [BLOCK_N]: gate and up in turns if the product is gated. Those
+    beyond `out_size` are some row of the expert."""
+    own = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), out_size - 1)
+    if IS_GATED:
+        own = own % 2 * (out_size // 2) + own // 2
+    return own
+
+
+@triton.jit
+def store_sums(
+    y, bias_ptr, weight_rows, out_ptr, pairs, out_size, limit, alpha,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
+):  # fmt: skip
+    """Write a block's products from its sums `y` [BLOCK_M, BLOCK_N]. A pair below 0 is none."""
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
+    if IS_GATED:
+        size = out_size // 2
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        gate, up = tl.split(tl.reshape(y, (BLOCK_M, BLOCK_N // 2, 2)))
+        if IS_CLAMPED:
+            y = clamped_silu_mul_of(gate, up, limit, alpha)
+        else:
+            y = silu_mul_of(gate.to(out_ptr.dtype.element_ty), up.to(out_ptr.dtype.element_ty))
+    else:
+        size = out_size
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_at = out_ptr + tl.maximum(pairs, 0).to(tl.int64)[:, None] * size + n[None, :]
+    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=(pairs >= 0)[:, None] & (n < size)[None, :])
+
+
+@triton.jit
 def _write_products(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, pairs_ptr, expert,
     num_active, out_size, in_size, x_stride, num_groups, limit, alpha,
@@ -119,10 +155,7 @@ def _write_products(
     pairs = tl.load(pairs_ptr + tl.arange(0, BLOCK_M))
     is_m = pairs >= 0
     rows = (tl.maximum(pairs, 0) // num_active).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.minimum(n, out_size - 1)  # rows of the expert
-    if IS_GATED:
-        own = own % 2 * (out_size // 2) + own // 2
+    own = rows_of_expert(out_size, BLOCK_N, IS_GATED)
     weight_rows = expert * out_size + own
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + rows[:, None] * x_stride + k[None, :]
@@ -160,19 +193,7 @@ def _write_products(
         if x_scales_ptr is not None:
             y *= tl.load(x_scales_ptr + rows * num_groups, mask=is_m, other=0.0)[:, None]
         y *= tl.load(scales_ptr + weight_rows // ROWS * num_groups)[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
-    size = out_size
-    if IS_GATED:
-        size = out_size // 2
-        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        gate, up = tl.split(tl.reshape(y, (BLOCK_M, BLOCK_N // 2, 2)))
-        if IS_CLAMPED:
-            y = clamped_silu_mul_of(gate, up, limit, alpha)
-        else:
-            y = silu_mul_of(gate.to(out_ptr.dtype.element_ty), up.to(out_ptr.dtype.element_ty))
-    out_at = out_ptr + tl.maximum(pairs, 0).to(tl.int64)[:, None] * size + n[None, :]
-    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & (n < size)[None, :])
+    store_sums(y, bias_ptr, weight_rows, out_ptr, pairs, out_size, limit, alpha, BLOCK_M, BLOCK_N, IS_GATED, IS_CLAMPED)
 
 
 @triton.jit(do_not_specialize=["num_active"])

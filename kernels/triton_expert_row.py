@@ -7,6 +7,8 @@ One row's experts are different, so that nothing is placed. A program loads its 
 row of x, and sums. If rows are rounded to FP8, each program of the first rounds x itself, as there is one row. The rows
 of the second are rounded by a launch between the two.
 
+MXFP4 weights pass through tensor cores (triton_expert_packed.py), in three launches.
+
 With a dependent launch (gpu.py) the second kernel loads its weights while the first one still runs.
 """
 
@@ -25,9 +27,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
-from .experts import ExpertWeight
+from .experts import ExpertWeight, mix_parts
 from .fp8 import BLOCK, round_rows
 from .silu import SwigluClamp
+from .triton_expert_packed import PackedTiles, packed_product, places_of_row
 from .triton_fp8_rows import e4m3, quotients, scales_for
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
@@ -60,8 +63,12 @@ def experts_of_row(
     clamp: SwigluClamp | None = None,
     others: Tensor | None = None,
     tiles: tuple[RowTiles, RowTiles] | None = None,
+    packed_tiles: PackedTiles | None = None,
 ) -> Tensor:
     """Return `experts_of_row_ref`: sums in another order."""
+    if gate_up.is_packed:
+        assert down.is_packed and not is_rounded, (down.values.dtype, is_rounded)
+        return _packed_row(x, chosen, shares, gate_up, down, num_experts, clamp, others, packed_tiles)
     num_active, size, inner_size = chosen.shape[1], x.shape[1], down.values.shape[1]
     assert len(x) == 1 and chosen.shape == shares.shape, (x.shape, chosen.shape, shares.shape)
     assert chosen.is_contiguous() and shares.is_contiguous() and x.stride(1) == 1, (chosen.stride(), shares.stride())
@@ -93,6 +100,26 @@ def experts_of_row(
         num_warps=tiles[1].num_warps, **own,
     )  # fmt: skip
     return out
+
+
+def _packed_row(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    num_experts: int,
+    clamp: SwigluClamp | None,
+    others: Tensor | None,
+    tiles: PackedTiles | None,
+) -> Tensor:
+    """Return `experts_of_row` of MXFP4 weights."""
+    places, num_active = places_of_row(chosen, num_experts), chosen.shape[1]
+    inner = x.new_empty(num_active, 2 * down.values.shape[1])
+    parts = x.new_empty(num_active, x.shape[1])
+    packed_product(x, None, gate_up, places, inner, is_gated=True, clamp=clamp, tiles=tiles)
+    packed_product(inner, None, down, places, parts, is_gated=False, tiles=tiles)
+    return mix_parts(parts, shares, others)
 
 
 def _groups(weight: ExpertWeight) -> dict[str, Any]:

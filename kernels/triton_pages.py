@@ -9,9 +9,7 @@ fast as memory, because each lane has 8 loads of 16 bytes under way at once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .direct_launch import launch
 from .pages import _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2, WordSpan
-
-logger = logging.getLogger(__name__)
 
 _GATHER_WORDS = 4096  # per program of `_gather_kernel`
 _TILE_WORDS = 4096  # that a program of `_checksums_kernel` loads in one step
@@ -79,7 +76,7 @@ def gather_pages(
         assert span.source + span.num_words <= peer_words and span.target + span.num_words <= page_words, span
         constants = _gather_constants(peer_words, page_words, span)
         grid = (sources.shape[0] * constants["NUM_PIECES"], num_layers, 1)
-        _launch(_gather_kernel, grid, (peer, pool), others, constants, pool.device, stream)
+        launch(_gather_kernel, grid, (peer, pool), others, constants, pool.device, stream)
 
 
 def page_checksums(
@@ -101,7 +98,7 @@ def page_checksums(
     most_rows = _ROWS if pages.shape[0] >= least_of_many(num_layers, num_blocks) else _FEW_ROWS
     constants = _checksums_constants(num_blocks, block_words, most_rows, page_words, layer_sums)
     grid = (pages.shape[0] * -(-num_blocks // constants["ROWS"]), num_layers, 1)
-    _launch(_checksums_kernel, grid, (pool, sums), (pages, pool_pages), constants, pool.device, stream)
+    launch(_checksums_kernel, grid, (pool, sums), (pages, pool_pages), constants, pool.device, stream)
 
 
 def least_of_many(num_layers: int, num_blocks: int) -> int:
@@ -125,42 +122,6 @@ def _checksums_constants(
     words = min(_TILE_WORDS // rows, triton.next_power_of_2(block_words))
     strides = {"PAGE_WORDS": page_words, "LAYER_SUMS": layer_sums}
     return {"NUM_BLOCKS": num_blocks, "BLOCK_WORDS": block_words, **strides, "ROWS": rows, "WORDS": words}
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}  # compiled kernels, by the constants and alignments they were compiled for
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    pools: tuple[torch.Tensor | PoolAddress, torch.Tensor],
-    others: tuple[Any, ...],
-    constants: dict[str, Any],
-    device: torch.device,
-    stream: torch.cuda.Stream | None,
-) -> None:
-    """Launch `kernel` on `grid` with the arguments `pools`, then `others`. It is compiled per alignment of `pools`.
-
-    For one page, Triton's look at each argument takes longer than the device. So later launches hand the arguments to
-    the compiled kernel directly. That form is internal to Triton. If it fails, the public form is used from then on."""
-    if not grid[0]:
-        return
-    aligned = [pool.data_ptr() % 16 == 0 for pool in pools]
-    key = (id(kernel), device, *aligned, *constants.values())
-    compiled = _compiled.get(key)
-    if compiled is None:
-        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-            compiled = kernel[grid](*pools, *others, **constants, num_warps=4)  # None from the interpreter
-        _compiled.setdefault(key, compiled)
-        return
-    try:
-        compiled[grid](*pools, *others, *constants.values(), stream=None if stream is None else stream.cuda_stream)
-    except (TypeError, AttributeError, ValueError) as error:
-        logger.warning(
-            "triton %s launches no compiled kernel directly (%s); pages cost more", triton.__version__, error
-        )
-        _compiled[key] = None
-        _launch(kernel, grid, pools, others, constants, device, stream)
 
 
 @triton.jit(

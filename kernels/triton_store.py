@@ -8,7 +8,7 @@ The host reads no tensor's value, and grids depend on shapes alone. So a CUDA gr
 """
 
 # ruff: noqa: N803
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -179,46 +179,67 @@ def _store_kernel(
     row = tl.load(rows_ptr + token)
     source = qkv_ptr + token * qkv_stride + heads * HEAD_DIM + dims
     turn = token * HEAD_DIM + dims
-    cos_a = tl.load(cos_ptr + turn, mask=dims < half, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + turn + half, mask=dims < half, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + turn, mask=dims < half, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + turn + half, mask=dims < half, other=0.0).to(tl.float32)
+    cos_a, cos_b = _load_halves(cos_ptr + turn, half, dims < half, tl.float32)
+    sin_a, sin_b = _load_halves(sin_ptr + turn, half, dims < half, tl.float32)
     if DEPENDENT:
         gdc_wait()
-    a = tl.load(source, mask=inside, other=0.0)
-    b = tl.load(source + half, mask=inside, other=0.0)
+    a, b = _load_halves(source, half, inside, qkv_ptr.dtype.element_ty)
     x, y = a.to(tl.float32), b.to(tl.float32)
     if q_norm_ptr is not None:
-        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)[:, None]
-        x = (x * scale).to(a.dtype).to(tl.float32) * _weight(q_norm_ptr, k_norm_ptr, is_q, dims, half)
-        y = (y * scale).to(a.dtype).to(tl.float32) * _weight(q_norm_ptr + half, k_norm_ptr + half, is_q, dims, half)
-        x, y = x.to(a.dtype).to(tl.float32), y.to(a.dtype).to(tl.float32)
+        x, y = _normed(x, y, a.dtype, q_norm_ptr, k_norm_ptr, is_q, dims, eps, HEAD_DIM)
     first = tl.where(is_rotated, (x * cos_a + y * sin_a).to(a.dtype), a)
     second = tl.where(is_rotated, (y * cos_b + x * sin_b).to(a.dtype), b)
-    tl.store(source, first, mask=inside & is_rotated)
-    tl.store(source + half, second, mask=inside & is_rotated)
+    _store_halves(source, half, first, second, inside & is_rotated)
     # K heads, then V heads, follow one another in a page as they do in qkv
     page, slot = row // PAGE_SIZE, row % PAGE_SIZE
     block = page * (2 * NUM_KV_HEADS * BLOCK) + slot * HEAD_DIM
     target = kv_ptr + block + (heads - NUM_HEADS) * BLOCK + dims
     stored = inside & (heads >= NUM_HEADS) & (row >= 0)
     if scales_ptr is not None:
-        x, y = first.to(tl.float32), second.to(tl.float32)  # 0 beyond a head's end
-        largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
-        is_number = (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
-        is_good = tl.min(is_number.to(tl.int32), 1) != 0
-        scales = scales_for(tl.minimum(largest, _MOST), True)
-        scales = tl.where(is_good, scales, float("nan"))[:, None]
-        first, second = e4m3(tl.div_rn(x, scales)), e4m3(tl.div_rn(y, scales))
+        first, second, scales = _in_e4m3(first.to(tl.float32), second.to(tl.float32))
         if WRITES_BACK:
-            is_written = inside & (heads >= NUM_HEADS)
-            tl.store(source, (first.to(tl.float32) * scales).to(a.dtype), mask=is_written)
-            tl.store(source + half, (second.to(tl.float32) * scales).to(a.dtype), mask=is_written)
+            written = (first.to(tl.float32) * scales).to(a.dtype), (second.to(tl.float32) * scales).to(a.dtype)
+            _store_halves(source, half, written[0], written[1], inside & (heads >= NUM_HEADS))
         scales_at = scales_ptr + page * (NUM_KV_HEADS * BLOCK // 2) + slot + (heads - NUM_HEADS) * (BLOCK // 4)
         is_head = (heads >= NUM_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (row >= 0)
         tl.store(scales_at, scales, mask=is_head)
-    tl.store(target, first, mask=stored)
-    tl.store(target + half, second, mask=stored)
+    _store_halves(target, half, first, second, stored)
+
+
+@triton.jit
+def _load_halves(ptr, half: tl.constexpr, mask, dtype: tl.constexpr):
+    """Return the numbers at `ptr` [..., HALF], and those `half` further, in `dtype`; 0 outside the mask."""
+    return tl.load(ptr, mask=mask, other=0.0).to(dtype), tl.load(ptr + half, mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def _store_halves(ptr, half: tl.constexpr, first, second, mask):
+    """Store `first` at `ptr` [..., HALF], and `second` `half` numbers further."""
+    tl.store(ptr, first, mask=mask)
+    tl.store(ptr + half, second, mask=mask)
+
+
+@triton.jit
+def _normed(x, y, dtype: tl.constexpr, q_norm_ptr, k_norm_ptr, is_q, dims, eps, HEAD_DIM: tl.constexpr):
+    """Return both halves of heads, [HEADS, HALF] float32, after their norm. It is rounded to `dtype` before it is
+    multiplied by its weight, and after."""
+    half: tl.constexpr = HEAD_DIM // 2
+    scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)[:, None]
+    x = (x * scale).to(dtype).to(tl.float32) * _weight(q_norm_ptr, k_norm_ptr, is_q, dims, half)
+    y = (y * scale).to(dtype).to(tl.float32) * _weight(q_norm_ptr + half, k_norm_ptr + half, is_q, dims, half)
+    return x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _in_e4m3(x, y):
+    """Return both halves of heads, [HEADS, HALF] float32 with zeros beyond a head's end, in e4m3, and the scales of
+    heads, [HEADS, 1] float32, as `store_rows` rounds them (fp8_pages.py)."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+    is_number = (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
+    is_good = tl.min(is_number.to(tl.int32), 1) != 0
+    scales = scales_for(tl.minimum(largest, _MOST), True)
+    scales = tl.where(is_good, scales, float("nan"))[:, None]
+    return e4m3(tl.div_rn(x, scales)), e4m3(tl.div_rn(y, scales)), scales
 
 
 @triton.jit

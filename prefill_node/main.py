@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..engine.engine import Engine
 from ..engine.own_work_executor import OwnWorkExecutor
 from ..engine.own_work_prompts import OwnWorkPrompts
+from ..engine.prompt_executor import PromptExecutor
 from ..engine.prompts import Prompts
 from ..engine.rank_executor import RankPrompts
 from ..engine.rank_handoffs import make_server
@@ -35,18 +36,25 @@ def run(config: PrefillConfig) -> int:
     keys = load_keys(config, *map(any_port_of, ends))
     if config.num_ranks == 1:
         engine = load_engine(config, _rehearse)
-        sizes = config.max_running, config.chunk(engine.device.type)
-        return _serve(config, name, keys, engine, PrefillParts.on_one(Prompts(engine), engine.cache, *sizes))
+        return _serve(config, name, keys, engine, _parts(config, engine, Prompts(engine)))
     with start_ranks(config, num_slots=0, name=name, rehearse=_rehearse) as ranked:
         return _serve(config, name, keys, ranked.engine, parts_on(ranked, config), ranked.processes)
 
 
 def parts_on(ranked: RankedEngine, config: PrefillConfig) -> PrefillParts:
     """Return the parts of a node with several ranks."""
-    engine, sizes = ranked.engine, (config.max_running, config.chunk(ranked.engine.device.type))
+    engine = ranked.engine
     if engine.num_pools == 1:
-        return PrefillParts.on_one(RankPrompts(ranked), engine.cache, *sizes)
+        return _parts(config, engine, RankPrompts(ranked))
+    sizes = config.max_running, config.chunk(engine.device.type)
     return PrefillParts.on_ranks(OwnWorkPrompts(OwnWorkExecutor(ranked)), engine.caches, *sizes)
+
+
+def _parts(config: PrefillConfig, engine: Engine, prompts: PromptExecutor) -> PrefillParts:
+    """Return the parts of a node with one pool. Prompts of a pool in FP8 have no tails: no library attends to such
+    pages, so a chunk behind them takes long, and the first token would come later than the second one gains."""
+    sizes = config.max_running, config.chunk(engine.device.type)
+    return PrefillParts.on_one(prompts, engine.cache, *sizes, has_tails=config.kv_dtype != "fp8")
 
 
 def _rehearse(engine: Engine) -> None:

@@ -86,6 +86,7 @@ class PrefillNode:
         self.outbox = Outbox()
         with ProgressBar("capturing prompt graphs") as progress:
             prompts.warm_up(progress)
+        parts.prepare()
         self._tickets = Tickets(self.cache.pool, handoff)
         self._counts = _Counts()
         self._rate = ChunkRate()

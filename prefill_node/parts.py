@@ -9,19 +9,24 @@ The node's loop knows the interfaces alone. A request says which rank it is on; 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..engine.prefix_cache import PrefixCache
 from ..engine.prompt_executor import OwnPromptExecutor, PromptExecutor, PromptStates
+from ..engine.prompt_timing import measure_prompt
 from ..engine.ranked_cache import NodeCache, RankedCache
 from ..metadata.wire.node_info import RankLoad
 from . import chunks, ranked_chunks
+from .chunk_sharing import sharing_limit
 from .chunks import ChunkUnderWay
 from .ranked_scheduler import RankedPrefillScheduler
 from .request import Request
 from .scheduler import PrefillScheduler, StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 class PromptScheduler(Protocol):
@@ -71,15 +76,21 @@ class PrefillParts:
     cache: NodeCache
     scheduler: PromptScheduler
     submit: Callable[[StepPlan], ChunkUnderWay]  # raises OutOfMemory
+    prepare: Callable[[], None] = lambda: None  # called when the graphs are there, before prompts come
 
     @classmethod
-    def on_one(cls, prompts: PromptExecutor, cache: PrefixCache, max_running: int, chunk: int) -> PrefillParts:
-        """Return the parts of a node with one pool. `cache` owns its pages, which `prompts` writes."""
+    def on_one(
+        cls, prompts: PromptExecutor, cache: PrefixCache, max_running: int, chunk: int, *, has_tails: bool = True
+    ) -> PrefillParts:
+        """Return the parts of a node with one pool. `cache` owns its pages, which `prompts` writes. `has_tails`: long
+        prompts are divided (tails.py)."""
+        scheduler = PrefillScheduler(cache, max_running, chunk, has_tails=has_tails)
         return cls(
             prompts=prompts,
             cache=cache,
-            scheduler=PrefillScheduler(cache, max_running, chunk),
+            scheduler=scheduler,
             submit=functools.partial(chunks.submit, prompts),
+            prepare=functools.partial(_limit_sharing, scheduler, prompts),
         )
 
     @classmethod
@@ -94,3 +105,13 @@ class PrefillParts:
             scheduler=RankedPrefillScheduler([PrefillScheduler(cache, max_running, chunk) for cache in caches]),
             submit=functools.partial(ranked_chunks.submit, prompts, len(caches)),
         )
+
+
+def _limit_sharing(scheduler: PrefillScheduler, prompts: PromptExecutor) -> None:
+    """Measure up to which size of a chunk prompts gain by sharing it. Ranks that have prompts of their own have no
+    limit: a step takes as long as the longest chunk, so a rank with short prompts would wait for the others."""
+    chunk_s = functools.partial(measure_prompt, prompts, scheduler.page_size)
+    limit = sharing_limit(chunk_s, min(scheduler.chunk_tokens, prompts.context_len))
+    scheduler.share_up_to(limit)
+    if limit is not None:
+        logger.info("prompts share chunks of up to %d tokens", limit)

@@ -276,15 +276,19 @@ def num_independent(witnesses: Iterable[Sequence[Voter]]) -> int:
         decode = next((node for node in nodes if node.role == "decode"), ("no decode node", number))
         edges.setdefault(prefill, []).append(decode)
     partner: dict[object, object] = {}
+    return sum(_pairs_up(prefill, edges, partner, set()) for prefill in edges)
 
-    def pairs_up(prefill: object, seen: set[object]) -> bool:
-        for decode in edges[prefill]:
-            if decode in seen:
-                continue
-            seen.add(decode)
-            if decode not in partner or pairs_up(partner[decode], seen):
-                partner[decode] = prefill
-                return True
-        return False
 
-    return sum(pairs_up(prefill, set()) for prefill in edges)
+def _pairs_up(
+    prefill: object, edges: dict[object, list[object]], partner: dict[object, object], seen: set[object]
+) -> bool:
+    """Find a partner among `edges` for a prefill node, and other partners for those that must give way. `partner`: of
+    each decode node, changed in place. `seen`: decode nodes that were tried, likewise."""
+    for decode in edges[prefill]:
+        if decode in seen:
+            continue
+        seen.add(decode)
+        if decode not in partner or _pairs_up(partner[decode], edges, partner, seen):
+            partner[decode] = prefill
+            return True
+    return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.hub import Hub
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
+from ..metadata.garbage import Garbage
 from .config import RouterConfig
 from .export import TraceExport, configured_export
 from .http.api import Api
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
 _http_logger.addFilter(ClientErrorFilter())
 BACKLOG = 1024  # connections that wait to be accepted
+_LOOK_S = 0.5  # between two looks whether garbage can be collected
 
 
 class Router:
@@ -131,6 +132,11 @@ class Router:
             backlog=BACKLOG,
         )
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no client waits for an answer."""
+        return not self._num_requests()
+
     def _num_requests(self) -> int:
         return sum(not request.is_canary for request in self.dispatcher.requests.values())
 
@@ -157,13 +163,19 @@ async def _main(config: RouterConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await router.start()
-    gc.freeze()  # objects of the start stay: full collections, which hold up all streams, need not look at them
+    tidying = asyncio.create_task(_collect_garbage(Garbage(), router))
     await stop.wait()
     logger.info("shutting down")
     drain = asyncio.create_task(router.drain())
     at_once = asyncio.create_task(now.wait())
     await asyncio.wait((drain, at_once), return_when=asyncio.FIRST_COMPLETED)
-    for task in (drain, at_once):
+    for task in (drain, at_once, tidying):
         task.cancel()
     await router.stop()
     return 0
+
+
+async def _collect_garbage(garbage: Garbage, router: Router) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        garbage.look(time.monotonic(), is_idle=router.is_idle)

@@ -313,14 +313,16 @@ class Node:
         return sum(prompt.num_tokens for prompt in self._prompts.values())
 
     def num_queued_tokens(self, now: float) -> int:
-        """Return how many prompt tokens the node has still to compute: those that it reported last, less what it can
-        have computed since, and those that it was given since. The books know the most that this can be."""
-        times, since_s = self.prompt_times, now - self._reported_at
-        num_computed = since_s / times.token_s if times.are_known else 0.0
-        num_reported = max(0, self._load.queued_tokens - int(num_computed))
-        given_from = self._reported_at - FLIGHT_S
-        num_given = sum(prompt.num_tokens for prompt in self._prompts.values() if prompt.given_at >= given_from)
-        return min(self.num_prompt_tokens, num_reported + num_given)
+        """Return how many prompt tokens the node has still to compute, if it is as fast as it reported: those that it
+        reported last, and those that it was given since, but no more than those of its unfinished prompts."""
+        token_s = self.prompt_times.token_s
+        num_left, at = float(self._load.queued_tokens), self._reported_at
+        given = [each for each in self._prompts.values() if each.given_at >= self._reported_at - FLIGHT_S]
+        for num_tokens, given_at in [*given, _Prompt(0, now)]:  # oldest first
+            if token_s > 0:
+                num_left = max(0.0, num_left - max(0.0, given_at - at) / token_s)
+            num_left, at = num_left + num_tokens, max(at, given_at)
+        return min(self.num_prompt_tokens, int(num_left))
 
     @property
     def prompt_times(self) -> PromptTimes:

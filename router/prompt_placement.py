@@ -30,6 +30,7 @@ Reason = Literal[
 ]
 
 LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
+BUSY_STREAMS = 160  # on a node with so many, one second of waiting of a stream costs one second (`stall_s`)
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
 
 
@@ -168,9 +169,10 @@ class LocalFigures(NamedTuple):
 
     def stall_s(self, token_s: float) -> float:
         """Return the price, in the same seconds, of the waiting of its streams for the chunks of this prompt. It rises
-        with the load of the node, since rounds are slower then: a second for which a stream of a full node waits costs
-        a second. A token of a chunk takes at most `token_s`, the rounds beside it left out."""
-        return self.share * self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
+        with their number, since rounds are slower then. A token of a chunk takes at most `token_s`, the rounds beside
+        it left out."""
+        waiting_s = self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
+        return self.num_running / BUSY_STREAMS * waiting_s
 
 
 class SoonerPlace(NamedTuple):
@@ -242,12 +244,13 @@ def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
 
 
 def choose_local(figures: Sequence[LocalFigures]) -> int | None:
-    """Return the index of the best decode node for a local prompt, None if all are full.
+    """Return the index of the best decode node for a local prompt. None: all nodes are full.
 
-    Nodes whose bound on gaps has room and whose times are known come first. Of these, the earliest first two tokens
-    count, and the load: a sequence runs for much longer than its prompt is computed. So neither a short queue of
-    prompts nor a prefix that all requests share brings all of them to one node, but a long history outweighs a few
-    sequences."""
+    Nodes come first that have told their times and have room within their bound on gaps. Among these, the node with the
+    smallest sum wins: the seconds until the first two tokens, plus a price for each sequence that the node holds
+    (`load_s`). The price is there because a sequence runs for much longer than its prompt is computed. Without it, a
+    short queue, or a prefix that all requests share, would bring all prompts to one node. A long history in a node's
+    prefix cache still outweighs a few sequences."""
     able = [(index, each) for index, each in enumerate(figures) if not each.is_full]
     return min(
         able,

@@ -63,6 +63,16 @@ class Listener(Protocol):
     def on_error(self, request: Request, error: BatonError, /) -> None: ...
 
 
+class Nobody:
+    """The listener of a request whose client has its answer, or has left."""
+
+    def on_delta(self, sequence: Sequence, delta: Delta, /) -> None: ...
+
+    def on_done(self, request: Request, /) -> None: ...
+
+    def on_error(self, request: Request, error: BatonError, /) -> None: ...
+
+
 class Attempt:
     """One run of some sequences on a pair of nodes. `decode` is None if the prefill node gives the last token alone,
     `prefill` if the decode node computes the prompt itself."""
@@ -339,7 +349,7 @@ class Request:
         self.group = group
         self.prompt_ids = prompt_ids
         self.params = params
-        self.listener = listener
+        self.listener: Listener = listener
         self.cache_salt = cache_salt
         self.wants_prompt_logprobs = wants_prompt_logprobs
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -359,6 +369,12 @@ class Request:
         self._out_of_memory: dict[str, int] = {}  # by node id: the first attempt that began after it ran out
         self.sequences = [Sequence(self, index, options) for index in range(num_choices)]
         self.timeline = TraceRecorder(rid, group.key.model, len(prompt_ids), num_choices, now)
+
+    def release(self) -> None:
+        """The request is over, and nobody reads its output any more. Forget the listener and the sequences, which refer
+        back: so all are freed with their tokens at once, and not by the next full collection of garbage."""
+        assert self.is_over, self.rid
+        self.listener, self.sequences = Nobody(), []
 
     def count(self, ended: Ended) -> None:
         """A node ended a sequence: add its counts."""

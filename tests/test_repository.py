@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ MAY_IMPORT = {  # imports run downwards only
 }
 # The parts of metadata/ that engine/ may import: schema and wire types, and what every process needs.
 ENGINE_READS = {
-    *(f"baton.metadata.{name}" for name in ("config", "errors", "logs", "parent", "wire")),
+    *(f"baton.metadata.{name}" for name in ("config", "errors", "garbage", "logs", "parent", "wire")),
     *(
         f"baton.metadata.handoff.{name}"
         for name in (
@@ -100,6 +101,7 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -211,6 +213,57 @@ def test_the_product_imports_no_test() -> None:
             if name.startswith("baton.tests") or name.split(".")[0] in {"pytest", "tests", *shared}:
                 wrong.append(f"{_name(path)}:{line} imports {name}")
     assert not wrong
+
+
+def test_benchmarks_name_what_exists() -> None:
+    """Nobody notices a name that has moved in a program that people run by hand, until they run it."""
+    wrong = []
+    for path in sorted((ROOT / "tests" / "benchmarks").glob("*.py")):
+        nodes = list(ast.walk(_tree(path)))
+        modules: dict[str, str] = {}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "baton":
+                for alias in node.names:
+                    if _module_file(f"{node.module}.{alias.name}") is not None:
+                        modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                    elif alias.name not in _names_of(node.module or ""):
+                        wrong.append(f"{_name(path)}:{node.lineno} {node.module} has no {alias.name}")
+        rebound = {node.id for node in nodes if isinstance(node, ast.Name) and _is_bound(node)}
+        rebound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in rebound:
+                module = modules.get(node.value.id)
+                if module is not None and node.attr not in {*_names_of(module), "__name__", "__file__", "__doc__"}:
+                    wrong.append(f"{_name(path)}:{node.lineno} {module} has no {node.attr}")
+    assert not wrong
+
+
+def _is_bound(node: ast.Name | ast.Attribute) -> bool:
+    return not isinstance(node.ctx, ast.Load)
+
+
+def _module_file(name: str) -> Path | None:
+    """Return the file of a module by its dotted name; None: there is no such module."""
+    place = ROOT.joinpath(*name.split(".")[1:])
+    files = (place.with_suffix(".py"), place / "__init__.py")
+    return next((each for each in files if each.exists()), place if place.is_dir() else None)
+
+
+@functools.cache
+def _names_of(module: str) -> set[str]:
+    """Return the names that a module has."""
+    path = _module_file(module)
+    if path is None or path.is_dir():
+        return set()
+    names: set[str] = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and _is_bound(node):
+            names.add(node.id)
+    return names
 
 
 def test_tests_mirror_the_folders() -> None:

@@ -11,6 +11,7 @@ the largest. A graph of a round serves batches up to its bucket (engine/round_si
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,11 @@ class Curve:
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
         self._points = sorted(points)
 
+    @property
+    def end(self) -> float:
+        """The last given point."""
+        return self._points[-1][0]
+
     def __call__(self, at: float) -> float:
         points = self._points
         if len(points) == 1 or at <= points[0][0]:
@@ -59,12 +65,13 @@ class Costs:
         plain = [each for each in times.chunks if each.prompts == 1 and not each.history]
         self._chunk_base = Curve((each.tokens, each.ms - self._per_square * each.tokens**2) for each in plain)
         self._handoff = Curve((each.tokens, each.ms) for each in times.handoffs)
-        extra = defaultdict[int, list[float]](list)
+        extra = defaultdict[int, list[tuple[float, float]]](list)
         for each in times.joints:
-            extra[each.tokens].append(each.ms)
-        self._joint_extra = Curve((tokens, max(found)) for tokens, found in extra.items()) if extra else None
+            extra[each.batch].append((each.tokens, each.ms))
+        self._joint_extra = {batch: Curve(points) for batch, points in sorted(extra.items())}
         sizes = {JointSize(each.batch, NO_DRAFTS, each.tokens) for each in times.joints}
         self.joint = JointSizes(sorted(sizes, key=lambda size: size.num_rows))  # those that were measured
+        self.shares_forward = functools.cache(self.joint.holds)  # asked in every step
         self.router_s = times.router_ms / 1e3
 
     def round_s(self, batch: int, context_tokens: int) -> float:
@@ -81,10 +88,11 @@ class Costs:
     def beside_s(self, pieces: Sequence[ChunkPart], batch: int) -> float:
         """Return the time by which a chunk makes a step longer that also runs a round of `batch` sequences."""
         alone_s, total = self.chunk_s(pieces), sum(piece.tokens for piece in pieces)
-        if self._joint_extra is None or not batch or not self.joint.holds(batch, 0, total, len(pieces)):
+        if not batch or not self.shares_forward(batch, 0, total, len(pieces)):
             return alone_s
         pairs = sum(piece.tokens * piece.history for piece in pieces)
-        return min(alone_s, (self._joint_extra(total) + self._per_pair * pairs) / 1e3)
+        extra = next(each for size, each in self._joint_extra.items() if size >= batch and each.end >= total)
+        return min(alone_s, (extra(total) + self._per_pair * pairs) / 1e3)
 
     def handoff_s(self, num_tokens: int) -> float:
         """Return the time of a handoff whose last chunk has `num_tokens` tokens."""

@@ -337,7 +337,7 @@ class SimulatedDecodeNode:
         """Let sequences that the planned chunk makes ready take part in the planned round, if both share a forward."""
         ready = [request for request, num in self._pieces if request.num_computed + num == request.length - 1]
         num_tokens = sum(num for _, num in self._pieces)
-        if self._costs.joint.holds(len(self._running) + len(ready), 0, num_tokens, len(self._pieces)):
+        if self._costs.shares_forward(len(self._running) + len(ready), 0, num_tokens, len(self._pieces)):
             for request in ready:
                 self._computing.remove((request.order, request))
                 self._ready.append((0.0, request))
@@ -361,7 +361,8 @@ class SimulatedDecodeNode:
         num_streams, pieces = len(self._running), list[tuple[SimulatedRequest, int]]()
         room = ChunkRoom(self._chunk_tokens)
         if num_streams or self._num_awaited:
-            queue = Queue(self._num_queued_tokens, self._computing[0][1].num_computed)
+            num_done = self._computing[0][1].num_computed
+            queue = Queue(self._num_queued_tokens, num_done, num_done)
             room = self._budget.room(num_streams, 0, queue)
         budget = min(self._chunk_tokens, room.num_tokens)
         for _, request in self._computing:

@@ -127,7 +127,7 @@ DEEPSEEK_V2 = ModelFamily(
 DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
     read=read_deepseek,
-    needs=_NEEDS,
+    needs=(*_NEEDS, "norm_topk_prob", "routed_scaling_factor"),
     read_experts=partial(_read_experts, scoring="sigmoid"),
     read_latent=_read_latent,
     read_mtp_layer=_read_mtp_layer,

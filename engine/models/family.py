@@ -30,7 +30,7 @@ class ModelFamily:
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
     may_have_mlp_bias: bool = False
     window: Literal["refused", "all_layers", "by_layer", "by_type"] = "refused"  # by_type: as layer_types says
-    needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed
+    needs: tuple[str, ...] = ()  # keys whose default is not certain, so that it must not be guessed; a|b: one of both
     has_streams: bool = False  # hc_mult residual streams (hyper-connections)
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
     read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts

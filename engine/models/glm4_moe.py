@@ -19,7 +19,15 @@ GLM4_MOE = ModelFamily(
     has_out_bias=False,
     qk_norm="use_qk_norm",
     rotary_share=0.5,
-    needs=("num_key_value_heads", "head_dim", "first_k_dense_replace", "norm_topk_prob", "n_group", "topk_group"),
+    needs=(
+        "num_key_value_heads",
+        "head_dim",
+        "first_k_dense_replace",
+        "norm_topk_prob",
+        "n_group",
+        "topk_group",
+        "rms_norm_eps",
+    ),
     read_experts=_read_experts,
     read_mtp_layer=read_mixture_layer,
 )

@@ -68,6 +68,7 @@ GPT_OSS = ModelFamily(
     has_sinks=True,
     window="by_type",
     needs=(
+        "rope_parameters|rope_scaling",
         "num_key_value_heads",
         "head_dim",
         "attention_bias",

@@ -8,7 +8,7 @@ from ..weights import Weights
 from .decoder import DecoderModel
 from .family import ModelFamily
 from .llama import read_layer, read_model
-from .mixtures import MixtureNames, num_active_of, num_experts_of, read_mixture
+from .mixtures import MixtureNames, check_scoring, num_active_of, num_experts_of, read_mixture
 
 _NAMES = MixtureNames(gate="w1", up="w3", down="w2", bias="e_score_correction_bias")
 
@@ -23,6 +23,7 @@ def read_minimax_m2(config: ModelConfig, weights: Weights) -> DecoderModel:
 
 
 def _read_experts(raw: ConfigFile) -> ExpertsConfig:
+    check_scoring(raw, "sigmoid")
     num_experts = num_experts_of(raw)
     return ExpertsConfig(
         num_experts,
@@ -41,6 +42,6 @@ MINIMAX_M2 = ModelFamily(
     qkv_bias=False,
     has_wide_norms=True,
     rotary_share=1.0,
-    needs=("num_key_value_heads", "head_dim", "num_experts_per_tok"),
+    needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "rope_parameters|rope_theta"),
     read_experts=_read_experts,
 )

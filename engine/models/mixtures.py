@@ -76,10 +76,18 @@ def num_active_of(raw: ConfigFile, num_experts: int) -> int:
     return num_active
 
 
+def check_scoring(raw: ConfigFile, scoring: str) -> None:
+    """Raise ModelError if the file says another score of experts than its family has."""
+    if raw.get("scoring_func") not in (None, scoring):
+        raise raw.error("scoring_func", f"is not served for this architecture; {scoring} is")
+
+
 def read_deepseek_experts(raw: ConfigFile, *, scoring: str | None = None) -> ExpertsConfig:
     """Read the settings that DeepSeek's models and GLM-4.5 share. `scoring`: the family's; None: the file says."""
     num_experts = raw.integer("n_routed_experts")
     num_active = num_active_of(raw, num_experts)
+    if scoring is not None:
+        check_scoring(raw, scoring)
     scoring = scoring or raw.get("scoring_func") or "softmax"
     if scoring not in ("softmax", "sigmoid"):
         raise raw.error("scoring_func", "is not served; softmax and sigmoid are")

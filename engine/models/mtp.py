@@ -24,6 +24,7 @@ from ..row_shares import Lens
 from .head_file import HeadFile
 from .heads import run_body
 from .llama import read_layer
+from .mtp_names import layer_prefixes
 from .registry import FAMILIES
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
@@ -67,14 +68,6 @@ class MtpHead:
         if not self.is_mimo:
             recurrent = rms_norm(recurrent, self.final_norm, self.config.rms_norm_eps)
         return self.target.logits(recurrent, lens)
-
-
-def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:
-    """Return `model.layers.61`, ..., `model.mtp_layers.0`, ... or `mtp.0`, ..., by their numbers; none if there is no
-    MTP layer."""
-    inputs = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")
-    found = {name.rsplit(".", 2)[0] for name in names if name.endswith(inputs)}
-    return tuple(sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1])))
 
 
 def takes_chained_states(file: HeadFile) -> bool:

@@ -99,8 +99,12 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
         if raw.get(key) and family.read_experts is None:
             raise raw.error(key, f"is not served for {family.architecture}; use a dense checkpoint")
     for key in family.needs:
-        if not raw.has(key):
-            raise ModelError(f"{raw.path}: {key} is missing, and its default is not certain; write it into the file")
+        spellings = key.split("|")
+        if not any(map(raw.has, spellings)):
+            missing = " or ".join(spellings)
+            raise ModelError(
+                f"{raw.path}: {missing} is missing, and its default is not certain; write it into the file"
+            )
 
 
 def _rope_fields(raw: ConfigFile) -> tuple[str, dict[str, Any]]:

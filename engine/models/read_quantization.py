@@ -67,7 +67,7 @@ class _Reader:
 
 
 def _fp8(reader: _Reader) -> Quantization:
-    reader.require("fmt", None, "e4m3")
+    reader.require("fmt", None, "e4m3", "float8_e4m3fn")
     is_static = reader.require("activation_scheme", "dynamic", "static", None) == "static"
     if reader.get("weight_block_size") is None:
         return Quantization("tensor", "stored" if is_static else "rows")
@@ -86,6 +86,9 @@ def _compressed_tensors(reader: _Reader) -> Quantization:
         raise reader.error("config_groups", "one group is")
     group = groups.inner(names[0])
     assert group is not None, names
+    if reader.get("transform_config"):
+        raise reader.error("transform_config", "rows that are multiplied as they are: {} is")
+    group.require("output_activations", None)
     weights, inputs = group.inner("weights"), group.inner("input_activations")
     if weights is None:
         raise group.error("weights", "8-bit floats are")

@@ -14,7 +14,7 @@ from ..made_checkpoint import FILES, EveryName, MadeCheckpoint, maker
 from ..model_config import ModelConfig
 from ..progress import Progress
 from ..ranks import ONE_RANK, Ranks
-from ..weights import CheckpointWeights, ListedWeights
+from ..weights import UNUSED, CheckpointWeights, ListedWeights
 from .decoder import DecoderModel
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import ModelFamily
@@ -23,11 +23,10 @@ from .gpt_oss import GPT_OSS
 from .hyper_llama import HYPER_LLAMA
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .minimax_m2 import MINIMAX_M2
+from .mtp_names import layer_prefixes
 from .qwen3_moe import QWEN3_MOE
 
 logger = logging.getLogger(__name__)
-
-_UNUSED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")  # scales of a KV cache in FP8
 
 FAMILIES = {
     family.architecture: family
@@ -61,8 +60,8 @@ def load_model(
     is called while it loads. `load_format`: as of made_checkpoint.py.
 
     Raises ConfigError if so many ranks cannot share the model. Raises ModelError for an architecture without a family
-    here, for files or tensors that are missing, damaged, or of a wrong shape or dtype, and for tensors in the model's
-    layers that the family does not use."""
+    here, for files or tensors that are missing, damaged, or of a wrong shape or dtype, and for tensors that neither the
+    family nor a drafter uses."""
     ranks.check(config)
     family = _family(config)
     if load_format == FILES:
@@ -107,10 +106,13 @@ def _family(config: ModelConfig) -> ModelFamily:
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[TensorSpec]) -> None:
-    """Raise ModelError for a tensor in the model's layers that is not used: the output would be wrong."""
+    """Raise ModelError for a tensor that nobody uses: the output would be wrong. Prediction layers are a drafter's, and
+    tied embeddings may be stored twice."""
     layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
+    others = tuple(f"{each}." for each in layer_prefixes(checkpoint.names) if not f"{each}.".startswith(layers))
+    others += ("mtp.", "model.mtp", *(("lm_head.weight",) if config.tie_word_embeddings else ()))
     unknown = checkpoint.names - {spec.name for spec in specs}
-    unknown = {name for name in unknown if name.startswith(layers) and not name.endswith(_UNUSED)}
+    unknown = {name for name in unknown if not name.startswith(others) and not name.endswith(UNUSED)}
     if unknown:
         raise ModelError(
             f"{checkpoint.model_dir} has tensors that {config.architecture} does not use "

@@ -14,7 +14,7 @@ from ..products.base import VOCAB
 from ..products.linear import Linear
 from ..quantization import Quantization
 from ..ranks import ONE_RANK, Ranks
-from ..weights import CheckpointWeights
+from ..weights import UNUSED, CheckpointWeights
 
 
 class HeadTensors(CheckpointWeights):
@@ -70,7 +70,7 @@ class HeadTensors(CheckpointWeights):
         Call it when all is read. `ignored`: names that may be left over; `within`: only names that begin so count."""
         known = self.asked | {self.full_name(name) for name in ignored}
         unknown = {name for name in self.checkpoint.names - known if name.startswith(within)}
-        unknown = {name for name in unknown if not name.endswith("rotary_emb.inv_freq")}
+        unknown = {name for name in unknown if not name.endswith(UNUSED)}
         if unknown:
             raise ModelError(
                 f"{self.checkpoint.model_dir} has tensors that no layout served here uses:"

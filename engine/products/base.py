@@ -86,6 +86,8 @@ class WeightShard(NamedTuple):
         scale belongs to `block` rows or columns. Raises ModelError if a block would belong to two ranks."""
         if stored.ndim == 0 or stored.shape[self.dim] == 1:
             return stored
+        if block == 1:
+            return self.take(stored, index)
         length = self.part_len(whole, index)
         start = self._start(length, index)
         if start % block or (length % block and start + length < whole):

@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ...kernels import mxfp4
 from ...kernels.experts import (
     ExpertWeight,
     experts_linear,
@@ -64,7 +65,8 @@ class Experts(ABC):
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchExperts(Experts):
     """Products of each expert, one expert after the other. The host reads which experts are chosen, which costs nothing
-    on a CPU. FP8 and MXFP4 weights are here as the numbers that they stand for, and FP8 rounds rows."""
+    on a CPU. FP8 and MXFP4 weights are here as the numbers that they stand for, and FP8 rounds rows. Products of
+    FP8 are float32, as 16 bits do not hold its numbers."""
 
     gate_up: tuple[Product, ...]  # size -> 2 * inner_size
     down: tuple[Product, ...]  # inner_size -> size
@@ -78,9 +80,9 @@ class TorchExperts(Experts):
         products, roundings = list[tuple[Product, ...]](), list[RowRounding]()
         for source in (sources.gate_up, sources.down):
             weight, rounding = _read(source)
-            each = zip(
-                weight.numbers(sources.num_experts, source.dtype), weight.biases(sources.num_experts), strict=True
-            )
+            dtype = source.dtype if rounding is None else torch.float32
+            biases = [None if each is None else each.to(dtype) for each in weight.biases(sources.num_experts)]
+            each = zip(weight.numbers(sources.num_experts, dtype), biases, strict=True)
             products.append(tuple(choose(GivenWeight(*own)) for own in each))
             if rounding is not None:
                 roundings.append(rounding)
@@ -97,9 +99,9 @@ class TorchExperts(Experts):
 
     def _expert(self, index: int, x: Tensor) -> Tensor:
         of_x, of_inner = self.roundings or (None, None)
-        gate_up, x = self.gate_up[index], x if of_x is None else of_x.numbers(x)
-        inner = gate_up.gated(x) if self.clamp is None else clamped_silu_mul(gate_up(x), self.clamp)
-        return self.down[index](inner if of_inner is None else of_inner.numbers(inner))
+        gate_up, rows = self.gate_up[index], x if of_x is None else of_x.numbers(x)
+        inner = gate_up.gated(rows) if self.clamp is None else clamped_silu_mul(gate_up(rows), self.clamp)
+        return self.down[index](inner if of_inner is None else of_inner.numbers(inner.to(x.dtype)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +143,7 @@ class GroupedExperts(Experts):
         has_other_scales = self.roundings is not None and any(
             each.group > 0 and (each.stored is not None or each.ranks is not None) for each in self.roundings
         )
-        return not has_other_scales and not self.gate_up.is_packed and not self.down.is_packed
+        return not has_other_scales
 
 
 EXPERT_PRODUCTS: tuple[type[Experts], ...] = (TorchExperts, GroupedExperts)
@@ -157,7 +159,8 @@ def _read(source: WeightSource) -> tuple[ExpertWeight, RowRounding | None]:
     """Return a weight in the format that its tensors have, and how rows are rounded for it; None: they are not."""
     quantization = source.quantization
     if quantization is not None and quantization.weight_scale == "mxfp4" and source.has("blocks"):
-        values, scales = (torch.cat(source.parts(name)).to(source.device) for name in ("blocks", "scales"))
+        stored = (torch.cat(source.parts(name)).to(source.device) for name in ("blocks", "scales"))
+        values, scales = mxfp4.from_checkpoint(*stored)
         return ExpertWeight(values, scales, source.in_size // scales.shape[1], source.bias), None
     if quantization is None or not (quantization.is_online or source.has(quantization.scale_name)):
         return ExpertWeight(source.fused("weight"), None, source.in_size, source.bias), None

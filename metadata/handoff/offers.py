@@ -17,7 +17,7 @@ from .checksums import CHECKSUM_BYTES, row_checksum
 from .schema import blocks_per_page, row_bytes
 from .tickets import Ticket
 
-OFFER_BYTES = 256 << 10  # of checksums in an offer: the decode node starts on the first pages while later are offered
+OFFER_BYTES = 64 << 10  # of checksums in an offer: the decode node copies the first pages while later ones are offered
 
 
 class OfferedPage(Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
@@ -73,7 +74,6 @@ class StreamedAnswer:
         set_paused: Callable[[Request, bool], None],
     ) -> None:
         self._format = answer_format
-        self._set_paused = set_paused
         self._with_usage = bool(options and options.include_usage)
         self._is_continuous = self._with_usage and bool(options and options.continuous_usage_stats)
         self._requests: list[Request] = []
@@ -83,11 +83,11 @@ class StreamedAnswer:
         self._has_output = asyncio.Event()
         self._has_pushed = False
         self._finished = _new_future()
-        self._stream = EventStream(http_request, max_unread_bytes, self._set_all_paused)
+        self._stream = EventStream(http_request, max_unread_bytes, partial(_set_all_paused, self._requests, set_paused))
 
     def start(self, requests: list[Request], submit: Callable[[Request], None]) -> None:
         """Submit all requests. Raises the errors of `submit`."""
-        self._requests = requests
+        self._requests += requests
         sequences = [sequence for request in requests for sequence in request.sequences]
         self._indices = {sequence: index for index, sequence in enumerate(sequences)}
         for request in requests:
@@ -100,12 +100,15 @@ class StreamedAnswer:
             self._finished.result()
         response = await self._stream.open(headers)
         try:
-            await self._finished
-        except BatonError as error:
-            self._stream.push(self._format.failed(error))
-        else:
-            self._stream.push(self._format.ended(requests, with_usage=self._with_usage))
-        await self._stream.close()
+            try:
+                await self._finished
+            except BatonError as error:
+                self._stream.push(self._format.failed(error))
+            else:
+                self._stream.push(self._format.ended(requests, with_usage=self._with_usage))
+            await self._stream.close()
+        finally:
+            self._stream.detach()
         return response
 
     def on_delta(self, sequence: Sequence, delta: Delta) -> None:
@@ -125,10 +128,6 @@ class StreamedAnswer:
 
     def on_error(self, _request: Request, error: BatonError) -> None:
         self._end(error)
-
-    def _set_all_paused(self, is_paused: bool) -> None:
-        for request in self._requests:
-            self._set_paused(request, is_paused)
 
     def _release(self, request: Request) -> None:
         ready = [item for item in self._held if item[0].request is request]
@@ -154,6 +153,13 @@ class StreamedAnswer:
         else:
             self._finished.set_exception(error)
         self._has_output.set()
+
+
+def _set_all_paused(requests: list[Request], set_paused: Callable[[Request, bool], None], is_paused: bool) -> None:
+    """Pause or continue all requests of an answer. No method of the answer: a stream that refers to its answer would
+    keep both until a full collection of garbage."""
+    for request in requests:
+        set_paused(request, is_paused)
 
 
 def _new_future() -> asyncio.Future[None]:

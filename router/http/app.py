@@ -11,6 +11,7 @@ from ...metadata.errors import BatonError
 from ..errors import NotFound
 from .access import CALLER, KeyLevel
 from .api import Api, request_id
+from .bodies import expected
 from .connection import SERVER
 from .cross_origin import CrossOriginChecks
 from .errors import INTERNAL, HttpRefusal, is_messages, response_of
@@ -41,9 +42,9 @@ def application(api: Api) -> web.Application:
     for route in ROUTES:
         handler = _bound(route.handler, api)
         if route.method == "GET":
-            app.router.add_get(route.path, handler)  # answers HEAD as well
+            app.router.add_get(route.path, handler, expect_handler=expected)  # answers HEAD as well
         else:
-            app.router.add_route(route.method, route.path, handler)
+            app.router.add_route(route.method, route.path, handler, expect_handler=expected)
     return app
 
 

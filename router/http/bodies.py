@@ -7,10 +7,10 @@ import logging
 from typing import TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, hdrs, web
 
 from ...metadata.errors import Overloaded
-from .connection import reason_of
+from .connection import INTERIM, reason_of
 from .encodings import decoded, encoding_of
 from .errors import HttpRefusal, from_malformed, from_validation
 from .refused_bodies import mended
@@ -49,6 +49,7 @@ class Bodies:
         self._num_bytes += size
         try:
             async with asyncio.timeout(BODY_S):
+                await _invite(http_request)
                 return await http_request.read()
         except TimeoutError:
             raise HttpRefusal(408, f"the body did not arrive within {BODY_S:g} s") from None
@@ -57,6 +58,18 @@ class Bodies:
             raise HttpRefusal(400, "the body cannot be read: it is not what its headers say") from None
         finally:
             self._num_bytes -= size
+
+
+async def expected(http_request: web.Request) -> None:
+    """Handler of aiohttp for the header Expect. It does nothing: a body is invited when it is read, after the checks of
+    access and size, and expectations that nobody knows are ignored (RFC 9110, 10.1.1)."""
+
+
+async def _invite(http_request: web.Request) -> None:
+    """Tell a client that waits before it sends its body (`Expect: 100-continue`) to send it."""
+    if http_request.version == HttpVersion11 and http_request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+        await http_request.writer.write(INTERIM)
+        http_request.writer.output_size = 0  # the answer itself has not begun
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:

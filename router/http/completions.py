@@ -1,15 +1,17 @@
-"""Handlers of POST /v1/completions and POST /v1/chat/completions. A request takes these steps, each with its files:
+"""Handlers of POST /v1/completions and POST /v1/chat/completions.
 
-body      decoded, checked for what is not served          parameters.py
-group     the nodes that serve its model                   api.py
-admitted  its caller and the waiting queue have room       limits.py
-tools     those that the model may call, and how its
-          output is read                                   tools.py, output_readings.py
-prompts   texts and messages become token ids              prompts.py
-grammar   what the body asks for is compiled               grammars.py, bound_calls.py, chat_grammar.py
-serve     one Request per prompt is submitted and
-          answered, whole or as a stream                   answers.py, answer_format.py
-          whatever still runs then is cancelled
+A handler turns the body of a request into an answer, in seven steps. The files on the right do the work of a step.
+
+    body       is decoded; unsupported fields are refused         parameters.py
+    group      the nodes that serve the model are found           api.py
+    admitted   the caller and the waiting queue must have room    limits.py
+    tools      the model's tools and an output parser are chosen  tools.py, output_readings.py
+    prompts    texts and messages become token ids                prompts.py
+    grammar    the grammar of the output is compiled              grammars.py, bound_calls.py, chat_grammar.py
+    serve      the dispatcher gets one Request per prompt; the    answers.py, answer_format.py
+               client gets a whole answer or a stream
+
+When the handler ends, it cancels the Requests that still run.
 """
 
 from __future__ import annotations
@@ -155,7 +157,6 @@ async def _serve(
 
     `markers`: special tokens that the answer's format reads. `grammar` binds all outputs.
     """
-    dispatcher = api.dispatcher
     timeout = timeout_s(body, api.config.request_timeout_s)
     seed, options = request_seed(body), text_options(body, markers)
     cache_salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
@@ -188,8 +189,18 @@ async def _serve(
     ]
     num_tokens = sum(len(ids) for _, ids in prompts)
     max_tokens = max(request.params.max_tokens for request in requests)
-    dispatcher.make_room(group, Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout))
-    response_id = answer_format.response_id
+    api.dispatcher.make_room(group, Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout))
+    return await _answered(api, http_request, answer, answer_format.response_id, requests)
+
+
+async def _answered(
+    api: Api,
+    http_request: web.Request,
+    answer: StreamedAnswer | WholeAnswer,
+    response_id: str,
+    requests: list[Request],
+) -> web.StreamResponse:
+    """Submit the requests and return their answer. Cancel those that still run at the end."""
     called = request_id(http_request) or response_id
     for request in requests:
         request.timeline.came_from(None if called == response_id else called, http_request.headers)
@@ -197,14 +208,15 @@ async def _serve(
     try:
         in_flight = api.in_flight.listed({response_id, called}, http_request[CALLER], requests)
         with in_flight, wait_limited(api, requests):
-            answer.start(requests, dispatcher.submit)
+            answer.start(requests, api.dispatcher.submit)
             return await answer.answer(requests, {"x-request-id": called})
     except BatonError:
         reason = "a part of the same request failed"
         raise
     finally:
         for request in requests:
-            dispatcher.cancel(request, reason)
+            api.dispatcher.cancel(request, reason)
+            request.release()
 
 
 def _new_answer(

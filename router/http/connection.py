@@ -40,6 +40,7 @@ class Connection(RequestHandler):
         if self._half_closed is not None:
             self._half_closed.end()
         super().connection_lost(exc)
+        self._half_closed = self._last_body = None  # they refer back, and would keep all until a full collection
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio with received bytes."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -24,6 +25,8 @@ from ..errors import (
     RequestCancelled,
     Unauthorized,
 )
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class HttpRefusal(BatonError):
@@ -180,27 +183,46 @@ def from_validation(error: msgspec.ValidationError) -> RequestError:
 
 
 def from_malformed(body: bytes, error: Exception) -> RequestError:
-    """Return an error for a body that is not JSON. If it is JSON but for NaN or Infinity, the error names the field."""
+    """Return an error for a body that is not JSON. If it is JSON but for NaN, Infinity or half a surrogate pair, the
+    error names the field."""
     if isinstance(error, UnicodeDecodeError):
         return RequestError("the body is not valid UTF-8")
     if isinstance(error, RecursionError):
         return RequestError("the body is nested too deeply")
     try:
-        fields: Any = json.loads(body) if len(body) < 1 << 20 else None  # Python's decoder takes NaN and Infinity
+        fields: Any = json.loads(body) if len(body) < 1 << 20 else None  # Python's decoder takes all three
     except (ValueError, RecursionError):
         fields = None
     if isinstance(fields, dict):
-        for name, value in fields.items():  # pyright: ignore[reportUnknownVariableType]
-            if _holds_non_finite(value):
-                return RequestError(f"{name}: NaN and Infinity are no JSON numbers", param=str(name))  # pyright: ignore[reportUnknownArgumentType]
+        for name, value in cast(dict[str, Any], fields).items():
+            for words in map(_fault_of, _leaves([name, value])):
+                if words is not None:
+                    field = _escaped(name)
+                    return RequestError(f"{field}: {words}", param=field)
     return RequestError(f"the body is not valid JSON: {error}")
 
 
-def _holds_non_finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, dict):
-        return any(_holds_non_finite(item) for item in value.values())  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, list):
-        return any(_holds_non_finite(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
-    return False
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the keys and plain values in a decoded value. Its depth does not matter."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            left += chain.from_iterable(cast(dict[str, Any], each).items())
+        elif isinstance(each, list):
+            left += cast(list[Any], each)
+        else:
+            yield each
+
+
+def _fault_of(leaf: Any) -> str | None:
+    if isinstance(leaf, float) and not math.isfinite(leaf):
+        return "NaN and Infinity are no JSON numbers"
+    if isinstance(leaf, str) and (half := _HALF_PAIR.search(leaf)) is not None:
+        return f"{_escaped(half[0])} is half of a surrogate pair; send the whole character, or leave it out"
+    return None
+
+
+def _escaped(text: str) -> str:
+    """Return the text with an escape in place of each half of a surrogate pair, which no answer can hold."""
+    return text.encode(errors="backslashreplace").decode()

@@ -100,8 +100,12 @@ class EventStream:
         """Send all queued events and end the response."""
         assert self._response is not None, "the stream was never opened"
         self._flush()
-        del self._request[STREAM]
+        self.detach()
         await self._response.write_eof()
+
+    def detach(self) -> None:
+        """Let the HTTP request, to which the stream refers, refer to it no longer. A second call does nothing."""
+        self._request.pop(STREAM, None)
 
     def _end_tick(self) -> None:
         self._has_written = False

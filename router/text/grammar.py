@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -37,6 +38,8 @@ _TABLES_OF_SUBSCHEMAS = ("properties", "patternProperties", "dependentSchemas")
 _OPTIONS = "x-guidance"  # key of a schema's root by which llguidance takes options
 _TOKENS = re.compile(r"<\[[0-9, -]+\]>")  # in Lark
 _STRICT = {"lenient": False, "coerce_one_of": False}
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'  # in Lark, for the whole grammar
+_CODE = re.compile(r"\\u([0-9a-fA-F]{4})")  # a character in JSON
 
 
 _T = TypeVar("_T")
@@ -89,7 +92,7 @@ def converted(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> Gramm
     try:
         if len(source.text) > MAX_SOURCE:
             raise _Refused(f"has {len(source.text)} characters; at most {MAX_SOURCE} are allowed")
-        text = _framed(source.frame, _text_of(source, tokenizer))
+        text = _with_special_texts(_framed(source.frame, _text_of(source, tokenizer)), tokenizer)
         if len(text) > MAX_GRAMMAR:
             raise _Refused(f"is a grammar of {len(text)} characters; at most {MAX_GRAMMAR} are allowed")
         words = _compile(text, tokenizer)
@@ -138,6 +141,29 @@ def _framed(frame: str, grammar: str) -> str:
     answer, *others = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
     first = {"lark_grammar": frame}
     return json.dumps({"grammars": [first, {**answer, "name": "answer"}, *others]}, ensure_ascii=False)
+
+
+def _with_special_texts(grammar: str, tokenizer: llguidance.LLTokenizer) -> str:
+    """Return the grammar such that the text of a special token, like `<s>`, can be written in ordinary tokens.
+
+    Where a text has no alternative, llguidance allows only the token by which the tokenizer would begin it. That may be
+    the special token, which ends the output or which llguidance then refuses. Without forcing, the model chooses."""
+    written = _CODE.sub(lambda code: chr(int(code[1], 16)), grammar).replace("\\", "")
+    if not any(special in written for special in _special_texts(tokenizer)):
+        return grammar
+    if not grammar.lstrip().startswith("{"):
+        return _NO_FORCING + grammar
+    first, *others = json.loads(grammar)["grammars"]
+    if "lark_grammar" not in first:
+        first, others = {"lark_grammar": f"start: @{first['name']}"}, [first, *others]
+    first = {**first, "lark_grammar": _NO_FORCING + first["lark_grammar"]}
+    return json.dumps({"grammars": [first, *others]}, ensure_ascii=False)
+
+
+@lru_cache(maxsize=16)
+def _special_texts(tokenizer: llguidance.LLTokenizer) -> tuple[str, ...]:
+    specials = filter(tokenizer.is_special_token, range(tokenizer.vocab_size))
+    return tuple(text for token_id in specials if (text := tokenizer.decode_str([token_id])))
 
 
 def _decoded(text: str, kind: type[_T]) -> _T:

@@ -5,6 +5,8 @@
     python tests/benchmarks/bench_gpu.py --model models/8b --tp 2 --only decode sampling prefill
     python tests/benchmarks/synthetic.py qwen3-30b-a3b models/30b --planted --config-only
     python tests/benchmarks/bench_gpu.py --model models/30b --load-format planted:maker --only decode
+    python tests/benchmarks/synthetic.py gpt-oss-20b models/oss --planted --config-only                 # MXFP4
+    python tests/benchmarks/synthetic.py llama-3.1-8b models/blocks --planted --config-only --fp8-blocks
 
 Prints one line per point, then Markdown tables beside the best peer's figures, and writes JSON with --json FILE. If the
 model is planted, the generated text is compared with the known text (`checked_tokens` of it); a difference ends the
@@ -36,7 +38,7 @@ from typing import Any
 
 import torch
 from bench_adaptive import adaptive
-from bench_joint import CHUNKS, joint
+from bench_joint import joint
 from bench_prompts import LENGTHS, small_prompt
 from bench_sequences import CHUNK, Running, check, run_rounds, start, start_long, stop, store
 from bench_tables import heading, tables
@@ -50,16 +52,18 @@ from baton.engine.device_executor import DeviceExecutor
 from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.group import START_TIMEOUT_S, CpuGroup
+from baton.engine.joint_sizes import CHUNK_SIZES
 from baton.engine.mapped_blocks import MappedBlocks
 from baton.engine.pages import Owner
 from baton.engine.progress import ProgressBar
 from baton.engine.rank_devices import orders, see
 from baton.engine.ranks import ONE_RANK, Ranks
 from baton.engine.rounds import Rounds
-from baton.engine.startup import freeze, tune_products
+from baton.engine.startup import tune_products
 from baton.engine.tuning import share_choices
 from baton.engine.work import BatchRow
 from baton.metadata.config import ProcessConfig
+from baton.metadata.garbage import Garbage
 from baton.metadata.logs import setup_logging
 from baton.metadata.wire.request import SamplingParams
 
@@ -130,7 +134,7 @@ def _measure(options: argparse.Namespace, ranks: Ranks) -> None:
     report["capture_s"] = round(time.monotonic() - started, 2)
     with ProgressBar("capturing prompt graphs") as progress:
         engine.capture_prompts(progress)
-    freeze()  # as a node
+    Garbage()  # as a node
     parts = _parts(options, executor, rounds, limits)
     needs_drafter = {"rounds": True, "adaptive": True, "mixed": False}
     has_drafter = engine.drafter is not None
@@ -162,7 +166,7 @@ def _parts(
             for batch in options.batches
             if batch <= 64
             for steps in sorted({0, rounds.shape.num_steps})
-            for num_tokens in CHUNKS
+            for num_tokens in CHUNK_SIZES
         ],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "kernels": lambda: [kernels(engine, rounds, batch) for batch in options.batches],
@@ -174,7 +178,8 @@ def _parts(
         "long": lambda: [long_prompt(engine, limits, num_tokens) for num_tokens in LONG_PROMPTS],
         "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
         "turns": lambda: [turn(engine, num_tokens) for num_tokens in (16, 64, 256, 1024)],
-        "offline": lambda: [offline(engine, rounds)],
+        "offline": lambda: [offline(engine, rounds, 256, 1024, 256)],
+        "long-offline": lambda: [offline(engine, rounds, max(options.batches), size, size) for size in (1000, 2048)],
     }
 
 
@@ -444,7 +449,8 @@ def _prompt_row(
     _, products = weight_bytes(engine.model_config, total)
     config = engine.model_config
     head = config.hidden_size * config.vocab_size
-    attention = 2 * 2 * num_prompts * num_tokens * num_tokens / 2 * config.num_layers * config.q_size
+    seen = sum(min(num_tokens / 2, window or num_tokens) for window in config.sliding_window)  # by a query, per layer
+    attention = 2 * 2 * num_prompts * num_tokens * seen * config.q_size
     floor = (2 * total * (products - head) + 2 * num_prompts * head + attention) / limits.flops_per_s
     return {
         "tokens": num_tokens,
@@ -494,18 +500,22 @@ def _small_prompt(engine: Engine, num_tokens: int) -> dict[str, Any]:
     return row
 
 
-def offline(engine: Engine, rounds: Rounds) -> dict[str, Any]:
-    """Run 256 requests of 1,024 prompt tokens and 256 new tokens, all at once, without speculation."""
+def offline(engine: Engine, rounds: Rounds, num_requests: int, prompt_len: int, num_new: int) -> dict[str, Any]:
+    """Run requests of `prompt_len` prompt tokens and `num_new` new tokens, all at once, without speculation. If the
+    pool does not hold all of them, run fewer."""
+    num_pages = -(-(prompt_len + num_new + 64) // engine.pool.page_size)
+    num_requests = min(num_requests, engine.pool.num_free // num_pages)
     started = time.perf_counter()
-    sequences = start(engine, rounds, 256, 256)
+    sequences = start(engine, rounds, num_requests, num_new, prompt_len=prompt_len)
     prefill_s = time.perf_counter() - started
     began = time.perf_counter()
-    run_rounds(rounds, sequences, rounds.shape.with_steps(0), 255)
+    run_rounds(rounds, sequences, rounds.shape.with_steps(0), num_new - 1)
     decode_s = time.perf_counter() - began
     num_checked = stop(engine, rounds, sequences)
     total_s = prefill_s + decode_s
-    row = {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": total_s}
-    row |= {"output_tokens_per_s": 256 * 256 / total_s, "checked_tokens": num_checked}
+    row = {"requests": num_requests, "prompt_len": prompt_len, "new_tokens": num_new}
+    row |= {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": total_s}
+    row |= {"output_tokens_per_s": num_requests * num_new / total_s, "checked_tokens": num_checked}
     say("offline " + _words(row))
     return row
 
@@ -552,8 +562,10 @@ def _options() -> argparse.Namespace:
         "small-prompts",
         "turns",
         "offline",
+        "long-offline",
     ]
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    usual = [name for name in names if name != "long-offline"]  # it takes minutes
+    parser.add_argument("--only", nargs="+", choices=names, default=usual)
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")

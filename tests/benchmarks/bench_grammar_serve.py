@@ -2,8 +2,9 @@
 
     python tests/benchmarks/bench_grammar_serve.py [--streams 1 8] [--speculative eagle] [--rounds 7]
 
-A grammar that allows every text leaves the model's text as it is, and drafts are as right as before. So all that differs
-is the work for masks. Free and bound requests take turns, and their texts are compared. Prints the ratio of their times.
+A grammar that allows every text leaves the model's text as it is, and drafts are as right as before. So all that
+differs is the work for masks. Free and bound requests take turns, and their texts are compared. Prints the ratio of
+their times.
 """
 
 from __future__ import annotations

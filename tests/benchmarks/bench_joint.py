@@ -17,7 +17,6 @@ from baton.engine.rounds import LocalChunk, Rounds
 from baton.engine.sampling_state import SamplingState
 from baton.engine.work import BatchRow
 
-CHUNKS = (64, 128, 256)  # tokens
 _WARM_UP, _TIMES = 4, 24
 
 
@@ -39,7 +38,8 @@ def joint(engine: Engine, rounds: Rounds, batch: int, num_tokens: int, shape: Dr
         for sequence, result in zip(sequences, rounds.collect(submitted).rows, strict=True):
             assert result is not None
             sequence.token_ids.extend(result.token_ids)
-            sequence.sampling.append(result.token_ids)
+            for token_id in result.token_ids:
+                sequence.sampling.append(token_id)
 
     def apart() -> None:
         rounds.recompute(*chunk)

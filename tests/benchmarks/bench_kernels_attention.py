@@ -238,7 +238,9 @@ def _other_decodes(chosen: DecodeTiles, is_tree: bool) -> list[DecodeTiles]:
 
 def _other_extends(chosen: ExtendTiles) -> list[ExtendTiles]:
     options = ((64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2), (256, 64, 8, 3))
-    return [tiles for each in options if (tiles := ExtendTiles(*each)) != chosen]
+    names = ("block_m", "block_n", "num_warps", "num_stages")
+    tiles = (chosen._replace(**dict(zip(names, each, strict=True))) for each in options)
+    return [each for each in tiles if each != chosen]
 
 
 def _tell(name: str, seconds: float, rate: float, unit: str, floor: float, note: str = "") -> None:

@@ -75,10 +75,20 @@ class Talk(NamedTuple):
     think_s: float = 0.0  # from the end of an answer to the next prompt
 
 
-class Answered(NamedTuple):
-    """An answered request."""
+class Asked(NamedTuple):
+    """A request whose answer is complete, as it was read."""
 
     turn: int  # from 1 on
+    prompt: list[int]
+    num_tokens: int
+    sent_s: float
+    stream: Stream
+
+
+class Answered(NamedTuple):
+    """A request with the answer that it asked for."""
+
+    turn: int
     rid: str
     record: Record
 
@@ -89,7 +99,8 @@ _BACKGROUND = Arrival(2.0, 64, 12_000)  # a stream beside those that are measure
 
 
 class Client:
-    """Sends requests at their times and keeps what came."""
+    """Sends requests at their times and keeps what came. It looks at answers when all of them are complete: to read and
+    check one takes up to 40 ms, in which no other stream's tokens would be read."""
 
     def __init__(self, port: int, name: str, model: Path, seed: int, talk: Talk = Talk()) -> None:  # noqa: B008
         """`port` and `name` of the router and its model; `model` is the directory, for its vocabulary."""
@@ -99,13 +110,14 @@ class Client:
         self._text = PlantedText(self._vocab_size) if config.get("planted") else None
         self._draw = np.random.default_rng(seed)
         self._talk = talk
+        self._asked: list[Asked] = []
         self.answered: list[Answered] = []
         self.late_s: list[float] = []  # by which a request was sent after its time
         self.num_failed = self.num_wrong = self.num_checked = 0
 
     async def run(self, arrivals: Sequence[Arrival], num_background: int = 0) -> float:
         """Send all requests, wait for their answers, and return how long that took, in seconds. Meanwhile other
-        streams run, which end with it. Raises RuntimeError if the router refuses one of these."""
+        streams run, which end with it. Raises RuntimeError if the router refuses one of these. `look` follows."""
         _, prompt_len, num_tokens = _BACKGROUND
         body = self._body([7] * prompt_len, min(num_tokens, self._context_len - prompt_len))
         loop = asyncio.get_running_loop()
@@ -138,9 +150,10 @@ class Client:
     async def _converse(self, prompt: list[int], num_tokens: int, body: bytes) -> None:
         """Ask all turns of a conversation. It ends early if a request fails."""
         for turn in range(1, self._talk.num_turns + 1):
-            answer = await self._ask(turn, prompt, num_tokens, body)
-            if answer is None or turn == self._talk.num_turns:
+            asked = await self._ask(turn, prompt, num_tokens, body)
+            if asked is None or turn == self._talk.num_turns:
                 return
+            answer = _ids(tokens_of(asked.stream))
             await asyncio.sleep(self._talk.think_s)
             prompt = [*prompt, *answer, *self._random(self._talk.turn_len)]
             body = self._body(prompt, num_tokens)
@@ -155,8 +168,8 @@ class Client:
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
         )
 
-    async def _ask(self, turn: int, prompt: list[int], num_tokens: int, request: bytes) -> list[int] | None:
-        """Return the answer; None if the request fails."""
+    async def _ask(self, turn: int, prompt: list[int], num_tokens: int, request: bytes) -> Asked | None:
+        """Wait for the answer and return it; None if the request fails."""
         sent_s = time.perf_counter()
         loop = asyncio.get_running_loop()
         try:
@@ -165,19 +178,36 @@ class Client:
                 await asyncio.wait_for(stream.done, 600)
             finally:
                 transport.close()
-            events = tokens_of(stream)
-            ids = [token for _, part in events for token in part]
-            assert len(ids) == num_tokens, (len(ids), num_tokens)
-        except (OSError, RuntimeError, AssertionError, TimeoutError) as error:
-            self.num_failed += 1
-            print(f"a request failed: {error}", file=sys.stderr)
+        except (OSError, RuntimeError, TimeoutError) as error:
+            self._fail(error)
             return None
-        (rid, *_) = _RID.findall(b"".join(data for _, data in stream.reads).decode())
-        self.answered.append(Answered(turn, rid, record(sent_s, events)))
-        if self._text is not None:
-            self.num_checked += len(ids)
-            self.num_wrong += ids != self._text.continuation(prompt, num_tokens)
-        return ids
+        self._asked.append(Asked(turn, prompt, num_tokens, sent_s, stream))
+        return self._asked[-1]
+
+    def look(self) -> None:
+        """Look at the answers: their times, and whether they have the tokens that they should have."""
+        for turn, prompt, num_tokens, sent_s, stream in self._asked:
+            try:
+                events = tokens_of(stream)
+                ids = _ids(events)
+                assert len(ids) == num_tokens, f"{len(ids)} tokens came, not {num_tokens}"
+            except AssertionError as error:
+                self._fail(error)
+                continue
+            (rid, *_) = _RID.findall(b"".join(data for _, data in stream.reads).decode())
+            self.answered.append(Answered(turn, rid, record(sent_s, events)))
+            if self._text is not None:
+                self.num_checked += len(ids)
+                self.num_wrong += ids != self._text.continuation(prompt, num_tokens)
+        self._asked.clear()
+
+    def _fail(self, error: Exception) -> None:
+        self.num_failed += 1
+        print(f"a request failed: {error}", file=sys.stderr)
+
+
+def _ids(events: Sequence[tuple[float, list[int]]]) -> list[int]:
+    return [token for _, ids in events for token in ids]
 
 
 def spans(port: int, rids: Sequence[str]) -> list[dict[str, float]]:
@@ -224,6 +254,7 @@ def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int)
     client = Client(options.port, options.model_name or options.model.resolve().name, options.model, seed, talk)
     took_s = asyncio.run(client.run(arrivals, 0 if seed == _FIRST else options.background))
     gc.enable()
+    client.look()
     records = [each.record for each in client.answered]
     row = {"rate": talk.num_turns * len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": took_s}
     row |= summary(records, took_s, options.slo)

@@ -1,39 +1,37 @@
-"""Compare the simulation behind `baton plan` with real runs on two H200, and predict what was not run.
+"""Compare the simulation behind `baton plan` with real runs on two H200, and predict longer ones.
 
-    python tests/benchmarks/bench_plan.py [--seeds 40] [--times FILE]
+    python tests/benchmarks/bench_plan.py [--times FILE]
 
-The real runs are one prefill and one decode node with 8B at 07ddb82, measured from outside: Poisson arrivals for 10
-seconds, one run per rate. Which arrivals they drew is not known, so each rate is simulated with several seeds: the
-error is that of the median run, and the range holds nine of ten runs. The real goodput is known by bounds alone, which
-follow from the percentiles. The predictions are for arrivals during ten minutes.
+The real runs are those of bench_shapes.py with 8B (docs/performance.md, "Two GPUs over HTTP"): a prefill and a decode
+node at db407d34, and two decode nodes at d4bec8ad. bench_load.py draws arrivals from a rate and a seed, so each run is
+simulated with its own arrivals. The predictions are for arrivals during ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from baton.deploy.simulation.cluster import ClusterShape, simulate
-from baton.deploy.simulation.figures import Slo, percentile, summary
+from baton.deploy.simulation.figures import Slo, summary
 from baton.deploy.simulation.times import Times, find, read
 from baton.deploy.simulation.traffic import poisson
 
 NAME = "llama-3.1-8b-h200"
 SECONDS, MAX_RUNNING = 10.0, 256  # of the real runs
-SLO = Slo(200, 12)
-SLOS = (SLO, Slo(500, 8), Slo(1000, 15))
-SHAPES = (ClusterShape(1, 1, "never"), ClusterShape(1, 1, "auto"), ClusterShape(0, 2, "always"))
+SLOS = (Slo(200, 12), Slo(500, 8), Slo(1000, 15))
+NEVER, AUTO, ALONE = ClusterShape(1, 1, "never"), ClusterShape(1, 1, "auto"), ClusterShape(0, 2, "always")
 
 
 class Load(NamedTuple):
-    """Requests of one kind."""
+    """Requests of one kind, and the seed from which bench_load.py draws their arrivals."""
 
     prompt_len: int
     num_tokens: int
     rate: float
+    seed: int
 
     @property
     def name(self) -> str:
@@ -41,115 +39,98 @@ class Load(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A real run, in milliseconds."""
+    """A run, real or simulated. Times in milliseconds."""
 
+    shape: ClusterShape
     load: Load
     ttft_p50: float
     ttft_p99: float
     tpot_p50: float
     tpot_p99: float
-
-    @property
-    def good_share(self) -> tuple[float, float]:
-        """Bounds of the share of requests that keep SLO, from the percentiles of ttft. All kept the bound on tpot."""
-        assert self.tpot_p99 <= SLO.tpot_ms, self
-        low = 0.99 if self.ttft_p99 <= SLO.ttft_ms else 0.5 if self.ttft_p50 <= SLO.ttft_ms else 0.0
-        high = 1.0 if self.ttft_p99 <= SLO.ttft_ms else 0.99 if self.ttft_p50 <= SLO.ttft_ms else 0.5
-        return low, high
+    good: tuple[float, ...]  # shares of the requests that keep each of SLOS
 
 
 MEASURED = (
-    Measured(Load(4096, 256, 2), 102, 194, 4.7, 4.9),
-    Measured(Load(4096, 256, 4), 103, 260, 5.0, 5.4),
-    Measured(Load(4096, 256, 6), 189, 751, 5.9, 6.2),
-    Measured(Load(4096, 256, 8), 280, 533, 5.7, 6.2),
-    Measured(Load(4096, 256, 10), 463, 1055, 6.4, 6.7),
-    Measured(Load(1024, 512, 8), 32, 73, 5.5, 5.5),
-    Measured(Load(1024, 512, 16), 38, 80, 7.8, 8.9),
-    Measured(Load(1024, 512, 24), 50, 197, 9.8, 10.5),
+    Measured(NEVER, Load(4096, 256, 2, 800), 104.7, 243.7, 4.76, 5.00, (0.913, 1, 1)),
+    Measured(NEVER, Load(4096, 256, 4, 801), 104.2, 205.1, 4.98, 5.15, (0.971, 1, 1)),
+    Measured(NEVER, Load(4096, 256, 6, 802), 126.4, 490.2, 5.19, 6.16, (0.732, 0.982, 1)),
+    Measured(NEVER, Load(4096, 256, 8, 803), 356.0, 798.6, 6.26, 6.47, (0.187, 0.725, 1)),
+    Measured(NEVER, Load(4096, 256, 10, 804), 383.5, 868.8, 6.43, 6.49, (0.231, 0.637, 1)),
+    Measured(NEVER, Load(1024, 512, 8, 900), 32.5, 65.4, 5.50, 5.64, (1, 1, 1)),
+    Measured(NEVER, Load(1024, 512, 16, 901), 36.8, 129.7, 6.83, 7.01, (1, 1, 1)),
+    Measured(NEVER, Load(1024, 512, 24, 902), 51.9, 131.9, 9.51, 10.18, (1, 0.178, 1)),
+    Measured(AUTO, Load(4096, 256, 2, 800), 103.8, 149.1, 4.97, 5.35, (1, 1, 1)),
+    Measured(AUTO, Load(4096, 256, 4, 801), 104.5, 171.8, 5.01, 5.41, (1, 1, 1)),
+    Measured(AUTO, Load(4096, 256, 6, 802), 107.6, 278.6, 5.72, 7.74, (0.929, 1, 1)),
+    Measured(AUTO, Load(4096, 256, 8, 803), 184.9, 512.9, 7.67, 9.14, (0.549, 0.604, 1)),
+    Measured(AUTO, Load(4096, 256, 10, 804), 202.6, 556.4, 8.43, 9.09, (0.495, 0.352, 1)),
+    Measured(AUTO, Load(1024, 512, 8, 900), 29.0, 60.6, 5.40, 5.57, (1, 1, 1)),
+    Measured(AUTO, Load(1024, 512, 16, 901), 33.5, 104.8, 6.78, 6.96, (1, 1, 1)),
+    Measured(AUTO, Load(1024, 512, 24, 902), 45.1, 144.7, 9.51, 10.22, (1, 0.187, 1)),
+    Measured(ALONE, Load(4096, 256, 2, 800), 107.5, 198.3, 4.76, 5.44, (0.957, 1, 1)),
+    Measured(ALONE, Load(4096, 256, 4, 801), 108.9, 170.2, 5.19, 6.06, (1, 1, 1)),
+    Measured(ALONE, Load(4096, 256, 6, 802), 110.7, 199.3, 5.91, 8.66, (0.982, 0.857, 1)),
+    Measured(ALONE, Load(4096, 256, 8, 803), 118.8, 308.4, 8.89, 12.02, (0.89, 0.286, 1)),
+    Measured(ALONE, Load(4096, 256, 10, 804), 118.0, 255.3, 9.79, 12.20, (0.901, 0.198, 1)),
+    Measured(ALONE, Load(1024, 512, 8, 900), 40.5, 56.2, 5.05, 5.24, (1, 1, 1)),
+    Measured(ALONE, Load(1024, 512, 16, 901), 44.4, 66.4, 6.13, 6.39, (1, 1, 1)),
+    Measured(ALONE, Load(1024, 512, 24, 902), 44.1, 88.0, 8.58, 9.59, (1, 0.344, 1)),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One figure of several simulated runs."""
+class Comparison(NamedTuple):
+    """A real run and the simulated one with the same arrivals."""
 
-    low: float  # nine of ten runs lie between low and high
-    middle: float
-    high: float
+    real: Measured
+    simulated: Measured
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Cell:
-        ordered = sorted(values)
-        return cls(*(percentile(ordered, percent) for percent in (5, 50, 95)))
-
-    def error(self, measured: float) -> float:
-        """Return by how much the median differs, as a share of the measured value."""
-        return self.middle / measured - 1
-
-    def words(self, measured: float, digits: int) -> str:
-        return (
-            f"{measured:,.{digits}f} / {self.middle:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f}): "
-            f"{self.error(measured):+.0%}"
-        )
+    def error(self, name: str) -> float:
+        """Return the difference of a figure as a share of the real value."""
+        return getattr(self.simulated, name) / getattr(self.real, name) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A real run beside simulated ones."""
-
-    measured: Measured
-    ttft_p50: Cell
-    ttft_p99: Cell
-    tpot_p50: Cell
-    tpot_p99: Cell
-    good_share: Cell
-
-
-def compare(times: Times, measured: Measured, num_seeds: int) -> Comparison:
-    """Simulate a real run with several seeds."""
-    load, rows = measured.load, []
-    for seed in range(num_seeds):
-        arrivals = poisson(load.rate, SECONDS, load.prompt_len, load.num_tokens, seed)
-        outcome = simulate(SHAPES[0], times, arrivals, MAX_RUNNING)
-        rows.append(summary(outcome.records, outcome.took_s, [SLO]))
-    names = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99", "good_share_200_12")
-    return Comparison(measured, *(Cell.of([row[name] for row in rows]) for name in names))
+def compare(times: Times, real: Measured) -> Comparison:
+    """Simulate a real run."""
+    load = real.load
+    arrivals = poisson(load.rate, SECONDS, load.prompt_len, load.num_tokens, load.seed)
+    outcome = simulate(real.shape, times, arrivals, MAX_RUNNING)
+    row = summary(outcome.records, outcome.took_s, SLOS)
+    names = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
+    good = tuple(row[f"good_share_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] for slo in SLOS)
+    return Comparison(real, Measured(real.shape, load, *(row[name] for name in names), good))
 
 
 def largest_errors(comparisons: Sequence[Comparison]) -> tuple[float, float]:
-    """Return the largest errors of ttft p50 and tpot p99, as shares of the measured values."""
-    ttft = max(abs(each.ttft_p50.error(each.measured.ttft_p50)) for each in comparisons)
-    return ttft, max(abs(each.tpot_p99.error(each.measured.tpot_p99)) for each in comparisons)
+    """Return the largest errors of ttft p50 and tpot p99, as shares of the real values."""
+    ttft, tpot = (max(abs(each.error(name)) for each in comparisons) for name in ("ttft_p50", "tpot_p99"))
+    return ttft, tpot
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> str:
-    """Return Markdown; each cell holds the measured value, the simulated one with its range, and the error."""
-    lines = ["| prompt + output, requests/s | ttft p50 ms | ttft p99 ms | tpot p50 ms | tpot p99 ms | good, share |"]
-    lines.append("|---|---|---|---|---|---|")
+    """Return Markdown. A cell holds the real value, the simulated one and the error."""
+    slos = ", ".join(f"{slo.ttft_ms:g} / {slo.tpot_ms:g}" for slo in SLOS)
+    lines = [f"| prompt + output, requests/s | shape | ttft p50 ms | p99 | tpot p50 ms | p99 | good at {slos} ms |"]
+    lines.append("|---|---|---|---|---|---|---|")
     for each in comparisons:
-        real, (low, high) = each.measured, each.measured.good_share
-        cells = [
-            real.load.name,
-            each.ttft_p50.words(real.ttft_p50, 0),
-            each.ttft_p99.words(real.ttft_p99, 0),
-            each.tpot_p50.words(real.tpot_p50, 1),
-            each.tpot_p99.words(real.tpot_p99, 1),
-            f"{low:.2f} to {high:.2f} / {each.good_share.middle:.2f} ({each.good_share.low:.2f} to "
-            f"{each.good_share.high:.2f})",
-        ]
+        real, simulated = each
+        cells = [real.load.name, real.shape.name]
+        for name, digits in (("ttft_p50", 0), ("ttft_p99", 0), ("tpot_p50", 1), ("tpot_p99", 1)):
+            values = (f"{getattr(run, name):,.{digits}f}" for run in each)
+            cells.append(f"{' / '.join(values)}: {each.error(name):+.0%}")
+        pairs = zip(real.good, simulated.good, strict=True)
+        cells.append(", ".join(f"{ours:.0%} / {theirs:.0%}" for ours, theirs in pairs))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def prediction_table(times: Times, seconds: float) -> str:
-    """Return Markdown: what three shapes of two GPUs make of the real runs' loads, simulated."""
+    """Return Markdown: the figures of three shapes of two GPUs under the real runs' loads, simulated."""
     head = ["prompt + output, requests/s", "shape", "ttft p50 / p99 ms", "tpot p50 / p99 ms", "gap p50 / p99 ms"]
     head += [f"goodput at {slo.ttft_ms:g} / {slo.tpot_ms:g} ms" for slo in SLOS] + ["local"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for load in (each.load for each in MEASURED):
+    for load in dict.fromkeys(each.load for each in MEASURED):
         arrivals = poisson(load.rate, seconds, load.prompt_len, load.num_tokens, seed=0)
-        for shape in SHAPES:
+        for shape in (NEVER, AUTO, ALONE):
             outcome = simulate(shape, times, arrivals, MAX_RUNNING)
             row = summary(outcome.records, outcome.took_s, SLOS)
             cells = [load.name, shape.name]
@@ -165,12 +146,11 @@ def prediction_table(times: Times, seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=Path, default=find(NAME), help="file of measured times")
-    parser.add_argument("--seeds", type=int, default=40, help="simulated runs for each real one")
     parser.add_argument("--seconds", type=float, default=600.0, help="of arrivals, for the predictions")
     options = parser.parse_args()
     times = read(options.times)
-    comparisons = [compare(times, measured, options.seeds) for measured in MEASURED]
-    print(f"measured / simulated (nine of ten runs): error of the median\n\n{comparison_table(comparisons)}\n")
+    comparisons = [compare(times, real) for real in MEASURED]
+    print(f"real / simulated: error\n\n{comparison_table(comparisons)}\n")
     ttft, tpot = largest_errors(comparisons)
     print(f"largest error: ttft p50 {ttft:.1%}, tpot p99 {tpot:.1%}\n")
     print(f"simulated, two GPUs, arrivals for {options.seconds:g} s\n\n{prediction_table(times, options.seconds)}")

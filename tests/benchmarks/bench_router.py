@@ -50,6 +50,7 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
     from router.fake_nodes import FakeCluster, FakeNode, make_tokenizer
 
     from baton.metadata.wire import messages as m
+    from baton.metadata.wire.node_info import NodeStats
     from baton.metadata.wire.request import Ended, Unit, pack_ids
 
     class Prefill(FakeNode):
@@ -90,7 +91,7 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
                 while not self.link.send(message):
                     time.sleep(0.0005)
                 if place % 20 == 0:
-                    self.link.send(m.Heartbeat(0, "decode", 0.0, 10.0, self.load(), m.NodeStats()))
+                    self.link.send(m.Heartbeat(0, "decode", 0.0, 10.0, self.load(), NodeStats()))
             self.reserved.clear()
             pipe.send(times)
 

@@ -1,7 +1,7 @@
 """Sequences for timed rounds of an engine, run as a decode node runs them.
 
-A sequence starts from CONTEXT random tokens; one may be longer. Each round is submitted before the previous one is
-read.
+A sequence starts from random tokens, CONTEXT unless a benchmark says otherwise. Each round is submitted before the
+previous one is read.
 """
 
 from __future__ import annotations
@@ -56,19 +56,20 @@ def start(
     num_new: int,
     seed: int = 0,
     params: SamplingParams = GREEDY,
+    prompt_len: int = CONTEXT,
 ) -> list[Running]:
-    """Start sequences from CONTEXT prompt tokens, each with room for `num_new` more, sampled by `params`.
+    """Start sequences from `prompt_len` tokens, each with room for `num_new` more, sampled by `params`.
 
     First tokens are greedy. Each chunk is submitted before the previous one is read, as rounds are.
     """
     generator = torch.Generator().manual_seed(batch + 1000 * seed)
     sequences: list[Running] = []
-    num_pages = -(-(CONTEXT + num_new + 64) // engine.pool.page_size)
+    num_pages = -(-(prompt_len + num_new + 64) // engine.pool.page_size)
+    at_once = max(1, CHUNK // prompt_len)
     under_way: tuple[list[list[int]], list[list[int]], Computed] | None = None
-    for first in range(0, batch, 8):
-        prompts = torch.randint(
-            0, engine.card.vocab_size, (min(8, batch - first), CONTEXT), generator=generator
-        ).tolist()
+    for first in range(0, batch, at_once):
+        size = min(at_once, batch - first), prompt_len
+        prompts = torch.randint(0, engine.card.vocab_size, size, generator=generator).tolist()
         pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
         computed = engine.compute([BatchRow(ids, 0, own) for ids, own in zip(prompts, pages, strict=True)])
         if under_way is not None:
@@ -178,7 +179,8 @@ def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, 
             assert result is not None
             sequence.token_ids.extend(result.token_ids)
             sequence.num_accepted.append(result.num_accepted)
-            sequence.sampling.append(result.token_ids)
+            for token_id in result.token_ids:
+                sequence.sampling.append(token_id)
 
     torch.cuda.synchronize()
     started = 0.0

@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 name, client = f"{shape}-{load}", [sys.executable, str(HERE / "bench_load.py")]
                 client += ["--model", str(options.model), "--port", str(options.port), *LOADS[load], *_SLO]
                 client += ["--json", str(options.out / f"{name}.json")]
+                client += ["--seed", str(100 * list(LOADS).index(load))]  # no prompt has the prefix of another load's
                 found = subprocess.run(client, capture_output=True, text=True, check=False)
                 lines = [line for line in found.stdout.splitlines() if line.startswith("|")]
                 print(f"{name}:\n" + "\n".join(lines or [found.stderr[-1000:]]), flush=True)

@@ -43,7 +43,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
 from baton.engine.rounds import Rounds
-from baton.engine.startup import freeze
+from baton.metadata.garbage import Garbage
 
 PAGE_SIZE = 64
 _FEWEST_STEPS = 32  # over which a speed is one
@@ -81,6 +81,7 @@ def _flags(options: argparse.Namespace) -> list[str]:
     flags = ["--device", options.device, "--page-size", str(PAGE_SIZE), "--num-pages", str(num_pages)]
     flags += ["--max-running", str(max(options.streams))]
     flags += ["--transport", options.transport, "--speculative", options.speculative, "--context-len", "16384"]
+    flags += ["--load-format", options.load_format]
     return flags if options.draft_model is None else [*flags, "--draft-model", str(options.draft_model)]
 
 
@@ -179,11 +180,12 @@ def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> Non
         chunk_tokens=8192,
         prefix_cache=False,
         speculative="none",
+        load_format=options.load_format,
     )
     engine = Engine(config)
     rounds = Rounds(DeviceExecutor(engine, max(options.streams), buckets=options.streams))
     rounds.executor.warm_up()
-    freeze()  # as a node
+    Garbage()  # as a node
     for point in points:
         sequences = bench_sequences.start(engine, rounds, point["streams"], options.tokens + 4 * _TIMED_STEPS)
         shape = rounds.shape.with_steps(0)
@@ -205,6 +207,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--load-format", default="safetensors", help="dummy, or planted:maker")
     parser.add_argument("--no-engine", dest="engine", action="store_false", help="measure the system alone")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--speculative", default="none")

@@ -19,6 +19,8 @@ A read is one query head with its kv head. Each read has its own layer if there 
 
 planted_heads.py makes the heads, also those over latents.
 
+A read needs a layer without a window. Sinks are so low that they take no weight.
+
 The lm_head compares: GAMMA for the low digit, GAMMA / 2 for each right bit, minus GAMMA / 2 for each wrong bit.
 Sources: rotary pairs as in engine/rope.py; the metric is that of Kademlia (Maymounkov and Mazieres, 2002).
 """
@@ -32,19 +34,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from planted_heads import RESULT, ROPE_THETA, Dims, Heads, LatentHeads, Place
 from planted_text import PlantedText
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
 from torch import Tensor
 
 from baton.engine.checkpoint import TensorSpec
+from baton.engine.made_checkpoint import EveryName, dummy_tensor
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.registry import tensor_specs
+from baton.kernels.fp8 import BLOCK, LARGEST, round_to_scale_ref
 from baton.metadata.errors import ModelError
 
 GAMMA = 2.5  # by how much the right token's logit leads
 RANDOM_ENERGY = 2e-4  # of an embedding's, outside of the subspace
 RANDOM_LOGIT = 0.05  # standard deviation of what that adds to logits
+SINK = -1e6  # far below the score of every key
 
 PLANTED = {"tie_word_embeddings": False, "rope_theta": ROPE_THETA, "rope_scaling": None, "planted": True}
 
@@ -84,25 +90,46 @@ class PlantedModel:
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """Return the values of one of `tensor_specs(config)`."""
+        if spec.dtypes[0] == "U8":
+            return self._packed(spec)
         drawn = standard_normal(spec.name, spec.shape, self.seed)
         if spec.name == "model.embed_tokens.weight":
             return embedding(drawn, self.text, self.dims, self.stream, self.config.checkpoint_dtype)
         if spec.name == "lm_head.weight":
             return self._lm_head(drawn)
         places = [place for place in self.places if spec.name.startswith(f"model.layers.{place.layer}.")]
+        if spec.name.endswith(("bias", "sinks")):
+            return drawn.fill_(SINK if spec.name.endswith("sinks") else 0.0)
         if len(spec.shape) == 1:
             return self.heads.norm_weight(spec.name, drawn.fill_(1.0), places)
-        drawn.mul_(random_scale(spec, self.stream.random / math.sqrt(2 * self.config.num_layers)))
+        drawn.mul_(random_scale(spec, self._added))
         if spec.name.endswith(("o_proj.weight", "down_proj.weight")):
             drawn[: self.dims.size] = 0.0
+        if spec.name.endswith("router.weight"):  # what all tokens have in common would send them to the same experts
+            drawn[:, [self.dims.one, *range(self.dims.ballast.start, self.dims.ballast.stop)]] = 0.0
         self.heads.plant(spec.name.rsplit(".", 2)[-2], drawn, places)
         return drawn
 
+    @property
+    def _added(self) -> float:
+        """Roughly what a random sublayer adds to each dimension of the stream."""
+        return self.stream.random / math.sqrt(2 * self.config.num_layers)
+
+    def _packed(self, spec: TensorSpec) -> Tensor:
+        """Return random blocks or scales of experts in MXFP4, as dummies have them but for what `down_proj` writes."""
+        made = dummy_tensor(spec, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if spec.name.endswith("down_proj_blocks"):
+            made[:, : self.dims.size] = 0
+        elif spec.name.endswith("down_proj_scales"):
+            made -= round(-math.log2(self._added * 2))
+        return made
+
     def _places(self) -> list[Place]:
-        """Place the reads from the first layer to the last, each on its own kv head."""
-        last, num_bits, num_heads = self.config.num_layers - 1, self.text.num_bits, self.heads.num_heads
+        """Place the reads from the first layer to the last without a window, each on its own kv head."""
+        layers = [layer for layer, window in enumerate(self.config.sliding_window) if window is None]
+        last, num_bits, num_heads = len(layers) - 1, self.text.num_bits, self.heads.num_heads
         places = [
-            Place(round(bit * last / (num_bits - 1)), bit % num_heads, bit, read)
+            Place(layers[round(bit * last / (num_bits - 1))], bit % num_heads, bit, read)
             for bit, read in enumerate(self.text.reads)
         ]
         if len({place[:2] for place in places}) < num_bits:
@@ -115,8 +142,34 @@ class PlantedModel:
 
 
 def maker(config: ModelConfig) -> Callable[[TensorSpec], Tensor]:
-    """Return what makes the tensors of a planted model, for --load-format planted:maker."""
-    return PlantedModel(config).tensor
+    """Return what makes the tensors of a planted model, for --load-format planted:maker. Raises ModelError for a format
+    of quantized weights in which no text is planted."""
+    model, quantization = PlantedModel(config), config.quantization
+    if quantization is None or quantization.is_online or quantization.weight_scale == "mxfp4":
+        return model.tensor
+    if quantization.weight_scale != "blocks" or quantization.rounding != "groups":
+        raise ModelError(f"weights in FP8 with scales of each {quantization.weight_scale}: a text is planted in blocks")
+    shapes = {spec.name: spec.shape for spec in tensor_specs(config, EveryName())}
+
+    def make(spec: TensorSpec) -> Tensor:
+        end = quantization.scale_name
+        if "F8_E4M3" not in spec.dtypes and not spec.name.endswith(end):
+            return model.tensor(spec)
+        name = f"{spec.name.removesuffix(end)}weight" if spec.name.endswith(end) else spec.name
+        values, scales = in_blocks(model.tensor(TensorSpec(name, shapes[name])))
+        return scales if spec.name.endswith(end) else values
+
+    return make
+
+
+def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [out_size, in_size] in FP8, and the scales of its blocks. These are powers of two, so that powers
+    of two in the weight stay exact."""
+    rows, columns = weight.shape
+    blocks = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    largest = blocks.abs().amax((1, 3), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = torch.exp2(torch.ceil(torch.log2(largest / LARGEST)))
+    return round_to_scale_ref(blocks, scales).flatten(2).flatten(0, 1)[:rows, :columns], scales[:, 0, :, 0]
 
 
 def write_planted(

@@ -10,6 +10,8 @@ import torch
 
 from baton.engine.engine import Engine
 from baton.engine.model_config import ModelConfig
+from baton.engine.quantization import Quantization
+from baton.kernels.mxfp4 import GROUP
 from baton.metadata.handoff.schema import page_bytes
 
 
@@ -54,25 +56,43 @@ def weight_bytes(config: ModelConfig, num_tokens: int) -> tuple[int, int]:
     weights by which each token is multiplied. The experts of tokens are drawn uniformly."""
     size, experts = config.hidden_size, config.experts
     num_mixtures = 0 if experts is None else len(experts.layers)
-    always = (
+    dense = (
         config.num_layers * config.attention_products
         + (config.num_layers - num_mixtures) * 3 * size * config.intermediate_size
     )
-    read = active = always
+    read = active = 0
     if experts is not None:
-        expert, shared = 3 * size * experts.inner_size, 3 * size * experts.shared_size
+        expert = 3 * size * experts.inner_size
         share = 1 - (1 - experts.num_active / experts.num_experts) ** num_tokens
-        read += num_mixtures * int(share * experts.num_experts * expert + shared)
-        active += num_mixtures * (experts.num_active * expert + shared)
+        dense += num_mixtures * 3 * size * experts.shared_size
+        read = num_mixtures * int(share * experts.num_experts * expert)
+        active = num_mixtures * experts.num_active * expert
     head = size * config.vocab_size
-    return read * (2 if config.quantization is None else 1) + 2 * head, active + head
+    of_dense, of_expert = _number_bytes(config.quantization)
+    return int(dense * of_dense + read * of_expert) + 2 * head, dense + active + head
+
+
+def _number_bytes(quantization: Quantization | None) -> tuple[float, float]:
+    """Return the bytes of a number of the matrices for all tokens, the head aside, and of those of experts."""
+    if quantization is None:
+        return 2, 2
+    if quantization.weight_scale == "mxfp4":
+        return 2, 0.5 + 1 / GROUP
+    return 1, 1
+
+
+def kv_read_tokens(config: ModelConfig, num_tokens: int, kv_tokens: int) -> int:
+    """Return how many of `kv_tokens` a layer reads on average for `num_tokens` queries, each of a sequence of its own:
+    one with a window reads no more than that for each."""
+    read = [kv_tokens if window is None else min(kv_tokens, num_tokens * window) for window in config.sliding_window]
+    return sum(read) // len(read)
 
 
 def floor_s(engine: Engine, num_tokens: int, kv_tokens: int, limits: Limits, num_logits: int | None = None) -> float:
     """Return the least seconds of a step of `num_tokens` new tokens that reads the KV of `kv_tokens` tokens."""
     config = engine.model_config
     weights, products = weight_bytes(config, num_tokens)
-    kv_bytes = kv_tokens * page_bytes(engine.schema) // engine.schema.page_size
+    kv_bytes = kv_read_tokens(config, num_tokens, kv_tokens) * page_bytes(engine.schema) // engine.schema.page_size
     head = config.hidden_size * config.vocab_size
     flops = 2 * num_tokens * (products - head) + 2 * (num_tokens if num_logits is None else num_logits) * head
     return max((weights + kv_bytes) / limits.bytes_per_s, flops / limits.flops_per_s)

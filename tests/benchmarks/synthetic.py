@@ -2,6 +2,7 @@
 
     python tests/benchmarks/synthetic.py llama-3.1-8b DIR                             # random weights
     python tests/benchmarks/synthetic.py llama-3.1-8b DIR --planted --acceptance 0.8  # and a head in DIR/eagle3-0.8
+    python tests/benchmarks/synthetic.py gpt-oss-20b DIR --planted --config-only      # weights are made when loaded
 
 The weights are random, or they continue every prompt with a text that is known in advance (planted.py). Tensors are
 drawn one after the other, on a GPU if there is one, and at most one shard is held in memory. The same seed gives the
@@ -40,6 +41,15 @@ _QWEN2 = {
     "max_position_embeddings": 32768,
     "rope_theta": 1000000.0,
     "use_sliding_window": False,
+}
+MXFP4 = {  # the quantization_config of gpt-oss
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
 }
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {  # fields of config.json that differ between models
@@ -195,6 +205,45 @@ ARCHITECTURES |= {
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "tie_word_embeddings": False,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "quantization_config": MXFP4,
+    },
+}
+
+FP8_BLOCKS = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
 }
 
 _LOGIT_SPREAD = 3.0  # standard deviation of random logits
@@ -230,6 +279,14 @@ def random_tensor(spec: TensorSpec, config: ModelConfig, seed: int) -> Tensor:
     return noise.mul_(scale)
 
 
+def with_layers(fields: dict[str, Any], num_layers: int | None) -> dict[str, Any]:
+    """Return `fields` with another number of layers (None: their own), of the same kinds in turn."""
+    num_layers = fields["num_hidden_layers"] if num_layers is None else num_layers
+    kinds = fields.get("layer_types")
+    types = {} if kinds is None else {"layer_types": [kinds[layer % len(kinds)] for layer in range(num_layers)]}
+    return fields | {"num_hidden_layers": num_layers} | types
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the checkpoint that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -240,14 +297,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="fewer or more layers than the original has")
     parser.add_argument("--planted", action="store_true", help="a text that is known in advance (planted_text.py)")
     parser.add_argument("--config-only", action="store_true", help="for --load-format dummy or planted:maker")
+    parser.add_argument("--fp8-blocks", action="store_true", help="the loader makes weights in FP8, in blocks of 128")
     heads = "EAGLE-3 heads beside a planted model, in DIR/eagle3-A: shares of tokens that they propose right"
     parser.add_argument("--acceptance", type=float, nargs="+", default=[], metavar="A", help=heads)
     options = parser.parse_args(arguments)
     if options.acceptance and not options.planted:
         parser.error("--acceptance needs --planted")
-    fields = ARCHITECTURES[options.architecture] | {"dtype": options.dtype}
-    if options.layers is not None:
-        fields["num_hidden_layers"] = options.layers
+    fields = with_layers(ARCHITECTURES[options.architecture], options.layers) | {"dtype": options.dtype}
+    if options.fp8_blocks and "quantization_config" in fields:
+        parser.error(f"{options.architecture} is quantized already; leave --fp8-blocks out")
+    fields |= FP8_BLOCKS if options.fp8_blocks else {}
+    if "quantization_config" in fields and not options.config_only:
+        parser.error("quantized weights are made by the loader; add --config-only")
     model = None
     if options.config_only:
         config = write_config(options.directory, fields | (PLANTED if options.planted else {}))

@@ -16,10 +16,12 @@ import bench_sequences
 import pytest
 import torch
 from bench_tables import tables
-from planted import write_planted
+from planted import PLANTED, write_planted
 from planted_eagle3 import write_planted_eagle3
 from planted_models import small
 from roofline import Limits
+from synthetic import FP8_BLOCKS
+from tensor_files import write_config, write_tokenizer
 
 from baton.engine.config import EngineConfig
 from baton.engine.device_executor import DeviceExecutor
@@ -89,6 +91,17 @@ def test_a_part_runs_and_its_row_fits_the_tables(part: str, model: Path) -> None
     report = {"model": "small", "drafter": "the head" if part in DRAFTING else None, "topk": 1}
     table = tables({"engine": report | {"num_layers": 4, "hidden_size": 256, part: [row]}})
     assert ("the head" if part in DRAFTING else "small") in table, table
+
+
+@pytest.mark.parametrize("part", ["decode", "prefill"])
+@pytest.mark.parametrize(("architecture", "fields"), [("gpt-oss-20b", {}), ("llama-3.1-8b", FP8_BLOCKS)])
+def test_quantized_weights_that_are_made_are_measured(
+    architecture: str, fields: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, small(architecture, **fields) | PLANTED)
+    write_tokenizer(tmp_path, config.vocab_size)
+    row = run(part, tmp_path, speculative="none", load_format="planted:maker")
+    assert row["checked_tokens"] > 0 and row["x_floor"] > 0
 
 
 def test_adaptive_drafting_is_measured_with_other_kinds_of_sampling(model: Path) -> None:

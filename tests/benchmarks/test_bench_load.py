@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 from bench_load import Client, Talk, record, table
+from planted_text import PlantedText
 
 from baton.deploy.simulation.figures import Record, Slo, summary
 from baton.deploy.simulation.traffic import Arrival
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def ran(answer: Answer, model: Path, arrivals: Sequence[Arrival], talk: Talk = Talk()) -> Client:  # noqa: B008
+    """Return a client that has sent its requests to a server, which serves each by `answer`, and looked at them."""
+
+    async def run() -> Client:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            client = Client(server.sockets[0].getsockname()[1], "m", model, 0, talk)
+            await asyncio.wait_for(client.run(arrivals), 10)
+            return client
+
+    client = asyncio.run(run())
+    client.look()
+    return client
 
 
 def test_times_of_an_answer() -> None:
@@ -40,14 +59,7 @@ def test_a_refusal_is_a_failed_request_at_once(status: str, tmp_path: Path, caps
         await reader.read()
         writer.close()
 
-    async def run() -> Client:
-        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
-        async with server:
-            client = Client(server.sockets[0].getsockname()[1], "m", tmp_path, 0)
-            await asyncio.wait_for(client.run([Arrival(0.0, 4, 2)]), 10)
-            return client
-
-    client = asyncio.run(run())
+    client = ran(refuse, tmp_path, [Arrival(0.0, 4, 2)])
     assert (client.num_failed, client.answered) == (1, [])
     assert f"the router refused: HTTP/1.1 {status}" in capsys.readouterr().err
 
@@ -65,15 +77,27 @@ def test_each_turn_holds_the_whole_history(tmp_path: Path) -> None:
         await reader.read()
         writer.close()
 
-    async def run() -> Client:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with server:
-            client = Client(server.sockets[0].getsockname()[1], "m", tmp_path, 0, Talk(3, 5, 0.0))
-            await asyncio.wait_for(client.run([Arrival(0.0, 4, 2)]), 10)
-            return client
-
-    client = asyncio.run(run())
+    client = ran(answer, tmp_path, [Arrival(0.0, 4, 2)], Talk(3, 5, 0.0))
     assert [each.turn for each in client.answered] == [1, 2, 3] and client.num_failed == 0
     assert [each.rid for each in client.answered] == ["cmpl-1", "cmpl-2", "cmpl-3"]
     assert [len(prompt) for prompt in prompts] == [4, 4 + 2 + 5, 4 + 2 * (2 + 5)]
     assert prompts[1][:6] == [*prompts[0], 7, 1] and prompts[2][:13] == [*prompts[1], 7, 2]
+
+
+def test_answers_are_looked_at_after_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the client would blame the router for the time that it takes itself."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 4096, "max_position_embeddings": 64, "planted": true}')
+    events: list[str] = []
+    monkeypatch.setattr(PlantedText, "continuation", lambda *_: events.append("checked") or [7])
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        event = {"id": "cmpl-1", "choices": [{"token_ids": [7]}]}
+        writer.write(f"HTTP/1.1 200 OK\r\n\r\ndata: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
+        events.append("answered")
+        await reader.read()
+        writer.close()
+
+    client = ran(answer, tmp_path, [Arrival(0.0, 4, 1), Arrival(0.05, 4, 1)])
+    assert events == ["answered", "answered", "checked", "checked"]
+    assert (client.num_failed, client.num_wrong, client.num_checked, len(client.answered)) == (0, 0, 2, 2)

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from bench_plan import MEASURED, NAME, Cell, Comparison, Load, Measured, compare, comparison_table, largest_errors
+from bench_plan import MEASURED, NAME, Comparison, compare, comparison_table, largest_errors
 
 from baton.deploy.simulation.times import find, read
 
 
 def test_the_stated_error_is_the_largest_one_found() -> None:
     times = read(find(NAME))
-    comparisons = [compare(times, measured, 40) for measured in MEASURED]
-    ttft, tpot = largest_errors(comparisons)
+    ttft, tpot = largest_errors([compare(times, real) for real in MEASURED])
     assert times.error is not None
-    assert (times.error.ttft_p50, times.error.tpot_p99) == (
-        pytest.approx(ttft, abs=0.005),
-        pytest.approx(tpot, abs=0.005),
-    )
-    for each in comparisons:  # what is known of the real goodput
-        low, high = each.measured.good_share
-        assert low <= each.good_share.middle <= high, each.measured.load.name
+    assert times.error.ttft_p50 == pytest.approx(ttft, abs=0.005)
+    assert times.error.tpot_p99 == pytest.approx(tpot, abs=0.005)
 
 
-def test_the_bounds_of_a_goodput_follow_from_percentiles() -> None:
-    load = Load(1, 1, 1.0)
-    assert Measured(load, 100, 190, 5, 6).good_share == (0.99, 1.0)
-    assert Measured(load, 100, 210, 5, 6).good_share == (0.5, 0.99)
-    assert Measured(load, 210, 220, 5, 6).good_share == (0.0, 0.5)
-
-
-def test_a_cell_holds_nine_of_ten_runs_and_the_error_of_the_median() -> None:
-    cell = Cell.of([float(value) for value in range(101)])
-    assert (cell.low, cell.middle, cell.high) == (5.0, 50.0, 95.0)
-    assert cell.error(40) == pytest.approx(0.25)
-    assert cell.words(40, 0) == "40 / 50 (5 to 95): +25%"
-    comparison = Comparison(MEASURED[0], cell, cell, cell, cell, cell)
-    assert len({line.count("|") for line in comparison_table([comparison]).splitlines()}) == 1
+def test_an_error_is_a_share_of_the_real_value() -> None:
+    real = MEASURED[0]
+    comparison = Comparison(real, real._replace(ttft_p50=1.25 * real.ttft_p50, tpot_p99=0.5 * real.tpot_p99))
+    assert comparison.error("ttft_p50") == pytest.approx(0.25)
+    assert largest_errors([Comparison(real, real), comparison]) == (pytest.approx(0.25), pytest.approx(0.5))
+    head, _, *rows = comparison_table([comparison]).splitlines()
+    assert len(rows) == 1 and rows[0].count("|") == head.count("|") and "-50%" in rows[0]

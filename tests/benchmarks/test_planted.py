@@ -12,7 +12,7 @@ import synthetic
 import tensor_files
 import torch
 from node_pair import NodePair, params
-from planted import PLANTED, PlantedModel, write_planted
+from planted import PLANTED, PlantedModel, in_blocks, maker, write_planted
 from planted_models import random_prompt, small
 from planted_text import PlantedText
 from solo import Solo
@@ -22,6 +22,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.work import BatchRow
 from baton.kernels.attention import Tree
+from baton.kernels.fp8 import BLOCK, dequantized
 from baton.metadata.errors import ModelError
 
 Planted = Callable[..., Path]
@@ -98,7 +99,8 @@ def test_real_sizes_have_room_for_the_text(tmp_path: Path, architecture: str) ->
     model = PlantedModel(tensor_files.write_config(tmp_path, fields | {"rope_scaling": None}))
     layers = [place.layer for place in model.places]
     assert layers == sorted(set(layers))
-    assert (layers[0], layers[-1]) == (0, model.config.num_layers - 1)
+    without_window = [layer for layer, window in enumerate(model.config.sliding_window) if window is None]
+    assert (layers[0], layers[-1]) == (without_window[0], without_window[-1])
     assert (model.text.num_bits, model.text.key_bits, model.stream.scale) == (10, 13, 8.0)
 
 
@@ -168,6 +170,44 @@ def test_weights_may_be_made_where_they_are_loaded(architecture: str, tmp_path: 
     assert solo.run(sequence, 40, 3) == PlantedText(1024).continuation(prompt, 40)
     quantized = Solo(tmp_path, speculative="ngram", load_format="planted:maker", quantization="fp8")
     assert quantized.run(quantized.start(prompt, params(30), chunk=150), 20, 0) == sequence.token_ids[150:170]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "dtype"),
+    [
+        ("llama-3.1-8b", synthetic.FP8_BLOCKS, "float32"),
+        ("llama-3.1-8b", synthetic.FP8_BLOCKS, "bfloat16"),
+        ("qwen3-30b-a3b", synthetic.FP8_BLOCKS, "float32"),
+        ("deepseek-v2-lite", synthetic.FP8_BLOCKS, "float32"),
+        ("gpt-oss-20b", {}, "float32"),
+        ("gpt-oss-20b", {}, "bfloat16"),
+    ],
+)
+def test_weights_may_be_made_in_the_format_of_a_quantized_checkpoint(
+    architecture: str, fields: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    config = tensor_files.write_config(tmp_path, small(architecture, **fields) | PLANTED)
+    tensor_files.write_tokenizer(tmp_path, config.vocab_size)
+    solo = Solo(tmp_path, speculative="ngram", load_format="planted:maker", dtype=dtype)
+    prompt = random_prompt(300, 3)
+    assert solo.run(solo.start(prompt, params(60), chunk=37), 40, 3) == PlantedText(1024).continuation(prompt, 40)
+
+
+def test_blocks_of_fp8_keep_powers_of_two_and_odd_sizes() -> None:
+    weight = torch.randn(300, 200)
+    weight[:, 7] = 2.0
+    values, scales = in_blocks(weight)
+    assert (values.shape, scales.shape) == (weight.shape, (3, 2))
+    meant = dequantized(values, scales, BLOCK)
+    assert torch.equal(meant[:, 7], weight[:, 7])
+    torch.testing.assert_close(meant, weight, rtol=2**-4, atol=2**-8)
+
+
+def test_formats_without_a_planted_text_are_refused(tmp_path: Path) -> None:
+    fields = small(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+    config = tensor_files.write_config(tmp_path, fields | PLANTED)
+    with pytest.raises(ModelError, match="scales of each tensor: a text is planted in blocks"):
+        maker(config)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import synthetic
@@ -29,6 +30,7 @@ from baton.router.text.tokenizer import TextTokenizer
         ("qwen3-8b", 8.19),
         ("qwen3-30b-a3b", 30.53),
         ("deepseek-v2-lite", 15.71),
+        ("gpt-oss-20b", 20.91),
     ],
     ids=str,
 )
@@ -58,6 +60,42 @@ def test_a_model_without_weights_is_for_dummies(tmp_path: Path, monkeypatch: pyt
     settings = {"device": "cpu", "threads": 1, "num_pages": 64, "load_format": "dummy", "quantization": "fp8"}
     engine = Engine(EngineConfig(model=str(tmp_path), **settings))
     assert engine.forward([BatchRow(random_prompt(20), 0, [1, 2])]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "weight_scale"),
+    [("gpt-oss-20b", [], "mxfp4"), ("llama-3.1-8b", ["--fp8-blocks"], "blocks")],
+)
+@pytest.mark.parametrize("load_format", ["dummy", "planted:maker"])
+def test_quantized_weights_are_made_by_the_loader(
+    architecture: str, flags: list[str], weight_scale: str, load_format: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(synthetic.ARCHITECTURES, architecture, small(architecture))
+    planted = ["--planted"] if load_format == "planted:maker" else []
+    synthetic.main([architecture, str(tmp_path), "--layers", "6", "--config-only", *flags, *planted])
+    config = read_model_config(tmp_path)
+    assert config.quantization is not None and config.quantization.weight_scale == weight_scale
+    assert len(config.sliding_window) == 6
+    engine = Engine(EngineConfig(model=str(tmp_path), device="cpu", threads=1, num_pages=64, load_format=load_format))
+    logits = engine.forward([BatchRow(random_prompt(48), 0, [1, 2, 3], num_logits=48)]).float()
+    assert 0.5 < logits.std() < 3
+    assert len(set(logits.argmax(-1).tolist())) > 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gpt-oss-20b"], "add --config-only"),
+        (["llama-3.1-8b", "--fp8-blocks"], "add --config-only"),
+        (["gpt-oss-20b", "--fp8-blocks", "--config-only"], "quantized already"),
+    ],
+)
+def test_files_of_quantized_weights_are_not_written(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        synthetic.main([*arguments, str(tmp_path)])
+    assert words in capsys.readouterr().err
 
 
 def test_shards_are_bounded_indexed_and_alike_for_one_seed(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,13 +79,19 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Faults:
-    """The current plan, and the record of injected faults."""
+    """The current plan, and the record of injected faults.
+
+    All threads of the process read the clock or send messages, so any of them may find that the plan file is new. One
+    lock makes reading a file and taking its plan one step: every file is taken once, and never after a newer one.
+    """
 
     def __init__(self, path: Path, *, is_rank: bool = False) -> None:
         """`is_rank`: this process is rank 1 or above of a node."""
         self.path, self._is_rank = path, is_rank
         self._record = os.open(path.with_suffix(".faults"), os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC)
-        self._read_at = self._changed_at = 0.0
+        self._lock = threading.RLock()  # a finalizer may read the clock while its thread takes a plan
+        self._read_at = 0.0
+        self._file: tuple[int, int] | None = None  # which file the plan was taken from
         self._plan = Plan()
         self._num_spoilt: Counter[str] = Counter()  # under this plan
         self._num_struck = 0  # number of the last strike done
@@ -95,14 +102,19 @@ class Faults:
     @property
     def plan(self) -> Plan:
         """The current plan, read again if the file has changed."""
-        now = _real_monotonic()
-        if now - self._read_at > _REREAD_S:
-            self._read_at = now
-            changed_at = self.path.stat().st_mtime
-            if changed_at != self._changed_at:
-                self._changed_at = changed_at
-                self._take(msgspec.json.decode(self.path.read_bytes(), type=Plan))
+        if _real_monotonic() - self._read_at > _REREAD_S:
+            self.read()
         return self._plan
+
+    def read(self) -> None:
+        """Take the plan of the file now, unless it was taken from this file before."""
+        with self._lock:
+            self._read_at = _real_monotonic()
+            if _identity(self.path.stat()) == self._file:
+                return
+            with self.path.open("rb") as file:
+                self._file = _identity(os.fstat(file.fileno()))  # the path may name another file by now
+                self._take(msgspec.json.decode(file.read(), type=Plan))
 
     def monotonic(self) -> float:
         """Return the time as this process sees it."""
@@ -110,15 +122,16 @@ class Faults:
 
     def choose(self, shares: Mapping[Any, float], of: Way | Literal["page"]) -> str | None:
         """Draw the kind of fault for one message or page, or None."""
-        if not shares or self._num_spoilt[of] >= self._plan.most:
+        with self._lock:
+            if not shares or self._num_spoilt[of] >= self._plan.most:
+                return None
+            drawn = self.random.random()
+            for kind, share in shares.items():
+                drawn -= share
+                if drawn < 0:
+                    self._num_spoilt[of] += 1
+                    return kind
             return None
-        drawn = self.random.random()
-        for kind, share in shares.items():
-            drawn -= share
-            if drawn < 0:
-                self._num_spoilt[of] += 1
-                return kind
-        return None
 
     def note(self, kind: str, where: str, attempt: int = 0) -> None:
         """Record a fault."""
@@ -127,13 +140,14 @@ class Faults:
 
     def reach(self, event: str, attempt: int = 0) -> None:
         """Report that `event` happened. The process may get its strike here."""
-        strike = self._strike_of(self.plan)
-        if strike is None or strike.number == self._num_struck or strike.event != event:
-            return
-        if self._skip > 0:
-            self._skip -= 1
-            return
-        self._num_struck = strike.number
+        with self._lock:
+            strike = self._strike_of(self.plan)
+            if strike is None or strike.number == self._num_struck or strike.event != event:
+                return
+            if self._skip > 0:
+                self._skip -= 1
+                return
+            self._num_struck = strike.number
         who = "rank " if self._is_rank else ""
         self.note(f"{who}{signal.Signals(strike.signal).name}", event, attempt)
         os.kill(os.getpid(), strike.signal)
@@ -151,6 +165,11 @@ class Faults:
 
     def _strike_of(self, plan: Plan) -> Strike | None:
         return plan.rank_strike if self._is_rank else plan.strike
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    """Return what tells a plan file from the one that it replaced: both existed at once, so their inodes differ."""
+    return stat.st_ino, stat.st_mtime_ns
 
 
 class _Held(NamedTuple):

@@ -9,6 +9,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, get_args
 
 import pytest
 import zmq
-from faulty import Kind, Plan, Strike, Way
+from faulty import HOLD_S, Kind, Plan, Strike, Way
 from faulty_process import FaultyProcess
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, spin, unit
 from key_files import Listed
@@ -230,8 +231,9 @@ def transfer(request: pytest.FixtureRequest, process: FaultyProcess) -> Iterator
 
 @pytest.fixture
 def remote(process: FaultyProcess) -> Iterator[Transfer]:
-    """A transfer whose pages travel as raw frames."""
-    transfer = Transfer("zmq")
+    """A transfer whose pages travel as raw frames. No lease is renewed, after a quarter of it, before a delayed claim
+    comes: a node refuses to renew what was not claimed."""
+    transfer = Transfer("zmq", lease_s=8 * HOLD_S)
     yield transfer
     transfer.close()
 
@@ -331,6 +333,30 @@ def test_the_clock_never_goes_back(process: FaultyProcess) -> None:
     process.plan()
     assert process.faults.plan == Plan() and time.monotonic() >= ahead
     assert process.noted() == [("clock", "100 s ahead", 0)]
+
+
+def test_a_plan_is_taken_once_though_several_threads_read_it(process: FaultyProcess) -> None:
+    """Each plan is in force as soon as it is set, and stays so: no thread takes it again, or an older one."""
+    faults, is_over = process.faults, threading.Event()
+
+    def read_the_clock() -> None:
+        while not is_over.is_set():
+            faults.monotonic()
+
+    threads = [threading.Thread(target=read_the_clock) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for seed in range(1, 41):
+            process.plan(frames={"drop": 1.0}, most=1, seed=seed)
+            assert faults.choose(faults.plan.frames, "in") == "drop"
+            until = time.perf_counter() + 0.025  # longer than a file stays unread
+            while time.perf_counter() < until:
+                assert faults.plan.seed == seed and faults.choose(faults.plan.frames, "in") is None
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.fixture

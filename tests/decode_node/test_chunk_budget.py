@@ -307,19 +307,19 @@ def test_chunks_in_a_row_are_measured_together() -> None:
     assert costs.seconds(30, 0, is_joint=False) == pytest.approx(2.0)
 
 
-SIZES = JointSizes(joint_sizes([1, 2, 4, 8, 16, 32], NO_DRAFTS))
+SIZES = JointSizes([size for size in joint_sizes([1, 2, 4, 8, 16, 32], NO_DRAFTS) if size.num_tokens <= 256])
 
 
 @pytest.mark.parametrize(
     ("round_s", "max_gap_s", "expected"),
     [
-        (0.0068, None, (256, 1)),  # room for 3.4 ms
-        (0.0040, None, (128, 1)),  # 2.0 ms
-        (0.0016, None, (64, 1)),  # 0.8 ms
-        (0.0068, 0.015, (256, 1)),
+        (0.0068, 0.0102, (256, 1)),  # room for 3.4 ms
+        (0.0068, 0.0088, (128, 1)),  # 2.0 ms
+        (0.0068, 0.0076, (64, 1)),  # 0.8 ms
+        (0.0068, None, (128, 1)),  # one delays the streams by 1.0 ms, two of 64 by 1.2 ms, one of 256 by 2.5 ms
         (0.0068, 0.019, (616, 1)),  # a forward of its own fits in
         (0.0068, 0.0071, (FULL, RARE)),  # nothing does
-        (0.0006, None, (128, 4)),  # not each round has room: one in four has it for two of the shortest
+        (0.0006, None, (128, 1)),  # however short rounds are
     ],
 )
 def test_chunks_that_share_a_forward_have_the_lengths_that_it_is_prepared_for(
@@ -331,6 +331,39 @@ def test_chunks_that_share_a_forward_have_the_lengths_that_it_is_prepared_for(
     budget = ChunkBudget(costs, RoundSeconds(round_s), FULL, max_gap_s, SIZES)
     pace = budget.pace(1, 0, Queue(100))
     assert (pace.num_tokens, pace.every) == expected, pace
+
+
+@pytest.mark.parametrize(
+    ("queue", "max_gap_s", "num_tokens"),
+    [
+        (Queue(60), None, 64),
+        (Queue(100), None, 128),
+        (Queue(250), None, 256),  # delays the streams by 5.06 ms; two of 128, which keep 1.5 rounds, by 5.26 ms
+        (Queue(1023), None, 256),  # they take 48 ms beside rounds
+        (Queue(1100), None, FULL),  # they would take 52 ms
+        (Queue(500, depth=4000), None, 256),  # behind a history that was found in a cache
+        (Queue(500, depth=600, num_done=600), None, 128),  # the end of such a prompt: as long as the bound allows
+        (Queue(1000, depth=3000, num_done=3000), None, FULL),
+        (Queue(250), 0.0100, 128),  # the operator's bound comes first
+    ],
+)
+def test_a_chunk_that_shares_a_forward_delays_the_streams_as_little_as_it_can_in_all(
+    queue: Queue, max_gap_s: float | None, num_tokens: int
+) -> None:
+    joint = {64: 0.00165, 128: 0.00263, 256: 0.00506}  # beside 64 sequences of 8B on an H200
+    costs = ChunkCosts({16: 0.00445, 256: 0.00739, FULL: 0.0241})
+    costs.learn_joint(lambda num_tokens: joint[num_tokens], (64, 128, 256))
+    budget = ChunkBudget(costs, RoundSeconds(0.007), FULL, max_gap_s, SIZES)
+    pace = budget.pace(1, 0, queue)
+    assert (pace.num_tokens, pace.every) == (num_tokens, 1), pace
+    assert pace.is_within == (
+        0.007 + costs.seconds(num_tokens, 0, is_joint=pace.is_joint) <= (max_gap_s or 1.5 * 0.007)
+    )
+
+
+def test_the_rate_is_that_of_the_longest_chunk_within_the_bound() -> None:
+    rate = sized_budget(None, 0.004).rate(1, 0)
+    assert rate.token_s == pytest.approx((0.004 + 0.001) / 128) and rate.num_paced == int(QUEUE_S / rate.token_s)
 
 
 def sized_budget(max_gap_s: float | None, round_s: float = 0.0068) -> ChunkBudget:

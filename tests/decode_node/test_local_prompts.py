@@ -140,7 +140,7 @@ def test_a_drafter_proposes_the_same_after_a_local_prompt(
 
     scheduler._choose = choose
     proposed = record_drafts(pair)
-    for prompt_len in (1, 5, 12, 13):
+    for prompt_len in (1, 12, 13):
         prompt = [(7 * index + prompt_len) % 50 for index in range(prompt_len)]
         sampled = params(9, temperature=1.0, seed=prompt_len)
         without_drafts += [None] if is_joined else []

@@ -234,9 +234,9 @@ def test_caching_pages_with_holes_is_caught(
     """The defect: full pages go to the cache as soon as the target's KV is computed."""
     cache_pages = DecodeScheduler._cache_pages
 
-    def forgetful(self: DecodeScheduler, sequence: Any) -> None:
+    def forgetful(self: DecodeScheduler, sequence: Any, *args: Any, **more: Any) -> None:
         num_missed, sequence.num_missed = sequence.num_missed, 0
-        cache_pages(self, sequence)
+        cache_pages(self, sequence, *args, **more)
         sequence.num_missed = num_missed
 
     monkeypatch.setattr(DecodeScheduler, "_cache_pages", forgetful)

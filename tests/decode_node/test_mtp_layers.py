@@ -6,6 +6,7 @@ defect is put back and caught."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ from baton.prefill_node import scheduler as prefill_scheduler
 from .test_speculation import SETTINGS, prompts
 
 NUM_LAYERS = 3
-CASES = prompts((1, 2, 3, 4, 5, 8, 9, 13, 14, 15, 24), seed=3)
+CASES = prompts((1, 2, 3, 4, 8, 9, 14), seed=3)
 
 
 class Checked:
@@ -97,6 +98,17 @@ class Checked:
 MakeChecked = Callable[..., Checked]
 
 
+@functools.cache
+def plain_of(model: Path) -> dict[str, list[int]]:
+    """Return the ids by request without speculation."""
+    with node_pairs(checks_books=False) as start:
+        settings = {**SETTINGS, "num_pages": 200}
+        plain = start(model, prefill=settings, decode=settings)
+        for i, prompt in enumerate(CASES):
+            plain.submit(str(i), prompt, params(24))
+        return {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
+
+
 @pytest.fixture
 def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakeChecked]:
     with node_pairs(checks_books=False) as start:
@@ -107,13 +119,9 @@ def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Ma
 
         def make(kind: str, decode: dict[str, Any] | None = None, **both: Any) -> Checked:
             model = target_of(kind, checkpoint)
-            plain = pair_of(model, {})
-            for i, prompt in enumerate(CASES):
-                plain.submit(str(i), prompt, params(24))
-            texts = {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
             head = write_head(tmp_path / kind, kind, model)
             pair = pair_of(model, decode or {}, speculative="mtp", draft_model=str(head), **both)
-            return Checked(pair, kind, head, texts)
+            return Checked(pair, kind, head, plain_of(model))
 
         yield make
 
@@ -127,7 +135,7 @@ def test_layers_equal_a_recompute_after_handoff_and_partial_acceptance(
     checked.generate("cold")
     checked.generate("again")  # prefix hits in both caches
     stats = checked.pair.decode.rounds.stats
-    assert checked.num_checked > 200
+    assert checked.num_checked > 100
     assert 0 < stats.accepted_at[2] < stats.accepted_at[1] < stats.accepted_at[0] < stats.num_verified, stats
     checked.pair.check_books()
 

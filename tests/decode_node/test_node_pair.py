@@ -292,6 +292,28 @@ def test_the_ledger_is_reported(checkpoint: Callable[..., Path], make_pair: Make
     pair.run()
 
 
+@pytest.mark.parametrize("speculative", ["none", "standalone"])
+def test_pulled_pages_are_shared_while_their_request_runs(
+    speculative: str, checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    """All full pages, also if the drafter was left out of the first round."""
+    model = checkpoint("llama")
+    settings: dict[str, Any] = {"page_size": 4, "speculative": speculative}
+    if speculative == "standalone":
+        settings |= {"draft_model": str(model)}
+    pair = make_pair(model, prefill=settings, decode=settings)
+    prompt = prompts(50, (16,))[0]
+    pair.submit("first", prompt, params(60, draft_steps=0))
+    pair.step_until(lambda: pair.decode.scheduler.running)
+    pair.submit("second", prompt + prompt[:3], params(4))
+    pair.step_until(lambda: len(pair.decode.scheduler) == 2)
+    first, second = pair.decode.scheduler
+    if second.unit.rid == "first":
+        first, second = second, first
+    assert first.ended is None and second.lease is not None and second.lease.pages == first.pages[:4]
+    pair.run()
+
+
 @pytest.mark.parametrize("node", ["prefill", "decode"])
 @pytest.mark.parametrize("speculative", ["none", "ngram"])
 def test_logits_that_are_nan_fail_only_their_request(

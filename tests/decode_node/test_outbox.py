@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+
+import msgspec
 import pytest
 
 from baton.decode_node import outbox
@@ -80,5 +83,36 @@ def test_ended_sequences_are_kept_for_a_while(make_sequence: MakeSequence, monke
         generate(sequence, 7)
     (message,) = box.unsent([*sequences, running])
     assert set(message.ended) == {0, 1, 2}
-    found = [box.find_ended(sequence.unit) for sequence in (*sequences, running)]
-    assert found == [None, *sequences[1:], None]
+    assert [box.has_ended(sequence.unit) for sequence in (*sequences, running)] == [False, True, True, False]
+    assert box.again_of_ended(sequences[0].unit, 0) is box.again_of_ended(running.unit, 0) is None
+
+
+def test_an_ended_sequence_is_sent_again_as_it_was(make_sequence: MakeSequence) -> None:
+    box, sequence = Outbox(), make_sequence("r", 6, received=1, max_tokens=4)
+    generate(sequence, 11, 12, 13)
+    for first in (1, 2, 4, 9):
+        whole = box.again(sequence, first)
+        box.unsent([sequence])
+        assert box.again_of_ended(sequence.unit, first) == whole
+    assert columns(whole) == [("r", 4, [])] and whole.ended
+
+
+def test_no_prompt_is_kept_of_an_ended_sequence(make_sequence: MakeSequence) -> None:
+    """The books of a node hold some bytes per token of the output, and none per token of the prompt."""
+    sizes = list[int]()
+    for prompt_len in (3, 60):
+        box, sequence = Outbox(), make_sequence("r", prompt_len, max_tokens=1)
+        generate(sequence, 7)
+        box.unsent([sequence])
+        sizes.append(len(pickle.dumps(box)))
+    assert sizes[0] == sizes[1] < 1000
+
+
+def test_scores_of_a_prompt_that_were_sent_are_gone(make_sequence: MakeSequence) -> None:
+    box, sequence = Outbox(), make_sequence("r", 3, is_local=True, max_tokens=1)
+    sequence.request = msgspec.structs.replace(sequence.request, prompt_logprobs=True)
+    generate(sequence, 7)
+    box.unsent([sequence])
+    assert box.again_of_ended(sequence.unit, 1) is None, "the router lacks only them"
+    again = box.again_of_ended(sequence.unit, 0)
+    assert again is not None and columns(again) == [("r", 0, [7])]

@@ -58,6 +58,7 @@ def start(scheduler: RankedDecodeScheduler, rid: str, ids: list[int], **more: An
     assert scheduler.reserve(sequence)
     scheduler.start_pulled(sequence.unit)
     sequence.append_first(5, None, num_cached=0)
+    scheduler.share_computed(sequence)
     return sequence
 
 
@@ -297,6 +298,7 @@ def outcomes(scheduler: RankedDecodeScheduler, seed: int) -> list[Any]:
             if scheduler.reserve(sequence):
                 scheduler.start_pulled(sequence.unit)
                 sequence.append_first(5, None, num_cached=0)
+                scheduler.share_computed(sequence)
         plan = scheduler.ranks[0].plan()
         while plan.is_premature:
             settle(scheduler)

@@ -45,6 +45,7 @@ def start(scheduler: DecodeScheduler, sequence: Sequence, token: int = 5) -> Seq
     assert scheduler.reserve(sequence)
     scheduler.start_pulled(sequence.unit)
     sequence.append_first(token, None, num_cached=0)
+    scheduler.share_computed(sequence)
     return sequence
 
 
@@ -95,7 +96,7 @@ def test_the_budget_limits_chunks_beside_sequences_that_decode(
     start(scheduler, make_sequence("stream", 5))
     plan = scheduler.plan()
     assert compute_chunks(plan) == [3] and len(plan.decoding) == 1
-    assert asked == [(1, 0, Queue(11, depth=8))], "streams, draft steps, tokens that need KV"
+    assert asked == [(1, 0, Queue(11, depth=8, num_done=8))], "streams, draft steps, tokens that need KV"
     for _ in range(3):
         assert len(scheduler.plan().rows) == 1
         compute_chunks(scheduler.plan())

@@ -24,6 +24,7 @@ def chat(server: Server, text: str, *argv: str, **environ: str) -> subprocess.Co
         input=text,
         capture_output=True,
         text=True,
+        errors="surrogateescape",
         timeout=30,
         env={**os.environ, **environ},
         check=False,
@@ -40,6 +41,14 @@ def test_piped_lines_are_turns_and_history_is_kept(server: Server) -> None:
     assert "top_p" not in last, "what is not given is the model's own default"
     assert [message["role"] for message in last["messages"]] == ["system", "user", "assistant", "user"]
     assert last["messages"][2]["content"] == "answer 1 ü"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # of the locales en_US.UTF-8 and C.UTF-8
+def test_bytes_that_are_no_text_are_replaced(server: Server, errors: str) -> None:
+    """As in a file in Latin-1."""
+    result = chat(server, "caf\udce9\nnext\n", PYTHONIOENCODING=f"utf-8:{errors}")
+    assert (result.returncode, result.stdout) == (0, "answer 1 ü\nanswer 2 ü\n"), result.stderr
+    assert server.requests[-1]["messages"][0]["content"] == "caf\ufffd"
 
 
 @pytest.mark.parametrize(

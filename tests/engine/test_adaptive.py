@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import statistics
 from dataclasses import replace
@@ -288,8 +289,11 @@ def test_the_first_256_tokens_lose_two_percent_at_most() -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_not_slower_than_without_drafts_and_near_the_best(name: str) -> None:
+    """Unless BATON_WHOLE_MATRIX=1, with noise or without it: every two of batch, rate and noise meet."""
     seeds = itertools.count()
     for batch, rate, noise in itertools.product((1, 8, 32), ACCEPTANCE, ({}, NOISE)):
+        if ((batch == 8) + ACCEPTANCE.index(rate) + bool(noise)) % 2 and "BATON_WHOLE_MATRIX" not in os.environ:
+            continue
         machine, laters = replace(MACHINES[name], **noise), list[float]()
         for _ in range(3):
             world = World(machine, lambda stream, token, rate=rate: rate, batch, seed=next(seeds))

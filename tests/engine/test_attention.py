@@ -122,6 +122,17 @@ def test_two_batches_of_one_forward_attend_as_alone(
             torch.testing.assert_close(kv[1], expected_kv[1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", ["numba", "reference"])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_what_is_not_a_number_is_returned(rows: str, kind: Any, in_fp8: bool, checkpoint: Checkpoint) -> None:
+    """The node ends the request that it belongs to."""
+    config = read_model_config(checkpoint("mistral", sliding_window=4))
+    with preferring(kind):
+        found, _ = attend(config, ROWS[rows][:1], None, sinks=torch.full((4,), float("nan")), in_fp8=in_fp8)
+    assert found.shape == (len(ROWS[rows][0].input_ids), config.q_size) and found.isnan().all()
+
+
 def test_prompts_with_sinks_are_left_to_the_kernels(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's fused attention of whole prompts has no sinks."""
 

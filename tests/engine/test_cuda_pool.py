@@ -193,7 +193,7 @@ def test_warming_up_compiles_the_kernel_of_every_number_of_pages(
     def launch(kernel: Any, _grid: Any, _pools: Any, _others: Any, constants: dict[str, Any], *_: Any) -> None:
         launched.add((kernel, *constants.items()))
 
-    monkeypatch.setattr(triton_pages, "_launch", launch)
+    monkeypatch.setattr(triton_pages, "launch", launch)
     monkeypatch.setattr(cuda_pool, "page_checksums", triton_pages.page_checksums)
     plane = KvPlane("k", num_heads=num_heads, head_dim=8, dtype="float32")
     pools = make_pools(layouts=[KvLayout(1, 4, (plane,)), *LAYOUTS])

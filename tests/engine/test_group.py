@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import fork_context
 from group_ranks import LENS, PAIR_LENS, SIZE, WIDTH, be_late, leave_rank, rows_of, run_rank
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from baton.kernels.norm import add_rms_norm_
 
 
 def _start(target: Any, size: int, meeting: Path) -> tuple[list[Any], Any]:
-    context = multiprocessing.get_context("spawn")
+    context = fork_context()
     results = context.Queue()
     ranks = [context.Process(target=target, args=(rank, str(meeting), results)) for rank in range(size)]
     for rank in ranks:

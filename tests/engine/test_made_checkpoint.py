@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mxfp4
 import pytest
 import torch
 from node_pair import node_pairs, params
@@ -17,6 +18,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.made_checkpoint import EveryName, MadeCheckpoint, dummy_tensor
 from baton.engine.model_config import ModelConfig
+from baton.kernels.mxfp4 import unpacked
 from baton.metadata.errors import ConfigError, ModelError
 
 CPU = torch.device("cpu")
@@ -36,6 +38,7 @@ def without_weights(source: Path, path: Path, **fields: Any) -> Path:
     ("family", "fields"),
     [
         ("llama", {}),
+        ("gpt_oss", {"quantization_config": mxfp4.CONFIG, "intermediate_size": 96}),
         ("llama", {"quantization_config": SCHEMES["blocks"].config}),
         ("glm4_moe", {"quantization_config": SCHEMES["w8a8-static"].config}),
     ],
@@ -93,6 +96,22 @@ def test_numbers_follow_from_the_name() -> None:
     assert abs(float(made.read("a.weight").std()) * 16 - 1) < 0.05
     assert dummy_tensor(b, CPU).dtype is torch.float8_e4m3fn and torch.equal(dummy_tensor(norm, CPU), torch.ones(9))
     assert made.check(specs) == 2 * 64 * 256 + 64 * 256 + 2 * 9
+
+
+@pytest.mark.parametrize("in_size", [96, 512, 2880])
+def test_numbers_of_mxfp4_keep_the_scale_of_their_input(in_size: int) -> None:
+    blocks = TensorSpec("experts.down_proj_blocks", (2, 64, in_size // 32, 16), ("U8",))
+    scales = TensorSpec("experts.down_proj_scales", (2, 64, in_size // 32), ("U8",))
+    packed, powers = (dummy_tensor(spec, CPU).flatten(0, 1) for spec in (blocks, scales))
+    numbers = unpacked(packed.flatten(1), powers, 32)
+    assert numbers.shape == (128, in_size)
+    assert 0.7 < float(numbers.std()) * in_size**0.5 < 1.5
+
+
+def test_biases_are_zero() -> None:
+    """They would be equal for all tokens, and a router would send all tokens to few experts."""
+    for name in ("self_attn.o_proj.bias", "mlp.experts.down_proj_bias"):
+        assert not dummy_tensor(TensorSpec(name, (4, 8)), CPU).any()
 
 
 def test_every_scale_is_there_and_no_bias() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def test_a_template_in_a_file_of_its_own_wins(model_dir: Path) -> None:
     [
         ([{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}], "a"),
         ([{"name": "tool_use", "template": "b"}], None),
+        (["a", {"template": "a"}], None),
         ([], None),
         (None, None),
     ],
@@ -100,6 +102,65 @@ def test_only_numbers_are_defaults_of_sampling(model_dir: Path) -> None:
     assert card_of(model_dir).defaults == {"temperature": 1.0, "repetition_penalty": 1.1}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [
+        ("temperature", -1, "Expected `float` >= 0.0"),
+        ("temperature", float("nan"), "Expected `float` >= 0.0"),
+        ("temperature", 1e300, "Expected `float` <= 100.0"),
+        ("top_p", 7, "Expected `float` <= 1.0"),
+        ("top_k", 2**31, "Expected `int` <= 2147483647"),
+        ("top_k", float("inf"), "Expected `int`, got `float`"),
+        ("repetition_penalty", 0, "Expected `float` > 0.0"),
+    ],
+)
+def test_a_default_that_no_node_would_take_is_refused(name: str, value: float, bound: str, model_dir: Path) -> None:
+    """Each request that does not set the field itself would have it."""
+    (model_dir / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ModelError) as refused:
+        card_of(model_dir)
+    assert f"generation_config.json: {name} = {value} cannot be served ({bound})" in str(refused.value)
+
+
+def test_top_k_may_be_off_in_each_form(model_dir: Path) -> None:
+    for top_k in (-1, 0):
+        (model_dir / "generation_config.json").write_text(json.dumps({"top_k": top_k}))
+        assert card_of(model_dir).defaults == {"top_k": top_k}
+
+
+def test_an_end_outside_the_vocabulary_is_refused(model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 512]}))
+    with pytest.raises(ModelError, match=r"eos_token_id 512 is outside the vocabulary \(size 512\)"):
+        card_of(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"chat_template": 5}, "chat_template: Expected `str | null`, got `int`"),
+        ({"chat_template": [{"name": "default", "template": 5}]}, "chat_template: Expected `str | null`, got `int`"),
+        ({"chat_template": "a" * (2**20 + 1)}, "chat_template: Expected `str` of length <= 1048576"),
+        ({"bos_token": "a" * 4097}, "special_tokens[...]: Expected `str` of length <= 4096"),
+    ],
+    ids=["type", "type in a list", "length", "token"],
+)
+def test_a_card_that_no_router_could_read_is_refused(fields: dict[str, Any], words: str, model_dir: Path) -> None:
+    """The router would drop it, and the node would look for a router forever."""
+    with pytest.raises(ModelError, match="the router cannot take the model's " + re.escape(words)):
+        card_of(model_dir, **fields)
+
+
+def test_a_name_that_is_too_long_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match="give the model a shorter name with --model-name"):
+        read_card(model_dir, read_model_config(model_dir), "a" * 129, 300)
+
+
+def test_a_template_that_is_not_utf_8_is_named(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template.jinja is not UTF-8"):
+        card_of(model_dir)
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize(
     "content", [b"{", b"", b"\xff\xfe\x00", b"[1, 2]", b"null", b"[" * 100_000], ids=lambda b: b[:6]
@@ -109,6 +170,14 @@ def test_a_damaged_file_is_named(name: str, content: bytes, model_dir: Path) -> 
     (model_dir / name).write_bytes(content)
     with pytest.raises(ModelError, match=name):
         read_card(model_dir, config, "demo", 300)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"version": "1.0"', b"version https://git-lfs.github.com/spec/v1\n"])
+def test_a_tokenizer_that_the_router_could_not_read_is_refused(content: bytes, model_dir: Path) -> None:
+    """The node would join, and no request could be served."""
+    (model_dir / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"tokenizer.json cannot be read \(.+\); copy the checkpoint again"):
+        card_of(model_dir)
 
 
 def test_the_tokenizer_travels_whole_under_the_digest_of_the_card(model_dir: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from drafters import perturbed, settings, target_of
+from forked import forked_ranks
 from node_pair import params
 from own_ranks import OwnRanks
 from solo import Solo
@@ -49,7 +50,7 @@ def test_processes_with_sequences_of_their_own_give_the_tokens_of_one(
     if name == "standalone":
         drafting["draft_model"] = str(perturbed(model, tmp_path / "often right", 0.05))
     one = Solo(model, **drafting)
-    with RankedEngine(_config(model, **drafting), 2, num_slots=8, divides_sequences=True) as ranked:
+    with forked_ranks(), RankedEngine(_config(model, **drafting), 2, num_slots=8, divides_sequences=True) as ranked:
         world = OwnRanks(OwnWorkExecutor(ranked))
         assert ranked.engine.kv.shape[3] == one.engine.kv.shape[3], "a rank has all heads"
         started = world.start({1: LATE}, chunk=5)

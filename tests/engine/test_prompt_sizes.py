@@ -24,6 +24,7 @@ def test_larger_layers_have_fewer_buckets() -> None:
     assert largest == [1536, 512, 128]
     assert bucket_sizes(1) == list(BUCKETS)
     assert bucket_sizes(218_103_808, 2)[-1] == 1024, "each of two ranks computes half"
+    assert bucket_sizes(218_103_808, is_fp8=True)[-1] == 1024, "in half the time"
 
 
 def test_an_engine_without_graphs_holds_no_chunk() -> None:

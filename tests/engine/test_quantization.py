@@ -4,6 +4,7 @@ model that rounds alike, for every batch, chunk and number of drafts."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,6 +72,20 @@ def test_ranks_that_would_round_other_rows_are_refused(checkpoint: Callable[...,
         check_shares(wide, 2, "the model")
 
 
+@pytest.mark.parametrize("has_all_heads", [False, True])
+def test_ranks_share_whole_blocks_of_experts(
+    has_all_heads: bool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 256}
+    plain = checkpoint("qwen3_moe", **sizes, moe_intermediate_size=128)
+    blocks = read_model_config(quantized(plain, tmp_path / "fp8", BLOCKS))
+    with pytest.raises(ConfigError, match="2 ranks would have 64 hidden units of an expert each, which cuts a block"):
+        check_shares(blocks, 2, "the model", has_all_heads=has_all_heads)
+    assert blocks.experts is not None
+    wide = dataclasses.replace(blocks, experts=dataclasses.replace(blocks.experts, inner_size=256))
+    check_shares(wide, 2, "the model", has_all_heads=has_all_heads)
+
+
 def test_ranks_share_whole_blocks_of_attention_to_latents(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Of 4 heads each rank has 2, whose keys and values are those of the whole model."""
     sizes = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "intermediate_size": 256}
@@ -97,7 +112,7 @@ class OneOf(OneRank):
         self.rank, self.size = rank, size
 
 
-@pytest.mark.parametrize("name", ["blocks", "fp8-static", "w8a16"])
+@pytest.mark.parametrize("name", ["blocks", "fp8-static", "w8a8-static", "w8a16"])
 def test_the_shares_of_ranks_sum_to_the_whole(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """A feed-forward layer of 256 hidden units on two ranks: each rounds the rows as one rank does."""
     plain = checkpoint("llama", intermediate_size=256)
@@ -139,6 +154,17 @@ class RoundingReference(Reference):
         self.model.generation_config.eos_token_id = None
 
 
+@functools.cache
+def texts_of(plain: Path, name: str) -> list[list[int]]:
+    """Return the text for each of PROMPTS of the model that rounds as the scheme of that name says."""
+    reference = RoundingReference(plain, scheme_of(name))
+    return [reference.generate(prompt, LENGTH) for prompt in PROMPTS]
+
+
+def scheme_of(name: str) -> Scheme:
+    return ONLINE if name == "online" else SCHEMES[name]
+
+
 @pytest.mark.parametrize(
     ("name", "drafter", "nodes"),
     [
@@ -164,7 +190,7 @@ def test_the_text_is_that_of_a_model_that_rounds_alike(
     tmp_path: Path,
     start: Callable[..., NodePair],
 ) -> None:
-    plain, scheme = checkpoint("llama", intermediate_size=200), ONLINE if name == "online" else SCHEMES[name]
+    plain, scheme = checkpoint("llama", intermediate_size=200), scheme_of(name)
     model = plain if name == "online" else quantized(plain, tmp_path / name, scheme)
     speculation = {} if drafter == "none" else drafters.settings(drafter, plain, tmp_path, steps=3)
     own = {role: nodes.get(role, {}) for role in ("prefill", "decode")}
@@ -172,7 +198,7 @@ def test_the_text_is_that_of_a_model_that_rounds_alike(
     both = {"page_size": 4, "num_pages": 240, "max_running": 10, **nodes, **speculation}
     pair = start(model, **{role: both | more for role, more in own.items()})
     reference = RoundingReference(plain, scheme)
-    expected = [reference.generate(prompt, LENGTH) for prompt in PROMPTS]
+    expected = texts_of(plain, name)
     for turn in ("first", "again"):  # alone at first, then in company
         for index, prompt in enumerate(PROMPTS):
             pair.submit(f"{turn} {index}", prompt, params(LENGTH))

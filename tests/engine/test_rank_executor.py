@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from drafters import perturbed
+from forked import forked_ranks
 from heads import write_head
 from rank_outputs import NUM_SLOTS, REQUESTS, Output, assert_equal, serve
 from solo import Running
@@ -70,7 +71,8 @@ class Pairs:
         if self._ranked is None or self._wanted != wanted:
             self.close()
             config, self._wanted = _config(self._model, **(settings or self._drafter)), wanted
-            self._ranked = RankedEngine(config, 2, num_slots=NUM_SLOTS, divides_sequences=divides_sequences)
+            with forked_ranks():
+                self._ranked = RankedEngine(config, 2, num_slots=NUM_SLOTS, divides_sequences=divides_sequences)
         return self._ranked
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from forked import forked_ranks
 from rank_functions import echo, fail, hang, hang_in_group
 
 from baton.engine.group import CpuGroup
@@ -32,7 +33,7 @@ def _are_gone(pids: Sequence[int]) -> bool:
 @contextmanager
 def ready(size: int, run: Callable[..., None], *args: Any) -> Iterator[RankProcesses]:
     """Start the processes of `size` ranks, and wait until each has said that it is ready."""
-    with RankProcesses(size, run, *args, timeout_s=60.0) as processes:
+    with forked_ranks(), RankProcesses(size, run, *args, timeout_s=60.0) as processes:
         processes.wait_ready()
         yield processes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import psutil
 import pytest
 import torch
 from drafters import settings
+from rank_functions import vanish
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine import ranked_engine
@@ -47,6 +49,19 @@ def test_a_start_that_fails_says_why_and_leaves_no_rank(checkpoint: Callable[...
         RankedEngine(config, 2, num_slots=2)
     ranks = [each for each in psutil.Process(os.getpid()).children() if "spawn_main" in " ".join(each.cmdline())]
     assert not [each for each in ranks if "resource_tracker" not in " ".join(each.cmdline())]
+
+
+def test_a_rank_that_ends_before_it_meets_the_others_ends_the_start_at_once(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group would wait for it for START_TIMEOUT_S."""
+    monkeypatch.setattr(ranked_engine, "run_rank", vanish)
+    monkeypatch.setattr(ranked_engine, "START_TIMEOUT_S", 60.0)
+    config = DecodeConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=16, speculative="none")
+    begun = time.monotonic()
+    with pytest.raises(RankLost, match=r"^rank 1 \(process \d+\) ended with exit code -9; all ranks were ended"):
+        RankedEngine(config, 2, num_slots=2)
+    assert time.monotonic() - begun < 50
 
 
 def test_the_error_of_a_rank_is_in_that_of_the_node(checkpoint: Callable[..., Path]) -> None:

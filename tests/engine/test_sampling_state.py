@@ -17,6 +17,7 @@ from baton.engine.sampling_state import (
     Needs,
     SamplingState,
     covering,
+    each_kind,
 )
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -141,3 +142,12 @@ def test_a_batch_is_served_by_a_kind_that_serves_each_of_its_rows(others: tuple[
     for needs in ALL[::7]:
         kind = covering(Needs.any_of([needs, *others]))
         assert all(does(kind, each) for each in (needs, *others))
+
+
+def test_a_warm_up_has_every_kind_and_every_step_of_sampling() -> None:
+    states = each_kind(50)
+    assert {covering(state.needs) for state in states} == set(KINDS)
+    every = Needs.any_of(state.needs for state in states)
+    assert every == Needs(*[True] * 6, masks=False, num_logprobs=1)
+    assert any(state.prompt_ids and state.output_ids and state.bias and state.banned_ids for state in states)
+    assert {state.position for state in states} == {2}

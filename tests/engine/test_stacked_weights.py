@@ -15,7 +15,7 @@ from baton.engine.quantization import Quantization
 from baton.engine.ranks import Ranks
 from baton.engine.stacked_weights import StackedWeight
 from baton.engine.weights import CheckpointWeights, ListedWeights
-from baton.kernels.mxfp4 import unpacked
+from baton.kernels.mxfp4 import from_checkpoint, unpacked
 from baton.metadata.errors import ModelError
 
 NUM_EXPERTS, SIZE, INNER = 3, 64, 96
@@ -81,17 +81,26 @@ def test_ranks_share_the_hidden_units(model: Path) -> None:
     assert torch.equal(halves[0].bias, whole.bias)
 
 
+def test_ranks_with_some_columns_round_whole_rows(model: Path) -> None:
+    """A row's scale in FP8 is that of all ranks' columns, or text would depend on their number."""
+    for rank in range(2):
+        group = down(model, rank, 2).ranks
+        assert group is not None and (group.rank, group.size) == (rank, 2)
+        assert up(model, rank, 2).ranks is None
+    assert down(model).ranks is None
+
+
 @pytest.mark.parametrize(("size", "group"), [(1, 32), (2, 16), (3, 32), (6, 16), (12, 8), (48, 2)])
 def test_ranks_share_packed_columns(size: int, group: int, model: Path) -> None:
     """Also if a group of 32 columns falls to two of them: each then has the group's scale."""
     stored = Checkpoint(model)
     blocks, scales = (stored.read(f"down_{name}").flatten(0, 1) for name in ("blocks", "scales"))
-    whole, shares = unpacked(blocks.flatten(1), scales, 32), []
+    whole, shares = unpacked(*from_checkpoint(blocks.flatten(1), scales), 32), []
     for rank in range(size):
         source = down(model, rank, size)
         own = [torch.cat(source.parts(name)) for name in ("blocks", "scales")]
         assert source.in_size // own[1].shape[1] == group
-        shares.append(unpacked(*own, group))
+        shares.append(unpacked(*from_checkpoint(*own), group))
     assert torch.equal(torch.cat(shares, 1), whole)
 
 

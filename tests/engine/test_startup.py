@@ -55,12 +55,14 @@ def test_a_nodes_name_is_what_the_allow_list_calls_its_key(tmp_path: Path) -> No
 def test_full_collections_pass_over_what_was_there_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each of them holds up every stream, for 0.1 s where torch is loaded."""
     made: list[list[int]] = []
+    thresholds = gc.get_threshold()
     membership = SimpleNamespace(is_over=False, member=None)
     for name in ("install_signals", "start", "report", "wait", "close"):
         setattr(membership, name, lambda: None)
 
     class OneStep:
         handoff = SimpleNamespace(close=lambda: None)
+        is_idle = True
 
         def __init__(self) -> None:
             made.append([1])
@@ -84,3 +86,4 @@ def test_full_collections_pass_over_what_was_there_before_the_first_step(monkeyp
         assert gc.get_freeze_count() > 10_000
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)

@@ -107,6 +107,40 @@ def test_tensors_that_would_be_ignored(model_dir: Path) -> None:
         load(model_dir)
 
 
+LEFT_OVER = ("lm_head.bias", "model.embed_norm.weight", "model.layers.2.mlp.up_proj.weight", "score.weight")
+
+
+@pytest.mark.parametrize("name", LEFT_OVER)
+def test_tensors_beside_the_layers_are_not_ignored(name: str, model_dir: Path) -> None:
+    replace(model_dir, **{name: torch.zeros(64)})
+    with pytest.raises(ModelError, match=rf"has tensors that LlamaForCausalLM does not use \({name}\)"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize(
+    "name", ["mtp.fc.weight", "model.mtp.layers.0.eh_proj.weight", "model.layers.2.eh_proj.weight"]
+)
+def test_prediction_layers_are_no_part_of_the_model(name: str, model_dir: Path) -> None:
+    """Also in layouts that no drafter serves."""
+    replace(model_dir, **{name: torch.zeros(64)})
+    load(model_dir)
+
+
+def test_tied_embeddings_may_be_stored_twice(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = Path(shutil.copytree(checkpoint("llama", tie_word_embeddings=True), tmp_path / "model"))
+    embedding = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    replace(model_dir, **{"lm_head.weight": embedding.clone()})
+    load(model_dir)
+
+
+@pytest.mark.parametrize(
+    "name", ["k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale", "kv_scale"]
+)
+def test_scales_of_a_cache_in_fp8_are_not_needed(name: str, model_dir: Path) -> None:
+    replace(model_dir, **{f"model.layers.1.self_attn.{name}": torch.ones(())})
+    load(model_dir)
+
+
 def test_rows_are_put_in_order_with_their_scales() -> None:
     order = torch.tensor([1, 0, 3, 2])
     weight = torch.arange(8.0).view(4, 2)

@@ -15,6 +15,8 @@ from drafters import settings, target_of
 from heads import write_head
 from node_pair import params
 from solo import Solo, spoil
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3))]
 
@@ -56,6 +58,38 @@ def test_graphs_over_latents_bring_what_direct_calls_bring(
     captured = Solo(model, device="cuda", num_pages=200, num_slots=5, buckets=(1, 2), **drafting)
     captured.rounds.executor.warm_up()
     assert run(captured) == direct
+
+
+class Operations(TorchDispatchMode):
+    """Records torch's operations on CUDA tensors, with the dtypes of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtypes = tuple(each.dtype for each in tree_leaves(args) if isinstance(each, torch.Tensor) and each.is_cuda)
+        if dtypes:
+            self.met.add((func, *dtypes))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+def test_the_first_request_of_a_kind_runs_no_kernel_for_the_first_time(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The device would load it meanwhile, which takes up to 70 ms."""
+    model = target_of(name, checkpoint)
+    solo = Solo(model, device="cuda", num_pages=200, num_slots=5, buckets=(1, 2), **settings(name, model, tmp_path))
+    with Operations() as before:
+        solo.engine.warm_up(16)
+        solo.rounds.executor.warm_up()
+        solo.run(solo.start(PROMPTS[0], params(20)), 8, 2)
+    stops = {"temperature": 0.7, "top_k": 5, "min_p": 0.1, "min_tokens": 4, "stop_ids": (3, 4)}
+    for kind in (*PARAMS, stops, {"frequency_penalty": 0.4, "top_p": 0.8, "num_logprobs": 3}):
+        with Operations() as service:
+            solo.run(solo.start(PROMPTS[1], params(20, seed=1, **kind)), 8, 2)
+        assert service.met <= before.met, (kind, service.met - before.met)
 
 
 STEPS = (5, 0, 0, 5, 1, *[0] * 15, 5, 5, 0, 3, *[0] * 6, 2, 0, 5)

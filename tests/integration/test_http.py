@@ -271,7 +271,7 @@ BAD: list[tuple[bytes, int, str | None]] = [
     (b"{", 400, None),
     (b'{"model": "demo", "prompt": "\xff"}', 400, None),
     (b'{"model": "demo", "prompt": "x", "user": "\xc3\x28"}', 400, None),
-    (b'{"model": "demo", "prompt": "\\ud800"}', 400, None),
+    (b'{"model": "demo", "prompt": "\\ud800"}', 400, "prompt"),
     (b'{"model": "demo", "prompt": ' + b"[" * 200_000, 400, "prompt"),
     (b'{"model": "demo", "prompt": "x", "metadata": {"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}", 400, None),
     (b'{"model": "demo", "prompt": "' + b"x" * 10_000_000 + b'"}', 413, None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,28 @@ def test_16_bits(dtype: torch.dtype, atol: float) -> None:
         expected = paged_attention_ref(q, kv[0].nan_to_num(), table, query_lens, seq_lens, 6, sinks=sinks)
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 40])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_key_that_is_nan_reaches_whoever_sees_it(query_len: int, has_sinks: bool, dtype: torch.dtype) -> None:
+    sinks = torch.zeros(4) if has_sinks else None
+    for seq_len in range(query_len, query_len + 20):
+        q, kv, table = make_pool((query_len,), (seq_len,), 4, 2, 4, dtype)
+        kv[0, table[0, 0], 0, :, 0] = float("nan")
+        for window in (None, 64):
+            plan = plan_of(table, (query_len,), (seq_len,), 4, 2, window, dtype)
+            assert paged_attention(q, kv[0], plan, window, sinks=sinks).isnan().all(), (seq_len, window)
+
+
+def test_whole_prompts_see_a_key_that_is_nan() -> None:
+    for seq_len in range(1, 40):
+        q, kv, table = make_pool((seq_len,), (seq_len,), 4, 2, 4)
+        kv[0, table[0, 0], 0, :, 0] = float("nan")
+        sizes: dict[str, Any] = {"page_size": 4, "num_kv_heads": 2, "dtype": torch.float32}
+        plan = AttentionPlan.build(table, (seq_len,), (seq_len,), **sizes, windows=frozenset({None}))
+        assert paged_attention(q, kv[0], plan, None).isnan().all(), seq_len
 
 
 def test_the_reference_is_the_formula() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.mxfp4 import unpacked
+from baton.kernels.mxfp4 import from_checkpoint, unpacked
 
 
 def test_each_value_in_each_half_of_a_byte() -> None:
@@ -13,9 +13,9 @@ def test_each_value_in_each_half_of_a_byte() -> None:
     values += [-value for value in values]
     packed = torch.arange(256, dtype=torch.uint8).view(16, 16)
     scales = torch.arange(119, 135, dtype=torch.uint8).view(16, 1)
-    expected = [[values[byte % 16], values[byte // 16]] for byte in range(256)]
+    low, high = (torch.tensor([values[byte >> shift & 15] for byte in range(256)]).view(16, 16) for shift in (0, 4))
     powers = 2.0 ** torch.arange(-8, 8).unsqueeze(1)
-    assert torch.equal(unpacked(packed, scales, 32), torch.tensor(expected).view(16, 32) * powers)
+    assert torch.equal(unpacked(packed, scales, 32), torch.cat((low, high), 1) * powers)
 
 
 @pytest.mark.parametrize("group", [32, 16, 2])
@@ -24,6 +24,17 @@ def test_a_scale_is_that_of_its_columns(group: int) -> None:
     scales = torch.randint(120, 130, (3, 64 // group), dtype=torch.uint8)
     expected = (2.0 ** (scales.float() - 127)).repeat_interleave(group, 1)
     assert torch.equal(unpacked(packed, scales, group), expected)
+
+
+@pytest.mark.parametrize(("num_groups", "group"), [(2, 32), (3, 16), (16, 2)])
+def test_columns_of_a_checkpoint_are_side_by_side_in_halves(num_groups: int, group: int) -> None:
+    packed = torch.randint(256, (3, num_groups * group // 2), dtype=torch.uint8)
+    scales = torch.randint(120, 130, (3, num_groups), dtype=torch.uint8)
+    of_pairs = torch.stack((packed & 15, packed >> 4), 2).view(3, num_groups, group)
+    ours, own_scales = from_checkpoint(packed, scales)
+    halves = torch.stack([half.view(3, num_groups, -1) for half in (ours & 15, ours >> 4)], 2)
+    assert torch.equal(halves.flatten(2), of_pairs)
+    assert torch.equal(own_scales, scales) and own_scales.stride() == (16, 1)
 
 
 def test_bfloat16_holds_every_number() -> None:
@@ -40,7 +51,8 @@ def test_numbers_are_those_of_transformers() -> None:
     blocks = torch.randint(256, (3, 10, 4, 16), dtype=torch.uint8)
     scales = torch.randint(110, 130, (3, 10, 4), dtype=torch.uint8)
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    assert torch.equal(unpacked(blocks.view(30, 64), scales.view(30, 4), 32), theirs.flatten(0, 1))
+    ours = unpacked(*from_checkpoint(blocks.view(30, 64), scales.view(30, 4)), 32)
+    assert torch.equal(ours, theirs.flatten(0, 1))
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

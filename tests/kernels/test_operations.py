@@ -47,7 +47,7 @@ DECLARED = {
     "advance": ["advance_"],
     "rows": ["gather_rows", "assign_rows_", "packed"],
     "trees": ["grow_", "choose", "ancestry", "walk_chain", "walk_tree", "move_slots_"],
-    "copies": ["copy_numbers_", "copy_columns_"],
+    "copies": ["copy_numbers_", "copy_columns_", "load_column_"],
     "pages": ["page_checksums"],
 }
 # Operations whose arguments depend on the backend: callers ask `function`.

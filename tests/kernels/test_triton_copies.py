@@ -8,7 +8,8 @@ from triton_device import DEVICE
 
 pytest.importorskip("triton")
 
-from baton.kernels.triton_copies import copy_columns_, copy_numbers_
+from baton.kernels.copies import load_column_ref_
+from baton.kernels.triton_copies import copy_columns_, copy_numbers_, load_column_
 
 
 def host(*shape: int) -> torch.Tensor:
@@ -31,3 +32,20 @@ def test_all_numbers(shape: tuple[int, int]) -> None:
     target = copy_numbers_(torch.full(shape, -1, device=DEVICE), source)
     copy_numbers_(back.pin_memory() if DEVICE == "cuda" else back, target)
     assert torch.equal(target.cpu(), source)
+
+
+@pytest.mark.parametrize(("num_ints", "num_floats", "num_doubles"), [(7, 5, 1), (1, 0, 2), (30, 3, 0)])
+def test_a_column_of_three_tables(num_ints: int, num_floats: int, num_doubles: int) -> None:
+    """Other columns stay as they are. Integers keep all bits, and infinities their sign."""
+    numbers = host(num_ints + num_floats + num_doubles)
+    reals = torch.arange(num_floats + num_doubles).double() / 3
+    reals[:1] = -torch.inf
+    numbers[num_ints:] = reals.view(torch.int64)
+    sizes = ((num_ints, torch.int64), (num_floats, torch.float32), (num_doubles, torch.float64))
+    found = [torch.full((size, 9), 5, dtype=dtype, device=DEVICE) for size, dtype in sizes]
+    expected = [table.clone() for table in found]
+    for row in (8, 0, 3):
+        load_column_(*found, numbers, row)
+        load_column_ref_(*expected, numbers, row)
+    assert all(map(torch.equal, found, expected))
+    assert found[0][:, 3].tolist() == numbers[:num_ints].tolist() and (found[0][:, 4] == 5).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_device import DEVICE, random
+from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
 
@@ -35,12 +35,18 @@ def test_products_of_mxfp4_with_biases(
     check_products(x, None, weight._replace(bias=None), chosen, num_experts, dtype)
 
 
-@pytest.mark.parametrize("scale", [0, 1, 100, 127, 140, 200])
-def test_numbers_of_mxfp4_are_exact(scale: int) -> None:
-    """Each of the 16 values in each half of a byte, by a product with unit rows."""
+EXACT = [(torch.float32, scale) for scale in (0, 1, 100, 127, 140, 200)]
+EXACT += [] if IS_INTERPRETED else [(torch.bfloat16, scale) for scale in (3, 100, 127, 140, 200, 250)]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), EXACT)
+@pytest.mark.parametrize("num_rows", [1, 32, 64, 128, 129])
+def test_numbers_of_mxfp4_are_exact(num_rows: int, dtype: torch.dtype, scale: int) -> None:
+    """Each of the 16 values in each half of a byte, by a product with unit rows, in blocks of each size."""
     values = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
     weight = ExpertWeight(values, torch.full((16, 1), scale, dtype=torch.uint8, device=DEVICE), 32)
-    chosen = torch.zeros(32, 1, dtype=torch.int64, device=DEVICE)
-    places, x = place_experts_ref(chosen, 1), torch.eye(32, device=DEVICE)
+    chosen = torch.zeros(num_rows, 1, dtype=torch.int64, device=DEVICE)
+    columns = torch.arange(num_rows, device=DEVICE) % 32
+    places, x = place_experts_ref(chosen, 1), torch.eye(32, dtype=dtype, device=DEVICE)[columns]
     found = triton_experts.experts_linear(x, None, weight, places, torch.float32)
-    assert torch.equal(found, weight.numbers(1, torch.float32)[0].T)
+    assert torch.equal(found, weight.numbers(1, torch.float32)[0].T[columns])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_device import ULP, random
+from triton_device import DEVICE, ULP, random
 
 pytest.importorskip("triton")
 
@@ -58,3 +58,25 @@ def test_experts_of_one_row_of_fp8(size: int, inner_size: int, rows: int, is_pow
     expected = experts_of_row_ref(*args, **options)
     bound = 2e-2 * float(expected.abs().max())  # an inner number may be rounded to the next one of FP8
     torch.testing.assert_close(experts_of_row(*args, **options), expected, atol=bound, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clamp", [None, SwigluClamp(0.5, 0.9)])
+@pytest.mark.parametrize(("size", "inner_size", "group"), [(96, 64, 32), (256, 48, 16)])
+def test_experts_of_one_row_of_mxfp4(
+    size: int, inner_size: int, group: int, clamp: SwigluClamp | None, dtype: torch.dtype
+) -> None:
+    num_experts, generator = 7, torch.Generator().manual_seed(1)
+
+    def weight_of(num_rows: int, columns: int) -> ExpertWeight:
+        values = torch.randint(256, (num_rows, columns // 2), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(117, 124, (num_rows, columns // group), dtype=torch.uint8, generator=generator)
+        return ExpertWeight(values.to(DEVICE), scales.to(DEVICE), group, random(num_rows, seed=2).to(dtype))
+
+    x, shares = random(1, size, dtype=dtype), random(1, 3, seed=1).abs()
+    gate_up, down = weight_of(num_experts * 2 * inner_size, size), weight_of(num_experts * size, inner_size)
+    args = (x, choose(1, num_experts, 3), shares, gate_up, down, num_experts)
+    others = None if clamp is None else random(2, 1, size)
+    actual, expected = (by(*args, clamp=clamp, others=others) for by in (experts_of_row, experts_of_row_ref))
+    bound = max(4 * ULP[dtype] * float(expected.abs().max()), 1e-5)
+    torch.testing.assert_close(actual, expected, atol=bound, rtol=4 * ULP[dtype])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,34 +116,6 @@ def test_blocks_of_two_sizes_are_digested_in_two_launches() -> None:
         page_checksums_ref(pool[:, :, 15:].clone(), pages, 7),
     ]
     assert torch.equal(sums, torch.cat(expected, dim=2))
-
-
-class _Kernel:
-    """Launches as Triton does, and returns a compiled kernel that cannot be launched directly."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[object, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., _Kernel | _Compiled]:
-        def launch(*args: object, **constants: object) -> _Compiled:
-            self.launches.append((grid, *args[2:], *constants.items()))
-            return _Compiled()
-
-        return launch
-
-
-class _Compiled:
-    def __getitem__(self, grid: tuple[int, ...]) -> object:
-        raise TypeError("no runner takes a stream")
-
-
-def test_a_direct_launch_that_fails_is_done_by_the_public_form(caplog: pytest.LogCaptureFixture) -> None:
-    """Each launch happens once, and one warning says why."""
-    kernel, pool = _Kernel(), make_pool(1, 2, 4)
-    for number in range(4):
-        triton_pages._launch(kernel, (1, 1, 1), (pool, pool), (number,), {"WORDS": 4}, pool.device, None)
-    assert [launch[1] for launch in kernel.launches] == [0, 1, 2, 3]
-    assert caplog.text.count("launches no compiled kernel directly") == 1
 
 
 @IN_A_FILE

@@ -21,7 +21,7 @@ from large_pool import (
     small_pool,
 )
 from quantized import fp8_numbers, fp8_pool, fp8_rounded
-from triton_device import DEVICE
+from triton_device import DEVICE, ULP
 
 pytest.importorskip("triton")
 
@@ -195,7 +195,9 @@ def test_keys_and_values_in_fp8_are_those_that_would_be_stored_rounded_once_more
     before = fp8_numbers(fp8)
     written, pool = qkv.clone(), fp8_pool(plain.kv)
     out = norm_rotate_store(qkv, cos, sin, fp8, rows, norms, EPS)
-    assert torch.equal(out.nan_to_num(), plain.q.nan_to_num()) and torch.equal(qkv.nan_to_num(), plain.qkv.nan_to_num())
+    bound = 0.0 if DEVICE == "cpu" else ULP[dtype]  # a compiler may fuse a product and a sum in one of two kernels
+    torch.testing.assert_close(out, plain.q, atol=bound, rtol=bound, equal_nan=True)
+    torch.testing.assert_close(qkv, plain.qkv, atol=bound, rtol=bound, equal_nan=True)
     expected = before.clone()
     for page, slot in places(plain):
         expected[page, :, :, slot] = fp8_rounded(plain.kv[page, :, :, slot].float())
@@ -205,7 +207,7 @@ def test_keys_and_values_in_fp8_are_those_that_would_be_stored_rounded_once_more
     expected[spoilt] = float("nan")
     assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))
     out = norm_rotate_store(written, cos, sin, pool, rows, norms, EPS, writes_back=True)
-    assert torch.equal(out.nan_to_num(), plain.q.nan_to_num())
+    torch.testing.assert_close(out, plain.q, atol=bound, rtol=bound, equal_nan=True)
     assert torch.equal(pool.view(torch.uint8), fp8.view(torch.uint8))
     k_and_v = written.view(num_tokens, -1, head_dim)[:, heads[0] :].unflatten(1, (2, num_kv_heads))
     for row, (page, slot) in enumerate(places(plain)):

@@ -8,6 +8,7 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
+from baton.prefill_node import tails as tail_module
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler
 
@@ -75,6 +76,87 @@ def test_a_step_takes_one_chunk_of_tokens_oldest_first(scheduler: PrefillSchedul
     assert submit_chunks(scheduler) == {"ccc": 2}
     assert scheduler.plan() == []
     remove_all(scheduler)
+
+
+def test_prompts_share_a_chunk_while_it_is_small(scheduler: PrefillScheduler, make_request: MakeRequest) -> None:
+    """Those before would wait for a longer one. A prompt alone has the whole chunk, and none is divided to fill one."""
+    scheduler.share_up_to(6)
+    scheduler.max_running = 9
+    for request in [make_request("a" * index, size) for index, size in enumerate((2, 4, 3, 4, 7, 12, 1), 1)]:
+        scheduler.submit(request)
+    scheduler.start()
+    chunks = [list(submit_chunks(scheduler).values()) for _ in range(6)]
+    assert chunks == [[2, 4], [3], [4], [7], [8], [4, 1]]
+    remove_all(scheduler)
+
+
+def test_chunks_that_are_all_shared_are_filled(scheduler: PrefillScheduler, make_request: MakeRequest) -> None:
+    scheduler.share_up_to(None)
+    for request in (make_request("a", 5), make_request("bb", 6)):
+        scheduler.submit(request)
+    scheduler.start()
+    assert submit_chunks(scheduler) == {"a": 5, "bb": 3}
+    remove_all(scheduler)
+
+
+@pytest.fixture
+def tails(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Iterator[PrefillScheduler]:
+    """A scheduler for which 7 tokens are a long prompt."""
+    for name, value in {"LEAST_TAIL": 2, "_UNIT": 4, "_LONG": 7}.items():
+        monkeypatch.setattr(tail_module, name, value)
+    yield PrefillScheduler(engine.cache, max_running=3, chunk_tokens=CHUNK, has_tails=True)
+    engine.cache.flush()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "chunks"), [(6, [6]), (7, [4, 3]), (8, [4, 4]), (9, [8, 1]), (15, [8, 4, 3]), (22, [8, 8, 6])]
+)
+def test_the_tail_of_a_long_prompt_is_a_chunk_of_its_own(
+    num_tokens: int, chunks: list[int], tails: PrefillScheduler, make_request: MakeRequest
+) -> None:
+    """If the rest of the prompt is long and fits in one chunk."""
+    tails.submit(make_request("a", num_tokens))
+    tails.start()
+    assert [submit_chunks(tails)["a"] for _ in chunks] == chunks
+    assert not tails.computing
+    remove_all(tails)
+
+
+def test_a_prompt_has_no_tail_if_another_is_here_before_it_begins(
+    tails: PrefillScheduler, make_request: MakeRequest
+) -> None:
+    for request in (make_request("a", 8), make_request("bb", 4)):
+        tails.submit(request)
+    tails.start()
+    assert submit_chunks(tails) == {"a": 8}
+    assert submit_chunks(tails) == {"bb": 4}
+    remove_all(tails)
+
+
+def test_a_tail_is_alone_in_its_chunk(tails: PrefillScheduler, make_request: MakeRequest) -> None:
+    """A prompt that comes meanwhile does not delay the first token. Without the first request, it is as if alone."""
+    for is_stopped in (False, True):
+        first, second = make_request("a", 8), make_request("bb", 8)
+        tails.submit(first)
+        tails.start()
+        assert submit_chunks(tails) == {"a": 4}
+        tails.submit(second)
+        tails.start()
+        if is_stopped:
+            tails.stop(first)
+        else:
+            assert submit_chunks(tails) == {"a": 4}
+        assert submit_chunks(tails) == {"bb": 4}
+        assert submit_chunks(tails) == {"bb": 4}
+        remove_all(tails)
+        tails.cache.flush()
+
+
+def test_a_prompt_that_is_not_handed_over_has_no_tail(tails: PrefillScheduler, make_request: MakeRequest) -> None:
+    tails.submit(make_request("a", 8, has_decode=False))
+    tails.start()
+    assert submit_chunks(tails) == {"a": 8}
+    remove_all(tails)
 
 
 def test_a_prompt_that_was_handed_over_is_found_by_the_next_one(

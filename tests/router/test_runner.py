@@ -27,6 +27,11 @@ def own(node: FakeNode, kind: type) -> list[Any]:
     return [message for message in node.got(kind) if not message.rid.startswith("canary")]
 
 
+def ignore(node: FakeNode, message: Any) -> bool:
+    """Never answer; but a canary may still be under way when a test begins."""
+    return not is_canary(message)
+
+
 def shuffle(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
     random.Random(3).shuffle(steps)
     return steps
@@ -196,7 +201,7 @@ def test_a_client_that_leaves_cancels_both_legs(system: System, stream: bool, mo
     system.behaviour.hold = threading.Event()
     prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
     if moment == "before the first token":
-        system.behaviour.answer_prefill = lambda node, message: True  # never answers
+        system.behaviour.answer_prefill = ignore
     else:
         system.behaviour.answer_prefill = first_token_only
     connection = http.client.HTTPConnection(system.router.url.removeprefix("http://"), timeout=10)
@@ -323,8 +328,8 @@ def test_a_request_may_have_a_time_limit_of_its_own(
 ) -> None:
     """The request ends in one clear error, and requests behind it are served."""
     system = make_system().up()
-    limit_s = 0.2
-    assert limit_s < PATIENCE_S, "one that waits longer may be given up as late before"
+    limit_s = 1.0 if phase == "decoding" else 0.2  # a busy machine takes a while to come there
+    assert phase == "decoding" or limit_s < PATIENCE_S, "one that waits longer may be given up as late before"
     dispatcher = system.router.router.dispatcher
     submit = dispatcher.submit
 
@@ -337,11 +342,11 @@ def test_a_request_may_have_a_time_limit_of_its_own(
     if phase == "queued":
         system.behaviour.answer_reserve = refuse
     elif phase == "prefilling":
-        system.behaviour.answer_prefill = lambda node, message: True
+        system.behaviour.answer_prefill = ignore
     status, body, _ = system.complete(stream=stream)
     message = json.loads(stream_of(body)[-1]) if stream and phase == "decoding" else body
     assert status == (200 if stream and phase == "decoding" else 504)
-    assert f"longer than its limit of {limit_s} s" in message["error"]["message"]
+    assert f"longer than its limit of {limit_s:g} s" in message["error"]["message"]
     system.router.wait_idle()
 
 
@@ -384,6 +389,8 @@ def fail_transfer(node: FakeNode, message: m.Prefill) -> bool:
 
 
 def first_token_only(node: FakeNode, message: m.Prefill) -> bool:
+    if is_canary(message):  # it may still be under way when a test begins, and would wait for its pages
+        return False
     output = node.output(message.request, unpack_ids(message.request.prompt_ids), 0)
     node.link.send(node.tokens(Unit(message.rid, 0, message.attempt), message.request, output, 0, 1))
     return True

@@ -110,7 +110,7 @@ def test_chunks_are_padded_to_one_bucket_of_all_ranks(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scored chunk has no graph, so no rank uses one."""
-    monkeypatch.setattr(engine, "bucket_sizes", lambda *_: [16, 32])
+    monkeypatch.setattr(engine, "bucket_sizes", lambda *_, **__: [16, 32])
     config = DecodeConfig(
         model=str(checkpoint("llama", num_hidden_layers=1)), device="cpu", threads=1, page_size=4, num_pages=32
     )

@@ -2,7 +2,8 @@
 or `fp8_pages`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
-either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs."""
+either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs.
+With BATON_WHOLE_MATRIX=1 it compiles more tiles of each kernel."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
 SHARED_BYTES = 227 * 1024  # of a processor of an H100
 _TYPES = {"table": "*i64", "seq_lens": "*i64", "starts": "*i32", "tree_starts": "*i64", "visible": "*i64"}
 _TYPES |= {"items": "*i64", "arrivals": "*i32", "parts": "*fp32", "stats": "*fp32", "rows": "*i64"}
@@ -106,6 +108,8 @@ def _fp8() -> None:
         for num_rows, out_size in ((1, 4096), (64, 4096), (64, 28672), (256, 28672), (8192, 4096)):
             for is_gated in (False, True) if num_rows == 64 else (False,):
                 for is_grouped in (False, True):
+                    if num_rows in (256, 8192) and is_grouped == (x == _E4M3) and not IS_WHOLE:
+                        continue
                     tiles = triton_fp8.tiles_of(num_rows, out_size, 14336, is_fp8=x == _E4M3, is_gated=is_gated)
                     constants = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
                     constants |= {"ROWS": 128 if is_grouped else 1, "IS_GROUPED": is_grouped, "IS_GATED": is_gated}
@@ -135,8 +139,8 @@ def _routes() -> None:
         print(f"place {num_pairs}", compiled_bytes(triton_places._place_kernel, places, types, num_warps=num_warps))
     counts = {"EXPERTS": 256, "CHUNK": 1024}
     print("count", compiled_bytes(triton_places._count_kernel, counts, types, num_warps=4))
-    for x in ("*bf16", "*fp32"):
-        for num_rows in (1, 64, 8192):
+    for x, rows in (("*bf16", (1, 64, 8192)), ("*fp32", (1, 64, 8192) if IS_WHOLE else (8192,))):
+        for num_rows in rows:
             tiles = triton_routes.tiles_of(num_rows, 128, 2048)
             constants = {"BLOCK_R": tiles.block_r, "BLOCK_E": 64, "BLOCK_K": tiles.block_k, "DEPENDENT": True}
             own = (triton_routes._product_kernel, constants, types | {"x": x})
@@ -156,6 +160,7 @@ def _experts() -> None:
 
     from baton.kernels import triton_expert_blocks, triton_expert_packed, triton_expert_row, triton_experts
     from baton.kernels.triton_expert_blocks import BlockTiles
+    from baton.kernels.triton_expert_packed import PackedTiles
     from baton.kernels.triton_expert_row import RowTiles
 
     types = {"pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32", "shares": "*fp32"}
@@ -176,7 +181,7 @@ def _experts() -> None:
         item_size = {_E4M3: 1, "*bf16": 2, "*fp32": 4}[weight]
         kept = flags | {"ROWS": 128 if is_grouped else 1} | ({} if x == _E4M3 else {"x_scales_ptr": None})
         kept |= {} if weight == _E4M3 else {"scales_ptr": None}
-        for block in (16, 32, 64, 128):
+        for block in (16, 32, 64, 128) if IS_WHOLE or name == "plain" else (32, 128):
             tiles = BlockTiles.choose(block, item_size, is_gated=True, is_grouped=is_grouped)
             constants = kept | {"in_size": 2048, "BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
             constants |= {"IS_EVEN": True, "IS_GROUPED": is_grouped, "IS_WEIGHT_LEFT": tiles.is_weight_left}
@@ -196,12 +201,18 @@ def _experts() -> None:
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
             print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
-    for block in (16, 128):
+    for block in (8, 16, 32, 64, 128) if IS_WHOLE else (8, 16, 128):
         for x, item_size in (("*bf16", 2), ("*fp32", 4)):
-            tiles, launch = triton_expert_packed.tiles_of(block, item_size)
-            constants = {**tiles, "IS_GATED": True, "IS_CLAMPED": True, "GROUP": 32, "DEPENDENT": True}
-            constants |= {"size": 768, "out_size": 1536, "row_size": 1024, "x_stride": 2048, "num_groups": 64}
-            own = types | {"x": x, "weight": "*u8", "scales": "*u8"}
+            if block != 16 and item_size == 4 and not IS_WHOLE:
+                continue
+            tiles, is_paired = PackedTiles.choose(block, item_size), x == "*bf16"
+            constants = {"BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "HALF": 16}
+            constants |= {"IS_WEIGHT_LEFT": tiles.is_weight_left, "IS_PAIRED": is_paired}
+            constants |= {"HAS_HALVES": tiles.has_halves} | ({"pairs_ptr": None} if block == 8 else {})
+            constants |= {"IS_GATED": True, "IS_CLAMPED": True, "DEPENDENT": True, "scale_stride": 64, "out_size": 1536}
+            constants |= {"row_size": 1024, "x_stride": 2048}
+            own = types | {"x": x, "weight": "*u8", "scales": "*u8"} | ({"experts": "*i64"} if block == 8 else {})
+            launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             name = f"packed {block} {x[1:]}"
             print(name, compiled_bytes(triton_expert_packed._packed_kernel, constants, own, **launch))
 

@@ -17,21 +17,24 @@ class FaultyProcess:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         self._path = directory / "faulty.plan"
         self._num_read = 0
-        self.plan()
+        self._write(Plan())
         self.faults = Faults(self._path)
         for owner, name, value in replacements(self.faults):
             monkeypatch.setattr(owner, name, value)
 
     def plan(self, **fields: Any) -> None:
-        """Set the faults from now on."""
-        aside = self._path.with_suffix(".new")
-        aside.write_bytes(msgspec.json.encode(Plan(**fields)))
-        aside.rename(self._path)  # other threads read it as well
-        if hasattr(self, "faults"):
-            self.faults._read_at = self.faults._changed_at = 0.0
+        """Set the faults. They are in force in all threads when this returns."""
+        self._write(Plan(**fields))
+        self.faults.read()
 
     def noted(self) -> list[tuple[str, str, int]]:
         """Return kind, place and attempt of the faults since the last call."""
         lines = self._path.with_suffix(".faults").read_text().splitlines()
         new, self._num_read = lines[self._num_read :], len(lines)
         return [(each["kind"], each["where"], each["attempt"]) for each in map(json.loads, new)]
+
+    def _write(self, plan: Plan) -> None:
+        """Replace the plan file in one step, because other threads read it at any time."""
+        aside = self._path.with_suffix(".new")
+        aside.write_bytes(msgspec.json.encode(plan))
+        aside.rename(self._path)

@@ -1,8 +1,9 @@
-"""Processes of the `baton` command, forked from one that has imported their modules, because importing torch takes most
-of a node's start.
+"""Processes of the `baton` command and of ranks, forked from one that has imported their modules, because importing
+torch takes most of their start.
 
 test_up.py and test_http.py start the command itself from a bare interpreter. Here the same function runs with the same
-arguments, in its own process, group, log and environment.
+arguments, in its own process, group, log and environment. test_rank_processes.py and test_ranked_engine.py start ranks
+as a node does.
 """
 
 from __future__ import annotations
@@ -11,13 +12,25 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 FAULT_PLAN = "BATON_FAULT_PLAN"  # names a file (tests/chaos/faulty.py) that says what is wrong with the process
 _PRELOAD = [f"baton.{name}" for name in ("prefill_node.main", "decode_node.main", "router.main", "deploy.cli")]
 _PRELOAD += ["baton.kernels.numba_kernels", "pytest"]  # pytest: a child imports its parent's main module
+
+
+def fork_context() -> Any:
+    """Return the context of multiprocessing whose processes are forked, with the environment of the first of them. A
+    forked process spawns its own children: it cannot ask the server, and a server of its own would import all again."""
+    if multiprocessing.parent_process() is not None:
+        return multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)  # read when the server starts, with the first process
+    return context
 
 
 class Forked:
@@ -25,9 +38,7 @@ class Forked:
 
     def __init__(self, argv: Sequence[str], log: Path, environ: dict[str, str]) -> None:
         """Start `baton *argv`, and append its output to `log`."""
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)  # read when the server starts, with the first process
-        self._process = context.Process(target=_run, args=(list(argv), str(log), environ), daemon=True)
+        self._process = fork_context().Process(target=_run, args=(list(argv), str(log), environ), daemon=True)
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -69,3 +80,41 @@ def _run(argv: list[str], log: str, environ: dict[str, str]) -> None:
     from baton.deploy.cli import main
 
     sys.exit(main(argv))
+
+
+# --- ranks ---
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Fork the ranks that start in the block. They end with their pipes; the kernel does not end them with rank 0."""
+    from baton.engine import rank_processes
+
+    with mock.patch.object(rank_processes, "multiprocessing", _Ranks):
+        yield
+
+
+class _Ranks:
+    """The part of `multiprocessing` that RankProcesses uses."""
+
+    def __init__(self) -> None:
+        self._context = fork_context()
+        self.Pipe = self._context.Pipe
+
+    @staticmethod
+    def get_context(method: str) -> _Ranks:
+        assert method == "spawn", method
+        return _Ranks()
+
+    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], name: str) -> Any:  # noqa: N802
+        return self._context.Process(target=_run_rank, args=(dict(os.environ), target, *args), name=name)
+
+
+def _run_rank(environ: dict[str, str], target: Callable[..., None], *args: Any) -> None:
+    """Run a rank in the child, whose parent is the server and not rank 0."""
+    from baton.engine import rank_processes
+
+    os.environ.clear()
+    os.environ.update(environ)
+    rank_processes.die_with = lambda parent: None
+    target(*args)

@@ -70,10 +70,17 @@ def be_late(rank: int, meeting: str, results: Any) -> None:
 
 
 def leave_rank(rank: int, meeting: str, results: Any) -> None:
-    """Meet, and let the last rank die before the first operation."""
+    """Meet, and let the last rank die before the first operation.
+
+    It dies only when rank 0 has met it too: a rank whose peer dies before that gets its error from the meeting."""
     group = CpuGroup(rank, 2, Path(meeting), timeout_s=5.0)
+    has_met = Path(meeting).with_name("rank 0 has met")
     if rank == 1:
+        deadline = time.monotonic() + 60.0
+        while not has_met.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
         os._exit(1)
+    has_met.touch()
     try:
         group.sum(torch.ones(3))
     except RuntimeError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
 
+from forked import forked_ranks
 from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
@@ -83,7 +84,8 @@ def _ranked(
     if config.num_ranks == 1:
         return None
     assert ranks is not None, "nobody would end the ranks"
-    return ranks.enter_context(start_ranks(config, num_slots=num_slots, name=name))
+    with forked_ranks():
+        return ranks.enter_context(start_ranks(config, num_slots=num_slots, name=name))
 
 
 def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ single pass over each sequence. None of them is a near tie, so every comparison 
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -323,11 +324,20 @@ class Cell(NamedTuple):
         return " ".join((*words, "preempted") if self.is_preempted else words)
 
 
-CELLS = [  # in this order a hit finds the pages of the phase before
+CELLS = [  # in this order a hit finds the pages of a phase before
     Cell(is_hit, is_mixed, is_preempted)
     for is_mixed in (False, True)
     for is_hit, is_preempted in ((False, True), (False, False), (True, False), (True, True))
 ]
+
+
+def cells_of(index: int) -> list[Cell]:
+    """Return half of the cells, in which every two values meet. An odd index brings the other half, and the first cold
+    cell, because a cell that preempts leaves no pages for a hit. With BATON_WHOLE_MATRIX=1 all cells are returned."""
+    if "BATON_WHOLE_MATRIX" in os.environ:
+        return CELLS
+    cells = [cell for cell in CELLS if sum(cell) % 2 == index % 2 or not any(cell)]
+    return sorted(cells, key=lambda cell: cell.is_hit or not cell.is_preempted)
 
 
 def is_local(place: Place, rid: str) -> bool:

@@ -11,17 +11,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from synthetic import MXFP4 as CONFIG
 from torch import Tensor
 
-CONFIG = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
 _CODES = {
     0.0: 0b0000,
     0.5: 0b0001,

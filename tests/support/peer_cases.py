@@ -5,12 +5,14 @@ On a CPU, ranks are processes that share memory, and kernels run in Triton's int
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import triton_device
+from forked import fork_context
 from torch import Tensor
 
 from baton.engine.cuda_group import CudaGroup
@@ -209,6 +211,7 @@ def _in_order(parts: Tensor) -> Tensor:
 def run_process(rank: int, blocks: Sequence[Tensor], cases: Sequence[Case], limit: int, answers: Any) -> None:
     """Run a rank in a process of its own that shares `blocks` with the others."""
     torch.set_num_threads(1)
+    _sleep_between_looks()
     group = local_group(rank, blocks, limit)
     values: list[Any] = []
     try:
@@ -220,9 +223,22 @@ def run_process(rank: int, blocks: Sequence[Tensor], cases: Sequence[Case], limi
     answers.put((rank, values))
 
 
+def _sleep_between_looks() -> None:
+    """Leave the processor to the rank that is waited for. A look at a flag is an atomic operation."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    look = interpreter_builder.create_atomic_rmw
+
+    def rested(*operands: Any) -> Any:
+        time.sleep(1e-4)
+        return look(*operands)
+
+    interpreter_builder.create_atomic_rmw = rested
+
+
 def run_processes(size: int, cases: Sequence[Case], limit: int = 1 << 40) -> dict[int, list[Any]]:
     """Return the results of all ranks, each in a process of its own, by rank. `limit`: looks."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = fork_context()
     answers = context.Queue()
     blocks = [block.share_memory_() for block in new_blocks(size)]
     ranks = [

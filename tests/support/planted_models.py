@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from synthetic import ARCHITECTURES
+from synthetic import ARCHITECTURES, with_layers
 
 _SMALL = {
     "hidden_size": 256,
@@ -21,6 +21,7 @@ _SMALL = {
 
 
 _SMALL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_SMALL_STACKED = {"num_local_experts": 6, "num_experts_per_tok": 2}
 _SMALL_LATENTS = {
     "num_key_value_heads": 8,
     "kv_lora_rank": 64,
@@ -36,8 +37,9 @@ _SMALL_LATENTS = {
 def small(architecture: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
     """Return the config.json of an architecture, made small."""
     of = ARCHITECTURES[architecture]
-    others = _SMALL_EXPERTS if "num_experts" in of else _SMALL_LATENTS if "kv_lora_rank" in of else {}
-    return of | _SMALL | others | fields
+    kinds = {"num_experts": _SMALL_EXPERTS, "num_local_experts": _SMALL_STACKED, "kv_lora_rank": _SMALL_LATENTS}
+    others = next((own for key, own in kinds.items() if key in of), {})
+    return with_layers(of | _SMALL, None) | others | fields
 
 
 def random_prompt(num_tokens: int, seed: int = 0, vocab_size: int = 1024) -> list[int]:

@@ -96,7 +96,7 @@ def quantized(plain: Path, path: Path, scheme: Scheme) -> Path:
         if scheme.inputs == "stored":
             out[f"{name.removesuffix('weight')}input_scale"] = _stored_scale(name).float().reshape(scheme.shape)
         if scheme.is_in_own_file and name.endswith("k_proj.weight"):
-            out[f"{name.removesuffix('k_proj.weight')}k_scale"] = torch.ones(())
+            out[f"{name.removesuffix('weight')}k_scale"] = torch.ones(())
     save_file(out, path / "model.safetensors", {"format": "pt"})
     if scheme.is_in_own_file:
         (path / "hf_quant_config.json").write_text(json.dumps({"quantization": scheme.config}))

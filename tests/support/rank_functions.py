@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from baton.engine.rank_processes import READY, REPORT
 
@@ -18,6 +21,11 @@ def echo(connection: Connection, reports: Connection, rank: int) -> None:
 
 def fail(connection: Connection, reports: Connection, rank: int) -> None:
     raise ValueError(f"rank {rank} has no model")
+
+
+def vanish(connection: Connection, reports: Connection, rank: int, *args: Any) -> None:
+    """End at once without a word, as a process that the kernel kills for lack of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang(connection: Connection, reports: Connection, rank: int) -> None:

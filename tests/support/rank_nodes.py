@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+from forked import fork_context
 from handoff_nodes import FINGERPRINTS, PREFILL_EPOCH, make_memory, make_row, peer_of, unit
 
 from baton.engine.handoff_line import HandoffLine, RankHandoff
@@ -178,7 +178,7 @@ class ProcessLine:
     """Rank 0's line to ranks that are processes, and the processes. `run(work, reports, rank, *args)` is a rank."""
 
     def __init__(self, size: int, run: Callable[..., None], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.work: list[Connection] = []
         self.processes: list[Any] = []
         reports: list[Connection] = []

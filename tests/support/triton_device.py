@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from typing import Any
 
@@ -33,6 +34,7 @@ def quicken_interpreter() -> None:
     _patch_once_per_launch()
     _check_no_overflow()
     _keep_dtypes()
+    _keep_shapes()
     _reduce_by_halves()
 
 
@@ -83,6 +85,36 @@ def _keep_dtypes() -> None:
     find = functools.cache(interpreter._get_np_dtype)
     address = np.dtype(np.uint64)
     interpreter._get_np_dtype = lambda of: address if isinstance(of.scalar, tl.pointer_type) else find(of.scalar)
+
+
+def _keep_shapes() -> None:
+    """Let the interpreter check and wrap each shape once. It does so again for each type and value that it makes."""
+    from triton.language import core
+
+    init = core.block_type.__init__
+
+    @functools.lru_cache(maxsize=None, typed=True)  # typed: a size of 4.0 is refused after one of 4
+    def checked(*sizes: int) -> tuple[Any, int, str]:
+        kind = core.block_type.__new__(core.block_type)
+        init(kind, core.int1, list(sizes))
+        return kind.shape, kind.numel, kind.name.removesuffix(f"{core.int1}>")
+
+    @functools.cache
+    def wrapped(*sizes: int) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel, name = checked(
+            *[size.value if isinstance(size, core.constexpr) else size for size in shape]
+        )
+        self.name = f"{name}{element_ty.name}>"
+
+    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = wrapped(*kind.shape.values) if kind.is_block() else wrapped()
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
 
 
 def _reduce_by_halves() -> None:

@@ -52,6 +52,8 @@ def test_a_chunk_beside_a_round_is_joined_with_it_where_that_was_measured_and_is
     joints = (JointPoint(8, 64, 2.0), JointPoint(4, 64, 1.5), JointPoint(8, 256, 15.0))
     costs = Costs(msgspec.structs.replace(TIMES, joints=joints), 64)
     assert costs.beside_s([ChunkPart(64, 0)], 8) == pytest.approx(2e-3)  # alone 6.4
+    assert costs.beside_s([ChunkPart(64, 0)], 4) == pytest.approx(1.5e-3)
+    assert costs.beside_s([ChunkPart(128, 0)], 3) == costs.beside_s([ChunkPart(128, 0)], 8)  # 4 have no graph of 128
     assert costs.beside_s([ChunkPart(128, 0)], 8) == pytest.approx((2 + 13 / 3) * 1e-3)
     assert costs.beside_s([ChunkPart(16, 0)], 8) == pytest.approx(1.6e-3)  # alone is faster
     assert costs.beside_s([ChunkPart(64, 0)], 0) == pytest.approx(6.4e-3)  # there is no round

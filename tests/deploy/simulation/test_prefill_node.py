@@ -41,6 +41,17 @@ def test_prompts_share_a_chunk_and_end_together() -> None:
     assert Bench(1000).run((0.0, 500), (0.01, 200), (0.02, 300)) == [(0, 0.05, 500), (1, 0.1, 200), (2, 0.1, 300)]
 
 
+def test_prompts_share_a_chunk_only_while_it_is_small() -> None:
+    """Longer chunks are no faster here, so prompts share 512 tokens, and each longer prompt has its own chunk."""
+    assert Bench(2000).run((0.0, 500), (0.01, 200), (0.02, 300), (0.03, 900), (0.04, 1100)) == [
+        (0, 0.05, 500),
+        (1, 0.1, 200),
+        (2, 0.1, 300),
+        (3, 0.19, 900),
+        (4, 0.3, 1100),
+    ]
+
+
 def test_a_chunk_is_submitted_ahead_only_while_prompts_are_begun() -> None:
     """Two chunks are submitted at once. The second prompt misses the second chunk, but not the third."""
     assert Bench(100).run((0.0, 150), (0.001, 50)) == [(0, 0.015, 50), (1, 0.02, 50)]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from node_pair import node_pairs, params
 from own_mtp import with_mtp
+from quantized import SCHEMES, quantized
 from safetensors.torch import load_file, save_file
 from solo import Solo
 from ties import Reference
@@ -187,6 +188,14 @@ def test_its_own_layer_drafts_through_the_handoff(checkpoint: Checkpoint, tmp_pa
     for index, ids in enumerate(prompts):
         reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 20))
     assert reference.num_ties == 0
+
+
+@pytest.mark.parametrize("name", ["w8a16", "fp8-static"])
+def test_its_own_layer_may_be_in_fp8(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Attention multiplies by the numbers of `kv_b_proj`, whose stored scale of rows is left over then."""
+    plain = with_mtp(checkpoint("deepseek_v3", **EXPERTS, q_lora_rank=48), tmp_path / "model")
+    solo = Solo(quantized(plain, tmp_path / name, SCHEMES[name]), speculative="mtp")
+    assert len(solo.run(solo.start(prompt(30), params(20), chunk=7), 12, 2)) == 12
 
 
 @pytest.mark.parametrize("transport", ["local", "zmq"])

@@ -186,6 +186,13 @@ def models(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> 
     return {"mxfp4": packed, "plain": meant}
 
 
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> list[list[int]]:
+    """The text of transformers for each of PROMPTS."""
+    reference = Reference(models["plain"])
+    return [reference.generate(ids, LENGTH) for ids in PROMPTS]
+
+
 @pytest.mark.parametrize(
     ("kind", "drafter", "nodes", "tp", "transport"),
     [
@@ -204,13 +211,13 @@ def test_the_text_is_that_of_transformers(
     tp: tuple[int, int],
     transport: str,
     models: dict[str, Path],
+    expected: list[list[int]],
     tmp_path: Path,
 ) -> None:
     """Alone at first, then in company: with prefix hits and a preemption."""
     model, reference = models[kind], Reference(models["plain"])
     speculation = {} if drafter == "none" else drafters.settings(drafter, models["plain"], tmp_path, steps=3)
     both = {"page_size": 4, "num_pages": 240, "max_running": 10, "transport": transport, **nodes, **speculation}
-    expected = [reference.generate(ids, LENGTH) for ids in PROMPTS]
     with node_pairs() as start:
         pair: NodePair = start(
             model, prefill=both | {"tp": tp[0]}, decode=both | {"tp": tp[1]}, overlaps=transport == "zmq"

@@ -7,7 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from baton.engine.models.read_config import read_model_config
+from baton.metadata.errors import ModelError
 
 
 def test_published_files_name_the_numbers_that_are_rotated(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -15,9 +18,13 @@ def test_published_files_name_the_numbers_that_are_rotated(checkpoint: Callable[
     shutil.copytree(source, path)
     fields = json.loads((source / "config.json").read_text())
     fields |= {"rope_parameters": None, "rope_theta": 5000000, "rotary_dim": 8, "use_qk_norm": True}
+    fields |= {"scoring_func": "sigmoid"}
     (path / "config.json").write_text(json.dumps(fields))
     config = read_model_config(path)
     assert (config.rotary_dim, config.rope.theta, config.has_wide_norms, config.qk_norm) == (8, 5e6, True, False)
     assert config.experts is not None
     assert (config.experts.scoring, config.experts.has_bias, config.experts.inner_size) == ("sigmoid", True, 48)
     assert config.experts.layers == (0, 1) and config.experts.norm_topk_prob
+    (path / "config.json").write_text(json.dumps(fields | {"scoring_func": "softmax"}))
+    with pytest.raises(ModelError, match="scoring_func = 'softmax' is not served for this architecture; sigmoid is"):
+        read_model_config(path)

@@ -91,3 +91,9 @@ def test_the_number_of_experts_has_two_spellings(tmp_path: Path) -> None:
 def test_refusals_name_the_value(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words):
         read_deepseek_experts(file(tmp_path, V3 | change))
+
+
+def test_another_score_than_that_of_the_family_is_refused(tmp_path: Path) -> None:
+    for other in ("softmax", "tanh"):
+        with pytest.raises(ModelError, match=f"scoring_func = '{other}' is not served for this architecture; sigmoid"):
+            read_deepseek_experts(file(tmp_path, V3 | {"scoring_func": other}), scoring="sigmoid")

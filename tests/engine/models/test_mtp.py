@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import ForwardBatch
 from baton.engine.models.head_file import read_head
-from baton.engine.models.mtp import MtpHead, layer_prefixes, load_mtp, takes_chained_states
+from baton.engine.models.mtp import MtpHead, load_mtp, takes_chained_states
+from baton.engine.models.mtp_names import layer_prefixes
 from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.work import BatchRow
@@ -106,23 +107,6 @@ def test_several_layers_are_read_in_the_order_of_their_numbers(kind: str, model:
     names = "final_layernorm" if "mimo" in kind else "shared_head.norm"
     for layer, prefix in zip(layers, plain.prefixes, strict=True):
         assert torch.equal(layer.final_norm, plain.tensors[f"{prefix}.{names}.weight"])
-
-
-@pytest.mark.parametrize(
-    ("names", "prefixes"),
-    [
-        (["model.layers.10.eh_proj.weight", "model.layers.9.eh_proj.weight"], ("model.layers.9", "model.layers.10")),
-        (
-            ["model.mtp_layers.10.input_proj.weight", "model.mtp_layers.2.input_proj.weight"],
-            ("model.mtp_layers.2", "model.mtp_layers.10"),
-        ),
-        (["mtp.1.e_proj.weight", "mtp.0.e_proj.weight", "mtp.0.h_proj.weight"], ("mtp.0", "mtp.1")),
-        (["fc.weight", "model.layers.0.self_attn.q_proj.weight"], ()),
-    ],
-    ids=["DeepSeek", "MiMo", "streams", "none"],
-)
-def test_layers_are_ordered_by_their_numbers(names: list[str], prefixes: tuple[str, ...]) -> None:
-    assert layer_prefixes(frozenset(names)) == prefixes
 
 
 @pytest.mark.parametrize(("kind", "default"), [("mtp3-deepseek", True), ("mtp3-mimo", False), ("hyper-mtp3", True)])

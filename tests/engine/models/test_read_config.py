@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.read_config import read_model_config
@@ -184,6 +185,35 @@ def test_refusals_name_the_value(tmp_path: Path, change: dict[str, object], word
     with pytest.raises(ModelError, match=words) as error:
         read(tmp_path, BASE | change)
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "deepseek_v2")
+FAMILIES += ("deepseek_v3",)
+LEFT_OUT = {"architectures", "model_type", "dtype", "bos_token_id", "eos_token_id"}  # transformers' ends are examples
+LEFT_OUT |= {"n_routed_experts", "n_shared_experts"}  # wrong numbers are refused when tensors are read
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(
+    family: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Or it is refused."""
+    sizes = {"sliding_window": 7} if family == "mistral" else {}
+    source = checkpoint(family, **sizes, **({"first_k_dense_replace": 1} if family[:4] in ("deep", "glm4") else {}))
+    fields = json.loads((source / "config.json").read_text())
+    no_choice = {"num_key_value_heads"} if family == "deepseek_v3" else set[str]()  # as many as query heads
+    for key in fields.keys() - LEFT_OUT - no_choice:
+        directory = tmp_path / key
+        (directory / "whole").mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps({name: fields[name] for name in fields if name != key}))
+        try:
+            ours = read_model_config(directory)
+        except ModelError:
+            continue
+        whole = AutoConfig.from_pretrained(directory)
+        whole.architectures = fields["architectures"]
+        whole.save_pretrained(directory / "whole")
+        assert ours == read_model_config(directory / "whole"), key
 
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "sliding_window"])

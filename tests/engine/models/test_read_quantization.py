@@ -41,6 +41,25 @@ def test_modelopt_may_be_in_config_json(tmp_path: Path) -> None:
     assert read(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}) == Quantization("tensor", "stored")
 
 
+def test_a_number_has_two_names(tmp_path: Path) -> None:
+    """MiniMax-M2 has the name of torch. Tensors tell which layers are in 16 bits, and not the list."""
+    published = {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    assert read(tmp_path, published) == read(tmp_path, published | {"fmt": "e4m3"})
+
+
+def test_what_changes_no_number_is_left_out(tmp_path: Path) -> None:
+    """Tensors tell which layers are in 16 bits, and pages have scales of their own."""
+    cache = WEIGHTS | {"strategy": "tensor", "dynamic": False}
+    extra = {"ignore": ["re:.*lm_head", "model.layers.0.mlp.gate"], "kv_cache_scheme": cache, "transform_config": {}}
+    assert read(tmp_path, compressed({}, INPUTS) | extra) == read(tmp_path, compressed({}, INPUTS))
+
+
 def test_mxfp4_rounds_nothing_else(tmp_path: Path) -> None:
     assert read(tmp_path, CONFIG) == Quantization("mxfp4", "none")
 
@@ -60,7 +79,7 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **
         ("fp8", "quantization_config = 'fp8' must be an object"),
         ({"quant_method": "awq"}, "quant_method = 'awq' is not served; fp8, compressed-tensors, modelopt, mxfp4 are"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method = 'gptq' is not served"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2' is not served; None and 'e4m3' are"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2' is not served; None and 'e4m3' and 'float8_e4m3fn' are"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\] is not served"),
         ({"quant_method": "fp8", "activation_scheme": "other"}, "activation_scheme = 'other' is not served"),
         (
@@ -73,6 +92,17 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **
         (
             {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}},
             r"config_groups.group_0.weights = None is not served; 8-bit floats are",
+        ),
+        (
+            compressed({}, transform_config={"config_groups": {"R4": {"type": "hadamard"}}}),
+            r"transform_config = \{'config_groups': .* is not served; rows that are multiplied as they are: \{\} is",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": WEIGHTS, "output_activations": INPUTS}},
+            },
+            r"config_groups.group_0.output_activations = \{.* is not served; None is",
         ),
         (compressed({"num_bits": 4}), r"config_groups.group_0.weights.num_bits = 4 is not served; 8 is"),
         (compressed({"type": "int"}), "weights.type = 'int' is not served; 'float' is"),

@@ -10,7 +10,7 @@ from baton.engine.products.base import GivenWeight, WeightSource
 from baton.engine.products.experts import ExpertSources, GroupedExperts, TorchExperts, choose_experts_product
 from baton.engine.quantization import ONLINE_FP8, Quantization
 from baton.kernels.fp8 import E4M3
-from baton.kernels.mxfp4 import unpacked
+from baton.kernels.mxfp4 import from_checkpoint, unpacked
 from baton.kernels.silu import SwigluClamp
 
 NUM_EXPERTS, SIZE, INNER = 5, 40, 24
@@ -87,6 +87,19 @@ def test_both_ways_give_the_same(kind: str, num_rows: int) -> None:
     torch.testing.assert_close(grouped(x, chosen, shares), ours(x, chosen, shares), atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["stored", "online", "online biased"])
+def test_fp8_is_served_in_16_bits(kind: str) -> None:
+    given, x = sources(kind), numbers(9, SIZE, seed=3).bfloat16()
+    for each in (given.gate_up, given.down):
+        each.dtype = torch.bfloat16
+    ours, grouped = TorchExperts.build(given), GroupedExperts.build(given)
+    assert ours is not None and grouped is not None
+    chosen, shares = torch.tensor([[0, 3], [4, 1], [2, 0]] * 3), torch.full((9, 2), 0.5)
+    found, expected = ours(x, chosen, shares), grouped(x, chosen, shares)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected.float(), atol=0.02 * float(expected.abs().max()), rtol=0.02)
+
+
 @pytest.mark.parametrize("kind", ["biased", "packed"])
 def test_biases_and_a_clamped_gate_are_those_of_the_formula(kind: str) -> None:
     given, x = sources(kind), numbers(1, SIZE, seed=3)
@@ -107,7 +120,8 @@ def test_biases_and_a_clamped_gate_are_those_of_the_formula(kind: str) -> None:
 def _numbers(source: WeightSource) -> Tensor:
     if source.has("weight"):
         return source.fused("weight")
-    return unpacked(torch.cat(source.parts("blocks")), torch.cat(source.parts("scales")), 8)
+    stored = (torch.cat(source.parts(name)) for name in ("blocks", "scales"))
+    return unpacked(*from_checkpoint(*stored), 8)
 
 
 def test_a_cpu_has_the_ones_of_torch() -> None:

@@ -105,6 +105,16 @@ def test_attention_to_latents_multiplies_by_the_numbers_that_stored_weights_stan
     check(load_model(path, config, torch.float32, "cpu"), config, plain, SCHEMES[name])
 
 
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-static"])
+def test_scales_stay_with_rows_in_another_order(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Rows of queries and keys are in another order if a part of each head is rotated. One scale has no order."""
+    plain = checkpoint("glm4_moe", first_k_dense_replace=2)
+    path = quantized(plain, tmp_path / name, SCHEMES[name])
+    config = read_model_config(path)
+    assert config.rotary_dim == 12
+    check(load_model(path, config, torch.float32, "cpu"), config, plain, SCHEMES[name])
+
+
 @pytest.mark.parametrize("name", ["blocks", "w8a8", "fp8-static", "w8a16"])
 def test_the_product_of_a_gpu_has_the_same_numbers(name: str, plain: Path, tmp_path: Path) -> None:
     """The reference of the kernels, in place of the float32 form of a CPU."""
@@ -166,6 +176,8 @@ def test_ranks_do_not_divide_a_block() -> None:
 def test_ranks_have_the_scales_of_whole_rows_and_tensors() -> None:
     column = torch.rand(8, 1)
     assert torch.equal(WeightShard(1, 2, 0).take_scales(column, 0, 8, 1), column[4:])
+    padded = WeightShard(1, 2, 0, pads=True).take_scales(torch.ones(40, 1), 0, 40, 1)
+    assert padded.flatten().tolist() == [1.0] * 8 + [0.0] * 24  # as the rows of the weight are
     assert torch.equal(WeightShard(1, 2, 1).take_scales(column, 0, 64, 64), column)
     assert torch.equal(WeightShard(1, 2, 1).take_scales(torch.tensor(2.0), 0, 64, 1), torch.tensor(2.0))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from forked import fork_context
 from handoff_nodes import (
     DRAFT_SCHEMA,
     SCHEMA,
@@ -582,10 +582,10 @@ def test_junk_is_counted_and_the_link_goes_on(nodes, liar, frames):
 
 
 class PrefillProcess:
-    """`run_prefill` in a spawned process."""
+    """`run_prefill` in a process of its own."""
 
     def __init__(self, pages: list[int], pause_s: float, is_endless: bool = False, epoch: str = "e5" * 8) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=run_prefill, args=(theirs, SCHEMA, 1, pages, pause_s, is_endless, epoch), daemon=True

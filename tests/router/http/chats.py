@@ -14,6 +14,7 @@ from baton.metadata.wire.request import unpack_ids
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import RunningRouter, System
+from ..test_runner import own
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -59,7 +60,7 @@ def say(system: System, text: str) -> None:
 
 
 def prompt_of(system: System) -> str:
-    sent = system.cluster.by_name("p0").got(messages.Prefill)[-1].request
+    sent = own(system.cluster.by_name("p0"), messages.Prefill)[-1].request
     return system.tokenizer.decode(unpack_ids(sent.prompt_ids))
 
 

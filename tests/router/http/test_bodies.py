@@ -57,6 +57,44 @@ def send_in_part(system: System, length: int) -> socket.socket:
     return connection
 
 
+def expecting(system: System, headers: bytes) -> socket.socket:
+    """Return a connection that has sent the headers of a completion and waits before it sends the body."""
+    connection = socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + headers + b"\r\n")
+    return connection
+
+
+def test_a_body_is_invited_when_it_is_read(system: System) -> None:
+    body = json.dumps(OK).encode()
+    length = b"Content-Length: %d\r\n" % len(body)
+    with expecting(system, b"Host: localhost\r\nExpect: 100-continue\r\n" + length) as connection:
+        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"Host: evil.example\r\nContent-Length: 5\r\n", b"403"),
+        (b"Host: localhost\r\nContent-Length: 99999999999\r\n", b"413"),
+        (b"Host: localhost\r\nContent-Length: 5\r\nContent-Encoding: br\r\n", b"415"),
+    ],
+)
+def test_a_body_that_is_refused_is_not_invited(system: System, headers: bytes, status: bytes) -> None:
+    with expecting(system, headers + b"Expect: 100-continue\r\n") as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("value", [b"200-maybe", b"\xff"])
+def test_an_unknown_expectation_is_ignored(system: System, value: bytes) -> None:
+    body = json.dumps(OK).encode()
+    length = b"Content-Length: %d\r\n" % len(body)
+    with expecting(system, b"Host: localhost\r\nExpect: " + value + b"\r\n" + length) as connection:
+        connection.sendall(body)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_body_that_does_not_come_is_not_waited_for(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "BODY_S", 0.2)
     with send_in_part(system, 100) as connection:

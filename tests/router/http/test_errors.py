@@ -90,9 +90,27 @@ def test_a_validation_error_names_the_field(body: Any, param: str, words: str) -
     assert str(error).startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (rb'{"model": "demo", "prompt": "cut \ud83d"}', r"prompt: \ud83d is half of a surrogate pair; send the whole"),
+        (rb'{"messages": [{"content": "\ude00 \ud83d\ude00"}]}', r"messages: \ude00 is half of a surrogate pair"),
+        (rb'{"a\ud83d": 1}', r"a\ud83d: \ud83d is half of a surrogate pair"),
+        (rb'{"\ud83d": NaN}', r"\ud83d: "),
+    ],
+)
+def test_half_a_surrogate_pair_is_named(body: bytes, words: str) -> None:
+    """Clients in JavaScript send it if they cut a text inside an emoji."""
+    error = from_malformed(body, ValueError("Input data was truncated"))
+    assert str(error).startswith(words)
+    assert msgspec.json.decode(msgspec.json.encode(body_of(error)))["error"]["param"] == words.partition(":")[0]
+
+
 def test_a_body_with_nan_names_the_field() -> None:
     error = from_malformed(b'{"a": 1, "b": {"c": [NaN]}}', ValueError("x"))
     assert (error.param, str(error)) == ("b", "b: NaN and Infinity are no JSON numbers")
+    deep = b'{"a": ' + b"[" * 500 + b"-Infinity" + b"]" * 500 + b"}"
+    assert str(from_malformed(deep, ValueError("x"))) == "a: NaN and Infinity are no JSON numbers"
     assert str(from_malformed(b"{", ValueError("cut off"))) == "the body is not valid JSON: cut off"
     assert "UTF-8" in str(from_malformed(b"", UnicodeDecodeError("utf-8", b"", 0, 1, "x")))
     assert "nested" in str(from_malformed(b"", RecursionError()))

@@ -23,7 +23,7 @@ from baton.router.trace import Explanation, RequestTrace, Span, TraceRecorder
 
 from ..conftest import System
 from ..fake_nodes import FakeNode
-from ..test_runner import own, wait_until
+from ..test_runner import ignore, own, wait_until
 from ..test_trace import CHUNKS, Traced, check_sums, fake_attempt, names
 
 
@@ -237,7 +237,7 @@ def test_a_paused_request(system: System) -> None:
 def test_a_client_that_leaves_and_an_error(system: System) -> None:
     system.behaviour.answer_prefill = refuse
     system.complete()
-    system.behaviour.answer_prefill = lambda node, message: True  # never answers
+    system.behaviour.answer_prefill = ignore
     connection = http.client.HTTPConnection(system.router.url.removeprefix("http://"), timeout=10)
     connection.request(
         "POST", "/v1/completions", json.dumps({"model": "fake", "prompt": "hello"}), {"x-request-id": "mine"}

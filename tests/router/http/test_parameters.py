@@ -134,7 +134,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"no_such_field": 1}, "no_such_field"),
     ({"model": None}, "model"),
     ({"model": 7}, "model"),
-    ({"prompt": "\ud800"}, None),
+    ({"prompt": "\ud800"}, "prompt"),
 ]
 
 

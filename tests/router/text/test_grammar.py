@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -233,6 +234,60 @@ def test_what_a_model_writes_under_a_schema_satisfies_it(
     text = written(vocabulary, grammar, random.Random(seed))
     if text is not None:
         jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+
+
+SPECIALS = ["<s>", "<\uff5cend\uff5c>"]
+
+
+@pytest.fixture(scope="module")
+def special_vocabulary() -> llguidance.LLTokenizer:
+    """A vocabulary in which the texts of SPECIALS are special tokens."""
+    inner = tokenizers.Tokenizer.from_buffer(tokenizer_file())
+    inner.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in SPECIALS])
+    return llguidance.LLTokenizer(inner.to_str(), n_vocab=440, eos_token=[1])
+
+
+@pytest.mark.parametrize("special", [*SPECIALS, "</s>"])  # the last one ends a text
+@pytest.mark.parametrize("frame", ["", "start: @answer"])
+@pytest.mark.parametrize(
+    ("kind", "source_of", "text_of"),
+    [
+        (
+            "json",
+            lambda special: {"const": f"a{special}b"},
+            lambda special: json.dumps(f"a{special}b", ensure_ascii=False),
+        ),
+        ("json", lambda special: {"type": "string", "pattern": re.escape(special)}, None),
+        ("regex", lambda special: f"a{re.escape(special)}b", "a{}b".format),
+        ("choice", lambda special: [f"{special}b"], "{}b".format),
+        ("choice", lambda special: [special], str),
+        ("grammar", lambda special: f'start: "a" x\nx: {json.dumps(special)}', "a{}".format),
+    ],
+)
+def test_the_text_of_a_special_token_is_written_in_ordinary_ones(
+    special_vocabulary: llguidance.LLTokenizer,
+    kind: GrammarKind,
+    source_of: Callable[[str], Any],
+    text_of: Callable[[str], str] | None,
+    frame: str,
+    special: str,
+) -> None:
+    given = source_of(special)
+    source = GrammarSource(kind, given if isinstance(given, str) else json.dumps(given), frame)
+    grammar = converted(source, special_vocabulary)
+    assert isinstance(grammar, Grammar), grammar
+    for seed in range(10):
+        text = written(special_vocabulary, grammar, random.Random(seed))
+        if text_of is not None:
+            assert text == text_of(special)
+        elif text is not None:
+            assert special in json.loads(text)
+
+
+def test_a_grammar_without_such_a_text_stays_as_it_is(special_vocabulary: llguidance.LLTokenizer) -> None:
+    """Where a text has no alternative, no mask is computed: that is faster."""
+    grammar = convert(special_vocabulary, "json", SCHEMA)
+    assert isinstance(grammar, Grammar) and "no_forcing" not in grammar.text
 
 
 @pytest.mark.parametrize(("kind", "given", "inside", "outside"), LANGUAGES)
