@@ -31,6 +31,16 @@ from . import gpu
 from .attention import Tree
 from .fp8 import E4M3
 from .fp8_pages import block_size, has_close_blocks, scales_of
+from .triton_pairs import (
+    in_pairs,
+    join_sums,
+    load_scales,
+    numbers_of,
+    packed,
+    scores_of,
+    split_queries,
+    weigh_pairs,
+)
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work
 from .triton_softmax import (
     combine_kernel,
@@ -50,6 +60,7 @@ _TILE_BYTES = 16 * 1024  # per tile of keys, and of values; half of it in float3
 _STAGES_BYTES = 192 * 1024  # of keys and values under way, of 227 KiB of an H100
 # One warp combines 64 dimensions of 32 splits, so that no numbers go through shared memory.
 _COMBINED_DIMS, _COMBINED_SPLITS = 64, 32
+_FULL_ROWS = tl.constexpr(64)  # of a tile, from which on operands come from shared memory, not from registers
 _INTERPRETED_SMS = 4
 _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
 
@@ -180,7 +191,7 @@ def decode_attention(
         parts = torch.empty((num_rows, head_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
     _decode_kernel[(num_tiles, *grid)](
-        out, parts, stats, items, arrivals, q, kv_layer, scales, sinks, plan.block_table,
+        out, parts, stats, items, arrivals, q, in_pairs(q, kv_layer), scales, sinks, plan.block_table,
         plan.seq_lens if shares is None else shares.lens,
         plan.tree_starts, visible, None if window is None else plan.positions,
         query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
@@ -262,7 +273,7 @@ def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def scaled(
-    values,  # [BLOCK_N, BLOCK_D], keys or values of slots as they lie in pages
+    values,  # [BLOCK_N, BLOCK_D] or pairs [BLOCK_N, BLOCK_D / 2] uint16, keys or values of slots as they lie in pages
     scales_ptr,  # scales of the kv head's keys in page 0; None: return `values`
     plane: tl.constexpr,  # 0: keys, 1: values
     pages,  # as `load_pages` returns them
@@ -276,8 +287,11 @@ def scaled(
     if scales_ptr is None:
         return values
     else:
-        ptrs = scales_ptr + pages.to(tl.int64) * (V_OFFSET // 2) + plane * (V_OFFSET // 4) + slots % PAGE_SIZE
-        return (values.to(tl.float32) * tl.load(ptrs, mask=is_inside, other=0.0)[:, None]).to(dtype)
+        scales = load_scales(scales_ptr, plane, pages, slots, is_inside, PAGE_SIZE, V_OFFSET)
+        if values.dtype == tl.uint16:
+            return numbers_of(values, scales, dtype)
+        else:
+            return (values.to(tl.float32) * scales[:, None]).to(dtype)
 
 
 @triton.jit
@@ -297,7 +311,7 @@ def _decode_kernel(
     items_ptr,  # [num_items] int64 of `Shares`; None: each sequence has num_splits items
     arrivals_ptr,  # [num_seqs * grid[0]] int32; None: `combine_kernel` combines parts
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
-    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype or e4m3, blocks BLOCK apart
+    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype, e4m3 or pairs of it, blocks BLOCK apart
     scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart; None: no scales
     sinks_ptr,  # [NUM_KV_HEADS * GROUP] float32; None: there are none
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
@@ -347,7 +361,8 @@ def _decode_kernel(
     if DEPENDENT:
         gdc_wait()
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_row[:, None] & is_dim, other=0.0)
-    k_ptrs = kv_ptr + kv_head * BLOCK + dims[None, :]
+    PACKED: tl.constexpr = packed(kv_ptr)
+    k_ptrs = kv_ptr + kv_head * (BLOCK // PACKED) + tl.arange(0, BLOCK_D // PACKED)[None, :]
     if scales_ptr is not None:
         scales_ptr += kv_head * (BLOCK // 4)
     V_OFFSET: tl.constexpr = NUM_KV_HEADS * BLOCK
@@ -358,11 +373,18 @@ def _decode_kernel(
         tree_start, visible_ptrs = 0, visible_ptr
     has_sink = (split == 0) & (begin < end)  # without keys, no sums are stored
     sums, total, highest = sink_seen(sinks_ptr, heads, has_sink, BLOCK_M, BLOCK_D)
-    sums, total, highest = _weighted(
-        q, k_ptrs, scales_ptr, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new,
-        seq * query_len, tree_start, num_words, scale, sums, total, highest, False,
-        IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+    if PACKED == 2 and BLOCK_M < _FULL_ROWS:
+        sums, total, highest = _weighted_pairs(
+            q, k_ptrs, scales_ptr, table_ptr, visible_ptrs, positions_ptr, pages, begin,
+            end, last_seen, lowest, first_new, seq * query_len, tree_start, num_words, scale, total, highest,
+            IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    else:
+        sums, total, highest = _weighted(
+            q, k_ptrs, scales_ptr, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest,
+            first_new, seq * query_len, tree_start, num_words, scale, sums, total, highest, False,
+            IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
     if HAS_HIDDEN:  # noqa: SIM102
         if has_nan(sums):
             FEW_KEYS: tl.constexpr = 16  # per tile, so that `weigh_seen` needs no more registers than `weigh`
@@ -388,7 +410,7 @@ def _decode_kernel(
 @triton.jit
 def _weighted(
     q,  # [BLOCK_M, BLOCK_D]
-    k_ptrs,  # [1, BLOCK_D] pointers to the keys of the kv head in page 0
+    k_ptrs,  # [1, BLOCK_D / PACKED] pointers to the keys of the kv head in page 0
     scales_ptr,  # their scales; None: keys and values have q's dtype
     table_ptr,  # [max_pages] int64, of the sequence
     visible_ptrs,  # [BLOCK_M] pointers to each row's words, for a tree
@@ -418,27 +440,111 @@ def _weighted(
     """Continue the running softmax (triton_softmax.py) over slots begin .. end - 1.
 
     With SELECTS, keys that a row does not see may be NaN."""
-    is_dim = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
+    PACKED: tl.constexpr = packed(k_ptrs)
+    is_dim = tl.arange(0, BLOCK_D // PACKED)[None, :] < HEAD_DIM // PACKED
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        tile_ptrs = k_ptrs + (pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM)[:, None]
+        offsets = pages.to(tl.int64) * (2 * V_OFFSET // PACKED) + slots % PAGE_SIZE * (HEAD_DIM // PACKED)
+        tile_ptrs = k_ptrs + offsets[:, None]
         tile_pages = pages
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         is_loaded = is_inside[:, None] & is_dim
         k = tl.load(tile_ptrs, mask=is_loaded, other=0.0)
         k = scaled(k, scales_ptr, 0, tile_pages, slots, is_inside, q.dtype, PAGE_SIZE, V_OFFSET)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if IS_TREE:
-            is_seen = seen_in_tree(visible_ptrs, slots, is_inside, first, tree_start, num_words)
-        else:
-            is_seen = slots[None, :] <= tl.minimum(last_seen, end - 1)[:, None]
-        if HAS_WINDOW:
-            is_seen &= in_window(positions_ptr, first_token, slots, is_inside, first_new, lowest, IS_TREE)
-        v = tl.load(tile_ptrs + V_OFFSET, mask=is_loaded, other=0.0)
+        is_seen = _seen(
+            visible_ptrs, positions_ptr, slots, is_inside, first, end, last_seen, lowest, first_new, first_token,
+            tree_start, num_words, IS_TREE, HAS_WINDOW,
+        )  # fmt: skip
+        v = tl.load(tile_ptrs + V_OFFSET // PACKED, mask=is_loaded, other=0.0)
         v = scaled(v, scales_ptr, 1, tile_pages, slots, is_inside, q.dtype, PAGE_SIZE, V_OFFSET)
         if SELECTS:
             sums, total, highest = weigh_seen(scores, is_seen, scale, v, sums, total, highest)
         else:
             sums, total, highest = weigh(tl.where(is_seen, scores, float("-inf")), scale, v, sums, total, highest)
     return sums, total, highest
+
+
+@triton.jit
+def _weighted_pairs(
+    q,  # [BLOCK_M, BLOCK_D]
+    k_ptrs,  # [1, BLOCK_D / 2] pointers to pairs
+    scales_ptr,
+    table_ptr,
+    visible_ptrs,
+    positions_ptr,
+    pages,
+    begin,
+    end,
+    last_seen,
+    lowest,
+    first_new,
+    first_token,
+    tree_start,
+    num_words,
+    scale,
+    total,
+    highest,
+    IS_TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Do `_weighted` from the first key on, with keys and values in pairs (triton_pairs.py). Other arguments as
+    there."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    is_dim = tl.arange(0, BLOCK_D // 2)[None, :] < HALF
+    q_even, q_odd = split_queries(q)
+    sums_even = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
+    sums_odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
+    for first in tl.range(begin, end, BLOCK_N):
+        slots = first + tl.arange(0, BLOCK_N)
+        is_inside = slots < end
+        tile_ptrs = k_ptrs + (pages.to(tl.int64) * V_OFFSET + slots % PAGE_SIZE * HALF)[:, None]
+        k_scales = load_scales(scales_ptr, 0, pages, slots, is_inside, PAGE_SIZE, V_OFFSET)
+        v_scales = load_scales(scales_ptr, 1, pages, slots, is_inside, PAGE_SIZE, V_OFFSET)
+        pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+        is_loaded = is_inside[:, None] & is_dim
+        scores = scores_of(q_even, q_odd, tl.load(tile_ptrs, mask=is_loaded, other=0), k_scales)
+        is_seen = _seen(
+            visible_ptrs, positions_ptr, slots, is_inside, first, end, last_seen, lowest, first_new, first_token,
+            tree_start, num_words, IS_TREE, HAS_WINDOW,
+        )  # fmt: skip
+        sums_even, sums_odd, total, highest = weigh_pairs(
+            tl.where(is_seen, scores, float("-inf")), scale,
+            tl.load(tile_ptrs + V_OFFSET // 2, mask=is_loaded, other=0), v_scales,
+            sums_even, sums_odd, total, highest, q.dtype,
+        )  # fmt: skip
+    return join_sums(sums_even, sums_odd), total, highest
+
+
+@triton.jit
+def _seen(
+    visible_ptrs,
+    positions_ptr,
+    slots,  # [BLOCK_N] int32
+    is_inside,  # [BLOCK_N] bool
+    first,
+    end,
+    last_seen,
+    lowest,
+    first_new,
+    first_token,
+    tree_start,
+    num_words,
+    IS_TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return which slots from `first` on each row sees, [BLOCK_M, BLOCK_N] bool. Other arguments as in `_weighted`."""
+    if IS_TREE:
+        is_seen = seen_in_tree(visible_ptrs, slots, is_inside, first, tree_start, num_words)
+    else:
+        is_seen = slots[None, :] <= tl.minimum(last_seen, end - 1)[:, None]
+    if HAS_WINDOW:
+        is_seen &= in_window(positions_ptr, first_token, slots, is_inside, first_new, lowest, IS_TREE)
+    return is_seen

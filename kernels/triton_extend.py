@@ -39,6 +39,7 @@ from .triton_attention import (
     tile_keys,
     tile_rows,
 )
+from .triton_pairs import in_pairs, packed
 from .triton_shares import Shares, max_splits, unpacked
 from .triton_softmax import has_nan, quotient, sink_seen, store_heads, store_part, weigh, weigh_seen
 
@@ -99,8 +100,8 @@ def extend_attention(
         stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
     items, arrivals = (None, None) if shares is None else (shares.items, shares.arrivals)
     _extend_kernel[(num_tiles, num_kv_heads) if items is None else (num_kv_heads, len(items))](
-        out, parts, stats, items, arrivals, q, kv_layer, scales, sinks, plan.block_table, plan.seq_lens, starts,
-        num_seqs, window or 0, q.stride(0), plan.block_table.stride(0), softmax_scale(head_dim),
+        out, parts, stats, items, arrivals, q, in_pairs(q, kv_layer), scales, sinks, plan.block_table, plan.seq_lens,
+        starts, num_seqs, window or 0, q.stride(0), plan.block_table.stride(0), softmax_scale(head_dim),
         HAS_WINDOW=window is not None, NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
         BLOCK=block_size(kv_layer), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), SEQS=_SEQS,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -135,7 +136,7 @@ def _extend_kernel(
     items_ptr,  # [num_items] int64 of `Shares` of tiles; None: a program has all keys of its tile
     arrivals_ptr,  # [num_tiles * NUM_KV_HEADS] int32, with items
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
-    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype or e4m3, blocks BLOCK apart
+    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype, e4m3 or pairs of it, blocks BLOCK apart
     scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart; None: no scales
     sinks_ptr,  # [NUM_KV_HEADS * GROUP] float32; None: there are none
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
@@ -173,7 +174,10 @@ def _extend_kernel(
         batch_tokens = (start + tokens).to(tl.int64)
         q_ptrs = q_ptr + (batch_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
         q = tl.load(q_ptrs, mask=is_row[:, None] & is_dim, other=0.0)
-        k_ptrs = kv_ptr + kv_head * BLOCK + dims[None, :]
+        PACKED: tl.constexpr = packed(kv_ptr)
+        columns = tl.arange(0, BLOCK_D // PACKED)[None, :]
+        is_column = columns < HEAD_DIM // PACKED
+        k_ptrs = kv_ptr + kv_head * (BLOCK // PACKED) + columns
         if scales_ptr is not None:
             scales_ptr += kv_head * (BLOCK // 4)
         V_OFFSET: tl.constexpr = NUM_KV_HEADS * BLOCK
@@ -181,14 +185,14 @@ def _extend_kernel(
         pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
         for first in range(begin, full, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
-            offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
+            offsets = pages.to(tl.int64) * (2 * V_OFFSET // PACKED) + slots % PAGE_SIZE * (HEAD_DIM // PACKED)
             tile_ptrs = k_ptrs + offsets[:, None]
             tile_pages = pages
             pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-            k = _load(tile_ptrs, is_dim, HEAD_DIM == BLOCK_D)
+            k = _load(tile_ptrs, is_column, HEAD_DIM == BLOCK_D)
             k = scaled(k, scales_ptr, 0, tile_pages, slots, slots < full, q.dtype, PAGE_SIZE, V_OFFSET)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            v = _load(tile_ptrs + V_OFFSET, is_dim, HEAD_DIM == BLOCK_D)
+            v = _load(tile_ptrs + V_OFFSET // PACKED, is_column, HEAD_DIM == BLOCK_D)
             v = scaled(v, scales_ptr, 1, tile_pages, slots, slots < full, q.dtype, PAGE_SIZE, V_OFFSET)
             sums, total, highest = weigh(scores, scale, v, sums, total, highest)
         sums, total, highest = _weighted(
@@ -217,7 +221,7 @@ def _extend_kernel(
 @triton.jit
 def _weighted(
     q,  # [BLOCK_M, BLOCK_D]
-    k_ptrs,  # [1, BLOCK_D] pointers to the keys of the kv head in page 0
+    k_ptrs,  # [1, BLOCK_D / PACKED] pointers to the keys of the kv head in page 0
     scales_ptr,  # their scales; None: keys and values have q's dtype
     table_ptr,  # [max_pages] int64, of the sequence
     pages,  # int32, the pages of the first tile, from `load_pages`
@@ -240,11 +244,12 @@ def _weighted(
     """Continue the running softmax (triton_softmax.py) over slots begin .. end - 1, which a row may see in part.
 
     With SELECTS, keys that a row does not see may be NaN."""
-    is_dim = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
+    PACKED: tl.constexpr = packed(k_ptrs)
+    is_dim = tl.arange(0, BLOCK_D // PACKED)[None, :] < HEAD_DIM // PACKED
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
+        offsets = pages.to(tl.int64) * (2 * V_OFFSET // PACKED) + slots % PAGE_SIZE * (HEAD_DIM // PACKED)
         tile_ptrs = k_ptrs + offsets[:, None]
         tile_pages = pages
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
@@ -254,7 +259,7 @@ def _weighted(
         is_seen = slots[None, :] <= last_seen[:, None]
         if HAS_WINDOW:
             is_seen = is_seen & (slots[None, :] > (last_seen - window)[:, None])
-        v = tl.load(tile_ptrs + V_OFFSET, mask=is_inside[:, None] & is_dim, other=0.0)
+        v = tl.load(tile_ptrs + V_OFFSET // PACKED, mask=is_inside[:, None] & is_dim, other=0.0)
         v = scaled(v, scales_ptr, 1, tile_pages, slots, is_inside, q.dtype, PAGE_SIZE, V_OFFSET)
         if SELECTS:
             sums, total, highest = weigh_seen(scores, is_seen & is_inside[None, :], scale, v, sums, total, highest)

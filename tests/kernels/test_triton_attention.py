@@ -323,6 +323,8 @@ def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
         (3, (2, 2), 72, torch.float32, None, 20),
         (16, (8, 2), 32, torch.float16, 3, 6),
         (64, (3, 1), 16, torch.float16, 70, None),
+        (16, (4, 2), 128, torch.float32, 3, None),  # in pairs, from here on
+        (10, (12, 1), 20, torch.float32, None, 20),  # more rows than registers take
     ],
     ids=str,
 )
@@ -343,8 +345,9 @@ def test_pages_in_fp8(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_scale_that_is_no_number_spoils_only_rows_that_see_it(half: int) -> None:
-    case = Case((5, 5), (60, 40), (2, 1), page_size=10, in_fp8=True)
-    clean = case.decode(num_slots=2, block_n=16)
-    scales_of(case.kv)[case.table[0, 5], half, :, 7] = float("nan")
-    sees = torch.tensor([False, False, True, True, True] + [False] * 5, device=DEVICE)
-    assert_spoils_only(case.decode(num_slots=2, block_n=16), clean, sees, half, float("nan"))
+    for block_m in (16, 64):
+        case = Case((5, 5), (60, 40), (2, 1), page_size=10, in_fp8=True)
+        clean = case.decode(num_slots=2, block_n=16, block_m=block_m)
+        scales_of(case.kv)[case.table[0, 5], half, :, 7] = float("nan")
+        sees = torch.tensor([False, False, True, True, True] + [False] * 5, device=DEVICE)
+        assert_spoils_only(case.decode(num_slots=2, block_n=16, block_m=block_m), clean, sees, half, float("nan"))

@@ -230,10 +230,13 @@ def _fp8_pages() -> None:
         flags = {"IS_TREE": True, "HAS_WINDOW": True, "HAS_PARTS": True, "HAS_HIDDEN": True, "DEPENDENT": True}
         round_ = {**tiles, **flags, "BLOCK_M": 16, "MIN_SPLIT": 256}
         launch = {"num_warps": 4, "num_stages": stages_that_fit(q, tile_keys(q), 3)}
-        print(f"{name} round", compiled_bytes(triton_attention._decode_kernel, round_, types, **launch))
-        chunk = {**tiles, "BLOCK_M": 128, "SEQS": 32, "HAS_WINDOW": False}
-        launch = {"num_warps": 8, "num_stages": 3}
-        print(f"{name} chunk", compiled_bytes(triton_extend._extend_kernel, chunk, types, **launch))
+        for kv in (pages, "*u16") if pages == _E4M3 else (pages,):
+            name, types["kv"] = kv[1:], kv
+            print(f"{name} round", compiled_bytes(triton_attention._decode_kernel, round_, types, **launch))
+            chunk = {**tiles, "BLOCK_M": 128, "SEQS": 32, "HAS_WINDOW": False}
+            of_chunk = {"num_warps": 8, "num_stages": 3}
+            print(f"{name} chunk", compiled_bytes(triton_extend._extend_kernel, chunk, types, **of_chunk))
+        name, types["kv"] = pages[1:], pages
         stores = {**layout, "NUM_HEADS": 32, "HEADS": 16, "HALF": 64, "DEPENDENT": True, "WRITES_BACK": pages == _E4M3}
         print(f"{name} store", compiled_bytes(triton_store._store_kernel, stores, types, num_warps=4))
         gathers = {**layout, "KEYS": 64, "BLOCK_D": 128}
