@@ -49,11 +49,13 @@ class PackedTiles(NamedTuple):
         asynchronously."""
         if item_size == 4:
             return cls(64, 32, True, 4, 3)
-        if block <= 16:
-            return cls(64, 128, True, 4 if block == _MIN_BLOCK else 2, 4, has_halves=block == 16)
+        if block == _MIN_BLOCK:
+            return cls(64, 128, True, 4, 4)
+        if block == 16:
+            return cls(64, 128, True, 2, 3, has_halves=True)
         if block == 32:
-            return cls(64, 128, True, 2, 3)
-        return cls(128, 64, True, 4, 3) if block == 64 else cls(256, 64, False, 8, 3)
+            return cls(64, 128, False, 4, 3)
+        return cls(128, 64, False, 4, 3) if block == 64 else cls(256, 64, False, 8, 3)
 
 
 def packed_product(

@@ -1,6 +1,7 @@
 """Time the attention kernels on a GPU at the shapes of an 8B model: 32 heads, 8 KV heads of 128, bfloat16.
 
     python tests/benchmarks/bench_kernels_attention.py [--only decode|verify|extend|history|store] [--sweep]
+    python tests/benchmarks/bench_kernels_attention.py --kv-dtype fp8 --only decode
 
 A time is the median replay of a CUDA graph, divided by its number of layers. The graph has so many layers that their
 data exceed the L2 cache several times. Decode is compared with reading its keys and values once at the bandwidth of a
@@ -14,15 +15,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from quantized import fp8_pool
+
 from baton.kernels import history
 from baton.kernels.attention import Tree, paged_attention_ref
+from baton.kernels.fp8 import E4M3
 from baton.kernels.triton_attention import DecodeTiles, TritonPlan, decode_attention
 from baton.kernels.triton_extend import ExtendTiles, extend_attention
 from baton.kernels.triton_store import norm_rotate_store
@@ -38,20 +46,26 @@ REPLAYS = 30
 class Pool(NamedTuple):
     """Sequences of one length over scattered pages of several layers."""
 
-    kv: torch.Tensor  # [num_layers, num_pages, 2, NUM_KV_HEADS, page_size, HEAD_DIM] bfloat16
+    kv: torch.Tensor  # [num_layers, num_pages, 2, NUM_KV_HEADS, page_size, HEAD_DIM] bfloat16 or e4m3
     block_table: torch.Tensor  # [num_seqs, max_pages] int64
     seq_lens: torch.Tensor  # [num_seqs] int64
 
     @classmethod
-    def make(cls, num_seqs: int, seq_len: int, page_size: int, min_layers: int = 2) -> Pool:
+    def make(cls, num_seqs: int, seq_len: int, page_size: int, min_layers: int = 2, *, is_fp8: bool = False) -> Pool:
         num_pages = -(-seq_len // page_size)
-        num_bytes = (num_seqs * num_pages + 1) * 2 * NUM_KV_HEADS * page_size * HEAD_DIM * 2
+        num_bytes = (num_seqs * num_pages + 1) * 2 * NUM_KV_HEADS * page_size * HEAD_DIM * (1 if is_fp8 else 2)
         num_layers = max(min_layers, min(64, int(COLD_BYTES // num_bytes) + 1))
         shape = (num_layers, num_seqs * num_pages + 1, 2, NUM_KV_HEADS, page_size, HEAD_DIM)
         kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        kv = fp8_pool(kv) if is_fp8 else kv
         table = torch.zeros(num_seqs, max(num_pages, CAPACITY // page_size), dtype=torch.int64, device="cuda")
         table[:, :num_pages] = torch.randperm(num_seqs * num_pages, device="cuda").view(num_seqs, -1) + 1
         return cls(kv, table, torch.full((num_seqs,), seq_len, device="cuda"))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of a token in a layer, scales included."""
+        return 2 * NUM_KV_HEADS * (HEAD_DIM + 4 if self.kv.dtype == E4M3 else 2 * HEAD_DIM)
 
     def contiguous(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values as torch wants them, each [num_seqs, NUM_KV_HEADS, seq_len, HEAD_DIM]."""
@@ -64,6 +78,7 @@ class Pool(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("decode", "verify", "extend", "history", "store"))
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="of decode, verify and extend")
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
@@ -91,7 +106,7 @@ def main() -> None:
 def bench_decode(
     num_seqs: int, seq_len: int, page_size: int, query_len: int, is_tree: bool, args: argparse.Namespace
 ) -> None:
-    pool = Pool.make(num_seqs, seq_len, page_size)
+    pool = Pool.make(num_seqs, seq_len, page_size, is_fp8=args.kv_dtype == "fp8")
     num_tokens = num_seqs * query_len
     qkv = torch.randn(num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     q = qkv.view(num_tokens, -1, HEAD_DIM)[:, :NUM_HEADS]
@@ -103,7 +118,7 @@ def bench_decode(
     plan = TritonPlan.uniform(pool.block_table, pool.seq_lens, query_len, page_size, tree, positions, is_stored=True)
     chosen = DecodeTiles.choose(q, pool.kv[0], num_seqs)
     name = f"{'tree' if is_tree else 'decode'} {num_seqs} x {query_len} of {seq_len}, pages of {page_size}"
-    num_bytes = num_seqs * seq_len * 2 * NUM_KV_HEADS * HEAD_DIM * 2
+    num_bytes = num_seqs * seq_len * pool.token_bytes
     for tiles in [chosen, *(_other_decodes(chosen, is_tree) if args.sweep else ())]:
         out = decode_attention(q, pool.kv[0], plan, None, tiles)
         lens = (query_len,) * num_seqs
@@ -114,7 +129,7 @@ def bench_decode(
         torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
         seconds = per_layer(lambda layer, t=tiles: decode_attention(q, pool.kv[layer], plan, None, t), len(pool.kv))
         _tell(name, seconds, num_bytes / seconds / 1e9, "GB/s", num_bytes / BYTES_PER_S, str(tuple(tiles)))
-    if not is_tree and query_len == 1:
+    if not is_tree and query_len == 1 and pool.kv.dtype != E4M3:
         layers = [pool.contiguous(layer) for layer in range(len(pool.kv))]
         grouped = q.unsqueeze(2)  # [num_seqs, NUM_HEADS, 1, HEAD_DIM]
         seconds = per_layer(
@@ -124,7 +139,7 @@ def bench_decode(
 
 
 def bench_extend(num_seqs: int, query_len: int, seq_len: int, page_size: int, args: argparse.Namespace) -> None:
-    pool = Pool.make(num_seqs, seq_len, page_size)
+    pool = Pool.make(num_seqs, seq_len, page_size, is_fp8=args.kv_dtype == "fp8")
     num_tokens = num_seqs * query_len
     qkv = torch.randn(num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     q = qkv.view(num_tokens, -1, HEAD_DIM)[:, :NUM_HEADS]
@@ -140,7 +155,7 @@ def bench_extend(num_seqs: int, query_len: int, seq_len: int, page_size: int, ar
         torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
         seconds = per_layer(lambda layer, t=tiles: extend_attention(q, pool.kv[layer], plan, None, t), len(pool.kv))
         _tell(name, seconds, num_flops / seconds / 1e12, "TFLOP/s", num_flops / FLOP_PER_S, str(tuple(tiles)))
-    if query_len == seq_len:
+    if query_len == seq_len and pool.kv.dtype != E4M3:
         layers = [pool.contiguous(layer) for layer in range(len(pool.kv))]
         batched = q.reshape(num_seqs, query_len, NUM_HEADS, HEAD_DIM).transpose(1, 2)
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):

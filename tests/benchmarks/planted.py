@@ -105,7 +105,8 @@ class PlantedModel:
         drawn.mul_(random_scale(spec, self._added))
         if spec.name.endswith(("o_proj.weight", "down_proj.weight")):
             drawn[: self.dims.size] = 0.0
-        if spec.name.endswith("router.weight"):  # what all tokens have in common would send them to the same experts
+        if spec.name.endswith(("router.weight", "mlp.gate.weight")):
+            # What all tokens have in common would send them to the same experts.
             drawn[:, [self.dims.one, *range(self.dims.ballast.start, self.dims.ballast.stop)]] = 0.0
         self.heads.plant(spec.name.rsplit(".", 2)[-2], drawn, places)
         return drawn
