@@ -63,11 +63,11 @@ class Places(NamedTuple):
         return len(self.pairs) // max(1, len(self.experts))
 
 
-def place_experts_ref(chosen: Tensor, num_experts: int) -> Places:
-    """Place the pairs of `chosen` [num_rows, num_active] int64."""
+def place_experts_ref(chosen: Tensor, num_experts: int, *, is_packed: bool = False) -> Places:
+    """Place the pairs of `chosen` [num_rows, num_active] int64. `is_packed`: the experts' weights are."""
     flat, device = chosen.flatten(), chosen.device
     num_pairs = len(flat)
-    block = block_size(num_pairs, num_experts)
+    block = block_size(num_pairs, num_experts, is_packed=is_packed)
     num_blocks = most_blocks(num_pairs, num_experts, block)
     order = flat.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
@@ -82,11 +82,12 @@ def place_experts_ref(chosen: Tensor, num_experts: int) -> Places:
     return Places(chosen, num_experts, pairs, experts)
 
 
-def block_size(num_pairs: int, num_experts: int) -> int:
+def block_size(num_pairs: int, num_experts: int, *, is_packed: bool = False) -> int:
     """Return how many places a block has: as many as an expert has pairs, and twice as many if they are few, since a
-    second block of an expert reads its weights again."""
+    second block of an expert reads its weights again, and unpacks them again if they are packed."""
     mean = -(-num_pairs // num_experts)
-    return next((size for size, most in ((16, 8), (32, 32), (64, 64)) if mean <= most), 128)
+    most_of_size = ((16, 12), (32, 24), (64, 64)) if is_packed else ((16, 8), (32, 32), (64, 64))
+    return next((size for size, most in most_of_size if mean <= most), 128)
 
 
 def most_blocks(num_pairs: int, num_experts: int, block: int) -> int:

@@ -53,9 +53,7 @@ class PackedTiles(NamedTuple):
             return cls(64, 128, True, 4, 4)
         if block == 16:
             return cls(64, 128, True, 2, 3, has_halves=True)
-        if block == 32:
-            return cls(64, 128, False, 4, 3)
-        return cls(128, 64, False, 4, 3) if block == 64 else cls(256, 64, False, 8, 3)
+        return cls(128, 64, False, 4, 3, has_halves=block == 64) if block <= 64 else cls(256, 64, False, 8, 3)
 
 
 def packed_product(

@@ -25,15 +25,15 @@ MAX_EXPERTS = 1024
 MAX_UNDIVIDED = 2048  # pairs that are one segment
 
 
-def serves(chosen: Tensor, num_experts: int) -> bool:
+def serves(chosen: Tensor, num_experts: int, *, is_packed: bool = False) -> bool:  # noqa: ARG001
     """Return whether `place_experts` takes these pairs."""
     return 0 < chosen.numel() <= MAX_PAIRS and chosen.is_contiguous() and num_experts <= MAX_EXPERTS
 
 
-def place_experts(chosen: Tensor, num_experts: int) -> Places:
+def place_experts(chosen: Tensor, num_experts: int, *, is_packed: bool = False) -> Places:
     """Return `place_experts_ref`."""
     num_pairs = chosen.numel()
-    block = block_size(num_pairs, num_experts)
+    block = block_size(num_pairs, num_experts, is_packed=is_packed)
     num_blocks = most_blocks(num_pairs, num_experts, block)
     pairs = torch.empty(num_blocks * block, dtype=torch.int32, device=chosen.device)
     experts = torch.empty(num_blocks, dtype=torch.int32, device=chosen.device)

@@ -123,7 +123,7 @@ class GroupedExperts(Experts):
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
         if len(x) == 1 and self._serves_one_row:
             return self._of_row(x, chosen, shares, others)
-        places = place_experts(chosen, self.num_experts)
+        places = place_experts(chosen, self.num_experts, is_packed=self.gate_up.is_packed)
         values, scales = (x, None) if self.roundings is None else self.roundings[0](x)
         inner = gated_experts_linear(values, scales, self.gate_up, places, x.dtype, self.clamp)
         values, scales = (inner, None) if self.roundings is None else self.roundings[1](inner)

@@ -113,7 +113,8 @@ class Case(NamedTuple):
         x, x_scales = round_rows(x, in_size) if form == "fp8" else (x, None)
         scores = torch.rand(NUM_CALLS, num_rows, mixture.num_experts, device="cuda")
         chosen = scores.topk(mixture.num_active).indices
-        places = tuple(place_experts_ref(each.contiguous(), mixture.num_experts) for each in chosen)
+        place = functools.partial(place_experts_ref, num_experts=mixture.num_experts, is_packed=weight.is_packed)
+        places = tuple(place(each.contiguous()) for each in chosen)
         return cls(weight, x, x_scales, places, is_gated)
 
     def __call__(self, index: int = 0) -> Tensor:

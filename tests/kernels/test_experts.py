@@ -46,6 +46,12 @@ def test_every_pair_has_one_place_in_a_block_of_its_expert(num_rows: int, num_ac
     assert all(own == sorted(own) for own in seen.values())
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_block_is_as_large_as_the_mean_number_of_pairs_asks_for(is_packed: bool) -> None:
+    sizes = [block_size(32 * mean, 32, is_packed=is_packed) for mean in (1, 8, 12, 24, 32, 64, 65)]
+    assert sizes == ([16, 16, 16, 32, 64, 64, 128] if is_packed else [16, 16, 32, 32, 32, 64, 128])
+
+
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("has_row_of_each_pair", [False, True])
 def test_products_are_those_of_each_expert(is_quantized: bool, has_row_of_each_pair: bool) -> None:

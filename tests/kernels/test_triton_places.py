@@ -24,8 +24,10 @@ def choose(num_rows: int, num_experts: int, num_active: int) -> Tensor:
 
 def check(chosen: Tensor, num_experts: int) -> None:
     assert triton_places.serves(chosen, num_experts)
-    ours, theirs = triton_places.place_experts(chosen, num_experts), place_experts_ref(chosen, num_experts)
-    assert torch.equal(ours.pairs, theirs.pairs) and torch.equal(ours.experts, theirs.experts)
+    for is_packed in (False, True):
+        ours = triton_places.place_experts(chosen, num_experts, is_packed=is_packed)
+        theirs = place_experts_ref(chosen, num_experts, is_packed=is_packed)
+        assert torch.equal(ours.pairs, theirs.pairs) and torch.equal(ours.experts, theirs.experts)
 
 
 @pytest.mark.parametrize(("num_rows", "num_experts", "num_active"), SIZES if IS_INTERPRETED else SIZES + LARGE_SIZES)

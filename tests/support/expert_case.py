@@ -32,7 +32,7 @@ def check_products(
     clamp: SwigluClamp | None = None,
 ) -> None:
     """Compare both products of rows of x with kernels/experts.py's specification."""
-    places = place_experts_ref(chosen, num)
+    places = place_experts_ref(chosen, num, is_packed=weight.is_packed)
     assert triton_experts.serves(x, x_scales, weight, places, dtype)
     for ours, theirs in (
         (triton_experts.experts_linear, experts_linear_ref),
