@@ -20,6 +20,8 @@ from solo import Solo
 from baton.engine.batch import ForwardBatch
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.made_checkpoint import EveryName
+from baton.engine.models.registry import tensor_specs
 from baton.engine.work import BatchRow
 from baton.kernels.attention import Tree
 from baton.kernels.fp8 import BLOCK, dequantized
@@ -191,6 +193,17 @@ def test_weights_may_be_made_in_the_format_of_a_quantized_checkpoint(
     solo = Solo(tmp_path, speculative="ngram", load_format="planted:maker", dtype=dtype)
     prompt = random_prompt(300, 3)
     assert solo.run(solo.start(prompt, params(60), chunk=37), 40, 3) == PlantedText(1024).continuation(prompt, 40)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-30b-a3b", "glm-4.5-air", "deepseek-v2-lite", "gpt-oss-20b"])
+def test_routers_do_not_see_what_all_tokens_have_in_common(architecture: str, tmp_path: Path) -> None:
+    """Else tokens choose fewer experts than uniform choices would, and a step reads less than its floor counts."""
+    model = PlantedModel(tensor_files.write_config(tmp_path, small(architecture) | PLANTED))
+    shared = [model.dims.one, *range(model.dims.ballast.start, model.dims.ballast.stop)]
+    specs = tensor_specs(model.config, EveryName())
+    routers = [model.tensor(spec) for spec in specs if spec.name.endswith((".gate.weight", ".router.weight"))]
+    assert model.config.experts is not None and len(routers) == len(model.config.experts.layers)
+    assert all(not weight[:, shared].any() and weight.any() for weight in routers)
 
 
 def test_blocks_of_fp8_keep_powers_of_two_and_odd_sizes() -> None:
