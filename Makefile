@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.ready
 RUN := $(VENV)/bin
-WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
+# Two more than cores, since many tests wait.
+WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 2))
 
 # Without bytecode on disk each process of the tests would compile Baton and the tests' files again.
 unexport PYTHONDONTWRITEBYTECODE
