@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafters import settings
 from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 from ties import Reference
 
+from baton.engine.device_executor import DeviceExecutor
+from baton.engine.work import LoadSlot
+from baton.metadata.handoff.schema import handoff_bytes
+from baton.metadata.handoff.transports.base import Landed
+from baton.metadata.handoff.transports.zmq import ZmqTransport
 from baton.metadata.wire.membership import Welcome
-from baton.metadata.wire.messages import Cancel, Resend
+from baton.metadata.wire.messages import Cancel, Pages, Resend
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Unit
 
@@ -34,6 +41,68 @@ def prompts(vocab_size: int, lens: tuple[int, ...], seed: int = 0) -> list[list[
 
 def ids(results: dict[tuple[str, int], Result]) -> dict[tuple[str, int], list[int]]:
     return {key: result.ids for key, result in results.items()}
+
+
+def kv_bytes(config: dict[str, Any], num_tokens: int, *, is_fp8: bool) -> int:
+    """Return the bytes of a model's keys and values, or latents, of whole pages of 4 tokens, by its config.json."""
+    if "kv_lora_rank" in config:
+        return config["num_hidden_layers"] * num_tokens * 4 * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    num_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    per_page = 4 * head_dim * 4
+    if is_fp8:
+        per_page = -(-4 * head_dim // 16) * 16 + 16  # one byte per number, and four scales
+    return config["num_hidden_layers"] * 2 * num_heads * per_page * num_tokens // 4
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "kv_dtype", "state_size"),
+    [
+        ("llama", None, "auto", 0),
+        ("llama", None, "fp8", 0),
+        ("llama", "ngram", "auto", 0),
+        ("llama", "standalone", "auto", 0),
+        ("llama", "eagle", "auto", 64),
+        ("llama", "eagle3", "auto", 24),
+        ("llama", "mtp-deepseek", "auto", 64),
+        ("deepseek_v3", None, "auto", 0),
+        ("deepseek_v3", "eagle", "auto", 64),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 9, 24])
+def test_a_handoff_moves_pages_and_one_row_to_the_byte(
+    target: str, drafter: str | None, kv_dtype: str, state_size: int, length: int, checkpoint: Callable[..., Path],
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Counted where frames and metadata rows arrive. What is expected follows from the files config.json alone."""
+    model = checkpoint(target)
+    drafting = {} if drafter is None else settings(drafter, model, tmp_path)
+    node = {"page_size": 4, "transport": "zmq", "kv_dtype": kv_dtype, **drafting}
+    pair = make_pair(model, prefill=node, decode=node)
+    frames, rows = list[int](), list[int]()
+    receive, load = ZmqTransport.receive, DeviceExecutor._load
+
+    def count_frame(self: ZmqTransport, message: Pages, data: memoryview) -> Iterator[Landed]:
+        frames.append(data.nbytes)
+        return receive(self, message, data)
+
+    def count_row(self: DeviceExecutor, work: LoadSlot) -> None:
+        assert work.row is not None
+        rows.append(len(work.row))
+        load(self, work)
+
+    monkeypatch.setattr(ZmqTransport, "receive", count_frame)
+    monkeypatch.setattr(DeviceExecutor, "_load", count_row)
+    pair.submit("r", prompts(512, (length,))[0], params(3))
+    pair.run()
+    num_tokens, is_fp8 = -(-length // 4) * 4, kv_dtype == "fp8"
+    models = [model, *([Path(drafting["draft_model"])] if "draft_model" in drafting else [])]
+    configs = [json.loads((each / "config.json").read_text()) for each in models]
+    assert sum(frames) == sum(kv_bytes(config, num_tokens, is_fp8=is_fp8) for config in configs)
+    numbers = 3 + 21 + 20 + (1 + state_size if state_size else 0)  # counts, log-probabilities, ids, the draft's token
+    assert rows == [4 * numbers]
+    moved = handoff_bytes(pair.decode.executor.engine.schema, length)
+    assert (moved.total, moved.hidden_state) == (sum(frames) + rows[0], 4 * state_size)
 
 
 @pytest.mark.parametrize("transport", ["local", "zmq"])
