@@ -15,17 +15,17 @@ from .family import ModelFamily
 
 _BOOKKEEPING = """
     architectures auto_map base_model cache_implementation dtype finetuning_task head_dtype id2label internal_version
-    is_llama_config     label2id license model_name model_type model_version name_or_path num_labels problem_type quantization_config
-    return_dict tokenizer_class torch_dtype torchscript training_args transformers.js_config transformers_version
-    transformers_weights trust_remote_code use_bfloat16 use_cache
+    is_llama_config is_qwen2_config label2id license model_name model_type model_version name_or_path num_labels
+    problem_type quantization_config return_dict tokenizer_class torch_dtype torchscript transformers.js_config
+    transformers_version transformers_weights trust_remote_code use_bfloat16 use_cache
 """
 _LENGTHS = """
     max_model_len max_seq_len max_sequence_length model_max_length seq_len seq_length sequence_length
     tokenizer_model_max_length
-"""
+"""  # of training, or of a tokenizer; max_position_embeddings is read
 _TRAINING = """
-    ep_size freeze_backbone gradient_checkpointing neftune_noise_alpha pretraining_tp
-    router_jitter_noise seq_aux use_gradient_checkpointing
+    ep_size gradient_checkpointing neftune_noise_alpha pretraining_tp router_jitter_noise seq_aux
+    use_gradient_checkpointing
 """
 _COMPUTED_ALIKE = """
     attn_implementation chunk_size_feed_forward flash_attention flash_attn is_decoder output_attentions
@@ -38,7 +38,7 @@ _GENERATION = """
     return_dict_in_generate suppress_tokens task_specific_params temperature top_k top_p typical_p
 """  # a request says them
 _DRAFTING = "mtp_chained num_nextn_predict_layers"  # drafters read them
-_BESIDE_A_SWITCH = "max_window_layers"  # a window that is switched on is refused or read
+_BESIDE_A_SWITCH = "max_window_layers"  # a window that is switched on is read or refused
 
 INERT = frozenset(
     " ".join((_BOOKKEEPING, _LENGTHS, _TRAINING, _COMPUTED_ALIKE, _GENERATION, _DRAFTING, _BESIDE_A_SWITCH)).split()

@@ -159,11 +159,14 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
     if rope_type not in ROPE_TYPES:
         raise fields.error("rope_type", f"is not served; one of {', '.join(ROPE_TYPES)} is", value=rope_type)
     theta = fields.number("rope_theta", raw.number("rope_theta", 10_000.0))
+    beside = raw.get("original_max_position_embeddings")
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if rope_type == "linear":
         return RopeConfig("linear", theta, fields.number("factor"))
     original = int(fields.number("original_max_position_embeddings", raw.integer("max_position_embeddings")))
+    if beside not in (None, original):
+        raise raw.error("original_max_position_embeddings", f"differs from that of {rope_type}, {original}; correct it")
     if rope_type == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
         if high <= low:
