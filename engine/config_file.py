@@ -1,8 +1,12 @@
-"""A config.json on disk, read with typed getters whose errors name file, key and value."""
+"""A config.json on disk, read with typed getters whose errors name file, key and value.
+
+The objects of this file know which fields they were asked for. models/known_fields.py refuses most of the others.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,51 +15,46 @@ from ..metadata.errors import ModelError
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 
 
-class ConfigFile:
-    """One JSON object on disk. If it describes a text model inside a larger one, in `text_config`, the getters read
-    that.
+class Fields:
+    """The fields of one JSON object, read with typed getters. The getters raise ModelError, naming the value and what
+    to do, for a value of another type."""
 
-    Raises ModelError, naming the value and what to do, for a file that is missing or damaged. So do the getters for a
-    value of another type."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, place: str, fields: dict[str, Any]) -> None:
+        """`place`: what errors write before a key."""
         self.path = path
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelError(f"{path} does not exist; a model directory holds {path.name}") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from None
-        if not isinstance(raw, dict):
-            raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
-        self._raw = cast(dict[str, Any], raw)
-        text = self._raw.get("text_config")
-        self._text = cast(dict[str, Any], text) if isinstance(text, dict) else None
-        if self._text is not None:
-            self._raw = _text_fields(self._raw, self._text)
-
-    @property
-    def text_type(self) -> str | None:
-        """The `model_type` of the text model if it is part of a larger one, else None."""
-        return None if self._text is None else str(self._text.get("model_type"))
-
-    @property
-    def architecture(self) -> str:
-        """The first of `architectures`; "" if there is none."""
-        architectures = self.get("architectures")
-        first: Any = cast(list[Any], architectures)[0] if isinstance(architectures, list) and architectures else None
-        return first if isinstance(first, str) else ""
+        self._place, self._fields = place, fields
+        self._asked: set[str] = set()
+        self._sections: dict[str, Fields] = {}
 
     def get(self, key: str) -> Any:
         """Return the value, or None if it is null or absent."""
-        return self._raw.get(key)
+        self._asked.add(key)
+        return self._fields.get(key)
 
     def has(self, key: str) -> bool:
-        return key in self._raw
+        self._asked.add(key)
+        return key in self._fields
+
+    def section(self, key: str) -> Fields:
+        """Return the object at `key`, which has no fields if it is null or absent. Each call returns the same one."""
+        if key not in self._sections:
+            fields = self.get(key)
+            if fields is not None and not isinstance(fields, dict):
+                raise self.error(key, "must be an object")
+            self._sections[key] = Fields(self.path, f"{self._place_of(key)}{key}.", cast(dict[str, Any], fields or {}))
+        return self._sections[key]
+
+    def sections(self) -> Iterator[Fields]:
+        """Yield the objects that `section` returned."""
+        yield from self._sections.values()
+
+    def unread(self) -> dict[str, Any]:
+        """Return the fields that nobody asked for."""
+        return {key: value for key, value in self._fields.items() if key not in self._asked}
 
     def error(self, key: str, what: str, *, value: Any = None) -> ModelError:
-        where = "text_config." if self._text is not None and key in self._text else ""
-        return ModelError(f"{self.path}: {where}{key} = {self.get(key) if value is None else value!r} {what}")
+        value = self._fields.get(key) if value is None else value
+        return ModelError(f"{self.path}: {self._place_of(key)}{key} = {value!r} {what}")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = default if self.get(key) is None else self.get(key)
@@ -63,7 +62,7 @@ class ConfigFile:
             raise self.error(key, f"must be a whole number of at least {minimum}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         return self.positive(key, default if self.get(key) is None else self.get(key))
 
     def positive(self, key: str, value: Any) -> float:
@@ -77,6 +76,46 @@ class ConfigFile:
         if not isinstance(value, bool):
             raise self.error(key, "must be true or false")
         return value
+
+    def _place_of(self, key: str) -> str:
+        del key  # all fields of an object are in one place, but for a text model's
+        return self._place
+
+
+class ConfigFile(Fields):
+    """One JSON object on disk. If it describes a text model inside a larger one, in `text_config`, the getters read
+    that.
+
+    Raises ModelError, naming the value and what to do, for a file that is missing or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelError(f"{path} does not exist; a model directory holds {path.name}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from None
+        if not isinstance(raw, dict):
+            raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
+        fields = cast(dict[str, Any], raw)
+        text = fields.get("text_config")
+        self._text = cast(dict[str, Any], text) if isinstance(text, dict) else None
+        super().__init__(path, "", fields if self._text is None else _text_fields(fields, self._text))
+
+    @property
+    def text_type(self) -> str | None:
+        """The `model_type` of the text model if it is part of a larger one, else None."""
+        return None if self._text is None else str(self._text.get("model_type"))
+
+    @property
+    def architecture(self) -> str:
+        """The first of `architectures`; "" if there is none."""
+        architectures = self.get("architectures")
+        first: Any = cast(list[Any], architectures)[0] if isinstance(architectures, list) and architectures else None
+        return first if isinstance(first, str) else ""
+
+    def _place_of(self, key: str) -> str:
+        return "text_config." if self._text is not None and key in self._text else ""
 
 
 def _text_fields(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:

@@ -105,22 +105,23 @@ def _read_experts(raw: ConfigFile, scoring: str | None = None) -> ExpertsConfig 
 
 def _score_factor(raw: ConfigFile) -> float:
     """Return the factor by which a stretched context scales the scores of attention."""
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    fields = raw.get(key) or {}
+    fields = raw.section("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
     weight = fields.get("mscale_all_dim")
-    if not weight or fields.get("rope_type", fields.get("type", "default")) == "default":
+    if not weight or (fields.get("rope_type") or fields.get("type") or "default") == "default":
         return 1.0
-    factor = raw.positive(f"{key}.factor", fields.get("factor"))
-    scale = 1.0 if factor <= 1 else 0.1 * raw.positive(f"{key}.mscale_all_dim", weight) * math.log(factor) + 1.0
+    factor = fields.number("factor")
+    scale = 1.0 if factor <= 1 else 0.1 * fields.number("mscale_all_dim") * math.log(factor) + 1.0
     return scale * scale
 
 
+_INERT = ("head_dim", "qk_head_dim")  # sums of widths that are read
 _NEEDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace")
 
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",
     read=read_deepseek,
     needs=_NEEDS,
+    inert=(*_INERT, "n_group", "topk_group"),  # of topk_method greedy; other methods read them
     read_experts=_read_experts,
     read_latent=_read_latent,
 )
@@ -128,6 +129,7 @@ DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
     read=read_deepseek,
     needs=(*_NEEDS, "norm_topk_prob", "routed_scaling_factor"),
+    inert=_INERT,
     read_experts=partial(_read_experts, scoring="sigmoid"),
     read_latent=_read_latent,
     read_mtp_layer=_read_mtp_layer,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ..config_file import ConfigFile
 from ..layers.decoder import DecoderLayer
@@ -31,6 +31,8 @@ class ModelFamily:
     may_have_mlp_bias: bool = False
     window: Literal["refused", "all_layers", "by_layer", "by_type"] = "refused"  # by_type: as layer_types says
     needs: tuple[str, ...] = ()  # keys whose default is not certain, so that it must not be guessed; a|b: one of both
+    inert: tuple[str, ...] = ()  # keys of config.json that change nothing of this family's text, whatever their value
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # keys whose only served value is this one
     has_streams: bool = False  # hc_mult residual streams (hyper-connections)
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
     read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts

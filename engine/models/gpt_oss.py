@@ -77,5 +77,6 @@ GPT_OSS = ModelFamily(
         "rms_norm_eps",
         "swiglu_limit",
     ),
+    inert=("initial_context_length",),  # rope_scaling has it
     read_experts=_read_experts,
 )

@@ -158,6 +158,7 @@ QWEN2 = ModelFamily(
     qkv_bias=True,
     window="by_layer",
     needs=("num_key_value_heads",),
+    inert=("attention_bias", "dual_chunk_attention_config"),  # transformers reads neither
 )
 QWEN3 = ModelFamily(
     architecture="Qwen3ForCausalLM",

@@ -73,6 +73,8 @@ def num_active_of(raw: ConfigFile, num_experts: int) -> int:
     num_active = raw.integer("num_experts_per_tok")
     if num_active > num_experts:
         raise raw.error("num_experts_per_tok", f"is more than there are experts ({num_experts})")
+    if raw.get("experts_per_token") not in (None, num_active):
+        raise raw.error("experts_per_token", f"differs from num_experts_per_tok ({num_active}); correct the wrong one")
     return num_active
 
 

@@ -39,5 +39,6 @@ QWEN3_MOE = ModelFamily(
     read=read_qwen3_moe,
     qk_norm=True,
     needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    fixed={"use_qk_norm": True},
     read_experts=_read_experts_config,
 )

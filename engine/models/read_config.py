@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ...metadata.errors import ModelError
-from ..config_file import ConfigFile
+from ..config_file import ConfigFile, Fields
 from ..model_config import CheckpointDtype, ModelConfig
 from ..rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
 from .family import NUM_EXPERTS, ModelFamily
+from .known_fields import refuse_unknown_fields
 from .read_quantization import read_quantization
 from .registry import FAMILIES
 
 
 def read_model_config(path: Path, architecture: str | None = None) -> ModelConfig:
     """Read `path`/config.json, and generation_config.json if there is one. `architecture` replaces the one in the
-    file: published draft heads use many names.
+    file: published draft heads use many names. Their further fields are not checked: a draft changes no text.
 
     Raises ModelError, naming the value and what to do, for a directory or file that is missing or damaged, and for
-    every architecture or feature that Baton does not compute."""
+    every architecture, feature or field that Baton does not compute."""
     path = Path(path)
     if not path.is_dir():
         raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
@@ -35,7 +36,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
     rope = _rope(raw, family)
-    return ModelConfig(
+    config = ModelConfig(
         architecture=family.architecture,
         vocab_size=raw.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -65,6 +66,9 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         latent=latent,
         has_sinks=family.has_sinks,
     )
+    if architecture is None:
+        refuse_unknown_fields(raw, family)
+    return config
 
 
 def _heads(raw: ConfigFile, num_heads: int, hidden_size: int) -> tuple[int, int]:
@@ -107,21 +111,28 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
             )
 
 
-def _rope_fields(raw: ConfigFile) -> tuple[str, dict[str, Any]]:
-    """Return rotary settings and their key, of two spellings: `rope_parameters`, or `rope_scaling` with `rope_theta`
-    beside it."""
+def _rope_fields(raw: ConfigFile) -> Fields:
+    """Return rotary settings, of two spellings: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    fields = raw.get(key) or {}
-    if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
+    if any(isinstance(value, dict) for value in raw.section(key).unread().values()):
         raise raw.error(key, "is not served: one set of rotary parameters for all layers is")
-    return key, cast(dict[str, Any], fields)
+    if key == "rope_parameters" and _typed(raw.get("rope_scaling")).items() - _typed(raw.get(key)).items():
+        raise raw.error("rope_scaling", "differs from rope_parameters; remove one of the two from the file")
+    return raw.section(key)
+
+
+def _typed(fields: Any) -> dict[str, str]:
+    """Return rotary settings that can be compared, under the newer of the two names of their type."""
+    if not fields:
+        return {}
+    return {"rope_type" if key == "type" else key: repr(value) for key, value in fields.items()}
 
 
 def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim: int) -> int | None:
     """Return the numbers of a head that are rotated; None: all."""
     if family.rotary_share is None:
         return None
-    share = _rope_fields(raw)[1].get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    share = _partial(raw)
     share = raw.positive("partial_rotary_factor", family.rotary_share if share is None else share)
     rotary_dim = raw.integer("rotary_dim", int(share * head_dim))
     if rotary_dim > head_dim or rotary_dim % 2:
@@ -133,40 +144,44 @@ def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim
     return rotary_dim
 
 
+def _partial(raw: ConfigFile) -> Any:
+    """Return partial_rotary_factor, which may be among the rotary settings or beside them."""
+    beside, among = raw.get("partial_rotary_factor"), _rope_fields(raw)
+    return among.get("partial_rotary_factor") if among.has("partial_rotary_factor") else beside
+
+
 def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
-    key, fields = _rope_fields(raw)
-    partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    fields, partial = _rope_fields(raw), _partial(raw)
     if partial not in (None, 1, 1.0) and family.rotary_share is None:
         raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
-    rope_type = fields.get("rope_type", fields.get("type", "default"))
+    type_name = fields.get("type")
+    rope_type = fields.get("rope_type") or type_name or "default"
     if rope_type not in ROPE_TYPES:
-        raise raw.error(f"{key}.rope_type", f"is not served; one of {', '.join(ROPE_TYPES)} is", value=rope_type)
-
-    def number(name: str, default: float | None = None) -> float:
-        value = fields.get(name)
-        return raw.positive(f"{key}.{name}", default if value is None else value)
-
-    theta = number("rope_theta", raw.number("rope_theta", 10_000.0))
+        raise fields.error("rope_type", f"is not served; one of {', '.join(ROPE_TYPES)} is", value=rope_type)
+    theta = fields.number("rope_theta", raw.number("rope_theta", 10_000.0))
+    beside = raw.get("original_max_position_embeddings")
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if rope_type == "linear":
-        return RopeConfig("linear", theta, number("factor"))
-    original = int(number("original_max_position_embeddings", raw.integer("max_position_embeddings")))
+        return RopeConfig("linear", theta, fields.number("factor"))
+    original = int(fields.number("original_max_position_embeddings", raw.integer("max_position_embeddings")))
+    if beside not in (None, original):
+        raise raw.error("original_max_position_embeddings", f"differs from that of {rope_type}, {original}; correct it")
     if rope_type == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
         if high <= low:
-            raise raw.error(f"{key}.high_freq_factor", f"must be above low_freq_factor ({low})", value=high)
-        return RopeConfig(cast(RopeType, rope_type), theta, number("factor"), original, low, high)
-    factor = number("factor")
+            raise fields.error("high_freq_factor", f"must be above low_freq_factor ({low})", value=high)
+        return RopeConfig(cast(RopeType, rope_type), theta, fields.number("factor"), original, low, high)
+    factor = fields.number("factor")
     return RopeConfig(
         "yarn",
         theta,
         factor,
         original,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        truncate=fields.get("truncate", True) is not False,
-        attention_factor=number(
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        truncate=fields.get("truncate") is not False,
+        attention_factor=fields.number(
             "attention_factor", yarn_attention_factor(factor, fields.get("mscale"), fields.get("mscale_all_dim"))
         ),
     )

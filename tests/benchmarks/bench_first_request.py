@@ -153,7 +153,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     config = json.loads((options.model / "config.json").read_text())
-    if config.get("planted"):
+    if config.get("_planted"):
         prompts = [_prompt(index, options) for index in range(options.streams)]
         lens = [sum(len(ids) for _, ids in output) for output in outputs]
         wrong = sum(

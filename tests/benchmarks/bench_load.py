@@ -107,7 +107,7 @@ class Client:
         config = json.loads((model / "config.json").read_text())
         self._port, self._name, self._vocab_size = port, name, config["vocab_size"]
         self._context_len = config["max_position_embeddings"]
-        self._text = PlantedText(self._vocab_size) if config.get("planted") else None
+        self._text = PlantedText(self._vocab_size) if config.get("_planted") else None
         self._draw = np.random.default_rng(seed)
         self._talk = talk
         self._asked: list[Asked] = []

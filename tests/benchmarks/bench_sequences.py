@@ -163,7 +163,7 @@ def check(engine: Engine, prompt: Sequence[int], output: Sequence[int]) -> int:
 @cache
 def _planted_text(model_dir: Path) -> PlantedText | None:
     config = json.loads((model_dir / "config.json").read_text())
-    return PlantedText(config["vocab_size"]) if config.get("planted") else None
+    return PlantedText(config["vocab_size"]) if config.get("_planted") else None
 
 
 def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:

@@ -101,7 +101,7 @@ def one_round(cluster: Cluster, options: argparse.Namespace, kind: str, num_stre
     streams = asyncio.run(ask(cluster, prompts, options.tokens, kind))
     wall_s = time.perf_counter() - started
     outputs = [tokens_of(stream) for stream in streams]
-    is_known = kind == "greedy" and bool(config.get("planted"))
+    is_known = kind == "greedy" and bool(config.get("_planted"))
     num_wrong = count_wrong(prompts, outputs, options.tokens, vocab_size) if is_known else 0
     times = [np.array([at for at, ids in output for _ in ids]) for output in outputs]
     begun = max(float(each[0]) for each in times)  # from when all have their first token

@@ -86,7 +86,7 @@ def test_each_turn_holds_the_whole_history(tmp_path: Path) -> None:
 
 def test_answers_are_looked_at_after_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the client would blame the router for the time that it takes itself."""
-    (tmp_path / "config.json").write_text('{"vocab_size": 4096, "max_position_embeddings": 64, "planted": true}')
+    (tmp_path / "config.json").write_text('{"vocab_size": 4096, "max_position_embeddings": 64, "_planted": true}')
     events: list[str] = []
     monkeypatch.setattr(PlantedText, "continuation", lambda *_: events.append("checked") or [7])
 

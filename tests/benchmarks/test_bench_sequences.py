@@ -18,7 +18,7 @@ def engine(directory: Path, **config: Any) -> Any:
 
 
 def test_tokens_of_a_planted_model_are_checked_and_counted(tmp_path: Path) -> None:
-    planted, prompt = engine(tmp_path, planted=True), [3, 1, 4, 1, 5]
+    planted, prompt = engine(tmp_path, _planted=True), [3, 1, 4, 1, 5]
     text = PlantedText(1024).continuation(prompt, 6)
     assert check(planted, prompt, text) == 6
     with pytest.raises(AssertionError, match="not the planted text"):

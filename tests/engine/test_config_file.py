@@ -45,6 +45,19 @@ def test_wrong_values_are_named(tmp_path: Path, read: Callable[[ConfigFile], Any
         read(config(tmp_path, key=value))
 
 
+def test_a_file_knows_which_fields_were_asked_for(tmp_path: Path) -> None:
+    file = config(tmp_path, layers=3, eps=1e-5, other=7, rope={"factor": 2.0, "scale": 4.0}, rest={"a": 1})
+    assert (file.integer("layers"), file.has("eps"), file.get("absent")) == (3, True, None)
+    assert file.section("rope").number("factor") == 2.0
+    assert file.unread() == {"other": 7, "rest": {"a": 1}}
+    assert [section.unread() for section in file.sections()] == [{"scale": 4.0}]
+    with pytest.raises(ModelError, match=r"rope\.scale = 4.0 must be true or false"):
+        file.section("rope").flag("scale")
+    assert file.section("nothing").unread() == {} and file.section("nothing").get("a") is None
+    with pytest.raises(ModelError, match="other = 7 must be an object"):
+        file.section("other")
+
+
 def test_the_text_model_inside_another_is_read(tmp_path: Path) -> None:
     """The wrapper states some fields for the whole model, and owns the head."""
     text = {"model_type": "qwen3", "layers": 0, "dtype": None, "tie_word_embeddings": True}

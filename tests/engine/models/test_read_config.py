@@ -104,6 +104,27 @@ def test_both_spellings_of_rope(tmp_path: Path, old: dict[str, object], new: dic
     assert read(tmp_path, BASE | old | {"rope_parameters": None}) == read(tmp_path, BASE | new)
 
 
+def test_an_original_length_beside_the_rotary_settings_must_agree(tmp_path: Path) -> None:
+    """Families differ in which of the two counts. Without stretching it says nothing."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for length in (64, None):
+        config = BASE | {"original_max_position_embeddings": length, "rope_scaling": scaling}
+        assert read(tmp_path, config).rope.original_context_len == 64
+    assert read(tmp_path, BASE | {"original_max_position_embeddings": 32}).rope == RopeConfig()
+    with pytest.raises(ModelError, match="original_max_position_embeddings = 32 differs from that of yarn, 64"):
+        read(tmp_path, BASE | {"original_max_position_embeddings": 32, "rope_scaling": scaling})
+
+
+def test_two_rotary_settings_must_agree(tmp_path: Path) -> None:
+    both = BASE | {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
+    assert read(tmp_path, both).rope == RopeConfig("linear", 1e4, 2.0)
+    with pytest.raises(ModelError, match=r"rope_scaling = .* differs from rope_parameters; remove one of the two"):
+        read(tmp_path, both | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+
+
 def test_yarn_stretches_a_context_that_states_the_original(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     assert read(tmp_path, BASE | {"rope_scaling": scaling}).context_len == 1024
