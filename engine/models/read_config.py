@@ -116,15 +116,14 @@ def _rope_fields(raw: ConfigFile) -> Fields:
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     if any(isinstance(value, dict) for value in raw.section(key).unread().values()):
         raise raw.error(key, "is not served: one set of rotary parameters for all layers is")
-    if key == "rope_parameters" and _typed(raw.get("rope_scaling")).items() - _typed(raw.get(key)).items():
+    other = raw.get("rope_scaling") if key == "rope_parameters" else None
+    if other and not (isinstance(other, dict) and _typed(other).items() <= _typed(raw.get(key)).items()):
         raise raw.error("rope_scaling", "differs from rope_parameters; remove one of the two from the file")
     return raw.section(key)
 
 
-def _typed(fields: Any) -> dict[str, str]:
+def _typed(fields: dict[str, Any]) -> dict[str, str]:
     """Return rotary settings that can be compared, under the newer of the two names of their type."""
-    if not fields:
-        return {}
     return {"rope_type" if key == "type" else key: repr(value) for key, value in fields.items()}
 
 

@@ -123,6 +123,8 @@ def test_two_rotary_settings_must_agree(tmp_path: Path) -> None:
     assert read(tmp_path, both).rope == RopeConfig("linear", 1e4, 2.0)
     with pytest.raises(ModelError, match=r"rope_scaling = .* differs from rope_parameters; remove one of the two"):
         read(tmp_path, both | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    with pytest.raises(ModelError, match="rope_scaling = 'linear' differs from rope_parameters"):
+        read(tmp_path, both | {"rope_scaling": "linear"})
 
 
 def test_yarn_stretches_a_context_that_states_the_original(tmp_path: Path) -> None:
