@@ -25,7 +25,7 @@ MAX_EXPERTS = 1024
 MAX_UNDIVIDED = 2048  # pairs that are one segment
 
 
-def serves(chosen: Tensor, num_experts: int, *, is_packed: bool = False) -> bool:  # noqa: ARG001
+def serves(chosen: Tensor, num_experts: int, *_: object, **__: object) -> bool:
     """Return whether `place_experts` takes these pairs."""
     return 0 < chosen.numel() <= MAX_PAIRS and chosen.is_contiguous() and num_experts <= MAX_EXPERTS
 
