@@ -4,8 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.ready
 RUN := $(VENV)/bin
-# Two more than cores, since many tests wait.
-WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 2))
+WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 
 # Without bytecode on disk each process of the tests would compile Baton and the tests' files again.
 unexport PYTHONDONTWRITEBYTECODE
