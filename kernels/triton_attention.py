@@ -187,9 +187,7 @@ def decode_attention(
     assert out.is_contiguous() and (out.shape, out.dtype) == (q.shape, q.dtype), (out.shape, out.dtype)
     parts = stats = None
     if num_items > num_seqs:
-        num_rows = num_items * query_len * num_heads
-        parts = torch.empty((num_rows, head_dim), dtype=torch.float32, device=q.device)
-        stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
+        parts, stats = empty_parts(num_items * query_len * num_heads, head_dim, q.device)
     _decode_kernel[(num_tiles, *grid)](
         out, parts, stats, items, arrivals, q, in_pairs(q, kv_layer), scales, sinks, plan.block_table,
         plan.seq_lens if shares is None else shares.lens,
@@ -210,6 +208,12 @@ def decode_attention(
             num_warps=max(1, combined // _COMBINED_SPLITS), launch_pdl=dependent,
         )  # fmt: skip
     return out
+
+
+def empty_parts(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for sums of splits, [num_rows, head_dim] float32, and for their statistics, [2, num_rows]."""
+    sums = torch.empty((num_rows, head_dim), dtype=torch.float32, device=device)
+    return sums, torch.empty((2, num_rows), dtype=torch.float32, device=device)
 
 
 def _shares(plan: TritonPlan, *cut: int) -> Shares:
@@ -269,6 +273,21 @@ def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.const
         slots = first + tl.arange(0, BLOCK_N)
         pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=slots < end, other=0)
     return pages.to(tl.int32)
+
+
+@triton.jit
+def tile_pointers(
+    k_ptrs,  # [1, BLOCK_D / packed] pointers to the keys of the kv head in page 0
+    pages,  # as `load_pages` returns them
+    slots,  # [BLOCK_N] int32
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+):
+    """Return pointers to the keys of slots, [BLOCK_N, BLOCK_D / packed]; their values lie V_OFFSET / packed behind."""
+    PACKED: tl.constexpr = packed(k_ptrs)
+    offsets = pages.to(tl.int64) * (2 * V_OFFSET // PACKED) + slots % PAGE_SIZE * (HEAD_DIM // PACKED)
+    return k_ptrs + offsets[:, None]
 
 
 @triton.jit
@@ -445,8 +464,7 @@ def _weighted(
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        offsets = pages.to(tl.int64) * (2 * V_OFFSET // PACKED) + slots % PAGE_SIZE * (HEAD_DIM // PACKED)
-        tile_ptrs = k_ptrs + offsets[:, None]
+        tile_ptrs = tile_pointers(k_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
         tile_pages = pages
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         is_loaded = is_inside[:, None] & is_dim
@@ -497,15 +515,14 @@ def _weighted_pairs(
 ):
     """Do `_weighted` from the first key on, with keys and values in pairs (triton_pairs.py). Other arguments as
     there."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    is_dim = tl.arange(0, BLOCK_D // 2)[None, :] < HALF
+    is_dim = tl.arange(0, BLOCK_D // 2)[None, :] < HEAD_DIM // 2
     q_even, q_odd = split_queries(q)
     sums_even = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
     sums_odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
     for first in tl.range(begin, end, BLOCK_N):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        tile_ptrs = k_ptrs + (pages.to(tl.int64) * V_OFFSET + slots % PAGE_SIZE * HALF)[:, None]
+        tile_ptrs = tile_pointers(k_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
         k_scales = load_scales(scales_ptr, 0, pages, slots, is_inside, PAGE_SIZE, V_OFFSET)
         v_scales = load_scales(scales_ptr, 1, pages, slots, is_inside, PAGE_SIZE, V_OFFSET)
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)

@@ -30,6 +30,7 @@ from .fp8_pages import block_size, scales_of
 from .triton_attention import (
     TritonPlan,
     check_shapes,
+    empty_parts,
     load_pages,
     num_sms,
     padded,
@@ -37,6 +38,7 @@ from .triton_attention import (
     softmax_scale,
     stages_that_fit,
     tile_keys,
+    tile_pointers,
     tile_rows,
 )
 from .triton_pairs import in_pairs, packed
@@ -95,9 +97,7 @@ def extend_attention(
     shares = parts = stats = None
     if num_tiles < 2 * tiles.num_slots and plan.block_table.shape[1] * page_size > _MIN_SPLIT:
         shares = plan.shares(tile_shares, num_tiles, group, tiles.block_m, tiles.num_slots, num_kv_heads, _MIN_SPLIT)
-        num_rows = len(shares.items) * num_kv_heads * tiles.block_m
-        parts = torch.empty((num_rows, head_dim), dtype=torch.float32, device=q.device)
-        stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
+        parts, stats = empty_parts(len(shares.items) * num_kv_heads * tiles.block_m, head_dim, q.device)
     items, arrivals = (None, None) if shares is None else (shares.items, shares.arrivals)
     _extend_kernel[(num_tiles, num_kv_heads) if items is None else (num_kv_heads, len(items))](
         out, parts, stats, items, arrivals, q, in_pairs(q, kv_layer), scales, sinks, plan.block_table, plan.seq_lens,
@@ -185,8 +185,7 @@ def _extend_kernel(
         pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
         for first in range(begin, full, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
-            offsets = pages.to(tl.int64) * (2 * V_OFFSET // PACKED) + slots % PAGE_SIZE * (HEAD_DIM // PACKED)
-            tile_ptrs = k_ptrs + offsets[:, None]
+            tile_ptrs = tile_pointers(k_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
             tile_pages = pages
             pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
             k = _load(tile_ptrs, is_column, HEAD_DIM == BLOCK_D)
@@ -249,8 +248,7 @@ def _weighted(
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        offsets = pages.to(tl.int64) * (2 * V_OFFSET // PACKED) + slots % PAGE_SIZE * (HEAD_DIM // PACKED)
-        tile_ptrs = k_ptrs + offsets[:, None]
+        tile_ptrs = tile_pointers(k_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
         tile_pages = pages
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         k = tl.load(tile_ptrs, mask=is_inside[:, None] & is_dim, other=0.0)

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
 
-from bench_router import Stream
+from bench_router import Stream, completion
 from bench_system import count_wrong, tokens_of
 
 _REST_S = 0.5  # between two requests
@@ -101,10 +101,9 @@ async def run(options: argparse.Namespace) -> tuple[list[Stream], list[Window]]:
     loop = asyncio.get_running_loop()
 
     async def ask(prompt: list[int], num_tokens: int, fields: dict[str, Any]) -> tuple[Any, Stream]:
-        head = {"model": options.model_name, "prompt": prompt, "max_tokens": num_tokens, "stream": True}
-        body = json.dumps(head | {"ignore_eos": True, "return_token_ids": True} | fields).encode()
-        start = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        return await loop.create_connection(lambda: Stream(start.encode() + body), "127.0.0.1", options.port)
+        common = {"model": options.model_name, "prompt": prompt, "max_tokens": num_tokens}
+        request = completion(common | {"ignore_eos": True, "return_token_ids": True} | fields)
+        return await loop.create_connection(lambda: Stream(request), "127.0.0.1", options.port)
 
     prompts = [_prompt(index, options) for index in range(options.streams)]
     num_tokens = min(_MOST_TOKENS, context_len - options.prompt_len)

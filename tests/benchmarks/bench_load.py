@@ -47,7 +47,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
 
-from bench_router import Stream
+from bench_router import Stream, completion
 from bench_system import tokens_of
 from planted_text import PlantedText
 
@@ -162,11 +162,8 @@ class Client:
         return self._draw.integers(0, self._vocab_size, num_tokens).tolist()
 
     def _body(self, prompt: list[int], num_tokens: int) -> bytes:
-        fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
-        body = json.dumps({"model": self._name, "prompt": prompt, "max_tokens": num_tokens, **fields}).encode()
-        return (
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-        )
+        fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return completion({"model": self._name, "prompt": prompt, "max_tokens": num_tokens, **fields})
 
     async def _ask(self, turn: int, prompt: list[int], num_tokens: int, request: bytes) -> Asked | None:
         """Wait for the answer and return it; None if the request fails."""

@@ -131,13 +131,19 @@ class Stream(asyncio.Protocol):
         return [at for at, data in self.reads for _ in range(data.count(b"data: {"))]
 
 
+def completion(fields: dict[str, Any]) -> bytes:
+    """Return a request for a streamed completion with these fields, as a `Stream` sends it."""
+    body = json.dumps(fields | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
 async def stream(url: str, num_tokens: int) -> list[float]:
     """Run one stream and return the times of its events."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
-    body = json.dumps({"model": "fake", "prompt": "hello", "max_tokens": num_tokens, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    request = completion({"model": "fake", "prompt": "hello", "max_tokens": num_tokens})
     loop = asyncio.get_running_loop()
-    transport, protocol = await loop.create_connection(lambda: Stream(head + body), host, int(port))
+    transport, protocol = await loop.create_connection(lambda: Stream(request), host, int(port))
     await protocol.done
     transport.close()
     return protocol.times()

@@ -284,7 +284,7 @@ _GPT_OSS: dict[str, Any] = {
     "output_router_logits": False,
     "pad_token_id": 199999,
     "quantization_config": {
-        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
         "quant_method": "mxfp4",
     },
     "rms_norm_eps": 1e-05,

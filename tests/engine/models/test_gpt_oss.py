@@ -16,6 +16,7 @@ import triton_device
 from heads import write_head
 from mxfp4 import in_mxfp4
 from node_pair import NodePair, node_pairs, params
+from published_configs import PUBLISHED
 from safetensors.torch import load_file, save_file
 from ties import Reference
 
@@ -35,42 +36,7 @@ from baton.metadata.errors import ConfigError, ModelError
 
 Checkpoint = Callable[..., Path]
 LENGTH = 20
-PUBLISHED = {  # fields of gpt-oss-20b's config.json that a small checkpoint can have
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "quantization_config": {
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}
+GPT_OSS = PUBLISHED["gpt-oss-20b"]
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -88,7 +54,7 @@ def write(path: Path, fields: dict[str, Any]) -> Path:
 
 
 def test_published_files_are_read(tmp_path: Path) -> None:
-    config = read_model_config(write(tmp_path, PUBLISHED))
+    config = read_model_config(write(tmp_path, GPT_OSS))
     assert config.sliding_window == (128, None) * 12 and config.has_sinks
     assert (config.qkv_bias, config.attention_bias, config.context_len) == (True, True, 131072)
     assert (config.rope.rope_type, config.rope.theta, config.rope.truncate) == ("yarn", 150000.0, False)
@@ -115,7 +81,7 @@ def test_published_files_are_read(tmp_path: Path) -> None:
 )
 def test_refusals_name_the_value(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words):
-        read_model_config(write(tmp_path, PUBLISHED | fields))
+        read_model_config(write(tmp_path, GPT_OSS | fields))
 
 
 def experts_of(model: Path, dtype: torch.dtype = torch.float32) -> Any:
