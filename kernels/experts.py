@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fp8 import dequantized, round_rows_ref, spread
+from .fp8 import dequantized, spread
 from .mxfp4 import unpacked
 from .operations import Operation
 from .silu import SwigluClamp, clamped_silu_mul, silu_mul
@@ -82,6 +82,12 @@ def place_experts_ref(chosen: Tensor, num_experts: int, *, is_packed: bool = Fal
     return Places(chosen, num_experts, pairs, experts)
 
 
+def places_of_row(chosen: Tensor, num_experts: int) -> Places:
+    """Return the places of one row's pairs, `chosen` [1, num_active] int64: block i is pair i, and holds no places."""
+    assert len(chosen) == 1, chosen.shape
+    return Places(chosen, num_experts, chosen.new_empty(0), chosen[0])
+
+
 def block_size(num_pairs: int, num_experts: int, *, is_packed: bool = False) -> int:
     """Return how many places a block has: as many as an expert has pairs, and twice as many if they are few, since a
     second block of an expert reads its weights again, and unpacks them again if they are packed."""
@@ -143,38 +149,39 @@ def mix_parts_ref(parts: Tensor, shares: Tensor, others: Tensor | None = None) -
     return out.to(parts.dtype)
 
 
+def gated_experts_of_row_ref(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: ExpertWeight,
+    chosen: Tensor,
+    num_experts: int,
+    dtype: torch.dtype,
+    clamp: SwigluClamp | None = None,
+) -> Tensor:
+    """Return `gated_experts_linear` of one row, which needs no places: `x` [1, in_size], `chosen` [1, num_active]
+    int64 -> [num_active, size] of `dtype`."""
+    return gated_experts_linear_ref(x, x_scales, weight, places_of_row(chosen, num_experts), dtype, clamp)
+
+
 def experts_of_row_ref(
     x: Tensor,
+    x_scales: Tensor | None,
+    weight: ExpertWeight,
     chosen: Tensor,
-    shares: Tensor,
-    gate_up: ExpertWeight,
-    down: ExpertWeight,
     num_experts: int,
-    *,
-    is_rounded: bool = False,
-    has_power_of_two_scales: bool = False,
-    clamp: SwigluClamp | None = None,
+    shares: Tensor,
+    dtype: torch.dtype,
     others: Tensor | None = None,
 ) -> Tensor:
-    """Return `mix_parts` of `experts_linear` by `down` of `gated_experts_linear` by `gate_up`, for one row.
-
-    `x` [1, size], `chosen` [1, num_active] int64, `shares` [1, num_active] float32 -> [1, size]. `is_rounded`: the rows
-    of both products are rounded by `round_rows` to the groups of their weights, which are not packed then. `others` are
-    further summands: [1, size], or [num_others, 1, size] float32. They are added before the sum is rounded."""
-    places = Places(chosen, num_experts, chosen.new_empty(0), chosen.new_empty(0))
-
-    def rounded(rows: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
-        if not is_rounded:
-            return rows, None
-        return round_rows_ref(rows, group, has_power_of_two_scales=has_power_of_two_scales)
-
-    inner = gated_experts_linear_ref(*rounded(x, gate_up.group), gate_up, places, x.dtype, clamp)
-    parts = experts_linear_ref(*rounded(inner, down.group), down, places, x.dtype)
+    """Return `mix_parts` of `experts_linear` of the pairs of one row: `x` [num_active, in_size], `chosen` [1,
+    num_active] int64, `shares` [1, num_active] float32 -> [1, size] of `dtype`. `others` are further summands: [1,
+    size], or [num_others, 1, size] float32. All are added before the sum is rounded."""
+    parts = experts_linear_ref(x, x_scales, weight, places_of_row(chosen, num_experts), dtype)
     out = mix_parts_ref(parts.float(), shares)
     if others is not None:
-        for other in others.view(-1, *x.shape):
+        for other in others.view(-1, *out.shape):
             out = out + other
-    return out.to(x.dtype)
+    return out.to(dtype)
 
 
 place_experts = Operation("place_experts", place_experts_ref)
@@ -185,4 +192,5 @@ gated_experts_linear = Operation(
     by=lambda x, x_scales, weight, *_, **__: weight.values,  # noqa: ARG005
 )
 mix_parts = Operation("mix_parts", mix_parts_ref)
+gated_experts_of_row = Operation("gated_experts_of_row", gated_experts_of_row_ref)
 experts_of_row = Operation("experts_of_row", experts_of_row_ref)

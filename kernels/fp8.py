@@ -74,9 +74,13 @@ def add_rms_norm_round_ref_(
     group: int,
     *,
     has_power_of_two_scales: bool = False,
+    out: Tensor | None = None,
 ) -> RoundedRows:
-    """Do `add_rms_norm_` (norm.py), and return its result rounded by `round_rows`."""
+    """Do `add_rms_norm_` (norm.py), and return its result rounded by `round_rows`. The result itself is written to
+    `out` [num_rows, size], if that is given."""
     normed = add_rms_norm_(hidden, delta, weight, eps)
+    if out is not None:
+        out.copy_(normed)
     return round_rows(normed, group, has_power_of_two_scales=has_power_of_two_scales)
 
 

@@ -99,7 +99,8 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "experts_linear": (_triton("triton_experts", None, "serves"),),
         "gated_experts_linear": (_triton("triton_experts", None, "serves"),),
         "mix_parts": (_triton("triton_experts", _FLOATS, "serves_mix"),),
-        "experts_of_row": (_triton("triton_expert_row", _FLOATS),),
+        "gated_experts_of_row": (_triton("triton_expert_row"),),
+        "experts_of_row": (_triton("triton_expert_row"),),
         # processors.py, sample.py, best_tokens.py, noise.py, logprobs.py
         "process_logits": (_triton("triton_processors", _FLOATS),),
         "perturbed_argmax": (_triton("triton_sample", _FLOATS),),

@@ -89,12 +89,6 @@ def packed_product(
     )  # fmt: skip
 
 
-def places_of_row(chosen: Tensor, num_experts: int) -> Places:
-    """Return the places of one row's pairs, `chosen` [1, num_active] int64: block i is pair i."""
-    assert len(chosen) == 1, chosen.shape
-    return Places(chosen, num_experts, chosen.new_empty(0), chosen[0])
-
-
 @triton.jit
 def _numbers_of(packed, scales, part: tl.constexpr, DTYPE: tl.constexpr):
     """Return the low (`part` 0) or high (1) halves of bytes as numbers. `scales` are bytes, of `packed`'s shape.

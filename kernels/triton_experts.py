@@ -1,8 +1,7 @@
 """`experts_linear`, `gated_experts_linear` and `mix_parts` of kernels/experts.py on a GPU.
 
 MXFP4 weights     triton_expert_packed.py
-one row           triton_expert_vectors.py
-more rows         triton_expert_blocks.py
+other weights     triton_expert_blocks.py
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.

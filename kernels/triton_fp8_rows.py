@@ -73,21 +73,23 @@ def add_rms_norm_round_(
     group: int,
     *,
     has_power_of_two_scales: bool = False,
+    out: Tensor | None = None,
 ) -> RoundedRows:
     """Do `add_rms_norm_round_ref_`. `hidden` [num_rows, size] has a contiguous last dimension, and so has `delta`.
-    Parts are contiguous."""
+    Parts and `out` are contiguous."""
     num_rows, size = hidden.shape
     assert weight.shape == (size,) and weight.is_contiguous(), (hidden.shape, weight.shape)
     assert delta is None or (delta.shape[-2:] == hidden.shape and delta.stride(-1) == 1), (hidden.shape, delta)
     assert delta is None or delta.dtype == (hidden.dtype if delta.ndim == 2 else torch.float32), delta.dtype
+    assert out is None or (out.shape == hidden.shape and out.is_contiguous()), (hidden.shape, out.shape)
     rows, group, num_groups, width = _empty_rows(hidden, size, group)
     if num_rows:
         num_at_once = triton.next_power_of_2(num_groups)
         dependent = gpu.dependent_launch(num_rows)
         _norm_round_kernel[num_rows,](
-            hidden, hidden if delta is None else delta, weight, rows.values, rows.scales, num_rows, size, num_groups,
-            hidden.stride(0), 0 if delta is None else delta.stride(-2), eps, group, GROUPS=num_at_once, WIDTH=width,
-            ADDS=delta is not None, PARTS=1 if delta is None or delta.ndim == 2 else delta.shape[0],
+            hidden, hidden if delta is None else delta, weight, out, rows.values, rows.scales, num_rows, size,
+            num_groups, hidden.stride(0), 0 if delta is None else delta.stride(-2), eps, group, GROUPS=num_at_once,
+            WIDTH=width, ADDS=delta is not None, PARTS=1 if delta is None or delta.ndim == 2 else delta.shape[0],
             IS_POWER=has_power_of_two_scales, DEPENDENT=dependent, num_warps=_num_warps(num_at_once * width),
             launch_pdl=dependent,
         )  # fmt: skip
@@ -205,6 +207,7 @@ def _norm_round_kernel(
     x_ptr,  # [num_rows, size]; written if ADDS
     delta_ptr,  # [num_rows, size] of x's dtype, or parts [PARTS, num_rows, size] float32; read if ADDS
     weight_ptr,  # [size] of x's dtype
+    out_ptr,  # [num_rows, size] of x's dtype, written; None: not wanted
     values_ptr,  # [num_rows, size] e4m3, written
     scales_ptr,  # [num_rows, num_groups] float32, written
     num_rows,
@@ -242,7 +245,10 @@ def _norm_round_kernel(
         tl.store(at, x, mask=is_in)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / size + eps)
-    normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
+    normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+    if out_ptr is not None:
+        tl.store(out_ptr + row * size + columns, normed, mask=is_in)
+    normed = normed.to(tl.float32)
     scales = scales_for(tl.max(tl.abs(normed), 1), IS_POWER)
     tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
     tl.store(values_ptr + row * size + columns, e4m3(quotients(normed, scales[:, None])), mask=is_in)

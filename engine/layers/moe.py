@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels.routes import Routes, Routing, routes
 from ..model_config import ExpertsConfig
-from ..products.base import Sum
+from ..products.base import Rows, Sum
 from ..products.experts import Experts
 from ..products.ranked import OwnRowsSum
 from .mlp import Mlp
@@ -58,18 +58,19 @@ class MoeMlp:
 
     def __call__(self, normed: Tensor) -> Tensor:
         """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
-        out = self._summand(normed)
+        out = self._summand(normed, normed)
         return out if self.sums_over is None else self.sums_over.sum(out)
 
     def add_to(self, stream: Residual, norm: Tensor) -> None:
         """Read the stream normed by `norm` [hidden_size] and add the layer's output to it."""
-        stream.add_output(self._summand(stream.normed(norm)), self.sums_over)
+        stream.add_output(self._summand(*stream.normed_for_experts(self.experts, norm)), self.sums_over)
 
-    def _summand(self, x: Tensor) -> Tensor:
-        """Return this rank's summand of the output; of the rows of all ranks, if each has rows of its own."""
+    def _summand(self, x: Tensor, rows: Rows) -> Tensor:
+        """Return this rank's summand of the output; of the rows of all ranks, if each has rows of its own. `rows` are x
+        as the experts take it."""
         if isinstance(self.sums_over, OwnRowsSum):
-            x = self.sums_over.gather(x)
-        if self.shared is None:
-            return self.experts(x, *self.router(x))
-        shared = self.shared.down.product.alone.parts(self.shared.gate_up.product.alone.gated(x))
-        return self.experts(x, *self.router(x), shared)
+            x = rows = self.sums_over.gather(x)
+        others = None
+        if self.shared is not None:
+            others = self.shared.down.product.alone.parts(self.shared.gate_up.product.alone.gated(x))
+        return self.experts(rows, *self.router(x), others)

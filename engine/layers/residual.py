@@ -9,6 +9,7 @@ from torch import Tensor
 from ...kernels.linear import sum_parts
 from ...kernels.norm import Norm, add_rms_norm_
 from ..products.base import Rows, Sum
+from ..products.experts import Experts
 from ..products.linear import Linear
 
 
@@ -63,6 +64,14 @@ class Residual:
             return self.normed(norm)
         delta, self._delta = self._delta, None
         return linear.normed(self.hidden, delta, Norm(norm, self.eps))
+
+    def normed_for_experts(self, experts: Experts, norm: Tensor) -> tuple[Tensor, Rows]:
+        """Return the normed stream [num_tokens, hidden_size] twice: as it is, and as `experts` take it."""
+        if self._group is not None:
+            normed = self.normed(norm)
+            return normed, normed
+        delta, self._delta = self._delta, None
+        return experts.normed(self.hidden, delta, Norm(norm, self.eps))
 
     def settled(self) -> Tensor:
         """Return `hidden` with all that was added."""

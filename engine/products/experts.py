@@ -24,12 +24,15 @@ from ...kernels.experts import (
     experts_linear,
     experts_of_row,
     gated_experts_linear,
+    gated_experts_of_row,
     mix_parts,
     place_experts,
 )
+from ...kernels.fp8 import RoundedRows, add_rms_norm_round_
+from ...kernels.norm import Norm, add_rms_norm_
 from ...kernels.operations import captures
 from ...kernels.silu import SwigluClamp, clamped_silu_mul
-from .base import GivenWeight, Product, WeightSource
+from .base import GivenWeight, Product, Rows, WeightSource
 from .fp8 import RowRounding, read_fp8
 from .registry import choose
 
@@ -54,9 +57,16 @@ class Experts(ABC):
     def build(cls, sources: ExpertSources) -> Self | None:
         """Return None if the format does not serve these weights on their device."""
 
+    def normed(self, hidden: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Rows]:
+        """Do `add_rms_norm_` (norm.py), and return its result [num_rows, size] twice: as it is, and as the experts take
+        it."""
+        normed = add_rms_norm_(hidden, delta, *norm)
+        return normed, normed
+
     @abstractmethod
-    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
-        """Return the sums of the experts of each row, times their shares: [num_rows, size] -> [num_rows, size].
+    def __call__(self, x: Rows, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
+        """Return the sums of the experts of each row, times their shares: [num_rows, size] -> [num_rows, size]. `x` is
+        a tensor, or what `normed` returned.
 
         `chosen` [num_rows, num_active] int64: different experts. `shares` [num_rows, num_active] float32. `others` are
         further summands of the rows, as for `mix_parts`."""
@@ -111,6 +121,7 @@ class GroupedExperts(Experts):
     gate_up: ExpertWeight
     down: ExpertWeight
     num_experts: int
+    dtype: torch.dtype  # of the products
     roundings: tuple[RowRounding, RowRounding] | None = None
     clamp: SwigluClamp | None = None
 
@@ -118,32 +129,29 @@ class GroupedExperts(Experts):
     def build(cls, sources: ExpertSources) -> Self | None:
         (gate_up, of_x), (down, of_inner) = _read(sources.gate_up), _read(sources.down)
         roundings = None if of_x is None or of_inner is None else (of_x, of_inner)
-        return cls(gate_up, down, sources.num_experts, roundings, sources.clamp)
+        return cls(gate_up, down, sources.num_experts, sources.gate_up.dtype, roundings, sources.clamp)
 
-    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
-        if len(x) == 1 and self._serves_one_row:
-            return self._of_row(x, chosen, shares, others)
-        places = place_experts(chosen, self.num_experts, is_packed=self.gate_up.is_packed)
-        values, scales = (x, None) if self.roundings is None else self.roundings[0](x)
-        inner = gated_experts_linear(values, scales, self.gate_up, places, x.dtype, self.clamp)
-        values, scales = (inner, None) if self.roundings is None else self.roundings[1](inner)
-        return mix_parts(experts_linear(values, scales, self.down, places, x.dtype), shares, others)
-
-    def _of_row(self, x: Tensor, chosen: Tensor, shares: Tensor, others: Tensor | None) -> Tensor:
+    def normed(self, hidden: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Rows]:
         rounding = None if self.roundings is None else self.roundings[0]
-        return experts_of_row(
-            x, chosen, shares, self.gate_up, self.down, self.num_experts, clamp=self.clamp, others=others,
-            is_rounded=rounding is not None and rounding.group > 0,
-            has_power_of_two_scales=rounding is not None and rounding.has_power_of_two_scales,
-        )  # fmt: skip
+        if rounding is None or not rounding.is_of_row:
+            return Experts.normed(self, hidden, delta, norm)
+        normed, (group, is_power) = torch.empty_like(hidden), rounding[:2]
+        options = {"group": group, "has_power_of_two_scales": is_power}
+        return normed, add_rms_norm_round_(hidden, delta, *norm, **options, out=normed)
 
-    @property
-    def _serves_one_row(self) -> bool:
-        """Whether `experts_of_row` serves these weights: it rounds rows with scales of their own."""
-        has_other_scales = self.roundings is not None and any(
-            each.group > 0 and (each.stored is not None or each.ranks is not None) for each in self.roundings
-        )
-        return not has_other_scales
+    def __call__(self, x: Rows, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
+        gate_up, down, num_experts, dtype = self.gate_up, self.down, self.num_experts, self.dtype
+        values, scales = x if isinstance(x, RoundedRows) else self._rounded(0, x)
+        if len(chosen) == 1:
+            inner = gated_experts_of_row(values, scales, gate_up, chosen, num_experts, dtype, self.clamp)
+            return experts_of_row(*self._rounded(1, inner), down, chosen, num_experts, shares, dtype, others)
+        places = place_experts(chosen, num_experts, is_packed=gate_up.is_packed)
+        inner = gated_experts_linear(values, scales, gate_up, places, dtype, self.clamp)
+        return mix_parts(experts_linear(*self._rounded(1, inner), down, places, dtype), shares, others)
+
+    def _rounded(self, index: int, x: Tensor) -> RoundedRows:
+        """Return rows as the first or second product takes them."""
+        return RoundedRows(x, None) if self.roundings is None else self.roundings[index](x)
 
 
 EXPERT_PRODUCTS: tuple[type[Experts], ...] = (TorchExperts, GroupedExperts)

@@ -24,7 +24,13 @@ from bench_kernels_dense import microseconds
 from torch import Tensor
 
 from baton.kernels import triton_expert_row, triton_experts
-from baton.kernels.experts import ExpertWeight, Places, experts_of_row, experts_of_row_ref, place_experts_ref
+from baton.kernels.experts import (
+    ExpertWeight,
+    Places,
+    experts_of_row_ref,
+    gated_experts_of_row_ref,
+    place_experts_ref,
+)
 from baton.kernels.fp8 import dequantized, round_rows
 from baton.kernels.mxfp4 import GROUP, from_checkpoint, unpacked
 from baton.kernels.silu import silu_mul_ref
@@ -240,22 +246,27 @@ def _bench_tiles(name: str, case: Case) -> None:
 def _bench_row(
     name: str, form: str, gate_up: ExpertWeight, down: ExpertWeight, tiles: PackedTiles | None = None
 ) -> None:
-    """Time the whole mixture of one row, of MXFP4 with the `tiles`."""
+    """Time the whole mixture of one row, which is rounded already, of MXFP4 with the `tiles`."""
     mixture = MODELS[name]
-    by = experts_of_row
     if tiles is not None:
-        by = functools.partial(triton_expert_row.experts_of_row, packed_tiles=tiles)
         print(f"    {tuple(tiles)}: ", end="")
     x, shares = torch.randn(1, mixture.size, device="cuda").bfloat16(), torch.rand(1, mixture.num_active, device="cuda")
     chosen = torch.rand(NUM_CALLS, 1, mixture.num_experts, device="cuda").topk(mixture.num_active).indices
 
+    def rounded(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        return round_rows(rows, rows.shape[1]) if form == "fp8" else (rows, None)
+
+    rows = rounded(x)
+
     def call(index: int) -> Tensor:
-        is_rounded = form == "fp8"
-        return by(x, chosen[index], shares, gate_up, down, mixture.num_experts, is_rounded=is_rounded)
+        own = (chosen[index], mixture.num_experts)
+        inner = triton_expert_row.gated_experts_of_row(*rows, gate_up, *own, x.dtype, tiles=tiles)
+        return triton_expert_row.experts_of_row(*rounded(inner), down, *own, shares, x.dtype, tiles=tiles)
 
     own = [_of_experts(weight, chosen[0, 0], mixture.num_experts) for weight in (gate_up, down)]
-    places = torch.arange(mixture.num_active, device="cuda").unsqueeze(0)
-    expected = experts_of_row_ref(x, places, shares, *own, mixture.num_active, is_rounded=form == "fp8").float()
+    places = torch.arange(mixture.num_active, device="cuda").unsqueeze(0), mixture.num_active
+    inner = gated_experts_of_row_ref(*rows, own[0], *places, x.dtype)
+    expected = experts_of_row_ref(*rounded(inner), own[1], *places, shares, x.dtype).float()
     error = float((call(0).float() - expected).abs().max() / expected.abs().max())
     us = timed(call)
     num_bytes = sum(each.values.nbytes + (each.scales.numel() if each.is_packed else 0) for each in (gate_up, down))

@@ -38,7 +38,10 @@ DECLARED = {
         *("fp8_linear", "fp8_linear_parts", "fp8_gated_linear", "gates_fp8"),
     ],
     "routes": ["routes"],
-    "experts": ["place_experts", "experts_linear", "gated_experts_linear", "mix_parts", "experts_of_row"],
+    "experts": [
+        *("place_experts", "experts_linear", "gated_experts_linear", "mix_parts"),
+        *("gated_experts_of_row", "experts_of_row"),
+    ],
     "processors": ["process_logits"],
     "sample": ["perturbed_argmax", "perturbed_topk"],
     "best_tokens": ["best_of_share", "best_of_all"],

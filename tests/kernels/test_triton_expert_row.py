@@ -2,25 +2,76 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 from triton_device import DEVICE, ULP, random
 
 pytest.importorskip("triton")
 
 from expert_case import DTYPES, choose
 
-from baton.kernels.experts import ExpertWeight, experts_of_row_ref
-from baton.kernels.fp8 import BLOCK, E4M3
+from baton.kernels import triton_expert_row
+from baton.kernels.experts import ExpertWeight, experts_of_row_ref, gated_experts_of_row_ref
+from baton.kernels.fp8 import BLOCK, E4M3, round_rows_ref
 from baton.kernels.silu import SwigluClamp
-from baton.kernels.triton_expert_row import experts_of_row
+from baton.kernels.triton_expert_row import RowTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 
 
+class Row(NamedTuple):
+    """A row of x, and the experts that it chose."""
+
+    x: Tensor  # [1, size]
+    chosen: Tensor  # [1, num_active] int64
+    shares: Tensor  # [1, num_active] float32
+    num_experts: int
+
+    @classmethod
+    def make(cls, num_experts: int, num_active: int, size: int, dtype: torch.dtype) -> Row:
+        x, shares = random(1, size, dtype=dtype), random(1, num_active, seed=1).abs()
+        return cls(x, choose(1, num_experts, num_active), shares, num_experts)
+
+    def check(
+        self,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
+        clamp: SwigluClamp | None = None,
+        others: Tensor | None = None,
+        *,
+        is_rounded: bool = False,
+        is_power: bool = False,
+        tiles: RowTiles | None = None,
+    ) -> None:
+        """Compare both products with the specification, of the same rows."""
+        x, chosen, shares, num_experts = self
+        dtype = x.dtype
+
+        def rows(numbers: Tensor, weight: ExpertWeight) -> tuple[Tensor, Tensor | None]:
+            if not is_rounded:
+                return numbers, None
+            return round_rows_ref(numbers, weight.group, has_power_of_two_scales=is_power)
+
+        args = (*rows(x, gate_up), gate_up, chosen, num_experts, dtype, clamp)
+        inner = gated_experts_of_row_ref(*args)
+        self._close(triton_expert_row.gated_experts_of_row(*args, tiles=tiles), inner)
+        args = (*rows(inner, down), down, chosen, num_experts, shares, dtype, others)
+        self._close(triton_expert_row.experts_of_row(*args, tiles=tiles), experts_of_row_ref(*args))
+
+    def _close(self, actual: Tensor, expected: Tensor) -> None:
+        ulp = ULP[self.x.dtype]
+        bound = max(4 * ulp * float(expected.abs().max()), 1e-5)
+        torch.testing.assert_close(actual, expected, atol=bound, rtol=4 * ulp)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("clamp", [None, SwigluClamp(0.5, 0.9)])
-@pytest.mark.parametrize(("num_experts", "num_active", "size", "inner_size"), [(7, 3, 88, 72), (16, 8, 128, 256)])
+@pytest.mark.parametrize(
+    ("num_experts", "num_active", "size", "inner_size"), [(7, 3, 88, 72), (16, 8, 128, 256), (5, 4, 200, 384)]
+)
 def test_experts_of_one_row(
     num_experts: int, num_active: int, size: int, inner_size: int, clamp: SwigluClamp | None, dtype: torch.dtype
 ) -> None:
@@ -33,12 +84,22 @@ def test_experts_of_one_row(
             each._replace(bias=random(len(each.values), seed=seed).to(dtype))
             for seed, each in enumerate((gate_up, down))
         )
-    x, shares = random(1, size, dtype=dtype), random(1, num_active, seed=1).abs()
-    args = (x, choose(1, num_experts, num_active), shares, gate_up, down, num_experts)
     others = None if clamp is None else random(1, size, seed=5, dtype=dtype) if size == 88 else random(2, 1, size)
-    actual, expected = (by(*args, clamp=clamp, others=others) for by in (experts_of_row, experts_of_row_ref))
-    bound = max(4 * ULP[dtype] * float(expected.abs().max()), 1e-5)
-    torch.testing.assert_close(actual, expected, atol=bound, rtol=4 * ULP[dtype])
+    Row.make(num_experts, num_active, size, dtype).check(gate_up, down, clamp, others)
+
+
+@pytest.mark.parametrize("tiles", [RowTiles(1, 16), RowTiles(4, 128), RowTiles(2, 512)])
+def test_every_division_gives_the_same_products(tiles: RowTiles) -> None:
+    sizes = (2 * 150, 200), (200, 150)
+    gate_up, down = (ExpertWeight(random(4 * n, k, seed=n, scale=0.2), None, k) for n, k in sizes)
+    Row.make(4, 2, 200, torch.float32).check(gate_up, down, tiles=tiles)
+
+
+def test_weights_that_no_register_holds_are_loaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_expert_row, "_EARLY_BYTES", 1000)  # of the rows of three experts, one is loaded early
+    sizes = (2 * 150, 64), (64, 150)
+    gate_up, down = (ExpertWeight(random(4 * n, k, seed=n, scale=0.2), None, k) for n, k in sizes)
+    Row.make(4, 3, 64, torch.float32).check(gate_up, down)
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])
@@ -51,13 +112,9 @@ def test_experts_of_one_row_of_fp8(size: int, inner_size: int, rows: int, is_pow
         scales = random(num_rows // rows, -(-columns // group), seed=3).abs() * 0.02 + 0.01
         return ExpertWeight(random(num_rows, columns, seed=1).to(E4M3), scales, group)
 
-    x, shares = random(1, size, dtype=torch.float16), random(1, num_active, seed=1).abs()
     gate_up, down = weight_of(num_experts * 2 * inner_size, size), weight_of(num_experts * size, inner_size)
-    args = (x, choose(1, num_experts, num_active), shares, gate_up, down, num_experts)
-    options = {"is_rounded": is_rounded, "has_power_of_two_scales": is_power}
-    expected = experts_of_row_ref(*args, **options)
-    bound = 2e-2 * float(expected.abs().max())  # an inner number may be rounded to the next one of FP8
-    torch.testing.assert_close(experts_of_row(*args, **options), expected, atol=bound, rtol=1e-2)
+    row = Row.make(num_experts, num_active, size, torch.float16)
+    row.check(gate_up, down, is_rounded=is_rounded, is_power=is_power)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,10 +130,5 @@ def test_experts_of_one_row_of_mxfp4(
         scales = torch.randint(117, 124, (num_rows, columns // group), dtype=torch.uint8, generator=generator)
         return ExpertWeight(values.to(DEVICE), scales.to(DEVICE), group, random(num_rows, seed=2).to(dtype))
 
-    x, shares = random(1, size, dtype=dtype), random(1, 3, seed=1).abs()
     gate_up, down = weight_of(num_experts * 2 * inner_size, size), weight_of(num_experts * size, inner_size)
-    args = (x, choose(1, num_experts, 3), shares, gate_up, down, num_experts)
-    others = None if clamp is None else random(2, 1, size)
-    actual, expected = (by(*args, clamp=clamp, others=others) for by in (experts_of_row, experts_of_row_ref))
-    bound = max(4 * ULP[dtype] * float(expected.abs().max()), 1e-5)
-    torch.testing.assert_close(actual, expected, atol=bound, rtol=4 * ULP[dtype])
+    Row.make(num_experts, 3, size, dtype).check(gate_up, down, clamp, None if clamp is None else random(2, 1, size))

@@ -55,8 +55,13 @@ def test_a_norm_rounds_its_result(size: int, group: int, num_parts: int | None, 
     summed = hidden.clone()
     normed = triton_norm.add_rms_norm_(summed, delta, weight, 1e-5)
     expected = triton_fp8_rows.round_rows(normed, group, has_power_of_two_scales=is_power)
-    actual = triton_fp8_rows.add_rms_norm_round_(hidden, delta, weight, 1e-5, group, has_power_of_two_scales=is_power)
-    assert torch.equal(hidden, summed)
+    before, out = hidden.clone(), torch.empty_like(normed)
+    options = {"has_power_of_two_scales": is_power}
+    actual = triton_fp8_rows.add_rms_norm_round_(hidden, delta, weight, 1e-5, group, **options)
+    kept = triton_fp8_rows.add_rms_norm_round_(before, delta, weight, 1e-5, group, **options, out=out)
+    assert torch.equal(hidden, summed) and torch.equal(before, summed)
+    assert all(torch.equal(one.float(), other.float()) for one, other in zip(kept, actual, strict=True))
+    torch.testing.assert_close(out, normed, rtol=ULP[dtype], atol=0)
     check_alike(actual, expected, group, ULP[dtype])
 
 

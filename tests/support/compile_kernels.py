@@ -148,6 +148,7 @@ def _routes() -> None:
     for rows in (1, 4):
         plain = {"GROUPS": 1, "PER_GROUP": 128, "WIDTH": 128, "ACTIVE_GROUPS": 0, "RANKING": 1, "IS_SIGMOID": False}
         plain |= {"PARTS": 32, "ROWS": rows, "ACTIVE": 8, "SUMS_TO_ONE": True, "LEAST": 1e-20, "DEPENDENT": True}
+        plain["COUNTS"] = rows == 1
         groups = plain | {"GROUPS": 8, "PER_GROUP": 20, "WIDTH": 32, "ACTIVE_GROUPS": 4, "RANKING": 2}
         groups["IS_SIGMOID"] = True
         for name, constants in (("plain", plain | {"bias_ptr": None}), ("groups", groups)):
@@ -156,8 +157,6 @@ def _routes() -> None:
 
 
 def _experts() -> None:
-    import triton
-
     from baton.kernels import triton_expert_blocks, triton_expert_packed, triton_expert_row, triton_experts
     from baton.kernels.triton_expert_blocks import BlockTiles
     from baton.kernels.triton_expert_packed import PackedTiles
@@ -189,18 +188,16 @@ def _experts() -> None:
             constants.pop("size")
             launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             print(f"{name} {block}", compiled_bytes(triton_expert_blocks._block_kernel, constants, own, **launch))
-        for part, kernel, in_size, at_once in (
-            ("gated", triton_expert_row._gated_kernel, 2048, 2),
-            ("summed", triton_expert_row._summed_kernel, 768, 8),
+        for part, kernel, in_size in (
+            ("gated", triton_expert_row._gated_kernel, 2048),
+            ("summed", triton_expert_row._summed_kernel, 1408),
         ):
-            tiles, width = RowTiles.choose(in_size, at_once, item_size), triton.next_power_of_2(in_size)
-            constants = kept | {"K": in_size, "WIDTH": width, "GROUP": 128 if is_grouped else width}
-            constants |= {"BLOCK_N": tiles.block_n, "ACTIVE": 8, "OTHERS": 0, "others_ptr": None}
-            constants |= {"IS_ROUNDED": weight == _E4M3, "IS_POWER": is_grouped}
-            own["x"] = x if part == "summed" or weight != _E4M3 else "*bf16"
+            tiles = RowTiles.choose(in_size, item_size, is_gated=part == "gated")
+            constants = kept | {"K": in_size, "CHUNK": tiles.chunk, "GROUP": 128 if is_grouped else 0}
+            constants |= {"BLOCK_N": tiles.block_n, "ACTIVE": 8, "EARLY": 6, "OTHERS": 0, "others_ptr": None}
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
-            print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
+            print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=1))
     for block in (8, 16, 32, 64, 128) if IS_WHOLE else (8, 16, 128):
         for x, item_size in (("*bf16", 2), ("*fp32", 4)):
             if block != 16 and item_size == 4 and not IS_WHOLE:
