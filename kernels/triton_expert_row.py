@@ -3,9 +3,7 @@
     first     inner = the gated product of each pair: a program has a few rows of one expert
     second    the products of all pairs, times their shares: a program has the same few rows of all chosen experts
 
-One row's experts are different, so that nothing is placed. A program is one warp, which loads its rows of W whole, in
-chunks of columns that its threads load at once. So nothing passes through shared memory, and few threads load columns
-that are not there: the number of instructions limits these kernels as soon as it is twice the least.
+One row's experts are different, so that nothing is placed. Rows of W are multiplied as in triton_row_products.py.
 
 MXFP4 weights pass through tensor cores (triton_expert_packed.py), and their sum is a launch of its own.
 
@@ -13,7 +11,7 @@ With a dependent launch (gpu.py) the second kernel loads weights while the kerne
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
-# ruff: noqa: N803, N806, RUF005
+# ruff: noqa: N803, RUF005
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ from .experts import ExpertWeight, mix_parts, places_of_row
 from .fp8 import BLOCK
 from .silu import SwigluClamp
 from .triton_expert_packed import PackedTiles, packed_product
+from .triton_row_products import chunk_of, row_chunks, row_products
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
-_LOAD_BYTES = 512  # that a warp loads at once
 _EARLY_BYTES = 20480  # of W that a warp's registers hold
 
 
@@ -45,11 +43,8 @@ class RowTiles(NamedTuple):
 
     @classmethod
     def choose(cls, in_size: int, item_size: int, *, is_gated: bool) -> RowTiles:
-        """Return the tiles of a product, of which as many chunks as possible are whole."""
-        chunk = _LOAD_BYTES // item_size
-        while chunk > BLOCK and in_size % chunk:
-            chunk //= 2
-        return cls(2 if is_gated else 1, min(chunk, triton.next_power_of_2(in_size)))
+        """Return the tiles of a product."""
+        return cls(2 if is_gated else 1, chunk_of(in_size, item_size))
 
 
 def gated_experts_of_row(
@@ -136,56 +131,6 @@ def _groups(weight: ExpertWeight) -> dict[str, int]:
 
 
 @triton.jit
-def _chunks(ptr, K: tl.constexpr, CHUNK: tl.constexpr):
-    """Load rows of W at `ptr` [N, 1] in chunks of columns, each [N, CHUNK]."""
-    tiles = ()
-    for start in tl.static_range(0, K, CHUNK):
-        at = ptr + start + tl.arange(0, CHUNK)[None, :]
-        if start + CHUNK <= K:
-            tiles = tiles + (tl.load(at, eviction_policy="evict_first"),)
-        else:
-            is_in = (start + tl.arange(0, CHUNK) < K)[None, :]
-            tiles = tiles + (tl.load(at, mask=is_in, other=0.0, eviction_policy="evict_first"),)
-    return tiles
-
-
-@triton.jit
-def _products(
-    tiles,  # chunks of rows of W
-    x_ptr,  # [K]
-    x_scales_ptr,  # [ceil(K / GROUP)], or [1] if GROUP is 0; None: they are 1
-    scales_ptr,  # of all W; None: they are 1
-    rows,  # [N], of all W
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Return the products of rows of W and the row x, [N] float32."""
-    WIDTH: tl.constexpr = GROUP if GROUP > 0 else CHUNK
-    PARTS: tl.constexpr = CHUNK // WIDTH
-    sums = tl.zeros((rows.shape[0], PARTS, WIDTH), dtype=tl.float32)
-    for start in tl.static_range(0, K, CHUNK):
-        k = start + tl.arange(0, CHUNK)[None, :]
-        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        products = tl.reshape(tiles[start // CHUNK].to(tl.float32) * x, sums.shape)
-        if GROUP > 0:
-            group, num_groups = start // GROUP + tl.arange(0, PARTS), (K + GROUP - 1) // GROUP
-            scales_at = scales_ptr + (rows // ROWS)[:, None] * num_groups + group[None, :]
-            scales = tl.load(scales_at, mask=(group < num_groups)[None, :], other=0.0)
-            if x_scales_ptr is not None:
-                scales *= tl.load(x_scales_ptr + group, mask=group < num_groups, other=0.0)[None, :]
-            products *= scales[:, :, None]
-        sums += products
-    y = tl.sum(tl.sum(sums, 2), 1)
-    if GROUP == 0 and scales_ptr is not None:
-        y *= tl.load(scales_ptr + rows // ROWS)
-        if x_scales_ptr is not None:
-            y *= tl.load(x_scales_ptr)
-    return y
-
-
-@triton.jit
 def _gated_kernel(
     x_ptr,  # [1, K]
     x_scales_ptr,  # [1, ceil(K / GROUP)] float32, [1, 1] if GROUP is 0; None: they are 1
@@ -212,8 +157,8 @@ def _gated_kernel(
         gdc_wait()
         gdc_launch_dependents()  # `chosen` is complete, as the kernel that sums asks
     rows = tl.load(chosen_ptr + pair) * 2 * size + both % 2 * size + n
-    tiles = _chunks(weight_ptr + rows[:, None] * K, K, CHUNK)
-    y = _products(tiles, x_ptr, x_scales_ptr, scales_ptr, rows, K, CHUNK, GROUP, ROWS)
+    chunks = row_chunks(weight_ptr + rows * K, K, CHUNK)
+    y = row_products(chunks, rows, x_ptr, x_scales_ptr, scales_ptr, K, CHUNK, GROUP, ROWS)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows).to(tl.float32)
     gate, up = tl.split(tl.reshape(y, (BLOCK_N, 2)))
@@ -254,7 +199,7 @@ def _summed_kernel(
     for pair in tl.static_range(ACTIVE):
         rows = rows + (tl.load(chosen_ptr + pair) * size + tl.minimum(n, size - 1),)
     for pair in tl.static_range(EARLY):
-        weights = weights + (_chunks(weight_ptr + rows[pair][:, None] * K, K, CHUNK),)
+        weights = weights + (row_chunks(weight_ptr + rows[pair] * K, K, CHUNK),)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -264,8 +209,8 @@ def _summed_kernel(
         own_scales_ptr = x_scales_ptr
         if x_scales_ptr is not None:
             own_scales_ptr += pair * num_groups
-        own = weights[pair] if pair < EARLY else _chunks(weight_ptr + rows[pair][:, None] * K, K, CHUNK)
-        y = _products(own, x_ptr + pair * K, own_scales_ptr, scales_ptr, rows[pair], K, CHUNK, GROUP, ROWS)
+        own = weights[pair] if pair < EARLY else row_chunks(weight_ptr + rows[pair] * K, K, CHUNK)
+        y = row_products(own, rows[pair], x_ptr + pair * K, own_scales_ptr, scales_ptr, K, CHUNK, GROUP, ROWS)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + rows[pair]).to(tl.float32)
         total += y.to(out_ptr.dtype.element_ty).to(tl.float32) * tl.load(shares_ptr + pair)

@@ -91,6 +91,7 @@ def _latents() -> None:
 
 def _fp8() -> None:
     from baton.kernels import triton_fp8, triton_fp8_rows, triton_fp8_vector
+    from baton.kernels.triton_row_products import chunk_of
 
     types = {"values": _E4M3, "weight": _E4M3, "scales": "*fp32", "x_scales": "*fp32", "stored": "*fp32"}
     for way in ("groups", "stored"):
@@ -118,12 +119,13 @@ def _fp8() -> None:
                     name = f"{x[1:]} {num_rows} x {out_size} {'groups' if is_grouped else 'rows'} {is_gated}"
                     launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
                     print(name, compiled_bytes(triton_fp8._linear_kernel, constants, types | {"x": x}, **launch))
-    for part, is_gated, is_grouped in ((4096, True, False), (7168, False, False), (7168, False, True)):
-        constants = {"K": 2 * part, "PART": part, "ROWS": 128 if is_grouped else 1, "BLOCK_N": 2 if is_gated else 4}
-        constants |= {"GROUPS": 64 if is_grouped else 1, "WIDTH": 128 if is_grouped else 8192, "IS_GATED": is_gated}
+    for in_size, is_gated, is_grouped in ((4096, True, False), (14336, False, False), (7168, False, True)):
+        block_n = triton_fp8_vector.rows_of(14336, in_size, is_gated=is_gated)
+        constants = {"K": in_size, "CHUNK": chunk_of(in_size, 1), "BLOCK_N": block_n, "IS_GATED": is_gated}
+        constants |= {"ROWS": 128, "GROUP": 128} if is_grouped else {"ROWS": 1, "GROUP": 0}
         constants |= {"DEPENDENT": True, "bias_ptr": None}
         kernel, of_row = triton_fp8_vector._vector_kernel, types | {"x": _E4M3}
-        print(f"vector {part} {is_gated} {is_grouped}", compiled_bytes(kernel, constants, of_row, num_warps=8))
+        print(f"vector {in_size} {is_gated} {is_grouped}", compiled_bytes(kernel, constants, of_row, num_warps=1))
 
 
 def _routes() -> None:
