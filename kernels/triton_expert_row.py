@@ -3,7 +3,9 @@
     first     inner = the gated product of each pair: a program has a few rows of one expert
     second    the products of all pairs, times their shares: a program has the same few rows of all chosen experts
 
-One row's experts are different, so that nothing is placed. Rows of W are multiplied as in triton_row_products.py.
+One row's experts are different, so that nothing is placed. A warp has some rows of W, which it loads whole, in chunks
+of columns that its threads load at once, and sums by itself. So few threads load columns that are not there, and each
+number of x is made ready once for all rows of a warp.
 
 MXFP4 weights pass through tensor cores (triton_expert_packed.py), and their sum is a launch of its own.
 
@@ -11,7 +13,7 @@ With a dependent launch (gpu.py) the second kernel loads weights while the kerne
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
-# ruff: noqa: N803, RUF005
+# ruff: noqa: N803, N806, RUF005
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -29,22 +31,25 @@ from .experts import ExpertWeight, mix_parts, places_of_row
 from .fp8 import BLOCK
 from .silu import SwigluClamp
 from .triton_expert_packed import PackedTiles, packed_product
-from .triton_row_products import chunk_of, row_chunks, row_products
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
-_EARLY_BYTES = 20480  # of W that a warp's registers hold
+_LOAD_BYTES = 512  # that a warp loads at once
 
 
 class RowTiles(NamedTuple):
-    """How the work is divided among programs."""
+    """How a program divides its work. A gated product has two rows of W for each of its own."""
 
-    block_n: int  # rows of the product; a gated one has two of W for each, a sum one of each expert
+    rows: int  # of the product for each warp; of a sum, for each warp and pair
     chunk: int  # columns that are loaded at once
+    num_warps: int  # of a sum, one for each pair
 
     @classmethod
-    def choose(cls, in_size: int, item_size: int, *, is_gated: bool) -> RowTiles:
-        """Return the tiles of a product."""
-        return cls(2 if is_gated else 1, chunk_of(in_size, item_size))
+    def choose(cls, in_size: int, item_size: int, *, num_active: int | None) -> RowTiles:
+        """Return the tiles of a product. `num_active` pairs are summed; None: the product is gated."""
+        chunk = min(_LOAD_BYTES // item_size, triton.next_power_of_2(in_size))
+        if num_active is None:
+            return cls(2, chunk, 4)
+        return cls(4, chunk, triton.next_power_of_2(num_active))
 
 
 def gated_experts_of_row(
@@ -68,11 +73,12 @@ def gated_experts_of_row(
         return inner
     _check(x, x_scales, weight, chosen, 1)
     if not isinstance(tiles, RowTiles):
-        tiles = RowTiles.choose(in_size, weight.values.element_size(), is_gated=True)
+        tiles = RowTiles.choose(in_size, weight.values.element_size(), num_active=None)
     limit, alpha = clamp or (0.0, 0.0)
-    _gated_kernel[triton.cdiv(size, tiles.block_n), num_active](
+    _gated_kernel[triton.cdiv(size, tiles.rows * tiles.num_warps), num_active](
         x, x_scales, weight.values, weight.scales, weight.bias, inner, chosen, size, limit, alpha, K=in_size,
-        CHUNK=tiles.chunk, **_groups(weight), BLOCK_N=tiles.block_n, IS_CLAMPED=clamp is not None, **_launch(),
+        CHUNK=tiles.chunk, **_groups(weight), N=tiles.rows, WARPS=tiles.num_warps,
+        IS_CLAMPED=clamp is not None, **_launch(tiles),
     )  # fmt: skip
     return inner
 
@@ -100,13 +106,13 @@ def experts_of_row(
     assert shares.shape == chosen.shape and shares.is_contiguous(), (shares.shape, shares.stride())
     assert others is None or (others.is_contiguous() and others.shape[-2:] == (1, size)), others.shape
     if not isinstance(tiles, RowTiles):
-        tiles = RowTiles.choose(in_size, weight.values.element_size(), is_gated=False)
-    early = min(num_active, max(1, _EARLY_BYTES // (tiles.block_n * in_size * weight.values.element_size())))
+        tiles = RowTiles.choose(in_size, weight.values.element_size(), num_active=num_active)
+    assert tiles.num_warps >= num_active, (tiles, num_active)
     out = torch.empty((1, size), dtype=dtype, device=x.device)
-    _summed_kernel[triton.cdiv(size, tiles.block_n),](
-        x, x_scales, weight.values, weight.scales, weight.bias, others, out, chosen, shares, size, K=in_size,
-        CHUNK=tiles.chunk, **_groups(weight), ACTIVE=num_active, EARLY=early,
-        OTHERS=0 if others is None else others.numel() // size, BLOCK_N=tiles.block_n, **_launch(),
+    _summed_kernel[triton.cdiv(size, tiles.rows),](
+        x, x_scales, weight.values, weight.scales, weight.bias, others, out, chosen, shares, num_active, size,
+        K=in_size, CHUNK=tiles.chunk, **_groups(weight), N=tiles.rows, WARPS=tiles.num_warps,
+        OTHERS=0 if others is None else others.numel() // size, **_launch(tiles),
     )  # fmt: skip
     return out
 
@@ -117,9 +123,9 @@ def _check(x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, chosen: Ten
     assert x_scales is None or (len(x_scales) == num_rows and x_scales.is_contiguous()), x_scales.shape
 
 
-def _launch() -> dict[str, Any]:
+def _launch(tiles: RowTiles) -> dict[str, Any]:
     dependent = gpu.dependent_launch(1)
-    return {"DEPENDENT": dependent, "launch_pdl": dependent, "num_warps": 1}
+    return {"DEPENDENT": dependent, "launch_pdl": dependent, "num_warps": tiles.num_warps}
 
 
 def _groups(weight: ExpertWeight) -> dict[str, int]:
@@ -128,6 +134,62 @@ def _groups(weight: ExpertWeight) -> dict[str, int]:
     if scales is None:
         return {"GROUP": 0, "ROWS": 1}
     return {"GROUP": BLOCK if scales.shape[1] > 1 else 0, "ROWS": 1 if len(scales) == len(weight.values) else BLOCK}
+
+
+@triton.jit
+def _chunks(ptr, is_row, K: tl.constexpr, CHUNK: tl.constexpr):
+    """Load rows of W at `ptr` [N, WARPS] in chunks of columns, each [N, WARPS, CHUNK]. A row that `is_row` [1, WARPS]
+    denies is 0; None: there are all of them."""
+    chunks = ()
+    for start in tl.static_range(0, K, CHUNK):
+        k = start + tl.arange(0, CHUNK)[None, None, :]
+        at = ptr[:, :, None] + k
+        if is_row is None and start + CHUNK <= K:
+            chunk = tl.load(at, eviction_policy="evict_first")
+        else:
+            is_in = k < K if is_row is None else is_row[:, :, None] & (k < K)
+            chunk = tl.load(at, mask=is_in, other=0.0, eviction_policy="evict_first")
+        chunks = chunks + (chunk,)
+    return chunks
+
+
+@triton.jit
+def _products(
+    chunks,  # of rows of W
+    rows,  # [N, WARPS], which rows of W they are
+    x_ptr,  # [1, WARPS] pointers to the row of x of each warp, [K]
+    x_scales_ptr,  # [1, WARPS] pointers to its scales, [ceil(K / GROUP)], or [1] if GROUP is 0; None: they are 1
+    scales_ptr,  # of all W; None: they are 1
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return the products of rows of W and the row of x of their warp, [N, WARPS] float32."""
+    N: tl.constexpr = rows.shape[0]
+    WARPS: tl.constexpr = rows.shape[1]
+    WIDTH: tl.constexpr = GROUP if GROUP > 0 else CHUNK
+    PARTS: tl.constexpr = CHUNK // WIDTH
+    sums = tl.zeros((N, WARPS, PARTS, WIDTH), dtype=tl.float32)
+    for start in tl.static_range(0, K, CHUNK):
+        k = start + tl.arange(0, CHUNK)[None, None, :]
+        x = tl.load(x_ptr[:, :, None] + k, mask=k < K, other=0.0).to(tl.float32)
+        products = tl.reshape(chunks[start // CHUNK].to(tl.float32) * x, sums.shape)
+        if GROUP > 0:
+            group = start // GROUP + tl.arange(0, PARTS)[None, None, :]
+            is_group = group < (K + GROUP - 1) // GROUP
+            scales_at = scales_ptr + (rows // ROWS)[:, :, None] * ((K + GROUP - 1) // GROUP) + group
+            scales = tl.load(scales_at, mask=is_group, other=0.0)
+            if x_scales_ptr is not None:
+                scales *= tl.load(x_scales_ptr[:, :, None] + group, mask=is_group, other=0.0)
+            products *= scales[:, :, :, None]
+        sums += products
+    y = tl.sum(tl.sum(sums, 3), 2)
+    if GROUP == 0 and scales_ptr is not None:
+        y *= tl.load(scales_ptr + rows // ROWS)
+    if GROUP == 0 and x_scales_ptr is not None:
+        y *= tl.load(x_scales_ptr)
+    return y
 
 
 @triton.jit
@@ -146,74 +208,76 @@ def _gated_kernel(
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale; 0: all
     ROWS: tl.constexpr,  # of a scale
-    BLOCK_N: tl.constexpr,
+    N: tl.constexpr,
+    WARPS: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (ceil(size / BLOCK_N), num_active). Rows of gate and up take turns in a tile."""
-    pair, both = tl.program_id(1), tl.arange(0, 2 * BLOCK_N)
-    n = tl.minimum(tl.program_id(0) * BLOCK_N + both // 2, size - 1)
+    """Grid: (ceil(size / (N * WARPS)), num_active). A warp has N rows of the gate and the same ones of up."""
+    pair, each, warps = tl.program_id(1), tl.arange(0, 2 * N)[:, None], tl.arange(0, WARPS)[None, :]
+    n = tl.minimum((tl.program_id(0) * N + each // 2) * WARPS + warps, size - 1)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()  # `chosen` is complete, as the kernel that sums asks
-    rows = tl.load(chosen_ptr + pair) * 2 * size + both % 2 * size + n
-    chunks = row_chunks(weight_ptr + rows * K, K, CHUNK)
-    y = row_products(chunks, rows, x_ptr, x_scales_ptr, scales_ptr, K, CHUNK, GROUP, ROWS)
+    rows = tl.load(chosen_ptr + pair) * 2 * size + each % 2 * size + n
+    chunks = _chunks(weight_ptr + rows * K, None, K, CHUNK)
+    own_scales_ptr = x_scales_ptr
+    if x_scales_ptr is not None:
+        own_scales_ptr += 0 * warps
+    y = _products(chunks, rows, x_ptr + 0 * warps, own_scales_ptr, scales_ptr, K, CHUNK, GROUP, ROWS)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows).to(tl.float32)
-    gate, up = tl.split(tl.reshape(y, (BLOCK_N, 2)))
+    gate, up = tl.split(tl.permute(tl.reshape(y, (N, 2, WARPS)), (0, 2, 1)))
     if IS_CLAMPED:
         gated = clamped_silu_mul_of(gate, up, limit, alpha).to(out_ptr.dtype.element_ty)
     else:
         gate = gate.to(out_ptr.dtype.element_ty)
         gated = silu_mul_of(gate, up.to(gate.dtype))
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = (tl.program_id(0) * N + tl.arange(0, N)[:, None]) * WARPS + warps
     tl.store(out_ptr + pair.to(tl.int64) * size + columns, gated, mask=columns < size)
 
 
 @triton.jit
 def _summed_kernel(
-    x_ptr,  # [ACTIVE, K]
-    x_scales_ptr,  # [ACTIVE, ceil(K / GROUP)] float32, [ACTIVE, 1] if GROUP is 0; None: they are 1
+    x_ptr,  # [num_active, K]
+    x_scales_ptr,  # [num_active, ceil(K / GROUP)] float32, [num_active, 1] if GROUP is 0; None: they are 1
     weight_ptr,  # [num_experts * size, K]
     scales_ptr,  # [num_experts * size / ROWS, ceil(K / GROUP)] float32, or 1 column; None: the weight is plain
     bias_ptr,  # [num_experts * size]; None: there is none
     others_ptr,  # [OTHERS, size]; None: there are none
     out_ptr,  # [1, size], written
-    chosen_ptr,  # [1, ACTIVE] int64
-    shares_ptr,  # [1, ACTIVE] float32
+    chosen_ptr,  # [1, num_active] int64
+    shares_ptr,  # [1, num_active] float32
+    num_active,
     size,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale; 0: all
     ROWS: tl.constexpr,  # of a scale
-    ACTIVE: tl.constexpr,
-    EARLY: tl.constexpr,  # pairs whose weights are loaded before x is there
+    N: tl.constexpr,
+    WARPS: tl.constexpr,  # at least num_active
     OTHERS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (ceil(size / BLOCK_N),). What the kernel before the last one wrote is complete when this one starts."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows, weights = (), ()
-    for pair in tl.static_range(ACTIVE):
-        rows = rows + (tl.load(chosen_ptr + pair) * size + tl.minimum(n, size - 1),)
-    for pair in tl.static_range(EARLY):
-        weights = weights + (row_chunks(weight_ptr + rows[pair] * K, K, CHUNK),)
+    """Grid: (ceil(size / N),). A warp has N rows of one expert. What the kernel before the last one wrote is complete
+    when this one starts."""
+    n, pair = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, WARPS)
+    is_pair = pair < num_active
+    expert = tl.load(chosen_ptr + pair, mask=is_pair, other=0)
+    rows = expert[None, :] * size + tl.minimum(n, size - 1)[:, None]
+    chunks = _chunks(weight_ptr + rows * K, is_pair[None, :], K, CHUNK)
+    share = tl.load(shares_ptr + pair, mask=is_pair, other=0.0)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    num_groups = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for pair in tl.static_range(ACTIVE):
-        own_scales_ptr = x_scales_ptr
-        if x_scales_ptr is not None:
-            own_scales_ptr += pair * num_groups
-        own = weights[pair] if pair < EARLY else row_chunks(weight_ptr + rows[pair] * K, K, CHUNK)
-        y = row_products(own, rows[pair], x_ptr + pair * K, own_scales_ptr, scales_ptr, K, CHUNK, GROUP, ROWS)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + rows[pair]).to(tl.float32)
-        total += y.to(out_ptr.dtype.element_ty).to(tl.float32) * tl.load(shares_ptr + pair)
+    known_pair = tl.minimum(pair, num_active - 1)[None, :]
+    own_scales_ptr = x_scales_ptr
+    if x_scales_ptr is not None:
+        own_scales_ptr += known_pair * ((K + GROUP - 1) // GROUP if GROUP > 0 else 1)
+    y = _products(chunks, rows, x_ptr + known_pair * K, own_scales_ptr, scales_ptr, K, CHUNK, GROUP, ROWS)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + rows, mask=is_pair[None, :], other=0.0).to(tl.float32)
+    total = tl.sum(y.to(out_ptr.dtype.element_ty).to(tl.float32) * share[None, :], 1)
     for other in tl.static_range(OTHERS):
         total += tl.load(others_ptr + other * size + n, mask=n < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=n < size)

@@ -30,8 +30,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .fp8 import BLOCK, E4M3, Fp8Weight, RoundedRows
+from .triton_fp8_vector import num_splits, vector_product
 from .triton_fp8_vector import serves as serves_vector
-from .triton_fp8_vector import vector_product
 from .triton_silu import silu_mul, silu_mul_of
 
 MAX_FEW = 64  # more rows go to cuBLASLt
@@ -63,12 +63,17 @@ def fp8_linear(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None, dtype:
 def fp8_linear_parts(rows: RoundedRows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """Return `fp8_linear_parts_ref`: [num_parts, num_rows, out_size] float32 if programs share the columns of a row."""
     (num_rows, in_size), out_size = rows.values.shape, len(weight.values)
-    num_parts = tiles_of(num_rows, out_size, in_size, is_fp8=rows.values.dtype == E4M3).split_k
-    is_whole = num_parts == 1 or not num_rows or serves_vector(rows, weight)
-    if is_whole or (num_rows > _MAX_SPLIT and library_serves(rows, weight, dtype)):
+    if serves_vector(rows, weight):
+        num_parts = num_splits(out_size, in_size)
+    else:
+        num_parts = tiles_of(num_rows, out_size, in_size, is_fp8=rows.values.dtype == E4M3).split_k
+    if num_parts == 1 or not num_rows or (num_rows > _MAX_SPLIT and library_serves(rows, weight, dtype)):
         return fp8_linear(rows, weight, None, dtype)
     parts = torch.empty((num_parts, num_rows, out_size), dtype=torch.float32, device=rows.values.device)
-    _launch(rows, weight, None, parts)
+    if num_rows == 1 and serves_vector(rows, weight):
+        vector_product(rows, weight, None, parts)
+    else:
+        _launch(rows, weight, None, parts)
     return parts
 
 

@@ -6,7 +6,7 @@ numbers, so tensor cores multiply rows of bfloat16 by it as exactly as float32 d
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _BLOCK_E = 64  # experts of a program
 _PROGRAMS = 256  # of the product that are enough to keep a GPU at work
 _SINGLE_ROWS = 512  # rows that are chosen for by a warp each; warps of more rows share a program
 _ROWS = 4  # that share it
-_COUNTED_ROWS = 64  # for which all experts are compared with each other, by several warps for each row
-_COUNTING_WARPS = 4
 _LOWEST = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(0x7FC00000)
 
@@ -80,7 +78,6 @@ def routes(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor 
     chosen = torch.empty((num_rows, routing.num_active), dtype=torch.int64, device=x.device)
     shares = torch.empty((num_rows, routing.num_active), dtype=torch.float32, device=x.device)
     rows = 1 if num_rows <= _SINGLE_ROWS else _ROWS
-    counts = num_rows <= _COUNTED_ROWS
     per_group = num_experts // routing.num_groups
     _choose_kernel[(triton.cdiv(num_rows, rows),)](
         parts, product_bias, bias, chosen, shares, num_rows, num_experts, tiles.num_parts, routing.scaling,
@@ -88,8 +85,7 @@ def routes(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor 
         PER_GROUP=per_group, WIDTH=max(triton.next_power_of_2(per_group), 32 if routing.num_groups == 1 else 1),
         ACTIVE=routing.num_active, ACTIVE_GROUPS=routing.num_active_groups if routing.num_groups > 1 else 0,
         RANKING=routing.num_ranking, IS_SIGMOID=routing.scoring == "sigmoid", SUMS_TO_ONE=routing.sums_to_one,
-        LEAST=LEAST_TOTAL, COUNTS=counts, DEPENDENT=dependent, num_warps=_COUNTING_WARPS if counts else rows,
-        launch_pdl=dependent,
+        LEAST=LEAST_TOTAL, DEPENDENT=dependent, num_warps=rows, launch_pdl=dependent,
     )  # fmt: skip
     return Routes(chosen, shares)
 
@@ -164,18 +160,6 @@ def _without_largest(keys, places, AXIS: tl.constexpr):
     return best, is_best, tl.where(is_best, _LOWEST, keys)
 
 
-@triton.jit
-def _order(keys, places):
-    """Return of each key of a row [1, N] how many come before it. Of equal keys, the first one comes first.
-
-    All pairs of keys are compared, which takes as long as the search for the two largest ones by a warp."""
-    N: tl.constexpr = keys.shape[1]
-    keys, places = tl.reshape(keys, (N,)), tl.reshape(places, (N,))
-    mine, others = keys[None, :], keys[:, None]
-    is_before = (others > mine) | ((others == mine) & (places[:, None] < places[None, :]))
-    return tl.sum(is_before.to(tl.int32), 0)[None, :]
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _choose_kernel(
     parts_ptr,  # [num_parts, num_rows, num_experts] float32
@@ -198,7 +182,6 @@ def _choose_kernel(
     IS_SIGMOID: tl.constexpr,
     SUMS_TO_ONE: tl.constexpr,
     LEAST: tl.constexpr,
-    COUNTS: tl.constexpr,  # finds the best experts by `_order`; ROWS is 1
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (ceil(num_rows / ROWS),). A program chooses for ROWS rows. It has WIDTH places for each group."""
@@ -246,14 +229,10 @@ def _choose_kernel(
             is_active |= is_best
         is_active = tl.broadcast_to(is_active.to(tl.int32)[:, :, None], (ROWS, GROUPS, WIDTH))
         keys = tl.where(tl.reshape(is_active, (ROWS, GROUPS * WIDTH)) != 0, keys, _LOWEST)
-    if COUNTS:
-        order = _order(keys, places)
-        order = tl.where(order < ACTIVE, order, -1)
-    else:
-        order = tl.full(keys.shape, -1, dtype=tl.int32)
-        for place in tl.static_range(ACTIVE):
-            _, is_best, keys = _without_largest(keys, places, 1)
-            order = tl.where(is_best, place, order)
+    order = tl.full(keys.shape, -1, dtype=tl.int32)  # 0: the best expert
+    for place in tl.static_range(ACTIVE):
+        _, is_best, keys = _without_largest(keys, places, 1)
+        order = tl.where(is_best, place, order)
     shares = tl.where(order >= 0, scores, 0.0)
     if SUMS_TO_ONE:
         total = tl.sum(shares, 1, keep_dims=True) + (LEAST if IS_SIGMOID else 0.0)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from baton.kernels.fp8 import BLOCK, E4M3, Fp8Weight, RoundedRows, fp8_linear_ref, round_rows_ref
 from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_fp8_vector import rows_of, serves, vector_product
+from baton.kernels.triton_fp8_vector import num_splits, serves, vector_product
 
 DTYPE = torch.float16
 FORMATS = [(512, 512, BLOCK), (256, 1136, 1136), (320, 64, 64), (256, 400, BLOCK)]  # out_size, in_size, group
@@ -45,25 +45,23 @@ def test_a_row_is_multiplied(out_size: int, in_size: int, group: int, has_scales
     torch.testing.assert_close(gated.float(), expected, atol=1e-3, rtol=4 * ULP[DTYPE])
 
 
-@pytest.mark.parametrize("block_n", [1, 8])
-def test_programs_may_have_more_rows(block_n: int) -> None:
-    weight, rows = weight_of(250, 144, 144), round_rows_ref(random(1, 144), 144)
-    out = torch.empty(1, 250, dtype=DTYPE, device=DEVICE)
-    vector_product(rows, weight, None, out, block_n=block_n)
-    check(out, fp8_linear_ref(rows, weight, None, torch.float32))
+@pytest.mark.parametrize(("out_size", "in_size", "group"), FORMATS)
+def test_programs_that_share_the_columns_leave_parts(out_size: int, in_size: int, group: int) -> None:
+    weight, rows = weight_of(out_size, in_size, group), round_rows_ref(random(1, in_size), group)
+    parts = torch.full((2, 1, out_size), float("nan"), device=DEVICE)
+    vector_product(rows, weight, None, parts)
+    check(parts.sum(0), fp8_linear_ref(rows, weight, None, torch.float32))
 
 
-def test_a_program_has_rows_of_16_kib() -> None:
-    assert rows_of(14336, 4096, is_gated=True) == 2
-    assert rows_of(6144, 4096) == 4 and rows_of(4096, 14336) == 1
-    assert rows_of(2048, 4096) == 2  # so that there are enough programs
+def test_few_rows_of_many_columns_are_split() -> None:
+    assert num_splits(4096, 14336) == 2
+    assert num_splits(4096, 4096) == num_splits(28672, 14336) == 1
 
 
 def test_what_it_does_not_serve() -> None:
     weight, rows = weight_of(384, 256, BLOCK), round_rows_ref(random(2, 256), BLOCK)
     one = RoundedRows(rows.values[:1], None)
-    assert serves(one, weight) and serves(one, weight, is_gated=True)
+    assert serves(one, weight)
+    assert not serves(one, weight, is_gated=True)  # gate and up share a block
     assert not serves(rows, weight)
     assert not serves(RoundedRows(random(1, 256, dtype=DTYPE), None), weight)
-    wide = weight_of(32, 8208, 8208), round_rows_ref(random(1, 8208), 8208)
-    assert serves(wide[1], wide[0]) and not serves(wide[1], wide[0], is_gated=True)

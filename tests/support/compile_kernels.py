@@ -91,7 +91,6 @@ def _latents() -> None:
 
 def _fp8() -> None:
     from baton.kernels import triton_fp8, triton_fp8_rows, triton_fp8_vector
-    from baton.kernels.triton_row_products import chunk_of
 
     types = {"values": _E4M3, "weight": _E4M3, "scales": "*fp32", "x_scales": "*fp32", "stored": "*fp32"}
     for way in ("groups", "stored"):
@@ -119,13 +118,12 @@ def _fp8() -> None:
                     name = f"{x[1:]} {num_rows} x {out_size} {'groups' if is_grouped else 'rows'} {is_gated}"
                     launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
                     print(name, compiled_bytes(triton_fp8._linear_kernel, constants, types | {"x": x}, **launch))
-    for in_size, is_gated, is_grouped in ((4096, True, False), (14336, False, False), (7168, False, True)):
-        block_n = triton_fp8_vector.rows_of(14336, in_size, is_gated=is_gated)
-        constants = {"K": in_size, "CHUNK": chunk_of(in_size, 1), "BLOCK_N": block_n, "IS_GATED": is_gated}
-        constants |= {"ROWS": 128, "GROUP": 128} if is_grouped else {"ROWS": 1, "GROUP": 0}
+    for part, is_gated, is_grouped in ((4096, True, False), (7168, False, False), (7168, False, True)):
+        constants = {"K": 2 * part, "PART": part, "ROWS": 128 if is_grouped else 1, "BLOCK_N": 2 if is_gated else 4}
+        constants |= {"GROUPS": 64 if is_grouped else 1, "WIDTH": 128 if is_grouped else 8192, "IS_GATED": is_gated}
         constants |= {"DEPENDENT": True, "bias_ptr": None}
         kernel, of_row = triton_fp8_vector._vector_kernel, types | {"x": _E4M3}
-        print(f"vector {in_size} {is_gated} {is_grouped}", compiled_bytes(kernel, constants, of_row, num_warps=1))
+        print(f"vector {part} {is_gated} {is_grouped}", compiled_bytes(kernel, constants, of_row, num_warps=8))
 
 
 def _routes() -> None:
@@ -150,7 +148,6 @@ def _routes() -> None:
     for rows in (1, 4):
         plain = {"GROUPS": 1, "PER_GROUP": 128, "WIDTH": 128, "ACTIVE_GROUPS": 0, "RANKING": 1, "IS_SIGMOID": False}
         plain |= {"PARTS": 32, "ROWS": rows, "ACTIVE": 8, "SUMS_TO_ONE": True, "LEAST": 1e-20, "DEPENDENT": True}
-        plain["COUNTS"] = rows == 1
         groups = plain | {"GROUPS": 8, "PER_GROUP": 20, "WIDTH": 32, "ACTIVE_GROUPS": 4, "RANKING": 2}
         groups["IS_SIGMOID"] = True
         for name, constants in (("plain", plain | {"bias_ptr": None}), ("groups", groups)):
@@ -194,12 +191,12 @@ def _experts() -> None:
             ("gated", triton_expert_row._gated_kernel, 2048),
             ("summed", triton_expert_row._summed_kernel, 1408),
         ):
-            tiles = RowTiles.choose(in_size, item_size, is_gated=part == "gated")
+            tiles = RowTiles.choose(in_size, item_size, num_active=None if part == "gated" else 8)
             constants = kept | {"K": in_size, "CHUNK": tiles.chunk, "GROUP": 128 if is_grouped else 0}
-            constants |= {"BLOCK_N": tiles.block_n, "ACTIVE": 8, "EARLY": 6, "OTHERS": 0, "others_ptr": None}
+            constants |= {"N": tiles.rows, "WARPS": tiles.num_warps, "OTHERS": 0, "others_ptr": None}
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
-            print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=1))
+            print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
     for block in (8, 16, 32, 64, 128) if IS_WHOLE else (8, 16, 128):
         for x, item_size in (("*bf16", 2), ("*fp32", 4)):
             if block != 16 and item_size == 4 and not IS_WHOLE:
