@@ -43,7 +43,7 @@ from .triton_pairs import (
 )
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work
 from .triton_softmax import (
-    combine_kernel,
+    combine,
     has_nan,
     quotient,
     sink_seen,
@@ -58,8 +58,7 @@ from .triton_visibility import in_window, pack, seen_in_tree, span
 MAX_DECODE_QUERY_LEN = 64  # causal tokens per sequence; with more, tiles are full enough without splits
 _TILE_BYTES = 16 * 1024  # per tile of keys, and of values; half of it in float32, which has no tensor cores and spills
 _STAGES_BYTES = 192 * 1024  # of keys and values under way, of 227 KiB of an H100
-# One warp combines 64 dimensions of 32 splits, so that no numbers go through shared memory.
-_COMBINED_DIMS, _COMBINED_SPLITS = 64, 32
+_SHORT = 4  # programs that share a sequence's keys, from which on each has few of them
 _FULL_ROWS = tl.constexpr(64)  # of a tile, from which on operands come from shared memory, not from registers
 _INTERPRETED_SMS = 4
 _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
@@ -143,9 +142,9 @@ class DecodeTiles(NamedTuple):
         num_tiles = num_kv_heads * triton.cdiv(num_rows, block_m)
         is_wide = block_m == 64 or 2 * block_n * padded(q.shape[2]) * q.itemsize > _TILE_BYTES
         num_at_once = num_sms(q.device) * (3 if block_m == 16 else 2) * (1 if is_wide else 2)  # by shared memory
-        # two stages take less of it, so that more programs run at once
-        is_crowded = is_wide and block_m == 16 and num_at_once < num_seqs * num_tiles
-        num_stages = stages_that_fit(q, block_n, 2 if block_m == 64 or is_crowded else 3)
+        # two stages take less of it, so that more programs run at once; three help one that has many tiles of keys
+        are_many = num_at_once >= _SHORT * num_seqs * num_tiles or num_at_once < num_seqs * num_tiles
+        num_stages = stages_that_fit(q, block_n, 2 if block_m == 64 or (is_wide and block_m == 16 and are_many) else 3)
         return cls(block_m, block_n, max(1, num_at_once // num_tiles), num_warps=4, num_stages=num_stages)
 
 
@@ -200,13 +199,8 @@ def decode_attention(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), MIN_SPLIT=MIN_SPLIT,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
-    if parts is not None and arrivals is None:
-        combined = triton.next_power_of_2(num_splits)
-        combine_kernel[(query_len * num_heads, num_seqs, triton.cdiv(head_dim, _COMBINED_DIMS))](
-            out, parts, stats, firsts, plan.seq_lens, num_splits, num_items * query_len * num_heads,
-            HEAD_DIM=head_dim, SPLITS=combined, MIN_SPLIT=MIN_SPLIT, BLOCK_D=_COMBINED_DIMS, DEPENDENT=dependent,
-            num_warps=max(1, combined // _COMBINED_SPLITS), launch_pdl=dependent,
-        )  # fmt: skip
+    if parts is not None and stats is not None and arrivals is None:
+        combine(out, parts, stats, firsts, plan.seq_lens, num_splits, MIN_SPLIT, dependent=dependent)
     return out
 
 

@@ -34,22 +34,25 @@ from .triton_expert_packed import PackedTiles, packed_product
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
 _LOAD_BYTES = 512  # that a warp loads at once
+_GATED_NUMBERS = 4096  # of W that a warp has, for each byte of a number; the fastest on an H200
 
 
 class RowTiles(NamedTuple):
-    """How a program divides its work. A gated product has two rows of W for each of its own."""
+    """How a program divides its work. It has a warp, or if it sums, a warp for each pair."""
 
-    rows: int  # of the product for each warp; of a sum, for each warp and pair
+    rows: int  # of the product for each warp; a gated one has two rows of W for each
     chunk: int  # columns that are loaded at once
-    num_warps: int  # of a sum, one for each pair
 
     @classmethod
-    def choose(cls, in_size: int, item_size: int, *, num_active: int | None) -> RowTiles:
-        """Return the tiles of a product. `num_active` pairs are summed; None: the product is gated."""
-        chunk = min(_LOAD_BYTES // item_size, triton.next_power_of_2(in_size))
-        if num_active is None:
-            return cls(2, chunk, 4)
-        return cls(4, chunk, triton.next_power_of_2(num_active))
+    def of_gated(cls, in_size: int, item_size: int) -> RowTiles:
+        """Return the tiles of a gated product."""
+        rows = max(1, min(8, _GATED_NUMBERS * item_size // in_size))
+        return cls(1 << (rows.bit_length() - 1), min(_LOAD_BYTES // item_size, triton.next_power_of_2(in_size)))
+
+    @classmethod
+    def of_sum(cls, in_size: int, item_size: int) -> RowTiles:
+        """Return the tiles of a sum of products."""
+        return cls(2 if item_size == 1 else 1, min(_LOAD_BYTES // 2, triton.next_power_of_2(in_size)))
 
 
 def gated_experts_of_row(
@@ -73,12 +76,11 @@ def gated_experts_of_row(
         return inner
     _check(x, x_scales, weight, chosen, 1)
     if not isinstance(tiles, RowTiles):
-        tiles = RowTiles.choose(in_size, weight.values.element_size(), num_active=None)
+        tiles = RowTiles.of_gated(in_size, weight.values.element_size())
     limit, alpha = clamp or (0.0, 0.0)
-    _gated_kernel[triton.cdiv(size, tiles.rows * tiles.num_warps), num_active](
+    _gated_kernel[triton.cdiv(size, tiles.rows), num_active](
         x, x_scales, weight.values, weight.scales, weight.bias, inner, chosen, size, limit, alpha, K=in_size,
-        CHUNK=tiles.chunk, **_groups(weight), N=tiles.rows, WARPS=tiles.num_warps,
-        IS_CLAMPED=clamp is not None, **_launch(tiles),
+        CHUNK=tiles.chunk, **_groups(weight), N=tiles.rows, IS_CLAMPED=clamp is not None, **_launch(1),
     )  # fmt: skip
     return inner
 
@@ -106,13 +108,13 @@ def experts_of_row(
     assert shares.shape == chosen.shape and shares.is_contiguous(), (shares.shape, shares.stride())
     assert others is None or (others.is_contiguous() and others.shape[-2:] == (1, size)), others.shape
     if not isinstance(tiles, RowTiles):
-        tiles = RowTiles.choose(in_size, weight.values.element_size(), num_active=num_active)
-    assert tiles.num_warps >= num_active, (tiles, num_active)
+        tiles = RowTiles.of_sum(in_size, weight.values.element_size())
+    num_warps = triton.next_power_of_2(num_active)
     out = torch.empty((1, size), dtype=dtype, device=x.device)
     _summed_kernel[triton.cdiv(size, tiles.rows),](
         x, x_scales, weight.values, weight.scales, weight.bias, others, out, chosen, shares, num_active, size,
-        K=in_size, CHUNK=tiles.chunk, **_groups(weight), N=tiles.rows, WARPS=tiles.num_warps,
-        OTHERS=0 if others is None else others.numel() // size, **_launch(tiles),
+        K=in_size, CHUNK=tiles.chunk, **_groups(weight), N=tiles.rows, WARPS=num_warps,
+        OTHERS=0 if others is None else others.numel() // size, **_launch(num_warps),
     )  # fmt: skip
     return out
 
@@ -123,9 +125,9 @@ def _check(x: Tensor, x_scales: Tensor | None, weight: ExpertWeight, chosen: Ten
     assert x_scales is None or (len(x_scales) == num_rows and x_scales.is_contiguous()), x_scales.shape
 
 
-def _launch(tiles: RowTiles) -> dict[str, Any]:
+def _launch(num_warps: int) -> dict[str, Any]:
     dependent = gpu.dependent_launch(1)
-    return {"DEPENDENT": dependent, "launch_pdl": dependent, "num_warps": tiles.num_warps}
+    return {"DEPENDENT": dependent, "launch_pdl": dependent, "num_warps": num_warps}
 
 
 def _groups(weight: ExpertWeight) -> dict[str, int]:
@@ -209,31 +211,31 @@ def _gated_kernel(
     GROUP: tl.constexpr,  # columns of a scale; 0: all
     ROWS: tl.constexpr,  # of a scale
     N: tl.constexpr,
-    WARPS: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (ceil(size / (N * WARPS)), num_active). A warp has N rows of the gate and the same ones of up."""
-    pair, each, warps = tl.program_id(1), tl.arange(0, 2 * N)[:, None], tl.arange(0, WARPS)[None, :]
-    n = tl.minimum((tl.program_id(0) * N + each // 2) * WARPS + warps, size - 1)
+    """Grid: (ceil(size / N), num_active). A program, which is a warp, has N rows of the gate and the same ones of up."""
+    pair, each = tl.program_id(1), tl.arange(0, 2 * N)[:, None]
+    n = tl.minimum(tl.program_id(0) * N + each // 2, size - 1)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()  # `chosen` is complete, as the kernel that sums asks
     rows = tl.load(chosen_ptr + pair) * 2 * size + each % 2 * size + n
     chunks = _chunks(weight_ptr + rows * K, None, K, CHUNK)
+    row = tl.zeros((1, 1), dtype=tl.int32)
     own_scales_ptr = x_scales_ptr
     if x_scales_ptr is not None:
-        own_scales_ptr += 0 * warps
-    y = _products(chunks, rows, x_ptr + 0 * warps, own_scales_ptr, scales_ptr, K, CHUNK, GROUP, ROWS)
+        own_scales_ptr += row
+    y = _products(chunks, rows, x_ptr + row, own_scales_ptr, scales_ptr, K, CHUNK, GROUP, ROWS)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows).to(tl.float32)
-    gate, up = tl.split(tl.permute(tl.reshape(y, (N, 2, WARPS)), (0, 2, 1)))
+    gate, up = tl.split(tl.reshape(y, (N, 2)))
     if IS_CLAMPED:
         gated = clamped_silu_mul_of(gate, up, limit, alpha).to(out_ptr.dtype.element_ty)
     else:
         gate = gate.to(out_ptr.dtype.element_ty)
         gated = silu_mul_of(gate, up.to(gate.dtype))
-    columns = (tl.program_id(0) * N + tl.arange(0, N)[:, None]) * WARPS + warps
+    columns = tl.program_id(0) * N + tl.arange(0, N)
     tl.store(out_ptr + pair.to(tl.int64) * size + columns, gated, mask=columns < size)
 
 

@@ -27,15 +27,13 @@ from . import gpu
 from .triton_attention import TritonPlan, load_pages, num_sms, padded, tile_rows
 from .triton_extend import tile_at, tile_shares, tile_work
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work
-from .triton_softmax import combine_kernel, has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
+from .triton_softmax import combine, has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
 from .triton_visibility import seen_in_tree, span
 
 _MIN_SPLIT = 256  # keys of a chunk's tile; a split that is shorter costs more to combine than it saves
 _SEQS = 32  # sequences that `tile_at` looks at in one step
 _FEW_SPLITS = 4  # of a sequence, which its last program combines; if there may be more, another launch does
 _FEW_SEQS = 4  # in a round: a program has few tiles of keys, and waits for the first one
-# One warp combines 64 dimensions of 32 splits, so that no numbers go through shared memory.
-_COMBINED_DIMS, _COMBINED_SPLITS = 64, 32
 
 
 class LatentTiles(NamedTuple):
@@ -120,13 +118,8 @@ def _attend_few(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(rank), BLOCK_R=padded(width - rank),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
-    if parts is not None and arrivals is None:
-        splits = triton.next_power_of_2(min(num_slots, most_splits))
-        combine_kernel[(num_rows, num_seqs, triton.cdiv(rank, _COMBINED_DIMS))](
-            out, parts, stats, firsts, lens, splits, num_items * num_rows, HEAD_DIM=rank, SPLITS=splits,
-            MIN_SPLIT=MIN_SPLIT, BLOCK_D=_COMBINED_DIMS, DEPENDENT=dependent,
-            num_warps=max(1, splits // _COMBINED_SPLITS), launch_pdl=dependent,
-        )  # fmt: skip
+    if parts is not None and stats is not None and arrivals is None:
+        combine(out, parts, stats, firsts, lens, min(num_slots, most_splits), MIN_SPLIT, dependent=dependent)
 
 
 def _seq_shares(plan: TritonPlan, *cut: int) -> Shares:

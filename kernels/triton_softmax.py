@@ -15,20 +15,23 @@ The result of a row is sums / total (`quotient`). If several programs share a ro
     parts  [num_items * num_rows, HEAD_DIM] float32      sums
     stats  [2, num_items * num_rows] float32             highest scores, then totals
 
-The last program of a row to arrive combines the parts, or `combine_kernel` does in a launch of its own.
+The last program of a row to arrive combines the parts, or `combine` does in a launch of its own.
 """
 
 # ruff: noqa: N803
-# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_shares import is_last, splits_of, unpacked
 
+# One warp combines 64 dimensions of 32 splits, so that no numbers go through shared memory.
+_COMBINED_DIMS, _COMBINED_SPLITS = 64, 32
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -182,6 +185,31 @@ def _gathered(parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is
     return sums, total
 
 
+def combine(
+    out: Tensor,
+    parts: Tensor,
+    stats: Tensor,
+    firsts: Tensor | None,
+    seq_lens: Tensor,
+    most_splits: int,
+    min_split: int,
+    *,
+    dependent: bool,
+) -> None:
+    """Combine the splits of all rows: write `out` [num_tokens, num_heads, head_dim], by a launch of its own.
+
+    `parts` [num_items * num_rows, head_dim] and `stats` [2, num_items * num_rows] are float32, for num_rows rows of a
+    sequence. A sequence has at most `most_splits`. `firsts` are those of `Shares`; None: it has `most_splits` items, of
+    which it uses as many as its length in `seq_lens` [num_seqs] int64 allows."""
+    head_dim, num_seqs = out.shape[2], len(seq_lens if firsts is None else firsts)
+    num_rows, splits = out.shape[0] * out.shape[1] // num_seqs, triton.next_power_of_2(most_splits)
+    combine_kernel[(num_rows, num_seqs, triton.cdiv(head_dim, _COMBINED_DIMS))](
+        out, parts, stats, firsts, seq_lens, most_splits, stats.shape[1], HEAD_DIM=head_dim,
+        SPLITS=min(splits, _COMBINED_SPLITS), HAS_MORE=splits > _COMBINED_SPLITS, MIN_SPLIT=min_split,
+        BLOCK_D=_COMBINED_DIMS, DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=("num_splits", "stats_stride"))
 def combine_kernel(
     out_ptr,  # [num_seqs * num_rows, HEAD_DIM] of any float dtype, written
@@ -192,7 +220,8 @@ def combine_kernel(
     num_splits,
     stats_stride,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,  # a power of two, no sequence has more
+    SPLITS: tl.constexpr,  # that are read at once, a power of two
+    HAS_MORE: tl.constexpr,  # a sequence may have more
     MIN_SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -210,16 +239,23 @@ def combine_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    splits, dims = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    rows, is_read = (first + splits) * num_rows + row, splits < num_read
-    scores = tl.load(stats_ptr + rows, mask=is_read, other=-_LARGEST)
-    totals = tl.load(stats_ptr + stats_stride + rows, mask=is_read, other=0.0)
-    parts = parts_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-    parts = tl.load(parts, mask=is_read[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
-    is_used = (splits < num_splits) & (totals != 0.0)
-    scores = tl.where(is_used, scores, -_LARGEST)
-    weights = tl.where(is_used, tl.exp2(scores - tl.max(scores, 0)), 0.0)
-    sums = tl.sum(tl.where(is_used[:, None], parts, 0.0) * weights[:, None], 0)
-    total = tl.sum(tl.where(is_used, totals, 0.0) * weights, 0)
+    dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    parts_ptr += row.to(tl.int64) * HEAD_DIM + dims[None, :]
+    is_dim = dims[None, :] < HEAD_DIM
+    sums, total = tl.zeros((BLOCK_D,), dtype=tl.float32), tl.zeros((), dtype=tl.float32)
+    highest = tl.full((), -_LARGEST, dtype=tl.float32)
+    for start in range(0, num_read if HAS_MORE else 1, SPLITS):
+        splits = start + tl.arange(0, SPLITS)
+        rows, is_read = (first + splits) * num_rows, splits < num_read
+        scores = tl.load(stats_ptr + rows + row, mask=is_read, other=-_LARGEST)
+        totals = tl.load(stats_ptr + stats_stride + rows + row, mask=is_read, other=0.0)
+        parts = tl.load(parts_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM, mask=is_read[:, None] & is_dim, other=0.0)
+        is_used = (splits < num_splits) & (totals != 0.0)
+        scores = tl.where(is_used, scores, -_LARGEST)
+        before, highest = highest, tl.maximum(highest, tl.max(scores, 0))
+        weights = tl.where(is_used, tl.exp2(scores - highest), 0.0)
+        kept = tl.exp2(before - highest)
+        sums = sums * kept + tl.sum(tl.where(is_used[:, None], parts, 0.0) * weights[:, None], 0)
+        total = total * kept + tl.sum(tl.where(is_used, totals, 0.0) * weights, 0)
     out = (sums / tl.where(total == 0.0, 1.0, total)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (seq * num_rows + row).to(tl.int64) * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)

@@ -156,13 +156,16 @@ def part_kernel(
         tl.atomic_add(writes_ptr + out_rows, 1, mask=is_row)
 
 
+WAYS = ("by length", "by items")  # by which a launch of its own combines parts
+
+
 @pytest.mark.parametrize("head_dim", [10, 72])
-@pytest.mark.parametrize("way", ["by length", "by items", "last to arrive"])
+@pytest.mark.parametrize("way", [*WAYS, *(f"{way}, two at once" for way in WAYS), "last to arrive"])
 def test_parts_equal_the_whole(way: str, head_dim: int) -> None:
     """Three sequences: of several splits, of one, and of more splits than tiles of keys, the last without keys. Memory
     holds NaN before; what is not written is not read, or has no influence."""
     seq_lens, most = [64, 9, 33], 4
-    numbers = [4, 1, 3] if way == "by length" else [4, 1, 4]  # of splits
+    numbers = [4, 1, 3] if way.startswith("by length") else [4, 1, 4]  # of splits
     num_seqs, num_keys = len(seq_lens), max(seq_lens)
     scores, values = random(num_seqs, ROWS, num_keys, scale=3.0), random(num_seqs, num_keys, head_dim, seed=1)
     scores[0, 1, 16:32], scores[2, 3] = -INF, -INF  # a row that sees nothing of a split, and one that sees nothing
@@ -170,7 +173,7 @@ def test_parts_equal_the_whole(way: str, head_dim: int) -> None:
     for seq, number in enumerate(numbers):
         firsts.append(len(words) | number << 40)
         words += [seq | split << 20 | number << 40 for split in range(number)]
-    items = None if way == "by length" else torch.tensor(words, device=DEVICE)
+    items = None if way.startswith("by length") else torch.tensor(words, device=DEVICE)
     lens = [0] + [length for length, number in zip(seq_lens, numbers, strict=True) for _ in range(number)]
     num_items = num_seqs * most if items is None else len(items)
     parts = torch.full((num_items * ROWS, head_dim), NAN, device=DEVICE)
@@ -192,10 +195,11 @@ def test_parts_equal_the_whole(way: str, head_dim: int) -> None:
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         )  # fmt: skip
     if arrivals is None:
-        block_d = 16
+        block_d, at_once = 16, 2 if "two at once" in way else 4
         combine_kernel[(ROWS, num_seqs, triton.cdiv(head_dim, block_d))](
             out, parts, stats, None if items is None else torch.tensor(firsts, device=DEVICE), of_seqs, most,
-            num_items * ROWS, HEAD_DIM=head_dim, SPLITS=4, MIN_SPLIT=BLOCK_N, BLOCK_D=block_d, DEPENDENT=False,
+            num_items * ROWS, HEAD_DIM=head_dim, SPLITS=at_once, HAS_MORE=at_once < most, MIN_SPLIT=BLOCK_N,
+            BLOCK_D=block_d, DEPENDENT=False,
         )  # fmt: skip
     else:
         assert (writes == 1).all() and (arrivals == 0).all()  # each row once, and ready for the next layer

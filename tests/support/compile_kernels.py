@@ -191,12 +191,13 @@ def _experts() -> None:
             ("gated", triton_expert_row._gated_kernel, 2048),
             ("summed", triton_expert_row._summed_kernel, 1408),
         ):
-            tiles = RowTiles.choose(in_size, item_size, num_active=None if part == "gated" else 8)
+            is_gated = part == "gated"
+            tiles = (RowTiles.of_gated if is_gated else RowTiles.of_sum)(in_size, item_size)
             constants = kept | {"K": in_size, "CHUNK": tiles.chunk, "GROUP": 128 if is_grouped else 0}
-            constants |= {"N": tiles.rows, "WARPS": tiles.num_warps, "OTHERS": 0, "others_ptr": None}
+            constants |= {"N": tiles.rows, "WARPS": 8, "OTHERS": 0, "others_ptr": None}
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
-            print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=tiles.num_warps))
+            print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=1 if is_gated else 8))
     for block in (8, 16, 32, 64, 128) if IS_WHOLE else (8, 16, 128):
         for x, item_size in (("*bf16", 2), ("*fp32", 4)):
             if block != 16 and item_size == 4 and not IS_WHOLE:
