@@ -214,7 +214,7 @@ def _gated_kernel(
     IS_CLAMPED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (ceil(size / N), num_active). A program, which is a warp, has N rows of the gate and the same ones of up."""
+    """Grid: (ceil(size / N), num_active). A program is a warp, with N rows of the gate and the same ones of up."""
     pair, each = tl.program_id(1), tl.arange(0, 2 * N)[:, None]
     n = tl.minimum(tl.program_id(0) * N + each // 2, size - 1)
     if DEPENDENT:
