@@ -34,6 +34,7 @@ from .triton_expert_packed import PackedTiles, packed_product
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
 _LOAD_BYTES = 512  # that a warp loads at once
+_MOST_WARPS = 32  # of a program
 _GATED_NUMBERS = 4096  # of W that a warp has, for each byte of a number; the fastest on an H200
 
 
@@ -109,12 +110,12 @@ def experts_of_row(
     assert others is None or (others.is_contiguous() and others.shape[-2:] == (1, size)), others.shape
     if not isinstance(tiles, RowTiles):
         tiles = RowTiles.of_sum(in_size, weight.values.element_size())
-    num_warps = triton.next_power_of_2(num_active)
+    warps = triton.next_power_of_2(num_active)
     out = torch.empty((1, size), dtype=dtype, device=x.device)
     _summed_kernel[triton.cdiv(size, tiles.rows),](
         x, x_scales, weight.values, weight.scales, weight.bias, others, out, chosen, shares, num_active, size,
-        K=in_size, CHUNK=tiles.chunk, **_groups(weight), N=tiles.rows, WARPS=num_warps,
-        OTHERS=0 if others is None else others.numel() // size, **_launch(num_warps),
+        K=in_size, CHUNK=tiles.chunk, **_groups(weight), N=tiles.rows, WARPS=warps,
+        OTHERS=0 if others is None else others.numel() // size, **_launch(min(warps, _MOST_WARPS)),
     )  # fmt: skip
     return out
 
@@ -257,7 +258,7 @@ def _summed_kernel(
     GROUP: tl.constexpr,  # columns of a scale; 0: all
     ROWS: tl.constexpr,  # of a scale
     N: tl.constexpr,
-    WARPS: tl.constexpr,  # at least num_active
+    WARPS: tl.constexpr,  # at least num_active; a program has 32 at most, which then have several pairs each
     OTHERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):

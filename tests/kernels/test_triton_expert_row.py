@@ -70,7 +70,7 @@ class Row(NamedTuple):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("clamp", [None, SwigluClamp(0.5, 0.9)])
 @pytest.mark.parametrize(
-    ("num_experts", "num_active", "size", "inner_size"), [(7, 3, 88, 72), (16, 8, 128, 256), (5, 4, 200, 384)]
+    ("num_experts", "num_active", "size", "inner_size"), [(7, 3, 88, 72), (16, 8, 128, 256), (5, 1, 200, 384)]
 )
 def test_experts_of_one_row(
     num_experts: int, num_active: int, size: int, inner_size: int, clamp: SwigluClamp | None, dtype: torch.dtype
@@ -93,6 +93,11 @@ def test_every_division_gives_the_same_products(tiles: RowTiles) -> None:
     sizes = (2 * 150, 200), (200, 150)
     gate_up, down = (ExpertWeight(random(4 * n, k, seed=n, scale=0.2), None, k) for n, k in sizes)
     Row.make(4, 2, 200, torch.float32).check(gate_up, down, tiles=tiles)
+
+
+def test_there_may_be_more_pairs_than_warps() -> None:
+    gate_up, down = (ExpertWeight(random(40 * n, k, seed=n, scale=0.2), None, k) for n, k in ((2 * 8, 16), (16, 8)))
+    Row.make(40, 33, 16, torch.float32).check(gate_up, down)
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])

@@ -9,8 +9,9 @@ from torch import Tensor
 from baton.engine.products.base import GivenWeight, WeightSource
 from baton.engine.products.experts import ExpertSources, GroupedExperts, TorchExperts, choose_experts_product
 from baton.engine.quantization import ONLINE_FP8, Quantization
-from baton.kernels.fp8 import E4M3
+from baton.kernels.fp8 import E4M3, RoundedRows
 from baton.kernels.mxfp4 import from_checkpoint, unpacked
+from baton.kernels.norm import Norm, rms_norm
 from baton.kernels.silu import SwigluClamp
 
 NUM_EXPERTS, SIZE, INNER = 5, 40, 24
@@ -85,6 +86,21 @@ def test_both_ways_give_the_same(kind: str, num_rows: int) -> None:
     chosen = torch.rand(num_rows, NUM_EXPERTS, generator=generator).topk(2).indices
     shares = torch.rand(num_rows, 2, generator=generator)
     torch.testing.assert_close(grouped(x, chosen, shares), ours(x, chosen, shares), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "stored", "online"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_norm_leaves_rows_as_experts_take_them(kind: str, num_rows: int) -> None:
+    experts, norm = GroupedExperts.build(sources(kind)), Norm(numbers(SIZE, seed=7), 1e-5)
+    assert experts is not None
+    hidden, delta = numbers(num_rows, SIZE, seed=3), numbers(num_rows, SIZE, seed=4)
+    summed = hidden + delta
+    normed, rows = experts.normed(hidden, delta, norm)
+    assert torch.equal(hidden, summed)
+    torch.testing.assert_close(normed, rms_norm(summed, *norm))
+    assert isinstance(rows, RoundedRows) == (kind == "online")
+    chosen, shares = torch.tensor([[0, 3], [4, 1], [2, 0]])[:num_rows], torch.full((num_rows, 2), 0.5)
+    assert torch.equal(experts(rows, chosen, shares), experts(normed, chosen, shares))
 
 
 @pytest.mark.parametrize("kind", ["stored", "online", "online biased"])
