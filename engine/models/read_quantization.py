@@ -5,11 +5,13 @@
     modelopt              FP8: one scale per tensor for weights and for activations
     mxfp4                 4 bits with a power of two for 32 columns, of experts; activations stay in 16 bits
 
-Everything else is refused by name.
+Everything else is refused by name. So is a field that nobody here reads, unless it switches nothing on (null, false, 0,
+empty) or is listed as one that changes no number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,11 @@ from ..config_file import ConfigFile
 from ..quantization import Quantization, Rounding
 
 _KEY = "quantization_config"
+_LISTS = "exclude_modules ignore ignored_layers modules_to_not_convert targets"  # tensors tell what is quantized
+_CACHE = "kv_cache_quant_algo kv_cache_quant_method kv_cache_scheme"  # pages have scales of their own
+_CALIBRATION = "observer observer_kwargs"  # its results are stored
+_BOOKKEEPING = "format global_compression_ratio producer quant_method version"
+_INERT = frozenset(" ".join((_LISTS, _CACHE, _CALIBRATION, _BOOKKEEPING)).split())
 _Fields = dict[str, Any]
 
 
@@ -27,17 +34,25 @@ def read_quantization(raw: ConfigFile, model_dir: Path) -> Quantization | None:
     path = model_dir / "hf_quant_config.json"
     if raw.get(_KEY) is None and path.exists():
         fields = ConfigFile(path).get("quantization")
-        return _modelopt(_Reader(path, "quantization", fields if isinstance(fields, dict) else {}))
+        return _read(_Reader(path, "quantization", fields if isinstance(fields, dict) else {}), _modelopt)
     if raw.get(_KEY) is None:
         return None
     if not isinstance(raw.get(_KEY), dict):
         raise raw.error(_KEY, "must be an object")
     reader = _Reader(raw.path, _KEY, raw.get(_KEY))
     method = reader.get("quant_method")
+    if method is None and reader.get("quant_algo") is not None:
+        method = "modelopt"  # which leaves its name out at times (Qwen3-32B-FP8-Static-PerTensor)
     kinds = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "mxfp4": _mxfp4}
     if method not in kinds:
         raise reader.error("quant_method", f"{', '.join(kinds)} are")
-    return kinds[method](reader)
+    return _read(reader, kinds[method])
+
+
+def _read(reader: _Reader, kind: Callable[[_Reader], Quantization]) -> Quantization:
+    found = kind(reader)
+    reader.refuse_others()
+    return found
 
 
 class _Reader:
@@ -45,8 +60,10 @@ class _Reader:
 
     def __init__(self, path: Path, place: str, fields: _Fields) -> None:
         self.path, self._place, self._fields = path, place, fields
+        self._asked, self._inner = set[str](), list[_Reader]()
 
     def get(self, key: str) -> Any:
+        self._asked.add(key)
         return self._fields.get(key)
 
     def inner(self, key: str, name: str | None = None) -> _Reader | None:
@@ -54,7 +71,18 @@ class _Reader:
         fields = self.get(key)
         if fields is not None and not isinstance(fields, dict):
             raise self.error(key, "an object is")
-        return None if fields is None else _Reader(self.path, f"{self._place}.{name or key}", cast(_Fields, fields))
+        if fields is None:
+            return None
+        self._inner.append(_Reader(self.path, f"{self._place}.{name or key}", cast(_Fields, fields)))
+        return self._inner[-1]
+
+    def refuse_others(self) -> None:
+        """Raise ModelError for a field that nobody asked for and that could change a number."""
+        for key, value in sorted(self._fields.items()):
+            if value and key not in self._asked and key not in _INERT:
+                raise self.error(key, "it is unknown, and could change what is computed")
+        for each in self._inner:
+            each.refuse_others()
 
     def error(self, key: str, served: str) -> ModelError:
         return ModelError(f"{self.path}: {self._place}.{key} = {self.get(key)!r} is not served; {served}")
@@ -88,6 +116,8 @@ def _compressed_tensors(reader: _Reader) -> Quantization:
     assert group is not None, names
     if reader.get("transform_config"):
         raise reader.error("transform_config", "rows that are multiplied as they are: {} is")
+    if reader.get("sparsity_config") and reader.get("sparsity_config") != {"format": "dense"}:
+        raise reader.error("sparsity_config", "weights that are stored whole: {} is")
     group.require("output_activations", None)
     weights, inputs = group.inner("weights"), group.inner("input_activations")
     if weights is None:
@@ -97,12 +127,14 @@ def _compressed_tensors(reader: _Reader) -> Quantization:
             each.require("num_bits", 8)
             each.require("type", "float")
             each.require("symmetric", True, None)
+    weights.require("dynamic", False, None)
     strategy = weights.require("strategy", "tensor", "channel", "block")
     if inputs is None:
         rounding: Rounding = "none"
     elif strategy == "block":
         inputs.require("strategy", "group")
         inputs.require("group_size", BLOCK)
+        inputs.require("dynamic", True)
         rounding = "groups"
     else:
         is_dynamic = inputs.require("dynamic", True, False, None)
@@ -118,6 +150,7 @@ def _compressed_tensors(reader: _Reader) -> Quantization:
 
 def _modelopt(reader: _Reader) -> Quantization:
     reader.require("quant_algo", "FP8")
+    reader.get("config_groups")  # says the same in the words of compressed-tensors
     return Quantization("tensor", "stored")
 
 

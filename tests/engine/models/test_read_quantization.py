@@ -37,8 +37,18 @@ def test_every_scheme_is_read(name: str, tmp_path: Path) -> None:
     assert found.has_power_of_two_scales == scheme.is_power_of_two and not found.is_online
 
 
-def test_modelopt_may_be_in_config_json(tmp_path: Path) -> None:
-    assert read(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}) == Quantization("tensor", "stored")
+@pytest.mark.parametrize("named", [{}, {"quant_method": "modelopt"}])
+def test_modelopt_may_be_in_config_json(named: dict[str, str], tmp_path: Path) -> None:
+    """Qwen3-32B-FP8-Static-PerTensor does not name it."""
+    eight_bits = {"dynamic": False, "num_bits": 8, "type": "float"}
+    published = {
+        "config_groups": {"group_0": {"input_activations": eight_bits, "weights": eight_bits}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": "FP8",
+        "producer": {"name": "modelopt", "version": "0.31.0"},
+        "quant_algo": "FP8",
+    }
+    assert read(tmp_path, published | named) == Quantization("tensor", "stored")
 
 
 def test_a_number_has_two_names(tmp_path: Path) -> None:
@@ -58,6 +68,15 @@ def test_what_changes_no_number_is_left_out(tmp_path: Path) -> None:
     cache = WEIGHTS | {"strategy": "tensor", "dynamic": False}
     extra = {"ignore": ["re:.*lm_head", "model.layers.0.mlp.gate"], "kv_cache_scheme": cache, "transform_config": {}}
     assert read(tmp_path, compressed({}, INPUTS) | extra) == read(tmp_path, compressed({}, INPUTS))
+
+
+def test_fields_that_change_no_number_pass(tmp_path: Path) -> None:
+    """They are those that llm-compressor writes."""
+    unused = dict.fromkeys(("actorder", "block_structure", "group_size", "scale_dtype", "zp_dtype"))
+    own = unused | {"observer": "memoryless_minmax", "observer_kwargs": {"averaging_constant": 0.01}}
+    config = compressed(own | {"dynamic": False}, INPUTS | own, version="0.12.2", sparsity_config={"format": "dense"})
+    config["config_groups"]["group_0"] |= {"targets": ["Linear"], "format": "float-quantized"}
+    assert read(tmp_path, config) == Quantization("rows", "rows")
 
 
 def test_mxfp4_rounds_nothing_else(tmp_path: Path) -> None:
@@ -87,6 +106,7 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **
             "activation_scheme = 'static' is not served; 'dynamic' is, beside weight_block_size",
         ),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "x"}, "scale_fmt = 'x' is not served"),
+        ({"quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' is not served; 'FP8' is"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' is not served; 'FP8' is"),
         ({"quant_method": "compressed-tensors"}, "config_groups = None is not served; one group is"),
         (
@@ -103,6 +123,25 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **
                 "config_groups": {"group_0": {"weights": WEIGHTS, "output_activations": INPUTS}},
             },
             r"config_groups.group_0.output_activations = \{.* is not served; None is",
+        ),
+        (
+            {"quant_method": "fp8", "rotation": "hadamard"},
+            "rotation = 'hadamard' is not served; it is unknown, and could",
+        ),
+        ({"quant_method": "mxfp4", "bits": 3}, "quantization_config.bits = 3 is not served; it is unknown"),
+        (compressed({"scale_dtype": "torch.uint8"}), "group_0.weights.scale_dtype = 'torch.uint8' is not served"),
+        (compressed({"group_size": 64}, INPUTS), "group_0.weights.group_size = 64 is not served; it is unknown"),
+        (compressed({"dynamic": True}), "group_0.weights.dynamic = True is not served; False and None are"),
+        (
+            compressed({}, sparsity_config={"format": "sparse-24-bitmask"}),
+            "sparsity_config = .* weights that are stored",
+        ),
+        (
+            compressed(
+                {"strategy": "block", "block_structure": [128, 128]},
+                INPUTS | {"strategy": "group", "group_size": 128, "dynamic": False},
+            ),
+            "input_activations.dynamic = False is not served; True is",
         ),
         (compressed({"num_bits": 4}), r"config_groups.group_0.weights.num_bits = 4 is not served; 8 is"),
         (compressed({"type": "int"}), "weights.type = 'int' is not served; 'float' is"),
@@ -130,3 +169,5 @@ def test_everything_else_is_refused_by_name(config: Any, words: str, tmp_path: P
 def test_an_algorithm_of_modelopt_is_refused_by_its_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization.quant_algo = 'W4A8_AWQ' is not served"):
         read(tmp_path, None, {"quant_algo": "W4A8_AWQ"})
+    with pytest.raises(ModelError, match=r"quantization.quantized_layers = \{.* is not served; it is unknown"):
+        read(tmp_path, None, {"quant_algo": "FP8", "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}})
