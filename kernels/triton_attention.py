@@ -58,7 +58,7 @@ from .triton_visibility import in_window, pack, seen_in_tree, span
 MAX_DECODE_QUERY_LEN = 64  # causal tokens per sequence; with more, tiles are full enough without splits
 _TILE_BYTES = 16 * 1024  # per tile of keys, and of values; half of it in float32, which has no tensor cores and spills
 _STAGES_BYTES = 192 * 1024  # of keys and values under way, of 227 KiB of an H100
-_SHORT = (0, *range(3, 16))  # shares of a sequence's keys with which two stages are faster (measured on an H200)
+_TWO_STAGE_SHARES = (0, *range(3, 16))  # programs for a tile of rows with which two stages are faster, on an H200
 _FULL_ROWS = tl.constexpr(64)  # of a tile, from which on operands come from shared memory, not from registers
 _INTERPRETED_SMS = 4
 _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
@@ -143,8 +143,8 @@ class DecodeTiles(NamedTuple):
         is_wide = block_m == 64 or 2 * block_n * padded(q.shape[2]) * q.itemsize > _TILE_BYTES
         num_at_once = num_sms(q.device) * (3 if block_m == 16 else 2) * (1 if is_wide else 2)  # by shared memory
         # two stages take less of it, so that more programs run at once; three help one that has many tiles of keys
-        num_shares = num_at_once // (num_seqs * num_tiles)  # programs for each tile of rows
-        has_few = is_wide and block_m == 16 and num_shares in _SHORT
+        num_shares = num_at_once // (num_seqs * num_tiles)
+        has_few = is_wide and block_m == 16 and num_shares in _TWO_STAGE_SHARES
         num_stages = stages_that_fit(q, block_n, 2 if block_m == 64 or has_few else 3)
         return cls(block_m, block_n, max(1, num_at_once // num_tiles), num_warps=4, num_stages=num_stages)
 
