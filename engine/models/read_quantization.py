@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ...kernels.fp8 import BLOCK
 from ...metadata.errors import ModelError
-from ..config_file import ConfigFile
+from ..config_file import ConfigFile, Fields
 from ..quantization import Quantization, Rounding
 
 _KEY = "quantization_config"
@@ -26,7 +26,6 @@ _CACHE = "kv_cache_quant_algo kv_cache_quant_method kv_cache_scheme"  # pages ha
 _CALIBRATION = "observer observer_kwargs"  # its results are stored
 _BOOKKEEPING = "format global_compression_ratio producer quant_method version"
 _INERT = frozenset(" ".join((_LISTS, _CACHE, _CALIBRATION, _BOOKKEEPING)).split())
-_Fields = dict[str, Any]
 
 
 def read_quantization(raw: ConfigFile, model_dir: Path) -> Quantization | None:
@@ -34,12 +33,12 @@ def read_quantization(raw: ConfigFile, model_dir: Path) -> Quantization | None:
     path = model_dir / "hf_quant_config.json"
     if raw.get(_KEY) is None and path.exists():
         fields = ConfigFile(path).get("quantization")
-        return _read(_Reader(path, "quantization", fields if isinstance(fields, dict) else {}), _modelopt)
+        return _read(_Reader(path, "quantization.", fields if isinstance(fields, dict) else {}), _modelopt)
     if raw.get(_KEY) is None:
         return None
     if not isinstance(raw.get(_KEY), dict):
         raise raw.error(_KEY, "must be an object")
-    reader = _Reader(raw.path, _KEY, raw.get(_KEY))
+    reader = _Reader(raw.path, f"{_KEY}.", raw.get(_KEY))
     method = reader.get("quant_method")
     if method is None and reader.get("quant_algo") is not None:
         method = "modelopt"  # which leaves its name out at times (Qwen3-32B-FP8-Static-PerTensor)
@@ -51,41 +50,35 @@ def read_quantization(raw: ConfigFile, model_dir: Path) -> Quantization | None:
 
 def _read(reader: _Reader, kind: Callable[[_Reader], Quantization]) -> Quantization:
     found = kind(reader)
-    reader.refuse_others()
+    _refuse_others(reader)
     return found
 
 
-class _Reader:
-    """The fields of a quantization, whose errors name file, key and value."""
+def _refuse_others(fields: Fields) -> None:
+    """Raise ModelError for a field that nobody asked for and that could change a number."""
+    for key, value in sorted(fields.unread().items()):
+        if value and key not in _INERT:
+            raise fields.error(key, "it is unknown, and could change what is computed")
+    for each in fields.sections():
+        _refuse_others(each)
 
-    def __init__(self, path: Path, place: str, fields: _Fields) -> None:
-        self.path, self._place, self._fields = path, place, fields
-        self._asked, self._inner = set[str](), list[_Reader]()
 
-    def get(self, key: str) -> Any:
-        self._asked.add(key)
-        return self._fields.get(key)
+class _Reader(Fields):
+    """The fields of a quantization. Its errors name file, key and value, and say what is served."""
 
-    def inner(self, key: str, name: str | None = None) -> _Reader | None:
-        """Return the object at `key`, None if it is null or absent. `name`: how it is called here."""
+    def inner(self, key: str) -> _Reader | None:
+        """Return the object at `key`, None if it is null or absent."""
         fields = self.get(key)
-        if fields is not None and not isinstance(fields, dict):
-            raise self.error(key, "an object is")
         if fields is None:
             return None
-        self._inner.append(_Reader(self.path, f"{self._place}.{name or key}", cast(_Fields, fields)))
-        return self._inner[-1]
+        if not isinstance(fields, dict):
+            raise self.error(key, "an object is")
+        found = _Reader(self.path, f"{self._place}{key}.", cast(dict[str, Any], fields))
+        self._sections[key] = found
+        return found
 
-    def refuse_others(self) -> None:
-        """Raise ModelError for a field that nobody asked for and that could change a number."""
-        for key, value in sorted(self._fields.items()):
-            if value and key not in self._asked and key not in _INERT:
-                raise self.error(key, "it is unknown, and could change what is computed")
-        for each in self._inner:
-            each.refuse_others()
-
-    def error(self, key: str, served: str) -> ModelError:
-        return ModelError(f"{self.path}: {self._place}.{key} = {self.get(key)!r} is not served; {served}")
+    def error(self, key: str, what: str, *, value: Any = None) -> ModelError:
+        return super().error(key, f"is not served; {what}", value=value)
 
     def require(self, key: str, *served: Any) -> Any:
         """Return the value at `key`, which must be one of these."""

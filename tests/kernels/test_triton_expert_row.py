@@ -96,6 +96,7 @@ def test_every_division_gives_the_same_products(tiles: RowTiles) -> None:
 
 
 def test_there_may_be_more_pairs_than_warps() -> None:
+    """A GPU refuses a program of more than 32 warps. The interpreter has no warps, and checks the sum."""
     gate_up, down = (ExpertWeight(random(40 * n, k, seed=n, scale=0.2), None, k) for n, k in ((2 * 8, 16), (16, 8)))
     Row.make(40, 33, 16, torch.float32).check(gate_up, down)
 
