@@ -211,6 +211,8 @@ def _linear_kernel(
     scales_at = scales_ptr + known_n // ROWS * num_groups
     up_scales_at = scales_ptr + (known_n + size) // ROWS * num_groups
     if DEPENDENT:
+        if BLOCK_M > 32:
+            gdc_launch_dependents()
         gdc_wait()
     y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -229,7 +231,7 @@ def _linear_kernel(
         if IS_GATED:
             weight = tl.load(weight_at + up_offset + start, mask=is_weight, other=0.0, eviction_policy="evict_first")
             up = _add_product(up, weight, x, x_scale, up_scales_at + group, IS_GROUPED)
-    if DEPENDENT:  # not before: programs of the next kernel would take the place of those that are to come
+    if DEPENDENT and BLOCK_M <= 32:  # not before: the next kernel's programs would be spread unevenly
         gdc_launch_dependents()
     if not IS_GROUPED:
         x_scale = tl.full((1, BLOCK_M), 1.0, dtype=tl.float32)

@@ -14,7 +14,7 @@ Products of 16-bit numbers are exact in float32, and sums are float32. The resul
 of other rows. It depends on the kernel, which depends on the number of rows.
 
 With `gpu.dependent_launch`, a vector product fetches its weights while the kernel before it still runs. The others only
-save the time of their launch, and let the next kernel begin when their own loads are done.
+save the time of their launch.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
@@ -203,6 +203,7 @@ def _dot_kernel(
     row_ptrs = weight_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * in_size
     up_offset = size.to(tl.int64) * in_size
     if DEPENDENT:
+        gdc_launch_dependents()
         gdc_wait()
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -227,8 +228,6 @@ def _dot_kernel(
             else:
                 weight = tl.load(at + up_offset, mask=is_weight, other=0.0, eviction_policy="evict_first")
             up = tl.dot(weight, x, up)
-    if DEPENDENT:  # not before: programs of the next kernel would take the place of those that are to come
-        gdc_launch_dependents()
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     is_out = is_row[:, None] & (m < num_rows)[None, :]
