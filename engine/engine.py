@@ -92,7 +92,7 @@ class Engine:
         self.model_dir = resolve_model(config.model)
         self.model_config = read_target(self.model_dir, config)
         self.device = choose_device(config.device)
-        self.dtype_name = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
+        self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = schema if self.device.type == "cpu" else on_gpu(schema)
@@ -149,6 +149,11 @@ class Engine:
             return fingerprint(self.model_dir, self.model_config)
         made = f"{load_format} on {self.device.type}"  # devices draw other numbers
         return fingerprint_of(self.model_config, {"": made.encode()})
+
+    @property
+    def rounds_coarsely(self) -> bool:
+        """As of `Hello`."""
+        return self.model_config.rounds_coarsely(self.dtype_name, self._config.kv_dtype)
 
     @property
     def fingerprints(self) -> tuple[str, str | None]:

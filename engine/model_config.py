@@ -132,6 +132,13 @@ class ModelConfig:
             planes = [KvPlane(name, heads, width, dtype) for name in names]
         return pool_of(self.num_layers, dtype, planes)
 
+    def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
+        """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another
+        expert, or of another of two FP8 numbers."""
+        if self.quantization is not None and self.quantization.rounding != "none":
+            return True
+        return dtype != "float32" and (self.experts is not None or kv_dtype == "fp8")
+
     @property
     def layer_products(self) -> int:
         """Number of weights in the matrices of one layer by which a token is multiplied."""

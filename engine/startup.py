@@ -153,6 +153,7 @@ def make_membership(
             num_pools=engine.num_pools,
         ),
         data_address=data_address,
+        rounds_coarsely=engine.rounds_coarsely,
     )
     return Membership(
         hello,

@@ -2,7 +2,8 @@
 
 The prompt is the same for all canaries of a group. It has several pages, and every canary has a fresh cache salt, so
 that its nodes compute all pages and read none from a prefix cache. The request is greedy: all nodes that compute
-correctly give the same answer.
+correctly give the same answer. If they round coarsely, that holds only for tokens which are much likelier than others.
+So their prompt repeats itself: a language model continues the repetition with confidence.
 
 A pair and a decode node alone answer in one request of NUM_TOKENS tokens. A prefill node alone gives only the first
 token of a request, so it is asked once per token.
@@ -99,7 +100,9 @@ def canary_prompt(group: NodeGroup) -> list[int]:
     """Return the group's test prompt: always the same tokens for the same length, without special tokens."""
     special = group.tokenizer.special_ids if group.tokenizer is not None else frozenset[int]()
     ordinary = [token for token in range(min(group.card.vocab_size, 4096)) if token not in special]
-    return [ordinary[(7919 * index + 101) % len(ordinary)] for index in range(canary_prompt_len(group))]
+    length = canary_prompt_len(group)
+    period = -(-length // NUM_PAGES) if group.rounds_coarsely else length
+    return [ordinary[(7919 * (index % period) + 101) % len(ordinary)] for index in range(length)]
 
 
 def canary_prompt_len(group: NodeGroup) -> int:

@@ -35,6 +35,7 @@ RETRY_S = 2.0  # from the start of a canary to the next one of the same pair
 FULL_RETRY_S = 0.5  # until nodes that had no room for a canary are asked again
 TIMEOUT_S = 30.0  # a canary without an answer is given up after this time
 TIE_GAP = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}  # best two log-probabilities closer than this are a tie
+COARSE_TIE_GAP = 2.0  # for nodes that round coarsely; up to 1.1 was seen with small random models
 
 
 class StartCanary(NamedTuple):
@@ -81,7 +82,7 @@ class _Vote:
     def __init__(self, group: NodeGroup) -> None:
         self.group = group
         self.prompt_ids = canary_prompt(group)
-        self.ballot = Ballot(TIE_GAP[group.layout.target.dtype])
+        self.ballot = Ballot(COARSE_TIE_GAP if group.rounds_coarsely else TIE_GAP[group.layout.target.dtype])
         self.alone: dict[Voter, Canary] = {}
         self.full_until: dict[Voter, float] = {}  # nodes that had no room are not asked before
 

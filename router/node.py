@@ -385,6 +385,11 @@ class NodeGroup:
     def page_size(self) -> int:
         return self.layout.page_size
 
+    @property
+    def rounds_coarsely(self) -> bool:
+        """As of `Hello`. Nodes of an older protocol do not say it."""
+        return any(node.hello.rounds_coarsely for node in self.nodes.values())
+
     def live(self, role: Role) -> list[Node]:
         """Nodes of a role that take new work."""
         return [node for node in self.nodes.values() if node.role == role and node.is_live]

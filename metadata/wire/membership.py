@@ -31,6 +31,8 @@ class Hello(Message, frozen=True, tag="hello"):
     capacity: Capacity
     data_address: Address = ""
     protocol: Annotated[Index, Since(6)] = 0  # this Hello is written in it
+    # numbers in FP8, or experts chosen in 16 bits: right answers differ by more than the types of the layout say
+    rounds_coarsely: Annotated[bool, Since(6)] = False
 
     @property
     def protocols(self) -> tuple[int, int]:

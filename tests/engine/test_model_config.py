@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.model_config import ExpertsConfig, LatentConfig, ModelConfig
+from baton.engine.quantization import ONLINE_FP8, Quantization
 from baton.engine.rope import RopeConfig
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.kv_layout import KvLayout
@@ -24,9 +25,11 @@ def test_heads_need_not_be_as_wide_as_the_state() -> None:
     assert CONFIG.layer_products == 64 * (96 + 2 * 48) + 96 * 64 + 3 * 64 * 128
 
 
+EXPERTS = ExpertsConfig(num_experts=16, num_active=2, inner_size=32, norm_topk_prob=True, layers=(0, 1, 2, 3))
+
+
 def test_only_the_experts_of_a_token_are_multiplied() -> None:
-    experts = ExpertsConfig(num_experts=16, num_active=2, inner_size=32, norm_topk_prob=True, layers=(0, 1, 2, 3))
-    assert replace(CONFIG, experts=experts).layer_products == 64 * (96 + 2 * 48) + 96 * 64 + 3 * 64 * 2 * 32
+    assert replace(CONFIG, experts=EXPERTS).layer_products == 64 * (96 + 2 * 48) + 96 * 64 + 3 * 64 * 2 * 32
 
 
 @pytest.mark.parametrize(("hc_mult", "collapsed", "width"), [(1, False, 64), (4, False, 256), (4, True, 64)])
@@ -35,6 +38,15 @@ def test_the_state_for_drafters_has_all_streams_unless_it_is_collapsed(
 ) -> None:
     config = replace(CONFIG, hc_mult=hc_mult, hands_over_collapsed=collapsed)
     assert config.handoff_hidden_size == width and config.spec_hidden_size == 64 * hc_mult
+
+
+def test_fp8_and_experts_in_16_bits_round_coarsely() -> None:
+    mixture, fp8 = replace(CONFIG, experts=EXPERTS), replace(CONFIG, quantization=ONLINE_FP8)
+    weights_alone = replace(CONFIG, quantization=Quantization("rows", "none"))
+    assert not CONFIG.rounds_coarsely("bfloat16") and not weights_alone.rounds_coarsely("bfloat16")
+    assert mixture.rounds_coarsely("bfloat16") and not mixture.rounds_coarsely("float32")
+    assert fp8.rounds_coarsely("float32")
+    assert CONFIG.rounds_coarsely("bfloat16", "fp8") and not CONFIG.rounds_coarsely("float32", "fp8")
 
 
 @pytest.mark.parametrize(("page_size", "bytes_per_token"), [(16, 2 * 8 * (128 + 4)), (1, 2 * 8 * (128 + 16))])

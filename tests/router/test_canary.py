@@ -51,6 +51,18 @@ def test_the_prompt_has_several_pages_of_ordinary_tokens(nodes: tuple[Node, Node
     assert not set(prompt) & tokenizer.special_ids and all(0 <= token < group.card.vocab_size for token in prompt)
 
 
+def test_the_prompt_of_nodes_that_round_coarsely_repeats_itself(
+    nodes: tuple[Node, Node], clocked: ClockedRegistry
+) -> None:
+    group = nodes[0].group
+    before = canary_prompt(group)
+    assert len(set(before)) == len(before)
+    clocked.join(name="d1", rounds_coarsely=True)
+    prompt, period = canary_prompt(group), group.page_size + 1
+    assert prompt[:period] == before[:period] and len(prompt) == len(before)
+    assert all(token == prompt[index % period] for index, token in enumerate(prompt))
+
+
 @pytest.mark.parametrize("num_pages", [1, 2, 3])
 def test_the_prompt_is_shorter_if_a_node_has_no_room_for_it(
     nodes: tuple[Node, Node], clocked: ClockedRegistry, num_pages: int

@@ -33,7 +33,7 @@ from baton.router.node import Node
 from baton.router.text.tokenizer import TextTokenizer
 
 from .conftest import System
-from .fake_nodes import FakeNode
+from .fake_nodes import FakeNode, make_layout
 from .hellos import ClockedRegistry
 from .test_runner import own, wait_until
 
@@ -69,6 +69,7 @@ class World:
         self.tokenizer = tokenizer
         self.nodes: dict[str, Node] = {}
         self.corrupt: Corrupt | None = None
+        self.lead = 1.5  # of each token of an answer
         self.full: set[str] = set()  # nodes without room
         self.broken: set[str] = set()  # nodes that answer a canary with an error
         self.mute: set[str] = set()  # nodes whose canaries stay in `unanswered`
@@ -139,7 +140,7 @@ class World:
         (sequence,) = request.sequences
         first = len(sequence.received)
         ids = output[first : request.params.max_tokens]
-        leads = [TokenLogprobs(-0.5, (token, token + 1), (-0.5, -2.0)) for token in ids]
+        leads = [TokenLogprobs(-0.5, (token, token + 1), (-0.5, -0.5 - self.lead)) for token in ids]
         delta = sequence.merge(first, ids, leads, None, self.now)
         assert delta is not None
         request.listener.on_delta(sequence, delta)
@@ -227,6 +228,20 @@ def test_a_single_faulty_pair_is_never_ready_until_it_is_mended(world: World) ->
     world.corrupt = None
     world.look(RETRY_S)
     assert world.states() == {"p0 d0": "ready"} and world.num_ready_events == 1
+
+
+@pytest.mark.parametrize(
+    ("rounds_coarsely", "lead", "state"),
+    [(False, 0.05, "ready"), (False, 0.5, "faulty"), (True, 1.5, "ready"), (True, 2.5, "faulty")],
+)
+def test_answers_differ_if_their_tokens_were_not_a_tie_by_what_the_nodes_compute_with(
+    rounds_coarsely: bool, lead: float, state: str, world: World
+) -> None:
+    """Layers are bfloat16. By FP8 or by experts chosen in 16 bits, right answers differ where leads are larger."""
+    world.corrupt, world.lead = faulty("p0", alone=False), lead
+    layout = make_layout(dtype="bfloat16")
+    world.join("p0", "d0", layout=layout, rounds_coarsely=rounds_coarsely)
+    assert world.states() == {"p0 d0": state}
 
 
 @pytest.mark.parametrize("bad", ["p0", "p1", "d0", "d1"])
