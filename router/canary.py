@@ -24,6 +24,7 @@ from .request import Delta, Request, Sequence
 
 NUM_PAGES = 3
 NUM_TOKENS = 4
+REPEATED = 12  # tokens of the prompt that repeat, for nodes that round coarsely
 
 
 class Canary:
@@ -101,7 +102,7 @@ def canary_prompt(group: NodeGroup) -> list[int]:
     special = group.tokenizer.special_ids if group.tokenizer is not None else frozenset[int]()
     ordinary = [token for token in range(min(group.card.vocab_size, 4096)) if token not in special]
     length = canary_prompt_len(group)
-    period = -(-length // NUM_PAGES) if group.rounds_coarsely else length
+    period = REPEATED if group.rounds_coarsely else length
     return [ordinary[(7919 * (index % period) + 101) % len(ordinary)] for index in range(length)]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.request import TokenLogprobs
-from baton.router.canary import NUM_PAGES, NUM_TOKENS, Canary, answer_of, canary_prompt
+from baton.router.canary import NUM_PAGES, NUM_TOKENS, REPEATED, Canary, answer_of, canary_prompt
 from baton.router.node import Node, NodeGroup
 from baton.router.queue import Pinned
 from baton.router.text.tokenizer import TextTokenizer
@@ -58,9 +58,9 @@ def test_the_prompt_of_nodes_that_round_coarsely_repeats_itself(
     before = canary_prompt(group)
     assert len(set(before)) == len(before)
     clocked.join(name="d1", rounds_coarsely=True)
-    prompt, period = canary_prompt(group), group.page_size + 1
-    assert prompt[:period] == before[:period] and len(prompt) == len(before)
-    assert all(token == prompt[index % period] for index, token in enumerate(prompt))
+    prompt = canary_prompt(group)
+    assert prompt[:REPEATED] == before[:REPEATED] and len(prompt) == len(before)
+    assert all(token == prompt[index % REPEATED] for index, token in enumerate(prompt))
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3])
