@@ -10,7 +10,6 @@ from ..models.heads import load_eagle3
 from .family import Family, Speculation, Wanted
 from .shifted import shifted_speculation
 
-
 _SERVED = {  # options that change what a head computes, and their only served value
     "fc_norm": False,
     "norm_before_fc": False,

@@ -106,8 +106,8 @@ def _family(config: ModelConfig) -> ModelFamily:
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[TensorSpec]) -> None:
-    """Raise ModelError for a tensor that nobody uses: the output would be wrong. Prediction layers are a drafter's if the
-    family can have them, and tied embeddings may be stored twice."""
+    """Raise ModelError for a tensor that nobody uses: the output would be wrong. Prediction layers are a drafter's if
+    the family can have them, and tied embeddings may be stored twice."""
     layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
     own_mtp = tuple(f"{each}." for each in layer_prefixes(checkpoint.names) if each.startswith(_family(config).own_mtp))
     others = tuple(each for each in own_mtp if not each.startswith(layers))

@@ -289,7 +289,10 @@ REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
     *(
         ("eagle3", "eagle3", lambda d, fields=fields: change(d, **fields), ModelError, [words])
         for fields, words in (
-            ({"norm_before_fc": True}, "config.json: norm_before_fc = True is not served for an EAGLE-3 head; False is"),
+            (
+                {"norm_before_fc": True},
+                "config.json: norm_before_fc = True is not served for an EAGLE-3 head; False is",
+            ),
             ({"eagle_config": {"norm_before_fc": True}}, "eagle_config.norm_before_fc = True is not served"),
             ({"fc_norm": True}, "fc_norm = True"),
             ({"norm_output": True}, "norm_output = True"),
