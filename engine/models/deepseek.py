@@ -104,8 +104,7 @@ def _read_experts(raw: ConfigFile, scoring: str | None = None) -> ExpertsConfig 
 
 
 def _read_v2_experts(raw: ConfigFile) -> ExpertsConfig | None:
-    """Read the experts of DeepSeek-V2. transformers ignores norm_topk_prob for V2, and DeepSeek's own code then leaves
-    routed_scaling_factor out. No published checkpoint has it."""
+    """Read the experts of DeepSeek-V2. norm_topk_prob is refused, because transformers ignores it for V2."""
     if raw.flag("norm_topk_prob"):
         raise raw.error("norm_topk_prob", "is not served for DeepseekV2ForCausalLM; false is")
     return _read_experts(raw)
