@@ -12,7 +12,8 @@ from typing import Any, cast
 
 from ..metadata.errors import ModelError
 
-_OF_THE_WHOLE = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+TEXT, HEAD_LAYER = _INNER = ("text_config", "transformer_layer_config")
+_OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 
 
 class Fields:
@@ -83,8 +84,8 @@ class Fields:
 
 
 class ConfigFile(Fields):
-    """One JSON object on disk. If it describes a text model inside a larger one, in `text_config`, the getters read
-    that.
+    """One JSON object on disk. If it describes a text model inside a larger one, in `text_config`, or the layer of a
+    draft head, in `transformer_layer_config` (Speculators), the getters read that.
 
     Raises ModelError, naming the value and what to do, for a file that is missing or damaged."""
 
@@ -98,14 +99,14 @@ class ConfigFile(Fields):
         if not isinstance(raw, dict):
             raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
         fields = cast(dict[str, Any], raw)
-        text = fields.get("text_config")
-        self._text = cast(dict[str, Any], text) if isinstance(text, dict) else None
-        super().__init__(path, "", fields if self._text is None else _text_fields(fields, self._text))
+        self._inner_key = next((key for key in _INNER if isinstance(fields.get(key), dict)), "")
+        self._inner = cast(dict[str, Any], fields[self._inner_key]) if self._inner_key else {}
+        super().__init__(path, "", _inner_fields(fields, self._inner) if self._inner_key else fields)
 
     @property
     def text_type(self) -> str | None:
         """The `model_type` of the text model if it is part of a larger one, else None."""
-        return None if self._text is None else str(self._text.get("model_type"))
+        return str(self._inner.get("model_type")) if self._inner_key == TEXT else None
 
     @property
     def architecture(self) -> str:
@@ -115,12 +116,13 @@ class ConfigFile(Fields):
         return first if isinstance(first, str) else ""
 
     def _place_of(self, key: str) -> str:
-        return "text_config." if self._text is not None and key in self._text else ""
+        is_inside = key in self._inner or key not in self._fields
+        return f"{self._inner_key}." if self._inner_key and is_inside else ""
 
 
-def _text_fields(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the text model, with those that a wrapper states for the whole model."""
-    fields = dict(text)
+def _inner_fields(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the model inside, with those that a wrapper states for the whole model."""
+    fields = dict(inner)
     for key in _OF_THE_WHOLE:
         if fields.get(key) is None and key in outer:
             fields[key] = outer[key]

@@ -19,7 +19,8 @@ _EARLY = ("hc_mult", "hands_over_collapsed")  # fields with defaults that the di
 
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
-    """Return 32 hexadecimal digits that are equal for equal models, on every host and however the files are split.
+    """Return a fingerprint that is equal for equal models, on every host and however the files are split: 32
+    hexadecimal digits, and the words of the quantization if there is one (metadata/handoff/weights.py).
 
     XXH3-128 over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read.
     `config`: as read already, for a drafter's head. Raises ModelError as loading does."""
@@ -40,7 +41,8 @@ def fingerprint_of(config: ModelConfig, tensors: Mapping[str, bytes]) -> str:
     digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(tensors[name])
-    return digest.hexdigest()
+    quantization = "" if config.quantization is None else f" {config.quantization.words}"
+    return digest.hexdigest() + quantization
 
 
 @lru_cache(2)

@@ -34,6 +34,16 @@ class Quantization:
     has_power_of_two_scales: bool = False  # of groups
     is_online: bool = False  # the checkpoint has 16 bits or 32; layers are quantized while they are read
 
+    @property
+    def words(self) -> str:
+        """The scheme in at most 31 characters, for refusals."""
+        if self.weight_scale == "mxfp4":
+            return "mxfp4"
+        if self.is_online:
+            return "fp8 online"
+        rounding = "ue8m0" if self.has_power_of_two_scales else self.rounding
+        return f"fp8 {self.weight_scale}, rounding {rounding}"
+
 
 ONLINE_FP8 = Quantization("rows", "rows", is_online=True)
 

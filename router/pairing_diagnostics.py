@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..metadata.handoff import schema
+from ..metadata.handoff import schema, weights
 from ..metadata.wire.membership import Hello
 from .node import Node, NodeGroup
 
@@ -49,12 +49,11 @@ def refusal(hello: Hello, incompatible: Sequence[Node]) -> str:
 def _differences(hello: Hello, node: Node) -> str:
     """Name everything in which a new node differs from a joined one, with both values."""
     phrases = schema.differences(hello.layout, node.hello.layout)
-    pairs = (
-        ("weights", hello.target_fingerprint, node.hello.target_fingerprint),
-        ("draft weights", hello.draft_fingerprint, node.hello.draft_fingerprint),
-        ("tokenizer", hello.model.tokenizer_digest, node.hello.model.tokenizer_digest),
-    )
-    phrases += [f"{name}: {here} here, {there} there" for name, here, there in pairs if here != there]
+    phrases += weights.difference("weights", hello.target_fingerprint, node.hello.target_fingerprint)
+    phrases += weights.difference("draft weights", hello.draft_fingerprint, node.hello.draft_fingerprint)
+    here, there = hello.model.tokenizer_digest, node.hello.model.tokenizer_digest
+    if here != there:
+        phrases.append(f"tokenizer: {here} here, {there} there")
     if not node.shares_protocol(hello):
         phrases.append(f"protocol versions: {_protocols(hello)} here, {_protocols(node.hello)} there")
     return f"{node.role} node {node.node_id} of model {hello.model.name!r} differs in {', '.join(phrases)}"

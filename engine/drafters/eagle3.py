@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from ...metadata.errors import ConfigError
+from ...metadata.errors import ConfigError, ModelError
+from ..config_file import HEAD_LAYER
 from ..model_config import ModelConfig
 from ..models.head_file import HeadFile, read_head, without_model
 from ..models.heads import load_eagle3
 from .family import Family, Speculation, Wanted
 from .shifted import shifted_speculation
+
+_SERVED = {  # options that change what a head computes, and their only served value
+    "fc_norm": False,
+    "norm_before_fc": False,
+    "norm_output": False,
+    "parallel_drafting": False,
+    "use_aux_hidden_state": True,
+}
+
+
+def refuse_options(head: HeadFile) -> None:
+    """Raise ModelError, naming the value, for a head that computes something else than Eagle3Head."""
+    path, num_layers = head.directory / "config.json", head.config.num_layers
+    if num_layers != 1:
+        raise ModelError(f"{path}: num_hidden_layers = {num_layers} is not served for an EAGLE-3 head; 1 is")
+    for place in ("", "eagle_config", HEAD_LAYER):
+        fields = (head.settings.get(place) or {}) if place else head.settings
+        for key, served in _SERVED.items():
+            if fields.get(key) not in (None, served):
+                name = f"{place}.{key}" if place else key
+                raise ModelError(f"{path}: {name} = {fields[key]!r} is not served for an EAGLE-3 head; {served} is")
 
 
 def aux_layers(head: HeadFile, target: ModelConfig) -> tuple[int, ...]:
@@ -35,6 +57,7 @@ def _recognises(names: frozenset[str]) -> bool:
 
 def _read(wanted: Wanted) -> Speculation:
     head = read_head(wanted.draft_dir, wanted.target)
+    refuse_options(head)
     layers = aux_layers(head, wanted.target)
     hidden = wanted.layout(head.config, extend="aux", recurrent="draft", num_aux=len(layers))
     return shifted_speculation(wanted, head, hidden, load_eagle3, layers)

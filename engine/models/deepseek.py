@@ -103,6 +103,13 @@ def _read_experts(raw: ConfigFile, scoring: str | None = None) -> ExpertsConfig 
     return experts if experts.layers else None
 
 
+def _read_v2_experts(raw: ConfigFile) -> ExpertsConfig | None:
+    """Read the experts of DeepSeek-V2. norm_topk_prob is refused, because transformers ignores it for V2."""
+    if raw.flag("norm_topk_prob"):
+        raise raw.error("norm_topk_prob", "is not served for DeepseekV2ForCausalLM; false is")
+    return _read_experts(raw)
+
+
 def _score_factor(raw: ConfigFile) -> float:
     """Return the factor by which a stretched context scales the scores of attention."""
     fields = raw.section("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
@@ -122,8 +129,9 @@ DEEPSEEK_V2 = ModelFamily(
     read=read_deepseek,
     needs=_NEEDS,
     inert=(*_INERT, "n_group", "topk_group"),  # of topk_method greedy; other methods read them
-    read_experts=_read_experts,
+    read_experts=_read_v2_experts,
     read_latent=_read_latent,
+    own_mtp=(),
 )
 DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
@@ -133,4 +141,5 @@ DEEPSEEK_V3 = ModelFamily(
     read_experts=partial(_read_experts, scoring="sigmoid"),
     read_latent=_read_latent,
     read_mtp_layer=_read_mtp_layer,
+    own_mtp=("model.layers.",),
 )

@@ -38,3 +38,4 @@ class ModelFamily:
     read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts
     read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own
     read_mtp_layer: Callable[[ModelConfig, Weights, str, int], DecoderLayer] | None = None  # None: as Llama's
+    own_mtp: tuple[str, ...] = ("model.layers.", "model.mtp_layers.")  # prediction layers in its checkpoints begin so

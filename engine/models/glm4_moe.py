@@ -30,4 +30,5 @@ GLM4_MOE = ModelFamily(
     ),
     read_experts=_read_experts,
     read_mtp_layer=read_mixture_layer,
+    own_mtp=("model.layers.",),
 )

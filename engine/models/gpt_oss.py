@@ -79,4 +79,5 @@ GPT_OSS = ModelFamily(
     ),
     inert=("initial_context_length",),  # rope_scaling has it
     read_experts=_read_experts,
+    own_mtp=(),
 )

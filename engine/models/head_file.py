@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...metadata.errors import ConfigError
+from ...metadata.errors import ConfigError, ModelError
 from ..checkpoint import Checkpoint
+from ..config_file import HEAD_LAYER
 from ..model_config import ModelConfig
 from .read_config import read_model_config
 from .registry import FAMILIES
@@ -40,8 +41,9 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     ModelError for a directory without one, ConfigError if the head does not fit the target, naming both values."""
     names = tensor_names(directory)
     settings = json.loads((directory / "config.json").read_text())
+    _check_speculators(directory, settings)
     config = read_model_config(directory, _architecture(names, settings))
-    own = settings.get("target_hidden_size", config.hidden_size)
+    own = settings.get("target_hidden_size") or config.hidden_size
     if own != target.hidden_size:
         raise ConfigError(
             f"{directory} is a head for a target of hidden size {own}; the target has {target.hidden_size}"
@@ -49,6 +51,20 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     if config.vocab_size != target.vocab_size:
         raise ConfigError(f"{directory} has a vocabulary of {config.vocab_size}; the target has {target.vocab_size}")
     return HeadFile(directory, config, settings, names)
+
+
+def _check_speculators(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ModelError for a head in the layout of Speculators that is of another kind than EAGLE-3, or that does not
+    say where it takes its residual: versions of that library differ in the default."""
+    if HEAD_LAYER not in settings:
+        return
+    path, kind = directory / "config.json", settings.get("speculators_model_type")
+    if kind != "eagle3":
+        raise ModelError(f"{path}: speculators_model_type = {kind!r} is not served; 'eagle3' is")
+    if settings.get("norm_before_residual") is None:
+        raise ModelError(
+            f"{path}: norm_before_residual is missing, and its default is not certain; write it into the file"
+        )
 
 
 def _architecture(names: frozenset[str], settings: Mapping[str, Any]) -> str:

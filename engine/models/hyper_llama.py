@@ -83,4 +83,5 @@ HYPER_LLAMA = ModelFamily(
     text_types=("hyper_llama",),
     may_have_mlp_bias=True,
     has_streams=True,
+    own_mtp=("mtp.",),
 )

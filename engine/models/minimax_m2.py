@@ -64,4 +64,5 @@ MINIMAX_M2 = ModelFamily(
         "use_routing_bias": True,
     },
     read_experts=_read_experts,
+    own_mtp=("model.layers.",),
 )

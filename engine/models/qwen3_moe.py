@@ -41,4 +41,5 @@ QWEN3_MOE = ModelFamily(
     needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     fixed={"use_qk_norm": True},
     read_experts=_read_experts_config,
+    own_mtp=(),
 )

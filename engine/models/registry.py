@@ -106,11 +106,12 @@ def _family(config: ModelConfig) -> ModelFamily:
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[TensorSpec]) -> None:
-    """Raise ModelError for a tensor that nobody uses: the output would be wrong. Prediction layers are a drafter's, and
-    tied embeddings may be stored twice."""
+    """Raise ModelError for a tensor that nobody uses: the output would be wrong. Prediction layers are a drafter's if
+    the family can have them, and tied embeddings may be stored twice."""
     layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
-    others = tuple(f"{each}." for each in layer_prefixes(checkpoint.names) if not f"{each}.".startswith(layers))
-    others += ("mtp.", "model.mtp", *(("lm_head.weight",) if config.tie_word_embeddings else ()))
+    own_mtp = tuple(f"{each}." for each in layer_prefixes(checkpoint.names) if each.startswith(_family(config).own_mtp))
+    others = tuple(each for each in own_mtp if not each.startswith(layers))
+    others += ("lm_head.weight",) if config.tie_word_embeddings else ()
     unknown = checkpoint.names - {spec.name for spec in specs}
     unknown = {name for name in unknown if not name.startswith(others) and not name.endswith(UNUSED)}
     if unknown:

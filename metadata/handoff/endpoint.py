@@ -15,6 +15,7 @@ from ..bus.curve import KeyPair
 from ..wire.data_link import LinkHello, RankHello
 from ..wire.node_info import HandoffSchema
 from ..wire.protocol import known
+from . import weights
 from .kv_layout import Shard
 from .memory import PageMemory
 from .pages import DevicePool
@@ -83,8 +84,7 @@ class Endpoint:
         reasons = differences(self.schema, hello.layout)
         theirs = (hello.target_fingerprint, hello.draft_fingerprint)
         for name, here, there in zip(("target", "draft"), self.fingerprints, theirs, strict=True):
-            if here != there:
-                reasons.append(f"{name} weights: {here} here, {there} there")
+            reasons += weights.difference(f"{name} weights", here, there)
         has_ranks = self.shard.size > 1 or RANKS in hello.transports
         if has_ranks and not RanksTransport.can_reach(hello, self.host):
             old = f"protocol {known(hello.protocol)} of the link, ranks need {RanksTransport.since}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import drafters
 import pytest
@@ -28,7 +29,7 @@ from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.products.base import INNER_IN, INNER_OUT
 from baton.engine.products.fp8 import Fp8ProductOnCpu
-from baton.engine.quantization import ONLINE_FP8, chosen
+from baton.engine.quantization import ONLINE_FP8, Quantization, Rounding, WeightScale, chosen
 from baton.engine.ranks import Ranks, check_shares
 from baton.engine.weights import CheckpointWeights
 from baton.metadata.errors import ConfigError
@@ -53,7 +54,17 @@ def test_nodes_of_both_refuse_each_other(checkpoint: Callable[..., Path]) -> Non
     plain = checkpoint("llama")
     online = read_target(plain, config(quantization="fp8"))
     assert online.quantization == ONLINE_FP8
-    assert fingerprint(plain, online) != fingerprint(plain, read_target(plain, config()))
+    here, there = fingerprint(plain, online), fingerprint(plain, read_target(plain, config()))
+    assert here.endswith(" fp8 online") and " " not in there and here != there
+
+
+def test_every_quantization_fits_into_a_fingerprint() -> None:
+    """Two schemes with the same words would still differ in the digest."""
+    every = itertools.product(get_args(WeightScale), get_args(Rounding), (False, True), (False, True))
+    for weight_scale, rounding, is_exact, is_online in every:
+        scheme = Quantization(weight_scale, rounding, has_power_of_two_scales=is_exact, is_online=is_online)
+        assert 32 + len(" " + scheme.words) <= 64, scheme.words
+    assert Quantization("blocks", "groups").words == "fp8 blocks, rounding groups"
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -107,7 +107,15 @@ def test_tensors_that_would_be_ignored(model_dir: Path) -> None:
         load(model_dir)
 
 
-LEFT_OVER = ("lm_head.bias", "model.embed_norm.weight", "model.layers.2.mlp.up_proj.weight", "score.weight")
+LEFT_OVER = (
+    "lm_head.bias",
+    "model.embed_norm.weight",
+    "model.layers.2.mlp.up_proj.weight",
+    "model.mtp.layers.0.eh_proj.weight",
+    "mtp.0.e_proj.weight",
+    "mtp.fc.weight",
+    "score.weight",
+)
 
 
 @pytest.mark.parametrize("name", LEFT_OVER)
@@ -117,13 +125,31 @@ def test_tensors_beside_the_layers_are_not_ignored(name: str, model_dir: Path) -
         load(model_dir)
 
 
-@pytest.mark.parametrize(
-    "name", ["mtp.fc.weight", "model.mtp.layers.0.eh_proj.weight", "model.layers.2.eh_proj.weight"]
-)
-def test_prediction_layers_are_no_part_of_the_model(name: str, model_dir: Path) -> None:
-    """Also in layouts that no drafter serves."""
+OWN_MTP = [
+    ("llama", "model.layers.2.eh_proj.weight", True),
+    ("llama", "model.mtp_layers.0.input_proj.weight", True),
+    ("glm4_moe", "model.layers.2.eh_proj.weight", True),
+    ("deepseek_v3", "model.layers.2.eh_proj.weight", True),
+    ("hyper_llama", "mtp.0.e_proj.weight", True),
+    ("llama", "model.layers.1.eh_proj.weight", False),
+    ("glm4_moe", "model.mtp_layers.0.input_proj.weight", False),
+    ("qwen3_moe", "model.layers.2.eh_proj.weight", False),
+    ("gpt_oss", "model.layers.2.eh_proj.weight", False),
+    ("hyper_llama", "model.layers.2.eh_proj.weight", False),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "is_known"), OWN_MTP)
+def test_only_prediction_layers_of_the_family_are_left_out(
+    family: str, name: str, is_known: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    model_dir = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))
     replace(model_dir, **{name: torch.zeros(64)})
-    load(model_dir)
+    if is_known:
+        load(model_dir)
+    else:
+        with pytest.raises(ModelError, match=rf"has tensors that \w+ does not use \({name}\)"):
+            load(model_dir)
 
 
 def test_tied_embeddings_may_be_stored_twice(checkpoint: Checkpoint, tmp_path: Path) -> None:

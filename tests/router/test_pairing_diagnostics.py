@@ -36,6 +36,7 @@ def reason_for(clocked: ClockedRegistry, **changes: Any) -> str:
             "frozen_layers: 0, 1 here, absent there",
         ),
         ({"target_fingerprint": "e" * 16}, f" weights: {'e' * 16} here, {'f' * 16} there"),
+        ({"target_fingerprint": "e fp8 online"}, f" weights: e (fp8 online) here, {'f' * 16} (not quantized) there"),
         ({"draft_fingerprint": "d" * 16}, f"draft weights: {'d' * 16} here, None there"),
         ({"tokenizer": "b" * 16}, f"tokenizer: {'b' * 16} here, {'a' * 16} there"),
         ({"protocol_min": 7, "protocol_max": 8}, "protocol versions: 7..8 here, 4..6 there"),

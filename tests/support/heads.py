@@ -86,6 +86,24 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
     return directory
 
 
+def as_speculators(directory: Path) -> Path:
+    """Bring an EAGLE-3 head, as `write_head` writes it, into the layout of Speculators."""
+    path, config = directory / "model.safetensors", json.loads((directory / "config.json").read_text())
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in load_file(path).items()}
+    outer = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "torch_dtype", "tie_word_embeddings")
+    own = {key: config.pop(key) for key in outer} | {
+        "architectures": ["Eagle3Speculator"],
+        "norm_before_residual": config.pop("norm_before_residual", False),
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"speculative_tokens": 3}]},
+        "speculators_model_type": "eagle3",
+        "target_hidden_size": config.pop("target_hidden_size"),
+    }
+    del config["architectures"]
+    save_file(tensors, path, {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(own | {"transformer_layer_config": config}))
+    return directory
+
+
 def some_ids(num_ids: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
     """Return `num_ids` different ids, ascending, [num_ids] int32."""
     generator = torch.Generator().manual_seed(seed)

@@ -153,8 +153,9 @@ def _module(kind: str, config: dict[str, Any], tensors: dict[str, Tensor], targe
         module.fc = nn.Linear(2 * width, width, bias="fc.bias" in tensors)
     elif kind == "eagle3":
         aux, d2t = config["eagle_aux_hidden_state_layer_ids"], tensors["d2t"]
-        module = Eagle3(sizes, aux, vocab_size, d2t + torch.arange(len(d2t)))
-        module.fc = nn.Linear(3 * width, sizes.hidden_size, bias=False)
+        module = eagle3 = Eagle3(sizes, aux, vocab_size, d2t + torch.arange(len(d2t)))
+        eagle3.fc = nn.Linear(3 * width, sizes.hidden_size, bias=False)
+        eagle3.midlayer.is_norm_before_residual = bool(config.get("norm_before_residual"))
     elif kind == "mtp-deepseek":
         module = Mtp(sizes, len(target.model.layers), 1)
     elif kind == "mtp-mimo":

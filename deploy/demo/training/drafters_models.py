@@ -120,6 +120,8 @@ class Eagle(nn.Module):
 class Eagle3Layer(nn.Module):
     """EAGLE-3's layer: attention reads [norm(embedding) ; norm(state)], the residual is the state."""
 
+    is_norm_before_residual = False  # True: the residual is norm(state)
+
     def __init__(self, sizes: LayerSizes) -> None:
         super().__init__()
         self.input_layernorm = rms_norm(sizes.hidden_size)
@@ -130,8 +132,9 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, steps: list[KeyValue] | None) -> Tensor:
         """Both [batch, seq_len, hidden_size], and so is the result."""
-        z = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
-        hidden = hidden + self.self_attn(z, positions, steps)
+        normed = self.hidden_norm(hidden)
+        z = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        hidden = (normed if self.is_norm_before_residual else hidden) + self.self_attn(z, positions, steps)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

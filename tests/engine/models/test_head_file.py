@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from heads import write_head
+from heads import as_speculators, write_head
 
 from baton.engine.models.head_file import check_state_width, read_head, tensor_names, without_model
 from baton.engine.models.read_config import read_model_config
@@ -30,6 +31,27 @@ def test_a_head_has_streams_if_its_layer_mixes_them(checkpoint: Checkpoint, tmp_
     check_state_width(wide, read_model_config(four))
     with pytest.raises(ConfigError, match=r"64 numbers \(hc_mult 1\).*256 \(hc_mult 4\)"):
         check_state_width(plain, read_model_config(four))
+
+
+def test_a_head_of_speculators_is_read_and_other_kinds_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = checkpoint("llama")
+    target = read_model_config(model)
+    head = as_speculators(write_head(tmp_path / "head", "eagle3", model))
+    path = head / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"target_hidden_size": None}))  # the head's own
+    found = read_head(head, target)
+    assert (found.config.architecture, found.config.hidden_size) == ("LlamaForCausalLM", 64)
+    for changes, words in (
+        ({"speculators_model_type": "peagle"}, "speculators_model_type = 'peagle' is not served; 'eagle3' is"),
+        ({"norm_before_residual": None}, "norm_before_residual is missing, and its default is not certain"),
+        ({"transformer_layer_config": {}}, "transformer_layer_config.num_attention_heads = None must be a whole"),
+    ):
+        path.write_text(json.dumps(fields | changes))
+        with pytest.raises(ModelError, match=words):
+            read_head(head, target)
+    with pytest.raises(ModelError, match=r"architectures = \['Eagle3Speculator'\] is not served; Baton serves"):
+        read_model_config(head)
 
 
 def test_sizes_of_another_target_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import target_of
-from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, set_draft_ids, write_head
+from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, as_speculators, set_draft_ids, write_head
 from node_pair import params
 from oracle import RMS_NORM_EPS, Oracle
 from own_mtp import OwnMtpOracle, with_mtp
@@ -219,6 +219,13 @@ def test_eagle3_layer_under_either_name_and_ids_in_either_form(model: Path, tmp_
     assert engine(model, twin, "eagle3").speculation.aux_layers == (1, 2, 3)
 
 
+def test_eagle3_in_the_layout_of_speculators(model: Path, tmp_path: Path) -> None:
+    """Also with the residual after hidden_norm, as that library trains heads by default."""
+    head = head_of("eagle3", model, tmp_path / "eagle3", norm_before_residual=True)
+    twin = as_speculators(Path(shutil.copytree(head, tmp_path / "twin")))
+    check_rows(Oracle("eagle3", head, model), model, twin, 0.0)
+
+
 Damage = Callable[[Path], Path]
 REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
     ("eagle", "eagle", lambda d: change(d, hidden_size=32), ConfigError, ["hidden size 32", "64"]),
@@ -278,6 +285,21 @@ REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
         lambda d: change(d, {"midlayer.self_attn.q_norm.weight": torch.ones(8)}),
         ModelError,
         ["q_norm"],
+    ),
+    *(
+        ("eagle3", "eagle3", lambda d, fields=fields: change(d, **fields), ModelError, [words])
+        for fields, words in (
+            (
+                {"norm_before_fc": True},
+                "config.json: norm_before_fc = True is not served for an EAGLE-3 head; False is",
+            ),
+            ({"eagle_config": {"norm_before_fc": True}}, "eagle_config.norm_before_fc = True is not served"),
+            ({"fc_norm": True}, "fc_norm = True"),
+            ({"norm_output": True}, "norm_output = True"),
+            ({"parallel_drafting": True}, "parallel_drafting = True"),
+            ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
+            ({"num_hidden_layers": 2}, "num_hidden_layers = 2 is not served for an EAGLE-3 head; 1 is"),
+        )
     ),
     ("eagle", "frozen-kv-mtp", lambda d: d, ModelError, ["no FROZEN_KV_MTP head"]),
     ("frozen-kv-mtp", "eagle", lambda d: d, ModelError, ["no head for eagle, eagle3, mtp"]),

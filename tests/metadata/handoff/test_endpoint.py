@@ -39,6 +39,10 @@ def test_two_nodes_alike_can_hand_over() -> None:
     ("changes", "words"),
     [
         ({"target_fingerprint": "0"}, [f"target weights: {FINGERPRINTS[0]} here, 0 there"]),
+        (
+            {"target_fingerprint": "0 mxfp4"},
+            [f"target weights: {FINGERPRINTS[0]} (not quantized) here, 0 (mxfp4) there"],
+        ),
         ({"draft_fingerprint": "0"}, ["draft weights: None here, 0 there"]),
         ({"transports": ("cuda",)}, ["transports: local, zmq here, cuda there (same host)"]),
         ({"transports": ("local",), "host": "h"}, ["transports: local, zmq here, local there (another host)"]),
