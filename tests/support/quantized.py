@@ -107,11 +107,14 @@ def quantized(plain: Path, path: Path, scheme: Scheme) -> Path:
     return path
 
 
-def rounding_model(plain: Path, scheme: Scheme) -> Any:
-    """Return transformers' float32 model of the checkpoint `plain`, whose layers compute as `scheme` says."""
+def rounding_model(plain: Path, scheme: Scheme | None, **config: Any) -> Any:
+    """Return transformers' float32 model of the checkpoint `plain`, whose layers compute as `scheme` says. `config`
+    overrides config.json."""
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, **config).eval()
+    if scheme is None:
+        return model
     for name, module in model.named_modules():
         if scheme is ONLINE and name.endswith(_WITHOUT_ROUNDING):
             continue
