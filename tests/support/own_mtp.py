@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from quantized import Scheme, rounding_model
@@ -39,7 +38,7 @@ def with_mtp(source: Path, path: Path) -> Path:
 
 
 class OwnMtpOracle:
-    """The layer of a checkpoint of `with_mtp`, after the target's states. `scheme`: both are in FP8, and round alike."""
+    """The layer of a checkpoint of `with_mtp`, after the target's states. With a scheme, both round as it says."""
 
     kind = "mtp-deepseek"
 

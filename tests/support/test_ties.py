@@ -47,7 +47,7 @@ def counts(reference: Reference) -> tuple[int, int]:
     ],
 )
 def test_a_difference_without_a_tie_fails(reference: Scored) -> None:
-    with pytest.raises(AssertionError, match="token 2 of a prompt of 3: 1 instead of 8, gap .* at a router's cut"):
+    with pytest.raises(AssertionError, match=r"token 2 of a prompt of 3: 1 instead of 8, gap .* at a router's cut"):
         reference.assert_greedy(PROMPT, OURS, THEIRS)
     assert counts(reference) == (0, 0)
 

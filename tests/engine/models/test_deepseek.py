@@ -205,7 +205,7 @@ def test_its_own_layer_may_be_in_fp8(name: str, checkpoint: Checkpoint, tmp_path
     plain = with_mtp(checkpoint("deepseek_v3", **EXPERTS, q_lora_rank=48), tmp_path / "model")
     scheme = ONLINE if name == "online" else SCHEMES[name]
     model = plain if name == "online" else quantized(plain, tmp_path / name, scheme)
-    reference, prompts = RoundingReference(plain, scheme), [prompt(3), prompt(30, 1), prompt(30, 1)[:17] + [7, 8]]
+    reference, prompts = RoundingReference(plain, scheme), [prompt(3), prompt(30, 1), [*prompt(30, 1)[:17], 7, 8]]
     both = {"page_size": 4, "num_pages": 160, "chunk_tokens": 9, "quantization": "fp8" if name == "online" else "auto"}
     with node_pairs() as start:
         pair = start(model, prefill=both, decode=both)
