@@ -44,7 +44,7 @@ KINDS = {  # the head with streams: the same without
     HYPER_LAYERED: "mtp3-deepseek",
     HYPER_FROZEN: "frozen-kv-mtp",
 }
-WIDTHS = dict.fromkeys(("eagle3-on-gpt-oss", "eagle3-on-qwen3-moe"), 24)  # heads of another width than their target's
+WIDTHS: dict[str, int] = {"eagle3-on-gpt-oss": 24, "eagle3-on-qwen3-moe": 24}  # other heads are as wide as their target
 Checkpoint = Callable[..., Path]
 MakePair = Callable[..., NodePair]
 
