@@ -119,7 +119,7 @@ def test_without_a_stream_few_chunks_are_submitted_ahead_of_the_device(
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
-@pytest.mark.parametrize("name", drafters.ALL)
+@pytest.mark.parametrize("name", drafters.ORDINARY)
 def test_a_drafter_proposes_the_same_after_a_local_prompt(
     name: str, is_joined: bool, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:

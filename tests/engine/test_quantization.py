@@ -15,8 +15,7 @@ import drafters
 import pytest
 import torch
 from node_pair import NodePair, node_pairs, params
-from quantized import ONLINE, SCHEMES, Scheme, quantized, rounding_model
-from ties import Reference
+from quantized import ONLINE, SCHEMES, RoundingReference, Scheme, quantized
 
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.config import EngineConfig
@@ -154,15 +153,6 @@ MAX_TIES = 2  # of 10 outputs: a last bit of float32 may decide how a number is 
 def start() -> Iterator[Callable[..., NodePair]]:
     with node_pairs() as start:
         yield start
-
-
-class RoundingReference(Reference):
-    """Transformers' model of a plain checkpoint that rounds as a scheme says."""
-
-    def __init__(self, plain: Path, scheme: Scheme) -> None:
-        super().__init__(plain)
-        self.dtype, self.model = "fp8", rounding_model(plain, scheme)
-        self.model.generation_config.eos_token_id = None
 
 
 @functools.cache

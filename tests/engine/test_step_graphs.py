@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import ALL, settings, target_of
+from drafters import ORDINARY, settings, target_of
 from grammars import LETTERS
 from node_pair import params
 from scratch import check_state
@@ -186,7 +186,7 @@ def count_joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [*[(name, {}) for name in ("ngram", *ALL)], *[(name, TREES) for name in ("eagle", "eagle3", "frozen-kv-mtp")]],
+    [*[(name, {}) for name in ("ngram", *ORDINARY)], *[(name, TREES) for name in ("eagle", "eagle3", "frozen-kv-mtp")]],
     ids=lambda each: each if isinstance(each, str) else ("tree" if each else "chain"),
 )
 def test_a_joint_forward_brings_what_two_forwards_bring(

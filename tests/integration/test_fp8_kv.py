@@ -27,7 +27,8 @@ from baton.metadata.handoff.schema import differences, kv_layouts
 
 LENGTH = 30
 NEAR = 2e-3  # of logits up to 1: sums in another order round a number to the other neighbour, rarely
-TWO = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TWO = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+ODD_PAGE_SIZE = 5  # no block of a page, of values or of scales, ends at a multiple of 16 bytes
 
 
 class RoundingCache(DynamicCache):
@@ -39,7 +40,7 @@ class RoundingCache(DynamicCache):
 
 def engine_of(model: Path, **settings: Any) -> Engine:
     common: dict[str, Any] = {"device": "cpu", "threads": 1, "page_size": PAGE_SIZE, "num_pages": 40}
-    return Engine(EngineConfig(model=str(model), **common, **settings))
+    return Engine(EngineConfig(model=str(model), **(common | settings)))
 
 
 @torch.inference_mode()
@@ -84,15 +85,17 @@ class Case(NamedTuple):
     topk: int = 1
     prefill: dict[str, Any] = {}
     decode: dict[str, Any] = {}
+    page_size: int = PAGE_SIZE
 
     def __str__(self) -> str:
-        return "-".join([self.drafter, str(self.topk), *map(str, (*self.prefill.values(), *self.decode.values()))])
+        nodes = (*self.prefill.values(), *self.decode.values(), f"page{self.page_size}")
+        return "-".join([self.drafter, str(self.topk), *map(str, nodes)])
 
 
 CASES = (
-    Case("eagle", 3, {"transport": "local"}, {"tp": 2, "transport": "local"}),
+    Case("eagle", 3, {"transport": "local"}, {"tp": 2, "transport": "local"}, ODD_PAGE_SIZE),
     Case("eagle3", 3, {"tp": 2}, {}),
-    Case("standalone", 1, {"transport": "zmq"}, {"transport": "zmq"}),
+    Case("standalone", 1, {"transport": "zmq"}, {"transport": "zmq"}, ODD_PAGE_SIZE),
     Case("mtp3-deepseek", 1, {}, {"dp_attention": 2}),
     Case("frozen-kv-mtp", 3),
     Case("ngram"),
@@ -134,7 +137,7 @@ def settings_of(case: Case, model: Path, directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_does_not_depend_on_how_it_is_computed(case: Case, target: Path, plain: Plain, tmp_path: Path) -> None:
     """Chunks of 5 tokens, batches, drafts, prefix hits, preemptions, and ranks that have some heads each."""
-    both = {"page_size": PAGE_SIZE, "num_pages": 190, "max_running": 10, "chunk_tokens": 5, "kv_dtype": "fp8"}
+    both = {"page_size": case.page_size, "num_pages": 190, "max_running": 10, "chunk_tokens": 5, "kv_dtype": "fp8"}
     both |= settings_of(case, target, tmp_path)
     with node_pairs() as start:
         pair = start(target, prefill={**both, **case.prefill}, decode={**both, **case.decode})
@@ -145,18 +148,22 @@ def test_output_does_not_depend_on_how_it_is_computed(case: Case, target: Path, 
         assert stats.num_accepted > (20 if case.drafter in ("eagle", "frozen-kv-mtp", "standalone") else -1), stats
 
 
-def test_the_pools_of_target_and_draft_have_the_bytes_that_the_schema_states(target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page_size", [PAGE_SIZE, ODD_PAGE_SIZE])
+def test_the_pools_of_target_and_draft_have_the_bytes_that_the_schema_states(
+    page_size: int, target: Path, tmp_path: Path
+) -> None:
     head = heads.write_head(tmp_path / "eagle", "eagle", target)
-    drafting = {"speculative": "eagle", "draft_model": str(head)}
+    drafting = {"speculative": "eagle", "draft_model": str(head), "page_size": page_size}
     engine = engine_of(target, kv_dtype="fp8", **drafting)
     config, draft = engine.model_config, engine.speculation.draft
     assert draft is not None
     blocks = [each.num_layers * 2 * each.num_kv_heads for each in (config, draft)]
-    sizes = [PAGE_SIZE * (each.head_dim + 4) for each in (config, draft)]
+    sizes = [sum(-(-page_size * each // 16) * 16 for each in (own.head_dim, 4)) for own in (config, draft)]
+    assert page_size == PAGE_SIZE or blocks[0] * sizes[0] == 1280
     assert engine.pool_bytes == 40 * engine.page_bytes == 40 * sum(map(int.__mul__, blocks, sizes))
     assert [kv.dtype for kv in engine._kvs] == [E4M3, E4M3]
     plain = engine_of(target, **drafting)
-    fp8, float32 = "2 heads x 16 float8_e4m3fn + 4 bytes aligned to 16 bytes", "2 heads x 16 float32"
+    fp8, float32 = "2 heads x 24 float8_e4m3fn + 4 bytes aligned to 16 bytes", "2 heads x 24 float32"
     refusal = differences(engine.schema, plain.schema)  # the sentences with which the nodes refuse each other
     assert refusal[:2] == [f"target.plane {i}: {n}: {fp8} here, {n}: {float32} there" for i, n in enumerate("kv")]
     assert [line.partition(":")[0] for line in refusal[2:]] == ["draft.plane 0", "draft.plane 1"]

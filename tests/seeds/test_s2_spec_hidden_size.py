@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import OF_FAMILIES, settings, target_of
 from handoff_nodes import check_refused, make_client, make_server
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, write_head
 from node_pair import NodePair, node_pairs, params
@@ -43,6 +44,7 @@ KINDS = {  # the head with streams: the same without
     HYPER_LAYERED: "mtp3-deepseek",
     HYPER_FROZEN: "frozen-kv-mtp",
 }
+WIDTHS: dict[str, int] = {"eagle3-on-gpt-oss": 24, "eagle3-on-qwen3-moe": 24}  # other heads are as wide as their target
 Checkpoint = Callable[..., Path]
 MakePair = Callable[..., NodePair]
 
@@ -158,6 +160,17 @@ def test_the_last_column_of_the_last_row_arrives(
 ) -> None:
     pair = make_pair(*target_and_head(checkpoint, hc_mult, tmp_path, kind))
     check_canaries(monkeypatch, pair, width_of(kind, num_streams))
+    pair.check_books()
+
+
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_the_last_column_arrives_from_targets_with_experts_or_latents(
+    name: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target_of(name, checkpoint)
+    pair = make_pair(model, settings(name, model, tmp_path, steps=3))
+    assert pair.decode.executor.engine.speculation.hidden.spec("recurrent") == (WIDTHS.get(name, SIZE), "float32")
+    check_canaries(monkeypatch, pair, WIDTHS.get(name, SIZE))
     pair.check_books()
 
 

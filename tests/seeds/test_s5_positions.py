@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from drafters import ALL, NAMES, SHIFTED, settings, target_of
+from drafters import ALL, NAMES, OF_FAMILIES, SHIFTED, settings, target_of
 from heads import HYPER_FROZEN
 from node_pair import params
 from scratch import check_against_scratch
@@ -98,7 +98,7 @@ def check_positions(name: str, solo: Solo, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *OF_FAMILIES])
 def test_each_forward_has_the_right_positions(name: str, num_steps: int, make_solo: MakeSolo) -> None:
     check_positions(name, make_solo(name), num_steps)
 

@@ -6,6 +6,7 @@ accepted path leads through any nodes of the tree.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import settings, target_of
+from drafters import OF_FAMILIES, settings, target_of
 from node_pair import params
 from scratch import check_against_scratch
 from solo import Solo, caught, coach, spied
@@ -139,8 +140,15 @@ def accepted_paths() -> Iterator[list[tuple[int, ...]]]:
         rounds.accept_tree = accept
 
 
-@pytest.mark.parametrize("topk", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "topk"),
+    [
+        *itertools.product(NAMES, (2, 3)),
+        ("mtp-of-glm4", 3),
+        ("mtp-of-deepseek", 2),
+        ("eagle3-on-gpt-oss", 3),
+    ],
+)
 def test_kv_after_rounds_of_trees_equals_a_recompute(
     name: str, topk: int, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +227,7 @@ def proposed(solo: Solo) -> Iterator[list[list[int]]]:
         solo.drafter.propose = propose  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *OF_FAMILIES])
 def test_each_node_of_a_tree_has_the_right_position(name: str, make_solo: MakeSolo) -> None:
     check_positions(name, make_solo(name))
 

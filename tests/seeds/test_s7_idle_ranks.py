@@ -3,7 +3,7 @@
 Alone, prefill, rounds, catching up and the end of prompts run on zero rows with every drafter. Beside a live rank, an
 idle one joins every collective operation, in every phase, and the output is that of one process. Each defect is put in
 once and caught. All cells run with BATON_WHOLE_MATRIX=1; otherwise each pair of drafter and variant with one rank first
-runs, and the second layout of MTP heads without variants.
+runs. The second layout of MTP heads and the heads of families with experts or latents run without variants.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import ALL, settings, target_of
+from drafters import ALL, OF_FAMILIES, settings, target_of
 from idle_ranks import Cell, World, Worlds, cells
 from solo import Solo
 
@@ -30,7 +30,7 @@ from baton.engine.work import CatchUp, Chunk, Recompute, Round, RoundTokens
 from baton.engine.work_frames import Report
 from baton.metadata.handoff.hidden_layout import HiddenLayout
 
-TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp")
+TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp", *OF_FAMILIES)
 EVERYTHING = Needs(True, True, True, True, True, True, 2)
 
 
@@ -79,10 +79,11 @@ def test_the_draft_state_of_no_prompts_has_the_widths_of_the_layout(
 # --- an idle rank beside a live one ---
 
 IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
+WITHOUT_VARIANTS = ("mtp-mimo", "mtp3-mimo", *OF_FAMILIES)
 CELLS = [
     cell
     for number, cell in enumerate(cells())
-    if IS_WHOLE or (number % 4 in (0, 3) and (cell.variant == "alike" or "mimo" not in cell.drafter))
+    if IS_WHOLE or (number % 4 in (0, 3) and (cell.variant == "alike" or cell.drafter not in WITHOUT_VARIANTS))
 ]
 
 

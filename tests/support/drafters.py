@@ -21,16 +21,35 @@ from heads import (
     SIX_LAYERS,
     write_head,
 )
+from own_mtp import with_mtp
 from safetensors.torch import load_file, save_file
 
 NAMES = ("standalone", *KINDS, HYPER, HYPER_MTP, HYPER_FROZEN)  # that run once a token
-ALL = (*NAMES, *LAYERED, HYPER_LAYERED)
-SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", HYPER, HYPER_MTP)
+ORDINARY = (*NAMES, *LAYERED, HYPER_LAYERED)  # on a llama, with residual streams or without
+_OWN: dict[str, tuple[str, dict[str, Any]]] = {  # prediction layers in the target's own checkpoint
+    "mtp-of-glm4": ("glm4_moe", {}),
+    "mtp-of-deepseek": ("deepseek_v3", {"first_k_dense_replace": 1, "q_lora_rank": 48}),
+}
+_HEADS = {  # a target's family, and the head of it
+    "eagle-on-latents": ("deepseek_v3", "eagle"),
+    "eagle3-on-gpt-oss": ("gpt_oss", "eagle3"),
+    "eagle3-on-qwen3-moe": ("qwen3_moe", "eagle3"),
+}
+OF_FAMILIES = (*_OWN, *_HEADS)  # on targets with experts or latents
+ALL = (*ORDINARY, *OF_FAMILIES)
+SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", HYPER, HYPER_MTP, *OF_FAMILIES)
 _UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24, HYPER_FROZEN: 24}  # heads of another width than their target's
 
 
 def target_of(name: str, checkpoint: Callable[..., Path], **config: Any) -> Path:
     """Return a target that the drafter fits."""
+    if name in _OWN:
+        family, more = _OWN[name]
+        source = checkpoint(family, **(more | config))
+        path = source.with_name(f"{source.name}-mtp")
+        return path if path.exists() else with_mtp(source, path)
+    if name in _HEADS:
+        return checkpoint(_HEADS[name][0], **config)
     return checkpoint("hyper_llama" if name in HYPERS else "llama", **config)
 
 
@@ -45,6 +64,9 @@ def settings(name: str, model: Path, directory: Path, *, steps: int = 5) -> dict
     if name == "standalone":
         draft = perturbed(model, directory / "standalone", 10.0)
         return {"speculative": "standalone", "draft_model": str(draft), "draft_steps": steps}
+    if name in _OWN:
+        return {"speculative": "mtp", "draft_steps": steps}
+    name = _HEADS[name][1] if name in _HEADS else name
     own = {"hidden_size": _UNLIKE[name]} if name in _UNLIKE else {}
     head = write_head(directory / name, name, model, **own)
     return {"speculative": ALGORITHM[name], "draft_model": str(head), "draft_steps": min(steps, most_steps(name))}

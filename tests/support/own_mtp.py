@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
+from quantized import Scheme, rounding_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,17 +38,15 @@ def with_mtp(source: Path, path: Path) -> Path:
 
 
 class OwnMtpOracle:
-    """The layer of a checkpoint of `with_mtp`, after the target's states."""
+    """The layer of a checkpoint of `with_mtp`, after the target's states. With a scheme, both round as it says."""
 
     kind = "mtp-deepseek"
 
-    def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        # the extra layer's tensors are those of one more ordinary layer
-        self.target: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    def __init__(self, path: Path, scheme: Scheme | None = None) -> None:
+        self.target = rounding_model(path, scheme)
         num = self.target.config.num_hidden_layers
-        deeper = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, num_hidden_layers=num + 1).eval()
+        # the extra layer's tensors are those of one more ordinary layer
+        deeper = rounding_model(path, scheme, num_hidden_layers=num + 1)
         self._layer, self._rotary = deeper.model.layers[num], deeper.model.rotary_emb
         own = f"model.layers.{num}."
         self._tensors = {

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
+from ties import Reference
 from torch import Tensor, nn
 
 _E4M3 = sorted(x for x in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist() if x == x)
@@ -106,11 +107,14 @@ def quantized(plain: Path, path: Path, scheme: Scheme) -> Path:
     return path
 
 
-def rounding_model(plain: Path, scheme: Scheme) -> Any:
-    """Return transformers' float32 model of the checkpoint `plain`, whose layers compute as `scheme` says."""
+def rounding_model(plain: Path, scheme: Scheme | None, **config: Any) -> Any:
+    """Return transformers' float32 model of the checkpoint `plain`, whose layers compute as `scheme` says. `config`
+    overrides config.json."""
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, **config).eval()
+    if scheme is None:
+        return model
     for name, module in model.named_modules():
         if scheme is ONLINE and name.endswith(_WITHOUT_ROUNDING):
             continue
@@ -122,6 +126,18 @@ def rounding_model(plain: Path, scheme: Scheme) -> Any:
         elif hasattr(module, "gate_up_proj"):
             _round_experts(module, scheme)
     return model
+
+
+class RoundingReference(Reference):
+    """Transformers' model of a plain checkpoint that rounds as a scheme says."""
+
+    def __init__(self, plain: Path, scheme: Scheme) -> None:
+        self._scheme = scheme
+        super().__init__(plain, "fp8")
+
+    def __post_init__(self) -> None:
+        self.model = rounding_model(self.model_dir, self._scheme)
+        self.model.generation_config.eos_token_id = None
 
 
 def _round_experts(module: Any, scheme: Scheme) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from node_pair import node_pairs, params
 from own_mtp import with_mtp
-from quantized import SCHEMES, quantized
+from quantized import ONLINE, SCHEMES, RoundingReference, quantized
 from safetensors.torch import load_file, save_file
 from solo import Solo
 from ties import Reference
@@ -35,6 +35,13 @@ PAGE_SIZE, NUM_PAGES = 4, 30
 TOLERANCE = 1e-4
 Checkpoint = Callable[..., Path]
 EXPERTS = {"num_hidden_layers": 3, "first_k_dense_replace": 1}
+ODD = {  # two groups of 7 experts, and 5 heads
+    "n_routed_experts": 14,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_attention_heads": 5,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2-lite": ("deepseek_v2", EXPERTS | {"topk_method": "greedy", "n_group": 1, "topk_group": 1}),
@@ -43,6 +50,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"topk_method": "group_limited_greedy", "q_lora_rank": 48, "routed_scaling_factor": 1.7},
     ),
     "v3": ("deepseek_v3", EXPERTS | {"q_lora_rank": 48, "rope_parameters": YARN | {"mscale_all_dim": 1.0}}),
+    "v3-odd": ("deepseek_v3", EXPERTS | ODD),
     "v3-no-dense-layer": ("deepseek_v3", EXPERTS | {"first_k_dense_replace": 0, "norm_topk_prob": False}),
 }
 
@@ -176,7 +184,7 @@ def test_greedy_text_equals_transformers(checkpoint: Checkpoint, tmp_path: Path,
 
 def test_its_own_layer_drafts_through_the_handoff(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """With no setting at all. The text is the target's."""
-    model = with_mtp(checkpoint("deepseek_v3", **EXPERTS, q_lora_rank=48), tmp_path / "model")
+    model = with_mtp(checkpoint("deepseek_v3", **EXPERTS, **ODD, q_lora_rank=48), tmp_path / "model")
     reference, prompts = Reference(model), [[5, 9, 300], list(range(40, 75)), [*list(range(40, 60)), 7, 8]]
     both = {"page_size": 4, "num_pages": 160, "chunk_tokens": 9}
     with node_pairs() as start:
@@ -190,12 +198,24 @@ def test_its_own_layer_drafts_through_the_handoff(checkpoint: Checkpoint, tmp_pa
     assert reference.num_ties == 0
 
 
-@pytest.mark.parametrize("name", ["w8a16", "fp8-static"])
+@pytest.mark.parametrize("name", ["blocks", "w8a16", "fp8-static", "online"])
 def test_its_own_layer_may_be_in_fp8(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Attention multiplies by the numbers of `kv_b_proj`, whose stored scale of rows is left over then."""
+    """Through the handoff, with the text of a model that rounds alike. Attention multiplies by the numbers of
+    `kv_b_proj`, whose stored scale of rows is left over then."""
     plain = with_mtp(checkpoint("deepseek_v3", **EXPERTS, q_lora_rank=48), tmp_path / "model")
-    solo = Solo(quantized(plain, tmp_path / name, SCHEMES[name]), speculative="mtp")
-    assert len(solo.run(solo.start(prompt(30), params(20), chunk=7), 12, 2)) == 12
+    scheme = ONLINE if name == "online" else SCHEMES[name]
+    model = plain if name == "online" else quantized(plain, tmp_path / name, scheme)
+    reference, prompts = RoundingReference(plain, scheme), [prompt(3), prompt(30, 1), [*prompt(30, 1)[:17], 7, 8]]
+    both = {"page_size": 4, "num_pages": 160, "chunk_tokens": 9, "quantization": "fp8" if name == "online" else "auto"}
+    with node_pairs() as start:
+        pair = start(model, prefill=both, decode=both)
+        for index, ids in enumerate(prompts):
+            pair.submit(f"{index}", ids, params(16))
+        results = pair.run()
+        assert pair.decode.stats().num_drafted > 0
+    for index, ids in enumerate(prompts):
+        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 16))
+    assert reference.num_compared == 3 and reference.num_ties <= 1, reference.num_ties
 
 
 @pytest.mark.parametrize("transport", ["local", "zmq"])

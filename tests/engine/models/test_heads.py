@@ -19,6 +19,7 @@ from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, as_speculato
 from node_pair import params
 from oracle import RMS_NORM_EPS, Oracle
 from own_mtp import OwnMtpOracle, with_mtp
+from quantized import SCHEMES, quantized
 from safetensors.torch import load_file, save_file
 from solo import Solo, SpyLog, spied
 
@@ -66,6 +67,16 @@ def test_a_targets_own_layer_with_experts_equals_transformers(
 ) -> None:
     model = with_mtp(checkpoint(family, num_hidden_layers=3, **more), tmp_path / "model")
     check_rows(OwnMtpOracle(model), model, model, temperature)
+
+
+@pytest.mark.parametrize("name", ["blocks", "w8a16"])
+def test_a_targets_own_layer_in_fp8_rounds_as_the_format_says(
+    name: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    family, more = OWN_LAYERS[1]
+    plain = with_mtp(checkpoint(family, num_hidden_layers=3, **more), tmp_path / "plain")
+    model = quantized(plain, tmp_path / "fp8", SCHEMES[name])
+    check_rows(OwnMtpOracle(plain, SCHEMES[name]), model, model, 0.0)
 
 
 def check_rows(oracle: Oracle | OwnMtpOracle, model: Path, head: Path, temperature: float) -> None:

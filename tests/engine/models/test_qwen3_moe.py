@@ -14,7 +14,7 @@ import drafters
 import pytest
 import torch
 from node_pair import node_pairs, params
-from quantized import SCHEMES, quantized, rounding_model
+from quantized import SCHEMES, RoundingReference, quantized
 from safetensors.torch import load_file, save_file
 from solo import Solo
 from ties import Reference
@@ -28,6 +28,7 @@ from baton.metadata.errors import ModelError
 
 PAGE_SIZE, NUM_PAGES = 4, 30
 TOLERANCE = 1e-4
+AUX_TOLERANCE = 2e-4  # of larger numbers
 Checkpoint = Callable[..., Path]
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0, "partial_rotary_factor": 0.5}
@@ -90,26 +91,34 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(512), k=num_tokens)
 
 
-def forward(model_dir: Path, ids: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
-    """Logits of all tokens, [len(ids), vocab_size]."""
+def forward(model_dir: Path, ids: Sequence[int], chunks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of all tokens, [len(ids), vocab_size], and the states before each layer and after the last, which EAGLE-3
+    reads, [num_layers + 1, len(ids), hidden_size]."""
     config = read_model_config(model_dir)
     model = load_model(model_dir, config, torch.float32, "cpu")
     kv = torch.full((config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim), float("nan"))
-    pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), 20), 0, []
+    pages, position, logits, aux = random.Random(0).sample(range(1, NUM_PAGES), 20), 0, [], []
     for num in chunks:
         batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
-        logits.append(model.logits(model.forward(batch, kv)))
+        states = model.forward_with_aux(batch, kv, range(config.num_layers + 1))
+        logits.append(model.logits(states.final))
+        aux.append(torch.stack(states.aux))
         position += num
-    return torch.cat(logits)
+    return torch.cat(logits), torch.cat(aux, 1)
 
 
 @pytest.mark.parametrize("chunks", [(60,), (1, 5, 13, 20, 1, 1, 1, 17, 1)], ids=["whole", "odd"])
 def test_logits_equal_transformers(model_dir: Path, chunks: tuple[int, ...]) -> None:
-    ids = prompt(60)
+    ids, model = prompt(60), Reference(model_dir).model
+    states: list[torch.Tensor] = []
+    for module in (*model.model.layers, model.model.norm):
+        module.register_forward_pre_hook(lambda _, args: states.append(args[0][0]))
     with torch.inference_mode():
-        expected = Reference(model_dir).model(torch.tensor([ids])).logits[0]
+        expected = model(torch.tensor([ids])).logits[0]
     assert expected.std() > 0.5  # else everything is close
-    torch.testing.assert_close(forward(model_dir, ids, chunks), expected, atol=TOLERANCE, rtol=0)
+    logits, aux = forward(model_dir, ids, chunks)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(aux, torch.stack(states), atol=AUX_TOLERANCE, rtol=0)
 
 
 def test_the_tensors_are_what_transformers_writes(model_dir: Path) -> None:
@@ -161,11 +170,11 @@ def test_ranks_and_fp8_give_the_text_of_transformers(
     plain = checkpoint(family, **config, **heads)
     if family not in ("qwen3_moe", "gpt_oss"):
         plain = with_biases(plain, tmp_path / "biased")
-    model, reference = plain, Reference(plain)
-    if scheme is not None:
+    if scheme is None:
+        model, reference = plain, Reference(plain)
+    else:
         model = quantized(plain, tmp_path / "fp8", SCHEMES[scheme])
-        reference.dtype, reference.model = "fp8", rounding_model(plain, SCHEMES[scheme])
-        reference.model.generation_config.eos_token_id = None
+        reference = RoundingReference(plain, SCHEMES[scheme])
     prompts = [prompt(length, seed) for seed, length in enumerate((3, 21, 40))]
     both = {"page_size": 4, "num_pages": 120, "chunk_tokens": 9}
     with node_pairs() as start:
