@@ -18,6 +18,9 @@ from .rope import RopeConfig
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 
+Scoring = Literal["softmax", "sigmoid"]  # how a router makes scores of its product
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """The mixtures of experts of a model."""
@@ -27,7 +30,7 @@ class ExpertsConfig:
     inner_size: int  # hidden units of an expert
     norm_topk_prob: bool  # the weights of a token's experts sum to one
     layers: tuple[int, ...]  # layers with experts; the others are dense
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Scoring = "softmax"
     has_bias: bool = False  # of scores, for the choice alone
     num_groups: int = 1  # of neighbouring experts
     num_active_groups: int = 1  # groups that the experts of a token are in

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config_file import ConfigFile
 from ..layers.decoder import DecoderLayer
 from ..layers.latent_attention import LatentAttention
-from ..model_config import ExpertsConfig, LatentConfig, ModelConfig
+from ..model_config import ExpertsConfig, LatentConfig, ModelConfig, Scoring
 from ..products.base import HEADS_IN, HEADS_OUT, Split
 from ..products.registry import plain_numbers
 from ..weights import Weights
@@ -95,11 +95,11 @@ def _read_latent(raw: ConfigFile) -> LatentConfig:
     )
 
 
-def _read_experts(raw: ConfigFile, scoring: str | None = None) -> ExpertsConfig | None:
+def _read_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig | None:
     """Return None if all layers are dense. `scoring`: as of `read_deepseek_experts`."""
     if raw.get("n_routed_experts") is None:
         return None
-    experts = read_deepseek_experts(raw, scoring=scoring)
+    experts = read_deepseek_experts(raw, scoring)
     return experts if experts.layers else None
 
 
@@ -107,7 +107,7 @@ def _read_v2_experts(raw: ConfigFile) -> ExpertsConfig | None:
     """Read the experts of DeepSeek-V2. norm_topk_prob is refused, because transformers ignores it for V2."""
     if raw.flag("norm_topk_prob"):
         raise raw.error("norm_topk_prob", "is not served for DeepseekV2ForCausalLM; false is")
-    return _read_experts(raw)
+    return _read_experts(raw, "softmax")
 
 
 def _score_factor(raw: ConfigFile) -> float:

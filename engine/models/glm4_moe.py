@@ -10,7 +10,7 @@ from .qwen3_moe import read_qwen3_moe
 
 
 def _read_experts(raw: ConfigFile) -> ExpertsConfig:
-    return read_deepseek_experts(raw, scoring="sigmoid")
+    return read_deepseek_experts(raw, "sigmoid")
 
 
 GLM4_MOE = ModelFamily(

@@ -10,7 +10,7 @@ from ..config_file import ConfigFile
 from ..layers.decoder import DecoderLayer
 from ..layers.mlp import Mlp
 from ..layers.moe import ExpertRouter, MoeMlp
-from ..model_config import ExpertsConfig, ModelConfig
+from ..model_config import ExpertsConfig, ModelConfig, Scoring
 from ..products.base import INNER_IN, INNER_OUT
 from ..products.experts import ExpertSources, choose_experts_product
 from ..weights import Weights
@@ -29,6 +29,8 @@ class MixtureNames(NamedTuple):
 
 
 NAMES = MixtureNames()
+# how experts are chosen by scores of each kind: topk_method of config.json, first what it means if it is missing
+_METHODS: dict[Scoring, tuple[str, ...]] = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
 
 
 def read_mixture(config: ModelConfig, weights: Weights, prefix: str, names: MixtureNames = NAMES) -> MoeMlp:
@@ -84,18 +86,15 @@ def check_scoring(raw: ConfigFile, scoring: str) -> None:
         raise raw.error("scoring_func", f"is not served for this architecture; {scoring} is")
 
 
-def read_deepseek_experts(raw: ConfigFile, *, scoring: str | None = None) -> ExpertsConfig:
-    """Read the settings that DeepSeek's models and GLM-4.5 share. `scoring`: the family's; None: the file says."""
+def read_deepseek_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig:
+    """Read the settings that DeepSeek's models and GLM-4.5 share. `scoring` is the family's."""
     num_experts = raw.integer("n_routed_experts")
     num_active = num_active_of(raw, num_experts)
-    if scoring is not None:
-        check_scoring(raw, scoring)
-    scoring = scoring or raw.get("scoring_func") or "softmax"
-    if scoring not in ("softmax", "sigmoid"):
-        raise raw.error("scoring_func", "is not served; softmax and sigmoid are")
-    method = raw.get("topk_method") or ("noaux_tc" if scoring == "sigmoid" else "greedy")
-    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
-        raise raw.error("topk_method", "is not served; greedy, group_limited_greedy and noaux_tc are")
+    check_scoring(raw, scoring)
+    methods = _METHODS[scoring]
+    method = raw.get("topk_method") or methods[0]
+    if method not in methods:
+        raise raw.error("topk_method", f"is not served for this architecture; {', '.join(methods)} is")
     has_groups = method != "greedy"
     num_groups = raw.integer("n_group", 1) if has_groups else 1
     num_active_groups = raw.integer("topk_group", 1) if has_groups else 1
@@ -116,7 +115,7 @@ def read_deepseek_experts(raw: ConfigFile, *, scoring: str | None = None) -> Exp
         inner_size,
         raw.flag("norm_topk_prob"),
         tuple(layer for layer in range(first, num_layers) if layer % step == 0),
-        "sigmoid" if scoring == "sigmoid" else "softmax",
+        scoring,
         has_bias=method == "noaux_tc",
         num_groups=num_groups,
         num_active_groups=num_active_groups,

@@ -49,12 +49,12 @@ def file(path: Path, fields: dict[str, Any]) -> ConfigFile:
 
 def test_deepseek_v2_lite(tmp_path: Path) -> None:
     expected = ExpertsConfig(64, 6, 1408, False, tuple(range(1, 27)), shared_size=2816)
-    assert read_deepseek_experts(file(tmp_path, V2_LITE)) == expected
+    assert read_deepseek_experts(file(tmp_path, V2_LITE), "softmax") == expected
 
 
 def test_deepseek_v2_has_groups_ranked_by_their_best_expert(tmp_path: Path) -> None:
     fields = V2_LITE | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
-    found = read_deepseek_experts(file(tmp_path, fields))
+    found = read_deepseek_experts(file(tmp_path, fields), "softmax")
     assert (found.num_groups, found.num_active_groups, found.num_ranking, found.has_bias) == (8, 3, 1, False)
 
 
@@ -62,12 +62,12 @@ def test_deepseek_v3(tmp_path: Path) -> None:
     expected = ExpertsConfig(
         256, 8, 2048, True, tuple(range(3, 61)), "sigmoid", True, 8, 4, num_ranking=2, scaling=2.5, shared_size=2048
     )
-    assert read_deepseek_experts(file(tmp_path, V3)) == expected
+    assert read_deepseek_experts(file(tmp_path, V3), "sigmoid") == expected
 
 
-def test_a_family_may_fix_the_score_and_files_may_leave_settings_out(tmp_path: Path) -> None:
+def test_files_may_leave_settings_out(tmp_path: Path) -> None:
     fields = {name: V3[name] for name in V3 if name not in ("scoring_func", "topk_method", "n_group", "topk_group")}
-    found = read_deepseek_experts(file(tmp_path, fields | {"n_shared_experts": None}), scoring="sigmoid")
+    found = read_deepseek_experts(file(tmp_path, fields | {"n_shared_experts": None}), "sigmoid")
     assert (found.scoring, found.has_bias, found.num_groups, found.shared_size) == ("sigmoid", True, 1, 0)
 
 
@@ -79,8 +79,7 @@ def test_the_number_of_experts_has_two_spellings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"scoring_func": "tanh"}, "scoring_func = 'tanh' is not served; softmax and sigmoid are"),
-        ({"topk_method": "best"}, "topk_method = 'best' is not served"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy' is not served for this architecture; noaux_tc is"),
         ({"n_group": 7}, r"n_group = 7 does not divide n_routed_experts \(256\)"),
         ({"topk_group": 9}, r"topk_group = 9 is more than there are groups \(8\)"),
         ({"n_group": 64, "topk_group": 1}, "n_group = 64 leaves a token fewer than 8 experts to choose from"),
@@ -90,10 +89,12 @@ def test_the_number_of_experts_has_two_spellings(tmp_path: Path) -> None:
 )
 def test_refusals_name_the_value(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words):
-        read_deepseek_experts(file(tmp_path, V3 | change))
+        read_deepseek_experts(file(tmp_path, V3 | change), "sigmoid")
 
 
 def test_another_score_than_that_of_the_family_is_refused(tmp_path: Path) -> None:
     for other in ("softmax", "tanh"):
         with pytest.raises(ModelError, match=f"scoring_func = '{other}' is not served for this architecture; sigmoid"):
-            read_deepseek_experts(file(tmp_path, V3 | {"scoring_func": other}), scoring="sigmoid")
+            read_deepseek_experts(file(tmp_path, V3 | {"scoring_func": other}), "sigmoid")
+    with pytest.raises(ModelError, match=r"topk_method = 'noaux_tc' is not served .*; greedy, group_limited_greedy"):
+        read_deepseek_experts(file(tmp_path, V2_LITE | {"topk_method": "noaux_tc"}), "softmax")
