@@ -18,8 +18,9 @@ def dependent_launch(num_rows: int) -> bool:
     Such a kernel first loads what no kernel of a layer writes: weights and the plan of a forward. Then it waits for the
     end of the kernel before it. A plan is written by kernels that are launched plainly.
 
-    A kernel may let the next one start at any point: at once if it is short or if all its loads are under way, at its
-    end if the next kernel's programs would take the place of its own. The point changes the speed and nothing else."""
+    A kernel may let the next one start at any point: usually at once, at its end if the next kernel's programs would be
+    spread unevenly beside its own. The next one starts when all programs have come to that point or have ended. The
+    point changes the speed and nothing else."""
     return num_rows <= _MAX_DEPENDENT_ROWS and _has_dependent_launch()
 
 
