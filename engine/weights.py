@@ -285,8 +285,16 @@ class _StoredWeight(WeightSource):
 def _stored(
     weights: Weights, projections: Mapping[str, int], in_size: int, quantization: Quantization | None
 ) -> dict[str, Mapping[str, StoredTensor]]:
-    """Return the tensors that hold the weight of each projection, by its name and the last part of theirs. All
-    projections of a layer are in one format."""
+    """Return the tensors that hold the weight of each projection, by its name and the last part of theirs. Raises
+    ModelError unless all projections are in one format."""
+    if quantization is not None and not quantization.is_online:
+        scaled = {name: weights.has(f"{name}.{quantization.scale_name}") for name in projections}
+        if len(set(scaled.values())) > 1:
+            with_scale, without = (next(name for name in scaled if scaled[name] == has) for has in (True, False))
+            raise ModelError(
+                f"{with_scale} has a {quantization.scale_name}, but {without} has none; layers that read the same "
+                "input must be in one format: quantize both or neither"
+            )
 
     def has(last: str) -> bool:
         return all(weights.has(f"{name}.{last}") for name in projections)

@@ -18,7 +18,8 @@ from baton.engine.models.decoder import DecoderModel, DecoderStack
 from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.products.dense import DenseProduct
-from baton.engine.weights import in_order
+from baton.engine.quantization import Quantization
+from baton.engine.weights import ListedWeights, in_order
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]
@@ -165,6 +166,14 @@ def test_tied_embeddings_may_be_stored_twice(checkpoint: Checkpoint, tmp_path: P
 def test_scales_of_a_cache_in_fp8_are_not_needed(name: str, model_dir: Path) -> None:
     replace(model_dir, **{f"model.layers.1.self_attn.{name}": torch.ones(())})
     load(model_dir)
+
+
+def test_layers_of_one_input_in_two_formats_are_refused() -> None:
+    both = {"q.weight", "k.weight", "q.weight_scale", "k.weight_scale"}
+    ListedWeights(both, Quantization("rows", "rows")).fused({"q": 8, "k": 4}, 16, bias=False)
+    weights = ListedWeights(both - {"k.weight_scale"}, Quantization("rows", "rows"))
+    with pytest.raises(ModelError, match="q has a weight_scale, but k has none; .* quantize both or neither"):
+        weights.fused({"q": 8, "k": 4}, 16, bias=False)
 
 
 def test_rows_are_put_in_order_with_their_scales() -> None:
