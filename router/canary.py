@@ -2,8 +2,8 @@
 
 The prompt is the same for all canaries of a group. It has several pages, and every canary has a fresh cache salt, so
 that its nodes compute all pages and read none from a prefix cache. The request is greedy: all nodes that compute
-correctly give the same answer. If they round coarsely, that holds only for tokens which are much likelier than others.
-So their prompt repeats itself: a language model continues the repetition with confidence.
+correctly give the same answer. Unless they compute in float32, that holds only for tokens which are clearly likelier
+than others. So their prompt repeats itself: a language model continues the repetition with confidence.
 
 A pair and a decode node alone answer in one request of NUM_TOKENS tokens. A prefill node alone gives only the first
 token of a request, so it is asked once per token.
@@ -24,7 +24,7 @@ from .request import Delta, Request, Sequence
 
 NUM_PAGES = 3
 NUM_TOKENS = 4
-REPEATED = 12  # tokens of the prompt that repeat, for nodes that round coarsely
+REPEATED = 12  # tokens of the prompt that repeat, unless nodes compute in float32
 
 
 class Canary:
@@ -102,7 +102,8 @@ def canary_prompt(group: NodeGroup) -> list[int]:
     special = group.tokenizer.special_ids if group.tokenizer is not None else frozenset[int]()
     ordinary = [token for token in range(min(group.card.vocab_size, 4096)) if token not in special]
     length = canary_prompt_len(group)
-    period = REPEATED if group.rounds_coarsely else length
+    is_exact = group.layout.target.dtype == "float32" and not group.rounds_coarsely
+    period = length if is_exact else REPEATED
     return [ordinary[(7919 * (index % period) + 101) % len(ordinary)] for index in range(length)]
 
 

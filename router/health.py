@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # from the start of a canary to the next one of the same pair
 FULL_RETRY_S = 0.5  # until nodes that had no room for a canary are asked again
 TIMEOUT_S = 30.0  # a canary without an answer is given up after this time
-TIE_GAP = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}  # best two log-probabilities closer than this are a tie
+# Best two log-probabilities closer than this are a tie. In bfloat16 logits from 16 on are 0.125 apart, from 32 on 0.25.
+TIE_GAP = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
 COARSE_TIE_GAP = 3.0  # for nodes that round coarsely; up to 2.0 was seen with small random models
 
 

@@ -172,7 +172,7 @@ def test_layers_of_one_input_in_two_formats_are_refused() -> None:
     both = {"q.weight", "k.weight", "q.weight_scale", "k.weight_scale"}
     ListedWeights(both, Quantization("rows", "rows")).fused({"q": 8, "k": 4}, 16, bias=False)
     weights = ListedWeights(both - {"k.weight_scale"}, Quantization("rows", "rows"))
-    with pytest.raises(ModelError, match="q has a weight_scale, but k has none; .* quantize both or neither"):
+    with pytest.raises(ModelError, match=r"q has a weight_scale, but k has none; .* quantize both or neither"):
         weights.fused({"q": 8, "k": 4}, 16, bias=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from baton.router.node import Node, NodeGroup
 from baton.router.queue import Pinned
 from baton.router.text.tokenizer import TextTokenizer
 
+from .fake_nodes import make_layout
 from .hellos import ClockedRegistry
 
 
@@ -51,16 +53,18 @@ def test_the_prompt_has_several_pages_of_ordinary_tokens(nodes: tuple[Node, Node
     assert not set(prompt) & tokenizer.special_ids and all(0 <= token < group.card.vocab_size for token in prompt)
 
 
-def test_the_prompt_of_nodes_that_round_coarsely_repeats_itself(
-    nodes: tuple[Node, Node], clocked: ClockedRegistry
+@pytest.mark.parametrize(
+    ("changes", "repeats"),
+    [({}, False), ({"rounds_coarsely": True}, True), ({"layout": make_layout(dtype="bfloat16")}, True)],
+)
+def test_the_prompt_repeats_itself_unless_nodes_compute_in_float32(
+    clocked: ClockedRegistry, tokenizer: TextTokenizer, changes: dict[str, Any], repeats: bool
 ) -> None:
-    group = nodes[0].group
-    before = canary_prompt(group)
-    assert len(set(before)) == len(before)
-    clocked.join(name="d1", rounds_coarsely=True)
+    group = clocked.join(**changes).group
+    group.tokenizer = tokenizer
     prompt = canary_prompt(group)
-    assert prompt[:REPEATED] == before[:REPEATED] and len(prompt) == len(before)
-    assert all(token == prompt[index % REPEATED] for index, token in enumerate(prompt))
+    assert len(set(prompt)) == (REPEATED if repeats else len(prompt))
+    assert not repeats or all(token == prompt[index % REPEATED] for index, token in enumerate(prompt))
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3])

@@ -232,7 +232,7 @@ def test_a_single_faulty_pair_is_never_ready_until_it_is_mended(world: World) ->
 
 @pytest.mark.parametrize(
     ("rounds_coarsely", "lead", "state"),
-    [(False, 0.05, "ready"), (False, 0.5, "faulty"), (True, 2.5, "ready"), (True, 3.5, "faulty")],
+    [(False, 0.4, "ready"), (False, 0.6, "faulty"), (True, 2.5, "ready"), (True, 3.5, "faulty")],
 )
 def test_answers_differ_if_their_tokens_were_not_a_tie_by_what_the_nodes_compute_with(
     rounds_coarsely: bool, lead: float, state: str, world: World
