@@ -140,7 +140,7 @@ class ModelConfig:
         expert, or of another of two FP8 numbers."""
         if self.quantization is not None and self.quantization.rounding != "none":
             return True
-        return dtype != "float32" and (self.experts is not None or kv_dtype == "fp8")
+        return kv_dtype == "fp8" or (self.experts is not None and dtype != "float32")
 
     @property
     def layer_products(self) -> int:

@@ -20,6 +20,7 @@ witnesses that share no node, and a node that could compute alone has not been h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -30,11 +31,24 @@ RETRY_S = 2.0  # until a node is asked again that gave no own answer, or another
 State = Literal["untried", "unconfirmed", "undecided", "ready", "faulty"]
 
 
+class Rival(NamedTuple):
+    """A likely token that was not generated."""
+
+    token_id: int
+    distance: float  # by how much its log-probability is less than that of the generated token
+
+
 class Answer(NamedTuple):
-    """Generated tokens. `leads`: by how much each token's log-probability is above the next best token's."""
+    """Generated tokens, and for each of them its rivals, the likeliest first."""
 
     ids: tuple[int, ...]
-    leads: tuple[float, ...]
+    rivals: tuple[tuple[Rival, ...], ...]
+
+    def distance(self, index: int, token_id: int) -> float:
+        """Return by how much a token is less likely than the one at `index`; of an unknown one at least so much."""
+        rivals = self.rivals[index]
+        known = (rival.distance for rival in rivals if rival.token_id == token_id)
+        return next(known, rivals[-1].distance if rivals else math.inf)
 
     def __str__(self) -> str:
         return " ".join(map(str, self.ids)) or "no token"
@@ -86,8 +100,8 @@ READY = Verdict("ready")
 class Ballot:
     """All answers of one group.
 
-    Two answers agree from the first token on at which both have a lead below `tie_gap`: another token was as good
-    there, and all later tokens depend on it.
+    Two answers that differ agree nevertheless if, at their first difference, the token of each was nearly as good for
+    the other: less than `tie_gap` away. All later tokens depend on it.
     """
 
     def __init__(self, tie_gap: float) -> None:
@@ -241,7 +255,7 @@ class Ballot:
         """Return whether two answers are equal up to their first tie."""
         for index, (here, there) in enumerate(zip(one.ids, other.ids, strict=False)):
             if here != there:
-                return max(one.leads[index], other.leads[index]) < self._tie_gap
+                return max(one.distance(index, there), other.distance(index, here)) < self._tie_gap
         return len(one.ids) == len(other.ids)
 
     def _names(self, answer: Answer) -> str:

@@ -11,20 +11,19 @@ token of a request, so it is asked once per token.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import abc
 
 from ..metadata.errors import BatonError
-from ..metadata.wire.request import SamplingParams, TokenLogprobs
-from .ballot import Answer
+from ..metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
+from .ballot import Answer, Rival
 from .node import NodeGroup
 from .queue import Pinned
 from .request import Delta, Request, Sequence
 
 NUM_PAGES = 3
 NUM_TOKENS = 4
-REPEATED = 12  # tokens of the prompt that repeat, unless nodes compute in float32
+REPEATED = 3  # tokens of the prompt that repeat, unless nodes compute in float32
 
 
 class Canary:
@@ -48,7 +47,7 @@ class Canary:
 
     @property
     def answer(self) -> Answer:
-        """The tokens that the nodes gave, and their leads."""
+        """The tokens that the nodes gave, and their rivals."""
         return answer_of(self._output_ids, self._logprobs)
 
     def next_request(self, now: float) -> Request:
@@ -62,7 +61,7 @@ class Canary:
             SamplingParams(
                 max_tokens=len(output_ids) + 1 if is_prefill_alone else NUM_TOKENS,
                 temperature=0.0,
-                num_logprobs=2,
+                num_logprobs=MAX_TOP_LOGPROBS,
             ),
             self,
             cache_salt=self._cache_salt,
@@ -90,11 +89,15 @@ class Canary:
 
 
 def answer_of(token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs]) -> Answer:
-    """Return these tokens as an answer. A token's lead is infinite if the node did not give two log-probabilities."""
-    leads = [
-        entry.top_logprobs[0] - entry.top_logprobs[1] if len(entry.top_logprobs) > 1 else math.inf for entry in logprobs
+    """Return these tokens as an answer. A token has no rivals if the node named no likely tokens."""
+    rivals = [
+        tuple(
+            Rival(token_id, entry.top_logprobs[0] - logprob)
+            for token_id, logprob in zip(entry.top_ids[1:], entry.top_logprobs[1:], strict=True)
+        )
+        for entry in logprobs
     ]
-    return Answer(tuple(token_ids), tuple(leads + [math.inf] * (len(token_ids) - len(leads))))
+    return Answer(tuple(token_ids), tuple(rivals + [()] * (len(token_ids) - len(rivals))))
 
 
 def canary_prompt(group: NodeGroup) -> list[int]:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # from the start of a canary to the next one of the same pair
 FULL_RETRY_S = 0.5  # until nodes that had no room for a canary are asked again
 TIMEOUT_S = 30.0  # a canary without an answer is given up after this time
-# Best two log-probabilities closer than this are a tie. In bfloat16 logits from 16 on are 0.125 apart, from 32 on 0.25.
+# Log-probabilities closer than this are a tie. In bfloat16 logits from 16 on are 0.125 apart, from 32 on 0.25.
 TIE_GAP = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
 COARSE_TIE_GAP = 3.0  # for nodes that round coarsely; up to 2.0 was seen with small random models
 
@@ -83,9 +83,16 @@ class _Vote:
     def __init__(self, group: NodeGroup) -> None:
         self.group = group
         self.prompt_ids = canary_prompt(group)
-        self.ballot = Ballot(COARSE_TIE_GAP if group.rounds_coarsely else TIE_GAP[group.layout.target.dtype])
+        self.is_coarse = group.rounds_coarsely
+        self.ballot = Ballot(COARSE_TIE_GAP if self.is_coarse else TIE_GAP[group.layout.target.dtype])
         self.alone: dict[Voter, Canary] = {}
         self.full_until: dict[Voter, float] = {}  # nodes that had no room are not asked before
+
+    @property
+    def is_current(self) -> bool:
+        """Whether prompt and ties are right for the nodes that the group has now."""
+        has_room = len(self.prompt_ids) <= canary_prompt_len(self.group)
+        return has_room and (self.is_coarse or not self.group.rounds_coarsely)
 
     def join(self, node: Node) -> None:
         """Let a node take part. Nothing happens if it does already."""
@@ -344,15 +351,16 @@ class PairHealth:
         return StartCanary(request, run.canary.nodes)
 
     def _renew_vote(self, group: NodeGroup) -> list[Effect]:
-        """Begin the group's vote, or begin it again with a shorter prompt if a node without room for it has joined."""
+        """Begin the group's vote, or begin it again for a node that has joined: with a shorter prompt if it has no room
+        for the old one, or with wider ties if it is the first that rounds coarsely."""
         old = self._votes.get(group)
-        if old is not None and len(old.prompt_ids) <= canary_prompt_len(group):
+        if old is not None and old.is_current:
             return []
         effects: list[Effect] = []
         for canary in old.alone.values() if old is not None else ():
             assert canary.request is not None, canary.nodes
             del self._runs[canary.request.rid]
-            effects.append(GiveUpCanary(canary.request, "a node with less room has joined: a shorter canary follows"))
+            effects.append(GiveUpCanary(canary.request, "a node has joined that asks for another canary"))
         vote = self._votes[group] = _Vote(group)
         self._recount(vote)
         for (prefill, _), pair in self._pairs.items():

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.router.ballot import RETRY_S, Answer, Ballot, Voter, num_independent
+from baton.router.ballot import RETRY_S, Answer, Ballot, Rival, Voter, num_independent
 
 GAP = 1e-4
 P = [Voter("prefill", f"p{i}", b"p%d" % i) for i in range(4)]
 D = [Voter("decode", f"d{i}", b"d%d" % i) for i in range(4)]
 
 
-def says(*ids: int, leads: tuple[float, ...] | None = None) -> Answer:
-    return Answer(ids, leads or (1.0,) * len(ids))
+FAR = Rival(99, 1.0)  # nobody generates it
+
+
+def says(*ids: int, second: tuple[Rival, ...] = ()) -> Answer:
+    """Return an answer whose second token has these rivals before FAR, the only one of the other tokens."""
+    return Answer(ids, tuple((*second, FAR) if index == 1 else (FAR,) for index in range(len(ids))))
 
 
 RIGHT, WRONG, OTHER = says(1, 2, 3, 4), says(1, 9, 9, 9), says(7, 7, 7, 7)
@@ -235,8 +240,8 @@ def test_a_pair_whose_decode_node_cannot_answer_is_not_ready() -> None:
 
 
 def test_answers_agree_from_their_first_tie_on() -> None:
-    near = says(1, 2, 3, 4, leads=(1.0, GAP / 2, 1.0, 1.0))
-    other = says(1, 8, 8, 8, leads=(1.0, GAP / 3, 1.0, 1.0))
+    near = says(1, 2, 3, 4, second=(Rival(8, GAP / 2),))
+    other = says(1, 8, 8, 8, second=(Rival(2, GAP / 3),))
     each = ballot(1, 1)
     each.canary(P[0], D[0], near)
     each.own(D[0], other, 0.0)
@@ -246,6 +251,14 @@ def test_answers_agree_from_their_first_tie_on() -> None:
     assert states(each, 1, 1) == [["faulty"]], "both answers must have a tie there"
     each.own(D[0], says(1, 2), 0.0)
     assert states(each, 1, 1) == [["faulty"]], "a shorter answer is not a tie"
+    each.own(D[0], says(1, 9, 8, 8, second=(Rival(2, GAP / 3),)), 0.0)
+    assert states(each, 1, 1) == [["faulty"]], "a tie of other tokens is none"
+
+
+def test_a_token_that_is_no_rival_is_at_least_as_far_away_as_the_last_one() -> None:
+    answer = Answer((1, 2, 3), ((Rival(5, 0.5), Rival(6, 2.0)), (), (Rival(5, 0.25),)))
+    assert [answer.distance(0, token) for token in (5, 6, 7)] == [0.5, 2.0, 2.0]
+    assert answer.distance(1, 5) == math.inf and answer.distance(2, 7) == 0.25
 
 
 def test_pairs_that_share_a_node_are_not_independent_witnesses() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.request import TokenLogprobs
+from baton.router.ballot import Rival
 from baton.router.canary import NUM_PAGES, NUM_TOKENS, REPEATED, Canary, answer_of, canary_prompt
 from baton.router.node import Node, NodeGroup
 from baton.router.queue import Pinned
@@ -36,7 +36,7 @@ def canary(group: NodeGroup, nodes: Pinned) -> Canary:
 
 
 def answer(canary: Canary, *ids: int) -> None:
-    """Let the canary's request bring these tokens, each with a lead of 1."""
+    """Let the canary's request bring these tokens, each with a rival that is 1 behind."""
     request = canary.request
     assert request is not None
     (sequence,) = request.sequences
@@ -83,7 +83,8 @@ def test_a_pair_and_a_decode_node_alone_answer_in_one_request(nodes: tuple[Node,
         assert (request.params.max_tokens, request.created_at, request.listener) == (NUM_TOKENS, 5.0, each)
         answer(each, 7, 8)
         answer(each, 9, 10)
-        assert each.is_complete and each.answer == ((7, 8, 9, 10), pytest.approx((1.0,) * 4))
+        assert each.is_complete and each.answer.ids == (7, 8, 9, 10)
+        assert each.answer.rivals == tuple((Rival(token + 1, 1.0),) for token in (7, 8, 9, 10))
 
 
 def test_a_prefill_node_alone_answers_one_token_per_request(nodes: tuple[Node, Node]) -> None:
@@ -106,8 +107,8 @@ def test_two_canaries_share_no_cache_salt(nodes: tuple[Node, Node]) -> None:
     assert len(salts) == 10 and "" not in salts
 
 
-def test_a_token_without_a_second_logprob_has_an_infinite_lead() -> None:
+def test_a_token_without_a_second_logprob_has_no_rivals() -> None:
     two = TokenLogprobs(-0.5, (1, 2), (-0.5, -2.0))
     one = TokenLogprobs(-0.5, (1,), (-0.5,))
-    assert answer_of([1, 1, 1], [two, one]) == ((1, 1, 1), (1.5, math.inf, math.inf))
+    assert answer_of([1, 1, 1], [two, one]) == ((1, 1, 1), ((Rival(2, 1.5),), (), ()))
     assert str(answer_of([1, 2], [])) == "1 2" and str(answer_of([], [])) == "no token"

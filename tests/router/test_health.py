@@ -69,7 +69,7 @@ class World:
         self.tokenizer = tokenizer
         self.nodes: dict[str, Node] = {}
         self.corrupt: Corrupt | None = None
-        self.lead = 1.5  # of each token of an answer
+        self.lead = 1.5  # of each token of an answer over all others
         self.full: set[str] = set()  # nodes without room
         self.broken: set[str] = set()  # nodes that answer a canary with an error
         self.mute: set[str] = set()  # nodes whose canaries stay in `unanswered`
@@ -426,6 +426,18 @@ def test_a_node_with_less_room_joins_and_the_vote_begins_again_with_a_shorter_pr
     assert "could not compute" not in caplog.text
     assert len(world.started[0].request.prompt_ids) == 49 and len(world.started[-1].request.prompt_ids) == 24
     assert world.health.answered(alone.request, world.now) == []
+
+
+def test_the_first_node_that_rounds_coarsely_begins_the_vote_again(world: World) -> None:
+    world.corrupt = faulty("p1", alone=False)
+    world.join("p0", "d0")
+    world.join("p1")
+    assert world.states() == {"p0 d0": "ready", "p1 d0": "faulty"}
+    world.join("d1", rounds_coarsely=True)
+    assert set(world.states().values()) == {"ready"}, "leads of 1.5 are ties now"
+    num_started = len(world.started)
+    world.join("d2", rounds_coarsely=True)
+    assert {start.nodes[1] for start in world.started[num_started:]} == {world.nodes["d2"]}
 
 
 def test_an_answer_to_the_longer_prompt_does_not_count_in_the_new_vote(world: World) -> None:
