@@ -14,6 +14,7 @@ import pytest
 from served import Node, Served
 from served_nodes import engine_of
 
+from baton.deploy.plan import DEMO
 from baton.engine.work import BatchRow
 
 Start = Callable[..., Served]
@@ -122,6 +123,20 @@ def test_one_faulty_node_of_four(bad: str, start: Start) -> None:
     expect(served, **{short: "faulty" if bad in pair else "ready" for short, pair in pairs.items()})
     assert text(served) == text(served)
     served.check_books()
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_a_faulty_node_is_found_though_nodes_round_coarsely(kv_dtype: str) -> None:
+    """Only a trained model is sure enough of a token."""
+    with Served(DEMO, page_size=16, chunk_tokens=64, quantization="fp8", kv_dtype=kv_dtype) as served:
+        served.start("prefill", chunk_tokens=7)
+        for _ in range(2):
+            served.start("decode")
+        expect(served, p0_d0="ready", p0_d1="ready")
+        model = engine_of(served.start("decode")).model
+        logits = model.logits
+        model.logits = lambda *args: logits(*args).roll(1, -1)
+        expect(served, p0_d0="ready", p0_d1="ready", p0_d2="faulty")
 
 
 def spoil_rounds(node: Any) -> None:
