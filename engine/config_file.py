@@ -87,18 +87,10 @@ class ConfigFile(Fields):
     """One JSON object on disk. If it describes a text model inside a larger one, in `text_config`, or the layer of a
     draft head, in `transformer_layer_config` (Speculators), the getters read that.
 
-    Raises ModelError, naming the value and what to do, for a file that is missing or damaged."""
+    Raises ModelError as `read_object` does."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelError(f"{path} does not exist; a model directory holds {path.name}") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from None
-        if not isinstance(raw, dict):
-            raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
-        fields = cast(dict[str, Any], raw)
+        fields = read_object(path)
         self._inner_key = next((key for key in _INNER if isinstance(fields.get(key), dict)), "")
         self._inner = cast(dict[str, Any], fields[self._inner_key]) if self._inner_key else {}
         super().__init__(path, "", _inner_fields(fields, self._inner) if self._inner_key else fields)
@@ -118,6 +110,19 @@ class ConfigFile(Fields):
     def _place_of(self, key: str) -> str:
         is_inside = key in self._inner or key not in self._fields
         return f"{self._inner_key}." if self._inner_key and is_inside else ""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file. Raises ModelError, saying what to do, for one that is missing or damaged."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist; a model directory holds {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
+    return cast(dict[str, Any], raw)
 
 
 def _inner_fields(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:

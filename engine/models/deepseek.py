@@ -105,9 +105,10 @@ def _read_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig | None:
 
 def _read_v2_experts(raw: ConfigFile) -> ExpertsConfig | None:
     """Read the experts of DeepSeek-V2. norm_topk_prob is refused, because transformers ignores it for V2."""
-    if raw.flag("norm_topk_prob"):
+    experts, is_ignored = _read_experts(raw, "softmax"), raw.flag("norm_topk_prob")
+    if experts is not None and is_ignored:
         raise raw.error("norm_topk_prob", "is not served for DeepseekV2ForCausalLM; false is")
-    return _read_experts(raw, "softmax")
+    return experts
 
 
 def _score_factor(raw: ConfigFile) -> float:

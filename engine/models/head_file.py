@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from ...metadata.errors import ConfigError, ModelError
 from ..checkpoint import Checkpoint
-from ..config_file import HEAD_LAYER
+from ..config_file import HEAD_LAYER, Fields, read_object
 from ..model_config import ModelConfig
 from .read_config import read_model_config
 from .registry import FAMILIES
@@ -24,6 +23,11 @@ class HeadFile:
     config: ModelConfig
     settings: Mapping[str, Any]  # config.json as it is
     names: frozenset[str]  # of all tensors
+
+    @property
+    def fields(self) -> Fields:
+        """The settings, to be read with typed getters."""
+        return _fields(self.directory, self.settings)
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
@@ -40,10 +44,10 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     """Read a head's configuration. A head has residual streams if a layer of it has the tensors that mix them. Raises
     ModelError for a directory without one, ConfigError if the head does not fit the target, naming both values."""
     names = tensor_names(directory)
-    settings = json.loads((directory / "config.json").read_text())
+    settings = read_object(directory / "config.json")
     _check_speculators(directory, settings)
     config = read_model_config(directory, _architecture(names, settings))
-    own = settings.get("target_hidden_size") or config.hidden_size
+    own = _fields(directory, settings).integer("target_hidden_size", config.hidden_size)
     if own != target.hidden_size:
         raise ConfigError(
             f"{directory} is a head for a target of hidden size {own}; the target has {target.hidden_size}"
@@ -51,6 +55,10 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     if config.vocab_size != target.vocab_size:
         raise ConfigError(f"{directory} has a vocabulary of {config.vocab_size}; the target has {target.vocab_size}")
     return HeadFile(directory, config, settings, names)
+
+
+def _fields(directory: Path, settings: Mapping[str, Any]) -> Fields:
+    return Fields(directory / "config.json", "", dict(settings))
 
 
 def _check_speculators(directory: Path, settings: Mapping[str, Any]) -> None:

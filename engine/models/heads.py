@@ -172,9 +172,9 @@ def _eagle(source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, ta
 
 
 def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target: TargetEnds) -> Eagle3Head:
-    config, raw, size = file.config, file.settings, file.config.hidden_size
+    config, fields, size = file.config, file.fields, file.config.hidden_size
     prefix = "midlayer" if any("midlayer." in name for name in file.names) else "layers.0"
-    draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
+    draft_vocab = fields.integer("draft_vocab_size", config.vocab_size)
     target_ids = None
     if source.has("d2t"):
         offsets = source.ids("d2t")
@@ -194,7 +194,7 @@ def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target
         source.tensor("norm.weight", size),
         lm_head,
         logit_ids,
-        bool(raw.get("norm_before_residual")),
+        fields.flag("norm_before_residual"),
     )
 
 

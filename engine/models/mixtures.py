@@ -94,7 +94,8 @@ def read_deepseek_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig:
     methods = _METHODS[scoring]
     method = raw.get("topk_method") or methods[0]
     if method not in methods:
-        raise raw.error("topk_method", f"is not served for this architecture; {', '.join(methods)} is")
+        served = f"{' and '.join(methods)} {'is' if len(methods) == 1 else 'are'}"
+        raise raw.error("topk_method", f"is not served for this architecture; {served}")
     has_groups = method != "greedy"
     num_groups = raw.integer("n_group", 1) if has_groups else 1
     num_active_groups = raw.integer("topk_group", 1) if has_groups else 1

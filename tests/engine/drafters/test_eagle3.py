@@ -12,7 +12,7 @@ from heads import write_head
 from baton.engine.drafters.eagle3 import aux_layers
 from baton.engine.models.head_file import read_head
 from baton.engine.models.read_config import read_model_config
-from baton.metadata.errors import ConfigError
+from baton.metadata.errors import ConfigError, ModelError
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 
@@ -43,3 +43,7 @@ def test_layers_that_the_target_lacks_and_other_numbers_are_refused(read: Callab
         read(**{KEY: [0, 1, 7]})
     with pytest.raises(ConfigError, match=r"takes three states .* names \(0, 1\)"):
         read(**{KEY: [0, 1]})
+    with pytest.raises(ModelError, match=r"layer_ids = \['a', 1, 2\] must be a list of layers"):
+        read(**{KEY: ["a", 1, 2]})
+    with pytest.raises(ModelError, match="eagle_config = 'x' must be an object"):
+        read(**{KEY: None, "eagle_config": "x"})

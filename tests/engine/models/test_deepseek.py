@@ -244,7 +244,7 @@ def test_target_and_draft_have_pools_of_unlike_kinds(
         ({"qk_rope_head_dim": 15}, "qk_rope_head_dim = 15 is odd"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2 is not served; num_attention_heads \\(4\\) is"),
         ({"scoring_func": "linear"}, "scoring_func = 'linear' is not served"),
-        ({"norm_topk_prob": True}, "norm_topk_prob = True is not served for DeepseekV2ForCausalLM; false is"),
+        ({"norm_topk_prob": True, "first_k_dense_replace": 0}, "norm_topk_prob = True is not served for DeepseekV2For"),
         ({"topk_method": "best"}, "topk_method = 'best' is not served"),
         ({"kv_lora_rank": None}, "kv_lora_rank = None must be a whole number"),
     ],

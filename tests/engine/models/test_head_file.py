@@ -54,6 +54,19 @@ def test_a_head_of_speculators_is_read_and_other_kinds_are_refused(checkpoint: C
         read_model_config(head)
 
 
+def test_a_damaged_file_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = checkpoint("llama")
+    head = write_head(tmp_path / "head", "eagle3", model)
+    path = head / "config.json"
+    for content, words in ((b"[]", "holds a list"), (b"{", "not readable JSON"), (b"\xff", "not readable JSON")):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=words):
+            read_head(head, read_model_config(model))
+    path.unlink()
+    with pytest.raises(ModelError, match="does not exist"):
+        read_head(head, read_model_config(model))
+
+
 def test_sizes_of_another_target_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("llama")
     target = read_model_config(model)

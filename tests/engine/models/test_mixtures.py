@@ -96,5 +96,5 @@ def test_another_score_than_that_of_the_family_is_refused(tmp_path: Path) -> Non
     for other in ("softmax", "tanh"):
         with pytest.raises(ModelError, match=f"scoring_func = '{other}' is not served for this architecture; sigmoid"):
             read_deepseek_experts(file(tmp_path, V3 | {"scoring_func": other}), "sigmoid")
-    with pytest.raises(ModelError, match=r"topk_method = 'noaux_tc' is not served .*; greedy, group_limited_greedy"):
+    with pytest.raises(ModelError, match=r"topk_method = 'noaux_tc' is not served .*; greedy and group_limited_greedy"):
         read_deepseek_experts(file(tmp_path, V2_LITE | {"topk_method": "noaux_tc"}), "softmax")
