@@ -22,7 +22,7 @@ from .config import RouterConfig
 from .export import TraceExport, configured_export
 from .http.api import Api
 from .http.app import application
-from .http.connection import ClientErrorFilter, Connection
+from .http.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
 from .metrics import Metrics
 from .runner import RunningDispatcher
 
@@ -123,6 +123,7 @@ class Router:
             lambda: Connection(
                 server,
                 loop=loop,  # pyright: ignore[reportArgumentType]
+                keepalive_timeout=KEEP_ALIVE_S,
                 access_log=None,  # pyright: ignore[reportArgumentType]
                 logger=_http_logger,
                 auto_decompress=False,  # encodings.py does it: aiohttp serves what libraries happen to be installed

@@ -17,26 +17,31 @@ from .sse import STREAM
 logger = logging.getLogger(__name__)
 
 SERVER = "baton"  # in the Server header of every answer; aiohttp would name versions
+FIRST_REQUEST_S = 30.0  # the head of a connection's first request must have arrived within so many seconds
+KEEP_ALIVE_S = 75.0  # and that of the next one after the last answer; proxies keep connections for 60 s
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"  # may come any number of times before an answer (RFC 9110, 15.2)
 
 
 class Connection(RequestHandler):
     """One connection. A request that fails before its route is found gets an error body of the router, not of aiohttp.
 
-    A client that has closed its sending side still gets its answers. aiohttp alone would close the connection.
+    A client that has closed its sending side still gets its answers. aiohttp alone would close the connection. One that
+    sends no request is closed: the process has only so many descriptors.
     """
 
-    __slots__ = ("_half_closed", "_last_body", "_num_answered")
+    __slots__ = ("_first_request", "_half_closed", "_last_body", "_num_answered")
 
     def connection_made(self, transport: BaseTransport) -> None:
         """Called by asyncio when a client has connected."""
         self._half_closed: HalfClosed | None = None
         self._last_body: StreamReader | None = None  # of the last request; the bodies before it are complete
         self._num_answered = 0  # of the requests received, which aiohttp counts
+        self._first_request = self._loop.call_later(FIRST_REQUEST_S, self._close_without_request)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Called by asyncio when the connection has ended."""
+        self._first_request.cancel()
         if self._half_closed is not None:
             self._half_closed.end()
         super().connection_lost(exc)
@@ -69,6 +74,11 @@ class Connection(RequestHandler):
         if self._half_closed is not None and self._is_idle:
             finished.force_close()
         return finished, is_reset
+
+    def _close_without_request(self) -> None:
+        """aiohttp's own time, KEEP_ALIVE_S, begins with the first answer."""
+        if not self._request_count:
+            self.force_close()
 
     @property
     def _is_idle(self) -> bool:
