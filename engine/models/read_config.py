@@ -27,6 +27,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     raw = ConfigFile(path / "config.json")
     family = _family(raw, architecture)
     _check_supported(raw, family)
+    raw.integer("num_nextn_predict_layers", 0, minimum=0)  # a drafter is chosen by it, without a check
     num_heads = raw.integer("num_attention_heads")
     hidden_size = raw.integer("hidden_size")
     latent = None if family.read_latent is None else family.read_latent(raw)

@@ -14,6 +14,7 @@ from .api import Api, request_id
 from .bodies import expected
 from .connection import SERVER
 from .cross_origin import CrossOriginChecks
+from .encodings import too_large
 from .errors import INTERNAL, HttpRefusal, is_messages, response_of
 from .route import Handler
 from .routes import ROUTES, client_routes
@@ -131,7 +132,7 @@ def _refusal(http_request: web.Request, error: web.HTTPException) -> BatonError:
         case 405:
             return HttpRefusal(405, f"{http_request.path} does not take {http_request.method}")
         case 413:
-            return HttpRefusal(413, "the body is larger than the router accepts")
+            return too_large(http_request.client_max_size)
         case _:
             return HttpRefusal(error.status, error.reason)
 

@@ -49,10 +49,15 @@ def decoded(data: bytes, encoding: str | None, limit: int) -> bytes:
         parts.append(part)
         left -= len(part)
         if left == 0:
-            raise HttpRefusal(413, "the body is larger than the router accepts")
+            raise too_large(limit)
         if not member.eof:
             raise RequestError("the body is a gzip stream that ends too early")
         data = member.unused_data
         if not data:
             return b"".join(parts)
     raise RequestError(f"the body is a gzip stream of more than {MAX_MEMBERS} members; send one")
+
+
+def too_large(limit: int) -> HttpRefusal:
+    """Return the refusal of a body of more than `limit` bytes."""
+    return HttpRefusal(413, f"the body is larger than {limit} bytes; send less, or raise the router's --max-body-bytes")

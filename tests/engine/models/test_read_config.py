@@ -195,6 +195,7 @@ def test_sliding_windows(tmp_path: Path, config: dict[str, object], windows: tup
         ({"vocab_size": "512"}, "vocab_size = '512' must be a whole number"),
         ({"vocab_size": None}, "vocab_size = None must be a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 must be a whole number of at least 1"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1 must be a whole number of at least 0"),
         ({"hidden_size": True}, "hidden_size = True"),
         ({"rms_norm_eps": -1}, "rms_norm_eps = -1 must be a positive number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1 must be true or false"),

@@ -42,6 +42,7 @@ def test_malformed_json_is_refused(system: System, raw: bytes) -> None:
 def test_a_body_above_the_limit_is_refused(system: System) -> None:
     status, body, _ = system.router.request("POST", "/v1/completions", json.dumps({**OK, "prompt": "x" * 10_000_000}))
     assert (status, body["error"]["code"]) == (413, "http_error"), body
+    assert f"larger than {system.router.config.max_body_bytes} bytes; send less" in body["error"]["message"]
     assert system.complete()[0] == 200
 
 
