@@ -109,7 +109,8 @@ class Connection(RequestHandler):
     ) -> StreamResponse:
         """Return the answer to a request that failed; the connection is closed after it."""
         super().handle_error(request, status, exc, message)  # logs, and raises if an answer has begun
-        refusal = HttpRefusal(status, "this is no proper HTTP request")
+        reason = f": {reason_of(exc)}" if isinstance(exc, HttpProcessingError) else ""
+        refusal = HttpRefusal(status, f"this is no proper HTTP request{reason}")
         response = response_of(refusal if status < 500 else BatonError(INTERNAL))
         response.headers["Server"] = SERVER
         response.force_close()
