@@ -62,8 +62,7 @@ def test_a_client_that_does_not_read_holds_no_page_and_is_cut_off(make_system: C
     with open_stream(system):
         wait_until(lambda: is_paused(system))
         begun = time.monotonic()
-        wait_until(lambda: not decode.reserved)
-        assert own(decode, m.Cancel)
+        wait_until(lambda: not decode.reserved and own(decode, m.Cancel))
         grown = psutil.Process().memory_info().rss - before
         assert grown < 64 << 20, f"{grown >> 20} MB were piled up"
         system.router.wait_idle()
