@@ -358,7 +358,7 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     sequences = start(engine, rounds, batch, 8 * NUM_STEPS + 64)
     row: dict[str, Any] = {"batch": batch}
     run_rounds(rounds, sequences, rounds.shape.with_steps(0), 4)
-    plain_s = run_rounds(rounds, sequences, rounds.shape.with_steps(0), 24)
+    plain_s = run_rounds(rounds, sequences, rounds.shape.with_steps(0), 3 * NUM_STEPS // 8)
     row["checked_tokens"] = stop(engine, rounds, sequences)
     for steps in sorted({2, 3, rounds.shape.num_steps}):
         if steps not in rounds.shape.choices:
@@ -367,7 +367,7 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
         for seed in range(-(-8 // batch)):  # texts differ in how often the head is right
             sequences = start(engine, rounds, batch, 8 * NUM_STEPS + 64, seed)
             run_rounds(rounds, sequences, shape, 4)
-            times.append(run_rounds(rounds, sequences, shape, 40))
+            times.append(run_rounds(rounds, sequences, shape, 5 * NUM_STEPS // 8))
             accepted += [number for each in sequences for number in each.num_accepted[4:]]
             row["checked_tokens"] += stop(engine, rounds, sequences)
         round_s, mean = statistics.median(times), statistics.mean(accepted)

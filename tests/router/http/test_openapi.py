@@ -146,7 +146,7 @@ def test_a_timeout_is_declared_as_it_is_sent() -> None:
 
 COMMAND = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 
-MAX_EXAMPLES = int(os.environ.get("BATON_SCHEMATHESIS_EXAMPLES", "8"))  # per operation and phase
+MAX_EXAMPLES = int(os.environ.get("BATON_SCHEMATHESIS_EXAMPLES", "6"))  # per operation and phase
 
 
 @pytest.mark.skipif(COMMAND is None, reason="schemathesis is not installed: pip install 'baton-serve[test]'")
