@@ -152,7 +152,7 @@ class Engine:
 
     @property
     def rounds_coarsely(self) -> bool:
-        """As of `Hello`."""
+        """Whether nodes of this model that compute rightly may differ by more than its types say."""
         return self.model_config.rounds_coarsely(self.dtype_name, self._config.kv_dtype)
 
     @property

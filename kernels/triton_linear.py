@@ -217,17 +217,9 @@ def _dot_kernel(
             is_x = is_x & (start + k < end)[:, None]
             is_weight = is_weight & (start + k < end)[None, :]
         x = tl.load(x_at, mask=is_x, other=0.0)
-        if IS_EVEN and IS_WHOLE:
-            weight = tl.load(at, eviction_policy="evict_first")
-        else:
-            weight = tl.load(at, mask=is_weight, other=0.0, eviction_policy="evict_first")
-        y = tl.dot(weight, x, y)
+        y = tl.dot(_load_weight(at, is_weight, IS_EVEN and IS_WHOLE), x, y)
         if IS_GATED:
-            if IS_EVEN and IS_WHOLE:
-                weight = tl.load(at + up_offset, eviction_policy="evict_first")
-            else:
-                weight = tl.load(at + up_offset, mask=is_weight, other=0.0, eviction_policy="evict_first")
-            up = tl.dot(weight, x, up)
+            up = tl.dot(_load_weight(at + up_offset, is_weight, IS_EVEN and IS_WHOLE), x, up)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     is_out = is_row[:, None] & (m < num_rows)[None, :]
@@ -239,6 +231,16 @@ def _dot_kernel(
         if IS_GATED:
             y = silu_mul_of(y, up.to(y.dtype))
         tl.store(out_ptr + out_at, y, mask=is_out)
+
+
+@triton.jit
+def _load_weight(at, is_in, IS_FULL: tl.constexpr):
+    """Load a tile of W, zeros where it has no numbers. IS_FULL: it has them everywhere."""
+    if IS_FULL:
+        weight = tl.load(at, eviction_policy="evict_first")
+    else:
+        weight = tl.load(at, mask=is_in, other=0.0, eviction_policy="evict_first")
+    return weight
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -387,7 +387,7 @@ class NodeGroup:
 
     @property
     def rounds_coarsely(self) -> bool:
-        """As of `Hello`. Nodes of an older protocol do not say it."""
+        """Whether a node says that it rounds coarsely (`Hello`). Nodes of an older protocol cannot say it."""
         return any(node.hello.rounds_coarsely for node in self.nodes.values())
 
     def live(self, role: Role) -> list[Node]:

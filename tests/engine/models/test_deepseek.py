@@ -15,7 +15,8 @@ from typing import Any
 import heads
 import pytest
 import torch
-from node_pair import node_pairs, params
+from drafted_text import check_drafted_text
+from node_pair import params
 from own_mtp import with_mtp
 from quantized import ONLINE, SCHEMES, RoundingReference, quantized
 from safetensors.torch import load_file, save_file
@@ -185,16 +186,8 @@ def test_greedy_text_equals_transformers(checkpoint: Checkpoint, tmp_path: Path,
 def test_its_own_layer_drafts_through_the_handoff(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """With no setting at all. The text is the target's."""
     model = with_mtp(checkpoint("deepseek_v3", **EXPERTS, **ODD, q_lora_rank=48), tmp_path / "model")
-    reference, prompts = Reference(model), [[5, 9, 300], list(range(40, 75)), [*list(range(40, 60)), 7, 8]]
-    both = {"page_size": 4, "num_pages": 160, "chunk_tokens": 9}
-    with node_pairs() as start:
-        pair = start(model, prefill=both, decode=both)
-        for index, ids in enumerate(prompts):
-            pair.submit(f"{index}", ids, params(20))
-        results = pair.run()
-        assert pair.decode.stats().num_drafted > 0
-    for index, ids in enumerate(prompts):
-        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 20))
+    reference = Reference(model)
+    check_drafted_text(model, reference)
     assert reference.num_ties == 0
 
 
@@ -206,16 +199,8 @@ def test_its_own_layer_may_be_in_fp8(name: str, checkpoint: Checkpoint, tmp_path
     scheme = ONLINE if name == "online" else SCHEMES[name]
     model = plain if name == "online" else quantized(plain, tmp_path / name, scheme)
     reference, prompts = RoundingReference(plain, scheme), [prompt(3), prompt(30, 1), [*prompt(30, 1)[:17], 7, 8]]
-    both = {"page_size": 4, "num_pages": 160, "chunk_tokens": 9, "quantization": "fp8" if name == "online" else "auto"}
-    with node_pairs() as start:
-        pair = start(model, prefill=both, decode=both)
-        for index, ids in enumerate(prompts):
-            pair.submit(f"{index}", ids, params(16))
-        results = pair.run()
-        assert pair.decode.stats().num_drafted > 0
-    for index, ids in enumerate(prompts):
-        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 16))
-    assert reference.num_compared == 3 and reference.num_ties <= 1, reference.num_ties
+    check_drafted_text(model, reference, prompts, 16, quantization="fp8" if name == "online" else "auto")
+    assert reference.num_ties <= 1, reference.num_ties
 
 
 @pytest.mark.parametrize("transport", ["local", "zmq"])
@@ -224,17 +209,8 @@ def test_target_and_draft_have_pools_of_unlike_kinds(
     families: tuple[str, str], transport: str, checkpoint: Checkpoint
 ) -> None:
     model, draft = map(checkpoint, families)
-    both = {"page_size": 4, "num_pages": 160, "chunk_tokens": 9, "transport": transport}
-    both |= {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 3}
-    reference, prompts = Reference(model), [[5, 9, 300], list(range(40, 75)), [*list(range(40, 60)), 7, 8]]
-    with node_pairs() as start:
-        pair = start(model, prefill=both, decode=both)
-        for index, ids in enumerate(prompts):
-            pair.submit(f"{index}", ids, params(20))
-        results = pair.run()
-        assert pair.decode.stats().num_drafted > 0
-    for index, ids in enumerate(prompts):
-        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 20))
+    drafting = {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 3}
+    check_drafted_text(model, Reference(model), transport=transport, **drafting)
 
 
 @pytest.mark.parametrize(
