@@ -4,7 +4,9 @@
     python tests/benchmarks/bench_shapes.py --model models/8b --out figures [--shapes never auto] [--loads idle-64]
 
 `never` and `auto` are a prefill and a decode node, and say who computes prompts (--local-prefill); `0p2d` are two
-decode nodes. Each node gets a GPU if there are enough. Weights are made by the loader (--load-format). Figures go to
+decode nodes. `2p2d` and the shapes with ranks need four GPUs: `tp2-2d` is one prefill node of two ranks and two decode
+nodes, `2p-tp2` the reverse, and `dp4` one decode node whose four ranks have sequences of their own. Each node gets a
+GPU if there are enough, and each rank one. Weights are made by the loader (--load-format). Figures go to
 OUT/SHAPE-LOAD.json, tables to the output. A cluster that does not become ready, a wrong answer or a failed request ends
 the program with an error.
 """
@@ -30,6 +32,10 @@ SHAPES = {
     "never": ["--local-prefill", "never"],
     "auto": ["--local-prefill", "auto"],
     "0p2d": ["--prefill", "0", "--decode", "2"],
+    "2p2d": ["--prefill", "2", "--decode", "2"],
+    "tp2-2d": ["--prefill", "1", "--prefill-tp", "2", "--decode", "2"],
+    "2p-tp2": ["--prefill", "2", "--decode", "1", "--decode-tp", "2"],
+    "dp4": ["--prefill", "0", "--decode", "1", "--decode-dp-attention", "4"],
 }
 _SLO = ["--slo", "200,12", "500,8", "1000,15"]
 
@@ -44,6 +50,8 @@ LOADS |= {f"busy-{size}": second_token(size, "--background", "32") for size in (
 LOADS |= {
     "4096": ["--rates", "2", "4", "6", "8", "10", "--seconds", "10", "--prompt-len", "4096", "--tokens", "256"],
     "1024": ["--rates", "8", "16", "24", "--seconds", "10", "--prompt-len", "1024", "--tokens", "512"],
+    "ranks-4096": ["--rates", "6", "--seconds", "10", "--prompt-len", "4096", "--tokens", "256"],
+    "ranks-1024": ["--rates", "12", "24", "--seconds", "10", "--prompt-len", "1024", "--tokens", "512"],
     "turns": ["--rates", "1", "--seconds", "5", "--prompt-len", "2048", "--turns", "10", "--tokens", "32"],
 }
 
@@ -57,7 +65,7 @@ def cluster(model: Path, flags: Sequence[str], port: int, log: Path) -> Iterator
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
         deadline = time.monotonic() + READY_S
-        while not _answers(port):
+        while "Ctrl-C" not in log.read_text() or not _answers(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"baton up did not become ready; the end of {log}:\n{log.read_text()[-2000:]}")
             time.sleep(0.2)
