@@ -42,6 +42,11 @@ class BegunChunk(Protocol):
         """Whether a device reports that it has computed everything. Always False on a CPU."""
         ...
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether the chunk's KV is computed, so that `wait` returns at once."""
+        ...
+
     def wait(self) -> Scores:
         """Wait until the chunk's KV is computed, and report it."""
         ...

@@ -158,6 +158,11 @@ class SubmittedChunk:
         events = [self.event, *(each.event for each in self.tails)]
         return all(event is not None and event.query() for event in events)
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether the chunk's KV is computed, so that `wait` returns at once."""
+        return self.event is None or self.event.query()
+
     def wait(self) -> Scores:
         """Wait until the chunk's KV is computed, and report it."""
         computed = self.submitted

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from dataclasses import dataclass
 
 from ..engine.progress import ProgressBar
@@ -51,6 +52,7 @@ from .tickets import FailedUnit, Tickets
 
 logger = logging.getLogger(__name__)
 
+_PAUSE_S = 1e-4  # between looks for messages of handoffs while a chunk is computed
 STEP_LIMIT_S = 60.0  # the node counts as stuck if one chunk takes longer
 
 
@@ -273,10 +275,16 @@ class PrefillNode:
 
     def _settle(self) -> None:
         """Wait for the chunk under way, if there is one, and process its results: first tokens, log-probabilities of
-        prompts, and pages to offer. A request that was dropped meanwhile has no choices and no tickets left."""
+        prompts, and pages to offer. A request that was dropped meanwhile has no choices and no tickets left.
+
+        While the device computes, the node serves handoffs of earlier chunks. Else their last pages would be handed
+        over a chunk later: other ranks report checksums, and decode nodes claim and pull, at any time."""
         chunk, self._under_way = self._under_way, None
         if chunk is None:
             return
+        while not chunk.submitted.is_computed:
+            self._end_tickets()
+            time.sleep(_PAUSE_S)
         report = chunk.submitted.wait()
         begun = max(report.begun, self._computed_at)  # the device did the last chunk until then
         self._computed_at = report.computed

@@ -56,6 +56,10 @@ class DoneChunk:
     def is_done(self) -> bool:
         return True
 
+    @property
+    def is_computed(self) -> bool:
+        return True
+
     def wait(self) -> Scores:
         return self.scores
 

@@ -125,6 +125,27 @@ def test_a_prompt_alone_is_settled_in_the_step_that_ends_it(make_pair: MakePair)
     pair.run()
 
 
+def test_pages_of_earlier_chunks_are_handed_over_while_a_chunk_is_computed(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last pages of a prompt do not wait for the chunk behind it."""
+    pair, waits = make_pair(), []
+    chunks_waited_for: list[SubmittedChunk] = []
+
+    def is_computed(submitted: SubmittedChunk) -> bool:
+        if not chunks_waited_for or submitted is chunks_waited_for[0]:  # it ends the first prompt
+            chunks_waited_for.append(submitted)
+            return True
+        pair.decode.step()
+        waits.append(Unit("0", 0, 9) in pair.prefill.tickets())
+        return not waits[-1] or len(waits) == 1000
+
+    monkeypatch.setattr(SubmittedChunk, "is_computed", property(is_computed))
+    submit(pair, [CHUNK // 2, 3 * CHUNK])
+    pair.run()
+    assert False in waits, "the ticket of the first prompt ended only after the second chunk"
+
+
 def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the offered pages, and check that their chunks have been waited for."""
     offered: list[int] = []
