@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Generator
@@ -32,6 +33,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Raise UsageError if a file has integration tests but not the text by which `pytest_ignore_collect` finds it."""
     if item.get_closest_marker("integration") and _INTEGRATION not in item.path.read_text():
         raise pytest.UsageError(f"{item.path} has tests of processes and does not say {_INTEGRATION}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "BATON_WHOLE_MATRIX" not in os.environ:
+        for item in items:
+            if item.get_closest_marker("whole"):
+                item.add_marker(pytest.mark.skip(reason="takes long; runs with BATON_WHOLE_MATRIX=1"))
 
 
 @pytest.hookimpl(wrapper=True)

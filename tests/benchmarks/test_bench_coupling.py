@@ -17,6 +17,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
 
 
+@pytest.mark.whole
 def test_the_fewest_tokens_are_measured(tmp_path: Path) -> None:
     """No id is expected often enough to be compared alone."""
     report = tmp_path / "report.json"
@@ -29,6 +30,7 @@ def test_the_fewest_tokens_are_measured(tmp_path: Path) -> None:
     assert "draws of target: no id came often enough to be compared; z of their log-probability" in done.stdout
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("flag", "value", "least"), [("windows", 1, 2), ("window", 68, 69), ("draws", 0, 1), ("threads", 0, 1)]
 )

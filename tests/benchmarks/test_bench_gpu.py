@@ -79,7 +79,7 @@ def run(part: str, model: Path, **settings: Any) -> dict[str, Any]:
     return (PARTS | DRAFTING | WITH_TOP_P)[part](engine, rounds)
 
 
-@pytest.mark.parametrize("part", [*PARTS, *DRAFTING])
+@pytest.mark.parametrize("part", [*PARTS, *(pytest.param(part, marks=pytest.mark.whole) for part in DRAFTING)])
 def test_a_part_runs_and_its_row_fits_the_tables(part: str, model: Path) -> None:
     head: dict[str, Any] = {"speculative": "none"}
     if part in DRAFTING:
@@ -104,6 +104,7 @@ def test_quantized_weights_that_are_made_are_measured(
     assert row["checked_tokens"] > 0 and row["x_floor"] > 0
 
 
+@pytest.mark.whole
 def test_adaptive_drafting_is_measured_with_other_kinds_of_sampling(model: Path) -> None:
     row = run("adaptive with top_p", model, **HEAD, draft_model=str(model / "eagle3"))
     assert row["kind"] == "top_p" and row["checked_tokens"] == 0, "sampled text is not the planted one"

@@ -71,7 +71,11 @@ def overall(sequences: Sequence[Running]) -> float:
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "asked"),
-    [("llama-3.1-8b", "float32", 0.8), ("llama-3.1-8b", "bfloat16", 0.6), ("qwen3-8b", "float32", 0.6)],
+    [
+        ("llama-3.1-8b", "float32", 0.8),
+        pytest.param("llama-3.1-8b", "bfloat16", 0.6, marks=pytest.mark.whole),
+        pytest.param("qwen3-8b", "float32", 0.6, marks=pytest.mark.whole),
+    ],
 )
 def test_the_head_has_the_requested_acceptance(headed: Headed, architecture: str, dtype: str, asked: float) -> None:
     sequences = run(solo_of(headed(asked, architecture), dtype=dtype), 300)

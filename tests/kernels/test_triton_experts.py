@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compile_kernels import IS_WHOLE, SHARED_BYTES, shared_bytes
+from compile_kernels import SHARED_BYTES, shared_bytes
 from triton_device import DEVICE, ULP, random
 
 pytest.importorskip("triton")
@@ -56,4 +56,4 @@ def test_parts_are_mixed(num_rows: int, num_active: int, size: int, dtype: torch
 def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
     """Compiled for a GPU of compute capability 9.0, with the tiles that are launched."""
     found = shared_bytes("experts", tmp_path)
-    assert len(found) == (41 if IS_WHOLE else 27) and max(found.values()) <= SHARED_BYTES, found
+    assert len(found) == 41 and max(found.values()) <= SHARED_BYTES, found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compile_kernels import IS_WHOLE, SHARED_BYTES, shared_bytes
+from compile_kernels import SHARED_BYTES, shared_bytes
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, ULP, random
 
@@ -129,4 +129,4 @@ def test_what_it_does_not_serve_is_left_to_the_reference() -> None:
 def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
     """Compiled for a GPU of compute capability 9.0, with the tiles that are launched."""
     found = shared_bytes("fp8", tmp_path)
-    assert len(found) == (37 if IS_WHOLE else 33) and max(found.values()) <= SHARED_BYTES, found
+    assert len(found) == 37 and max(found.values()) <= SHARED_BYTES, found

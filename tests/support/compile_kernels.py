@@ -3,7 +3,8 @@ or `fp8_pages`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs.
-With BATON_WHOLE_MATRIX=1 it compiles more tiles of each kernel."""
+Each kernel is compiled once, with the tiles and types that come first, and 0 is printed for the others; with
+BATON_WHOLE_MATRIX=1 all are compiled."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ SHARED_BYTES = 227 * 1024  # of a processor of an H100
 _TYPES = {"table": "*i64", "seq_lens": "*i64", "starts": "*i32", "tree_starts": "*i64", "visible": "*i64"}
 _TYPES |= {"items": "*i64", "arrivals": "*i32", "parts": "*fp32", "stats": "*fp32", "rows": "*i64"}
 _E4M3 = "*fp8e4nv"
+_compiled: set[Any] = set()  # kernels
 _ALIGNED = ("in_size", "part", "x_stride")  # multiples of 16, so that tiles pass through shared memory
 
 
@@ -37,6 +39,9 @@ def shared_bytes(name: str, cache: Path) -> dict[str, int]:
 
 def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, str] = _TYPES, **options: int) -> int:
     """Return the shared memory of a kernel. `types` are those of its tensors; the others are bfloat16."""
+    if kernel in _compiled and not IS_WHOLE:
+        return 0
+    _compiled.add(kernel)
     from triton import compiler
     from triton.backends.compiler import GPUTarget
 
@@ -108,8 +113,6 @@ def _fp8() -> None:
         for num_rows, out_size in ((1, 4096), (64, 4096), (64, 28672), (256, 28672), (8192, 4096)):
             for is_gated in (False, True) if num_rows == 64 else (False,):
                 for is_grouped in (False, True):
-                    if num_rows in (256, 8192) and is_grouped == (x == _E4M3) and not IS_WHOLE:
-                        continue
                     tiles = triton_fp8.tiles_of(num_rows, out_size, 14336, is_fp8=x == _E4M3, is_gated=is_gated)
                     constants = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
                     constants |= {"ROWS": 128 if is_grouped else 1, "IS_GROUPED": is_grouped, "IS_GATED": is_gated}
@@ -139,7 +142,7 @@ def _routes() -> None:
         print(f"place {num_pairs}", compiled_bytes(triton_places._place_kernel, places, types, num_warps=num_warps))
     counts = {"EXPERTS": 256, "CHUNK": 1024}
     print("count", compiled_bytes(triton_places._count_kernel, counts, types, num_warps=4))
-    for x, rows in (("*bf16", (1, 64, 8192)), ("*fp32", (1, 64, 8192) if IS_WHOLE else (8192,))):
+    for x, rows in (("*bf16", (1, 64, 8192)), ("*fp32", (1, 64, 8192))):
         for num_rows in rows:
             tiles = triton_routes.tiles_of(num_rows, 128, 2048)
             constants = {"BLOCK_R": tiles.block_r, "BLOCK_E": 64, "BLOCK_K": tiles.block_k, "DEPENDENT": True}
@@ -179,7 +182,7 @@ def _experts() -> None:
         item_size = {_E4M3: 1, "*bf16": 2, "*fp32": 4}[weight]
         kept = flags | {"ROWS": 128 if is_grouped else 1} | ({} if x == _E4M3 else {"x_scales_ptr": None})
         kept |= {} if weight == _E4M3 else {"scales_ptr": None}
-        for block in (16, 32, 64, 128) if IS_WHOLE or name == "plain" else (32, 128):
+        for block in (16, 32, 64, 128):
             tiles = BlockTiles.choose(block, item_size, is_gated=True, is_grouped=is_grouped)
             constants = kept | {"in_size": 2048, "BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
             constants |= {"IS_EVEN": True, "IS_GROUPED": is_grouped, "IS_WEIGHT_LEFT": tiles.is_weight_left}
@@ -198,10 +201,8 @@ def _experts() -> None:
             names = kernel.arg_names
             constants = {each: value for each, value in constants.items() if each in names}
             print(f"{name} row {part}", compiled_bytes(kernel, constants, own, num_warps=1 if is_gated else 8))
-    for block in (8, 16, 32, 64, 128) if IS_WHOLE else (8, 16, 128):
+    for block in (8, 16, 32, 64, 128):
         for x, item_size in (("*bf16", 2), ("*fp32", 4)):
-            if block != 16 and item_size == 4 and not IS_WHOLE:
-                continue
             tiles, is_paired = PackedTiles.choose(block, item_size), x == "*bf16"
             constants = {"BLOCK_M": block, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "HALF": 16}
             constants |= {"IS_WEIGHT_LEFT": tiles.is_weight_left, "IS_PAIRED": is_paired}
@@ -220,6 +221,7 @@ def _fp8_pages() -> None:
 
     sizes = {"NUM_KV_HEADS": 8, "PAGE_SIZE": 16, "HEAD_DIM": 128}
     for pages, block in (("*bf16", 16 * 128), (_E4M3, 16 * (128 + 4))):
+        _compiled.clear()  # both types are compared
         types, name = _TYPES | {"kv": pages, "scales": "*fp32", "positions": "*i64"}, pages[1:]
         layout = {**sizes, "BLOCK": block} | ({} if pages == _E4M3 else {"scales_ptr": None})
         q = torch.empty(1, 32, 128, dtype=torch.bfloat16, device="meta")

@@ -213,6 +213,7 @@ def test_every_drafter_learns(pair: tuple[Drafter, Target]) -> None:
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.05, losses
 
 
+@pytest.mark.whole
 def test_the_program_trains_continues_and_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         f"--out {tmp_path} --device cpu --only eagle,hyper --max-files 40 --held-out-fraction 0.2 --batch-tokens 128 "

@@ -51,6 +51,7 @@ def result(config: TrainConfig) -> TrainResult:
     return train(config)
 
 
+@pytest.mark.whole
 def test_writes_a_model_directory(config: TrainConfig, result: TrainResult) -> None:
     names = {path.name for path in config.out.iterdir()}
     assert names == {
@@ -63,11 +64,13 @@ def test_writes_a_model_directory(config: TrainConfig, result: TrainResult) -> N
     assert json.loads((config.out / "generation_config.json").read_text())["eos_token_id"] == EOS_IDS
 
 
+@pytest.mark.whole
 def test_training_lowers_the_loss(result: TrainResult) -> None:
     assert len(result.losses) == 3  # 12 steps, evaluated every 4
     assert result.losses[-1] < result.losses[0] - 0.1, result.losses
 
 
+@pytest.mark.whole
 def test_transformers_computes_the_same_logits(config: TrainConfig, result: TrainResult) -> None:
     reference = LlamaForCausalLM.from_pretrained(config.out, dtype=torch.float32).eval()
     input_ids = torch.randint(0, config.vocab_size, (2, config.context_len), generator=torch.Generator().manual_seed(1))
@@ -78,6 +81,7 @@ def test_transformers_computes_the_same_logits(config: TrainConfig, result: Trai
         assert (result.model(input_ids) - expected).abs().max() < 0.02 * expected.abs().max()
 
 
+@pytest.mark.whole
 def test_tokenizer_round_trips(result: TrainResult) -> None:
     texts = TRICKY_TEXTS + [file.text for file in result.corpus.held_out]
     for text in texts:
@@ -85,6 +89,7 @@ def test_tokenizer_round_trips(result: TrainResult) -> None:
     assert [result.tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
 
 
+@pytest.mark.whole
 def test_held_out_files_are_disjoint(result: TrainResult) -> None:
     train_files, held_out = result.corpus.train, result.corpus.held_out
     assert train_files and held_out
@@ -101,6 +106,7 @@ def test_the_split_does_not_depend_on_the_other_files() -> None:
     assert {file.name for file in few.held_out} <= {file.name for file in more.held_out}
 
 
+@pytest.mark.whole
 def test_chat_template_matches_the_training_text(config: TrainConfig, result: TrainResult) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.out)
     turns = [("system", "A module."), ("user", "Add."), ("assistant", "def add(a, b):\n    return a + b\n")]
@@ -110,6 +116,7 @@ def test_chat_template_matches_the_training_text(config: TrainConfig, result: Tr
     assert prompt == END_OF_TEXT + render_chat(turns[:2]) + "<|assistant|>"
 
 
+@pytest.mark.whole
 def test_bits_per_byte_does_not_depend_on_the_stride_within_one_window(result: TrainResult) -> None:
     documents = encode_documents(result.tokenizer, result.corpus.held_out)
     short = [(ids, num_bytes) for ids, num_bytes in documents if len(ids) <= 97][:3]
