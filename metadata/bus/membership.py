@@ -20,7 +20,7 @@ from typing import Protocol
 import zmq
 
 from ..errors import Refused
-from ..wire.membership import Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
+from ..wire.membership import IDLE, Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load, NodeStats, PoolLedger
 from ..wire.request import Unit
@@ -189,7 +189,7 @@ class Membership:
 
     def wait(self) -> None:
         """Sleep until a message, a signal or the node's deadline."""
-        self.enter("idle", IDLE_LIMIT_S)
+        self.enter(IDLE, IDLE_LIMIT_S)
         poller = zmq.Poller()
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         for zmq_socket in (self._link.socket, *self.member.handoff.sockets()):

@@ -175,10 +175,14 @@ def test_a_peer_whose_loop_hangs_is_given_up_in_the_end(nodes: Nodes) -> None:
 
 def test_offers_that_are_lost_are_missed_though_the_peer_answers(nodes: Nodes) -> None:
     """The peer sends other messages after each question, so it has read the question."""
-    nodes.changes = dict.fromkeys((Offer,), lose)
+
+    def lose_all(frames: list[bytes]) -> list[list[bytes]]:
+        nodes.change(Offer, lose_all)
+        return []
+
+    nodes.change(Offer, lose_all)
     nodes.start("r", 5)
     for number in range(MAX_ASKED):
-        nodes.changes[Offer] = lose
         assert nodes.client.ask_offers(unit("r"))
         nodes.turn()
         nodes.server.open(unit(f"u{number}"), 1, "d1" * 8)
