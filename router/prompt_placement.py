@@ -89,8 +89,8 @@ class GroupFacts(NamedTuple):
 
     mode: LocalPrefill = "never"
     lacks_prefill: bool = False  # no prefill node has been there for a while
-    lacks_handoff: bool = False  # for a while, every pair of nodes has failed to hand pages over
     decodes_compute: bool = False  # decode nodes are here, and all of them can compute prompts
+    lacks_handoff: bool = False  # for a while, every pair of nodes has failed to hand pages over
 
 
 class PromptTimes(NamedTuple):

@@ -135,6 +135,8 @@ def test_a_rank_that_does_not_answer_is_left(rank: Rank) -> None:
     rank.puller.do(rank.opening)
     rank.fetch(5, [0], [9], rank.digests(0))
     rank.others.clear()
+    for link in (link for links in rank.puller._links.values() for link in links):
+        link._answer_s = 0.1
     [lost] = rank.until(1)
     assert "has not answered" in lost.reason and not lost.is_refused
 
