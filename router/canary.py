@@ -39,6 +39,8 @@ class Canary:
         self._prompt_ids = prompt_ids
         self._cache_salt = secrets.token_hex(8)
         self._logprobs: list[TokenLogprobs] = []
+        self._looked_at = 0.0  # of `wait`
+        self._idle_s = 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -53,6 +55,7 @@ class Canary:
     def next_request(self, now: float) -> Request:
         """Return a request for all tokens, or for the next one if a prefill node runs alone."""
         output_ids = self._output_ids
+        self._looked_at, self._idle_s = now, 0.0
         is_prefill_alone = self.nodes[1] is None
         request = self.request = Request(
             f"canary-{secrets.token_hex(6)}",
@@ -73,6 +76,14 @@ class Canary:
             sequence.received.extend(output_ids)
             sequence.restart()
         return request
+
+    def wait(self, now: float) -> float:
+        """Return for how many seconds the last request has waited while none of its nodes was in a step, as far as
+        calls of this method can tell. Call it several times per second."""
+        if not any(node is not None and node.busy_since is not None for node in self.nodes):
+            self._idle_s += now - self._looked_at
+        self._looked_at = now
+        return self._idle_s
 
     def on_delta(self, _sequence: Sequence, delta: Delta, /) -> None:
         self._logprobs += delta.logprobs

@@ -492,7 +492,7 @@ class Dispatcher:
             return
         if attempt.prefill is not None and attempt.decode is not None:
             failure = where if message.code == TransferError.code else None
-            self.health.doubt(attempt.prefill, attempt.decode, failure)
+            self.health.doubt(attempt.prefill, attempt.decode, failure, now)
             self._look(now)
         elif attempt.decode is not None:
             self.health.doubt_alone(attempt.decode)
@@ -639,7 +639,7 @@ class Dispatcher:
     def _look(self, now: float) -> None:
         """Note which groups compute prompts locally, and start the canaries that are due."""
         for group in list(self.registry.groups.values()):
-            if group.look(now, self._config.node_wait_s) and group.nodes:
+            if group.look(now, self._config.node_wait_s, hands_over=self.health.hands_over(group)) and group.nodes:
                 logger.info("%s", group.placement_words)
                 self._pump(group, now)
         self._carry_out(self.health.look(now), now)

@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # from the start of a canary to the next one of the same pair
 FULL_RETRY_S = 0.5  # until nodes that had no room for a canary are asked again
-TIMEOUT_S = 30.0  # a canary without an answer is given up after this time
+TIMEOUT_S = 30.0  # a canary is given up after so long without an answer, while none of its nodes computes
+MAX_TIMEOUT_S = 300.0  # and after so long at the latest, since a message may be lost while its nodes compute for others
+MAX_RETRY_S = 64.0  # longest wait for a canary after transfers that failed in a row
 # Log-probabilities closer than this are a tie. In bfloat16 logits from 16 on are 0.125 apart, from 32 on 0.25.
 TIE_GAP = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
 COARSE_TIE_GAP = 3.0  # for nodes that round coarsely; up to 2.0 was seen with small random models
@@ -65,7 +67,16 @@ Effect = StartCanary | GiveUpCanary | PairsReady
 class _Pair:
     """State of one pair, or of a decode node that computes prompts."""
 
-    __slots__ = ("canary", "failure", "is_doubted", "retry_at", "verdict", "was_full", "worked_at")
+    __slots__ = (
+        "canary",
+        "failure",
+        "is_doubted",
+        "num_failed_transfers",
+        "retry_at",
+        "verdict",
+        "was_full",
+        "worked_at",
+    )
 
     def __init__(self) -> None:
         self.worked_at: float | None = None  # when the last request or canary went through it
@@ -75,6 +86,7 @@ class _Pair:
         self.canary: Canary | None = None  # under way
         self.was_full = False  # its nodes had no room for the last canary
         self.is_doubted = False  # a request failed on it, so that a canary is due
+        self.num_failed_transfers = 0  # of requests, since the pages of one arrived
 
 
 class _Vote:
@@ -214,7 +226,12 @@ class PairHealth:
         """Record that a request's pages arrived at the decode node."""
         pair = self._pairs.get(_key(prefill, decode))
         if pair is not None:
-            pair.worked_at = now
+            pair.worked_at, pair.num_failed_transfers = now, 0
+
+    def hands_over(self, group: NodeGroup) -> bool:
+        """Return whether a pair of the group is not known to fail in handing pages over."""
+        pairs = [self._pairs.get(_key(*nodes)) for nodes in group.pairs()]
+        return not pairs or any(pair is None or pair.failure is None for pair in pairs)
 
     def worked_alone(self, decode: Node, now: float) -> None:
         """Record that a decode node computed a local prompt."""
@@ -228,11 +245,12 @@ class PairHealth:
         if pair is not None:
             pair.is_doubted = True
 
-    def doubt(self, prefill: Node, decode: Node, failure: str | None) -> None:
+    def doubt(self, prefill: Node, decode: Node, failure: str | None, now: float) -> None:
         """Record that a request failed on the pair, so that a canary is due although requests went through it lately.
 
-        If a transfer between the two nodes failed, `failure` says why. Then the canary is due at once, and the pair
-        gets no requests before it has passed.
+        If a transfer between the two nodes failed, `failure` says why, and the pair gets no requests before a canary
+        has passed. The canary is due at once after the first such failure, and later after each further one in a row: a
+        network may let the few pages of a canary through, and not those of requests.
         """
         pair = self._pairs.get(_key(prefill, decode))
         if pair is None:
@@ -242,7 +260,9 @@ class PairHealth:
             name = _name(prefill, decode)
             logger.warning("pair %s is taken out of service until a canary passes: %s", name, failure)
             pair.failure = f"pair {name}: {failure}"
-            pair.retry_at = 0.0
+            back_off_s = RETRY_S * 2 ** min(pair.num_failed_transfers - 1, 16) if pair.num_failed_transfers else 0.0
+            pair.num_failed_transfers += 1
+            pair.retry_at = now + min(back_off_s, MAX_RETRY_S)
 
     def forget(self, node: Node) -> None:
         """Remove a node that is gone, with its pairs and its votes."""
@@ -456,11 +476,15 @@ def voter_of(node: Node) -> Voter:
 
 
 def _overdue(canary: Canary, now: float) -> list[Effect]:
-    """Give a canary up if its request has been under way for too long."""
+    """Give a canary up if its request has been under way for too long. Time in which one of its nodes is in a step does
+    not count: prompts before the canary's may be long."""
     request = canary.request
-    if request is None or now - request.created_at <= TIMEOUT_S:
+    if request is None:
         return []
-    return [GiveUpCanary(request, f"no answer within {TIMEOUT_S:.0f} s")]
+    idle_s, age_s = canary.wait(now), now - request.created_at
+    if idle_s <= TIMEOUT_S and age_s <= MAX_TIMEOUT_S:
+        return []
+    return [GiveUpCanary(request, f"no answer within {TIMEOUT_S if idle_s > TIMEOUT_S else MAX_TIMEOUT_S:.0f} s")]
 
 
 def _key(prefill: Node, decode: Node) -> tuple[bytes, bytes]:

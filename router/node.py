@@ -7,18 +7,19 @@ group make a pair if both and the router know a common protocol version. So an o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..metadata.bus.sockets import routing_id
-from ..metadata.wire.membership import Heartbeat, Hello
+from ..metadata.wire.membership import IDLE, Heartbeat, Hello
 from ..metadata.wire.messages import Compute
 from ..metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
 from .estimate_error import EstimateError
 from .handoff_times import HandoffTimes
-from .prompt_placement import GroupFacts, LocalPrefill, PromptTimes, Where, patience_s, place_prompt
+from .prompt_placement import LOST_S, GroupFacts, LocalPrefill, PromptTimes, Where, patience_s, place_prompt
 from .text.tokenizer import ChatTemplate, TextTokenizer
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -151,6 +152,15 @@ class Node:
     def welcomed_at(self) -> float:
         """Time of the last Welcome."""
         return self._welcomed_at
+
+    @property
+    def busy_since(self) -> float | None:
+        """When the step began in which the node was at its last heartbeat: until the step ends, the node reads no
+        message. None if it waited for messages, or if its step takes longer than it should."""
+        beat = self._beat
+        if beat is None or beat.phase == IDLE or not beat.phase_age_s <= beat.phase_limit_s:
+            return None
+        return self._last_seen - beat.phase_age_s
 
     @property
     def is_leaving(self) -> bool:
@@ -373,6 +383,7 @@ class NodeGroup:
         self.errors: dict[Where, EstimateError] = {"remote": EstimateError(), "local": EstimateError()}
         self._had_prefill = False
         self._prefill_at: float | None = None  # when a prefill node was last seen, or the group was first looked at
+        self._handed_over_at = math.inf  # when `look` last heard that a pair of nodes hands over
         self.card: ModelCard = hello.model
         self.layout = hello.layout
         self.nodes: dict[bytes, Node] = {}
@@ -401,20 +412,24 @@ class NodeGroup:
                 if prefill.shares_protocol(decode.hello):
                     yield prefill, decode
 
-    def look(self, now: float, node_wait_s: float) -> bool:
+    def look(self, now: float, node_wait_s: float, *, hands_over: bool = True) -> bool:
         """Renew the facts on which the placement of prompts depends. Return whether it changes for ordinary requests.
 
-        To be called several times per second. `node_wait_s`: how long requests wait for a node."""
+        To be called several times per second. `node_wait_s`: how long requests wait for a node. `hands_over`: not all
+        pairs of nodes fail to hand pages over."""
         before = self.computes_locally, self.may_compute_locally
         decodes = self.live("decode")
         if any(node.role == "prefill" for node in self.nodes.values()):  # one that drains may be put back
             self._had_prefill, self._prefill_at = True, now
         elif self._prefill_at is None or not self.nodes:
             self._had_prefill, self._prefill_at = False, now
+        if hands_over:
+            self._handed_over_at = now
         most = patience_s(node_wait_s, had_prefill=self._had_prefill)
         self.facts = GroupFacts(
             self.facts.mode,
             lacks_prefill=now - self._prefill_at > most,
+            lacks_handoff=now - self._handed_over_at > LOST_S,
             decodes_compute=bool(decodes) and all(node.knows(Compute) for node in decodes),
         )
         return before != (self.computes_locally, self.may_compute_locally)

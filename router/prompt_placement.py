@@ -29,7 +29,7 @@ Reason = Literal[
     "not measured",
 ]
 
-LOST_S = 1.0  # without a prefill node, after a group has had one, until decode nodes compute its prompts
+LOST_S = 1.0  # without a prefill node or a working handoff, after a group has had one, until decode nodes compute
 BUSY_STREAMS = 160  # on a node with so many, one second of waiting of a stream costs one second (`stall_s`)
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
 
@@ -90,6 +90,7 @@ class GroupFacts(NamedTuple):
     mode: LocalPrefill = "never"
     lacks_prefill: bool = False  # no prefill node has been there for a while
     decodes_compute: bool = False  # decode nodes are here, and all of them can compute prompts
+    lacks_handoff: bool = False  # for a while, every pair of nodes has failed to hand pages over
 
 
 class PromptTimes(NamedTuple):
@@ -185,13 +186,16 @@ class SoonerPlace(NamedTuple):
 
 def place_prompt(facts: GroupFacts) -> PromptPlace | None:
     """Return the role that computes a prompt, None if both roles may and `place_sooner` compares them."""
-    if facts.mode == "never" and not facts.lacks_prefill:
+    must_compute = facts.lacks_prefill or facts.lacks_handoff
+    if facts.mode == "never" and not must_compute:
         return PromptPlace("remote", "never")
     if not facts.decodes_compute:
         return PromptPlace("remote", "no able decode node")
-    if facts.mode == "auto" and not facts.lacks_prefill:
+    if facts.mode == "auto" and not must_compute:
         return None
-    return PromptPlace("local", "no prefill node" if facts.lacks_prefill else "always")
+    if facts.lacks_prefill:
+        return PromptPlace("local", "no prefill node")
+    return PromptPlace("local", "no ready pair" if facts.lacks_handoff else "always")
 
 
 def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigures]) -> SoonerPlace:

@@ -42,6 +42,7 @@ TOKENIZER_S = 5.0  # a tokenizer file that has not arrived after this time is as
 NAME_SILENCE_S = 1.0  # a node without a heartbeat for this time loses its name to a new node
 PROOF_S = 0.5  # a heartbeat read this long after a Hello proves that its sender lived when the Hello was sent
 MAX_WAITING = 64  # Hellos that wait for an answer
+CROSSING_S = 2.5  # a Hello that comes so soon after the Welcome may have crossed it, also if a message takes a second
 
 
 class _Obstacle(NamedTuple):
@@ -95,9 +96,12 @@ class Registry:
     def hello(self, peer: bytes, hello: Hello, now: float) -> None:
         """Welcome the node, refuse it, ask for its Hello in a newer protocol, or let it wait for an answer.
 
-        A node that is known and says Hello again has started anew: its old self is lost first.
+        A node that is known and says Hello again has started anew: its old self is lost first. A Hello that was said
+        before the node could read the Welcome is ignored. If the Welcome was lost, the node says Hello again later.
         """
         known = self.nodes.get(peer)
+        if known is not None and now - known.welcomed_at < CROSSING_S:
+            return
         if known is not None:
             self.lose(known, "anew", now)
         protocol = agreed(hello.protocols)

@@ -61,9 +61,14 @@ class Reservations:
         return entry
 
     def overdue(self, now: float) -> list[tuple[Request, Attempt]]:
-        """Return the attempts whose decode node has not answered in time."""
+        """Return the attempts whose decode node has not answered in time, and could have: a node in one step since it
+        was asked has not read the question."""
         under_way = [(entry.request, entry.attempt) for entry in self._entries.values()]
-        return [(request, each) for request, each in under_way if each is not None and now - each.sent_at > ANSWER_S]
+        return [
+            (request, each)
+            for request, each in under_way
+            if each is not None and now - each.sent_at > ANSWER_S and not _is_unread(each)
+        ]
 
     def repeat(self, now: float) -> list[tuple[Node, Reserve | Compute]]:
         """Return the messages that ask again for answers that may have been lost."""
@@ -82,3 +87,9 @@ class Reservations:
         if attempt.prefill is None:
             return Compute(self._epoch, rid, number, choices, wire_request)
         return Reserve(self._epoch, rid, number, choices, wire_request, attempt.prefill.peer_of(decode))
+
+
+def _is_unread(attempt: Attempt) -> bool:
+    """Return whether the decode node has been in one step since it was asked."""
+    busy_since = None if attempt.decode is None else attempt.decode.busy_since
+    return busy_since is not None and busy_since <= attempt.sent_at + ASK_S

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
+from typing import Literal
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigError, ProtocolError
 from ..wire.frames import decode_frame, encode
@@ -15,10 +18,12 @@ from .allow_list import ROUTER, ServerKey
 from .curve import KeyPair, secure_client
 from .sockets import (
     DRAIN_LIMIT,
+    HANDSHAKE_MS,
     DroppedFrames,
     configure_socket,
     connect_socket,
     only_frame,
+    open_monitor,
     receive_frames,
     routing_id,
     send_frames,
@@ -26,6 +31,10 @@ from .sockets import (
 
 logger = logging.getLogger(__name__)
 
+Outlook = Literal["unreachable", "refused", "too slow", "connected"]
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | _REFUSALS | _ENDS
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1000
 
@@ -70,6 +79,35 @@ def router_key(keys: KeyPair | None) -> ServerKey | None:
     return None if keys is None or keys.allow_list is None else ServerKey(keys.allow_list, ROUTER)
 
 
+class Approach:
+    """How far the last attempt to connect has come. `outlook`:
+
+    unreachable   nobody answers at the address, or no attempt has ended yet
+    refused       the other end closed the connection during the handshake, or speaks another kind of it: keys
+    too slow      the handshake was not done within HANDSHAKE_MS
+    connected     the handshake is done
+    """
+
+    def __init__(self) -> None:
+        self.outlook: Outlook = "unreachable"
+        self._connected_at: float | None = None  # of a handshake under way
+
+    def take(self, event: int, now: float) -> None:
+        """Record an event of the socket's monitor."""
+        if event == zmq.EVENT_CONNECTED:
+            self._connected_at = now
+            return
+        begun, self._connected_at = self._connected_at, None
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.outlook = "connected"
+        elif event & _REFUSALS:
+            self.outlook = "refused"
+        elif event == zmq.EVENT_CLOSED or self.outlook == "connected":
+            self.outlook = "unreachable"
+        elif begun is not None:
+            self.outlook = "too slow" if now - begun > 0.9 * HANDSHAKE_MS / 1000 else "refused"
+
+
 class Link:
     """The connection to the router; used by one thread. `socket` may be polled together with others. It is replaced
     when the router's key is replaced.
@@ -82,8 +120,9 @@ class Link:
         self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch), keys
         self._router_key = router_key(keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._approach = Approach()
         try:
-            self.socket = self._connect()
+            self.socket, self._monitor = self._connect()
         except BaseException:
             self._context.term()
             raise
@@ -102,8 +141,9 @@ class Link:
         out."""
         if self._router_key is not None and self._router_key.is_replaced():
             logger.warning("the router has another key now: connecting anew")
-            self.socket.close()
-            self.socket = self._connect()
+            self._close_sockets()
+            self.socket, self._monitor = self._connect()
+        self._watch()
         messages: list[ToNode] = []
         for _ in range(limit):
             try:
@@ -130,8 +170,32 @@ class Link:
 
     def close(self) -> None:
         """Close the connection; queued messages are lost. May be called twice."""
-        self.socket.close()
+        self._close_sockets()
         self._context.term()
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        return connect_dealer(self._context, self._address, self._identity, self._keys, max_frame=HUB_FRAME_BYTES)
+    @property
+    def outlook(self) -> Outlook:
+        """How far the last attempt to connect had come at the last `receive`."""
+        return self._approach.outlook
+
+    def _watch(self) -> None:
+        try:
+            for _ in range(DRAIN_LIMIT):
+                self._approach.take(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"], time.monotonic())
+        except zmq.Again:
+            pass
+
+    def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Return the socket and its monitor."""
+        socket = connect_dealer(self._context, self._address, self._identity, self._keys, max_frame=HUB_FRAME_BYTES)
+        try:
+            return socket, open_monitor(socket, _EVENTS)
+        except BaseException:
+            socket.close()
+            raise
+
+    def _close_sockets(self) -> None:
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close()

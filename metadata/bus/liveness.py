@@ -29,9 +29,12 @@ from .sockets import HEARTBEAT_SUFFIX, open_monitor, routing_id, send_frames
 
 HEARTBEAT_INTERVAL_S = 0.2
 PEER_SILENCE_S = 1.5
+MAX_SILENCE_S = 6.0  # a node whose heartbeats come late is dead after so long at the latest
+MEAN_GAPS = 4.0  # a node is dead after so many mean gaps between its heartbeats, and not before PEER_SILENCE_S
+_NEW_SHARE = 0.1  # of the last gap in the mean
 
 _MAX_FRAME_BYTES = 1024  # nobody writes to a heartbeat socket
-_MAX_CHECK_GAP_S = 0.5
+_MAX_CHECK_GAP_S = 0.3  # the router checks four times per second
 
 
 class _Phase(NamedTuple):
@@ -82,7 +85,8 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="baton-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread. The time before, in which the node loaded and compiled, is no part of a phase."""
+        self._phase = self._phase._replace(since=time.monotonic())
         self._thread.start()
 
     def enter(self, phase: str, limit_s: float) -> None:
@@ -169,10 +173,14 @@ class Change(Generic[_K]):
 class _Peer:
     heard_at: float
     state: PeerState
+    gap_s: float = HEARTBEAT_INTERVAL_S  # between heartbeats, the mean of the last few
 
 
 class PeerLiveness(Generic[_K]):
     """The router's view of its nodes: alive, stuck (a phase took longer than its own limit) or dead (silent).
+
+    On a starved machine heartbeats come late. So a node whose last heartbeats were far apart may be silent for longer.
+    A node that starts is not stuck, however long that takes.
 
     The router calls `check` a few times per second. If the router itself was held up, its nodes get that time on top,
     because their heartbeats lie unread in its socket.
@@ -198,8 +206,10 @@ class PeerLiveness(Generic[_K]):
         entry = self._peers.get(peer)
         if entry is None:
             return None
-        entry.heard_at = self._clock()
-        if heartbeat.phase_age_s <= heartbeat.phase_limit_s:
+        now = self._clock()
+        entry.gap_s += _NEW_SHARE * (now - entry.heard_at - entry.gap_s)
+        entry.heard_at = now
+        if heartbeat.step == 0 or heartbeat.phase_age_s <= heartbeat.phase_limit_s:
             return self._change(peer, entry, "alive", f"in {heartbeat.phase!r}, step {heartbeat.step}")
         reason = (
             f"in {heartbeat.phase!r} for {heartbeat.phase_age_s:.1f} s, over its limit of {heartbeat.phase_limit_s:g} s"
@@ -212,10 +222,9 @@ class PeerLiveness(Generic[_K]):
         gap_s, self._checked_at = now - self._checked_at, now
         changes: list[Change[_K]] = []
         for peer, entry in self._peers.items():
-            if gap_s > _MAX_CHECK_GAP_S:
-                entry.heard_at = min(entry.heard_at + gap_s, now)
+            entry.heard_at = min(entry.heard_at + max(0.0, gap_s - _MAX_CHECK_GAP_S), now)
             silence_s = now - entry.heard_at
-            if silence_s > self._silence_s:
+            if silence_s > max(self._silence_s, min(MEAN_GAPS * entry.gap_s, MAX_SILENCE_S)):
                 change = self._change(peer, entry, "dead", f"silent for {silence_s:.1f} s")
                 changes += [change] if change else []
         return changes

@@ -20,20 +20,22 @@ from typing import Protocol
 import zmq
 
 from ..errors import Refused
-from ..wire.membership import Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
+from ..wire.membership import IDLE, Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load, NodeStats, PoolLedger
 from ..wire.request import Unit
 from .curve import KeyPair
-from .link import Link
+from .link import Link, Outlook
 from .liveness import HeartbeatThread
 from .session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession, RouterWork
+from .sockets import HANDSHAKE_MS
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
 IDLE_LIMIT_S = 10.0
-UNWELCOME_LOG_S = 5.0  # how often a node without a router logs that
+UNWELCOME_LOG_S = 15.0  # after which a node without a router logs that; then after twice as long, and so on
+MAX_UNWELCOME_LOG_S = 240.0  # between two such lines at most
 REPORT_INTERVAL_S = 0.1
 _LINGER_MS = 500  # how long the last message of a leaving node may take
 
@@ -116,7 +118,7 @@ class Membership:
         self._num_welcomes = 0
         self._router_address = router_address
         self._node_id, self._keys = hello.node_id, keys
-        self._unwelcome_at = time.monotonic()
+        self._unwelcome_at, self._unwelcome_log_s = time.monotonic(), UNWELCOME_LOG_S
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
         self._reported_at = 0.0
@@ -189,7 +191,7 @@ class Membership:
 
     def wait(self) -> None:
         """Sleep until a message, a signal or the node's deadline."""
-        self.enter("idle", IDLE_LIMIT_S)
+        self.enter(IDLE, IDLE_LIMIT_S)
         poller = zmq.Poller()
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         for zmq_socket in (self._link.socket, *self.member.handoff.sockets()):
@@ -234,16 +236,21 @@ class Membership:
     def _complain_without_router(self) -> None:
         now = time.monotonic()
         if self._session.is_joined:
+            self._unwelcome_at, self._unwelcome_log_s = now, UNWELCOME_LOG_S
+        elif now - self._unwelcome_at >= self._unwelcome_log_s:
             self._unwelcome_at = now
-        elif now - self._unwelcome_at >= UNWELCOME_LOG_S:
-            self._unwelcome_at = now
-            doubt = "with the same --keys"
-            if self._keys is not None and self._keys.allow_list is not None:
-                line = f"{self._node_id} {self._keys.public.decode()}"
-                doubt = f"with the key that {self._keys.allow_list.path} says, and does its --allow-list say `{line}`"
-            logger.warning(
-                "no router has welcomed this node at %s: does one run there, %s?", self._router_address, doubt
-            )
+            self._unwelcome_log_s = min(2 * self._unwelcome_log_s, MAX_UNWELCOME_LOG_S)
+            where, why = self._router_address, _why_unwelcome(self._link.outlook, self._key_advice())
+            logger.warning("no router has welcomed this node at %s: %s", where, why)
+
+    def _key_advice(self) -> str:
+        """Return what to look at if the router refuses this node's key."""
+        if self._keys is None:
+            return "does the router there run with --keys? Then this node needs the same file"
+        if self._keys.allow_list is None:
+            return "does the router there have the same --keys?"
+        line = f"{self._node_id} {self._keys.public.decode()}"
+        return f"has the router the key that {self._keys.allow_list.path} says, and does its --allow-list say `{line}`?"
 
     def _report_ledger(self, query: int) -> None:
         member = self.member
@@ -257,3 +264,19 @@ class Membership:
                 stats=member.stats(),
             )
         )
+
+
+def _why_unwelcome(outlook: Outlook, key_advice: str) -> str:
+    """Return why a router has not welcomed a node, as far as the node can tell, and what to look at."""
+    match outlook:
+        case "unreachable":
+            return "nothing answers there. Does a router run, is --router right, and does the network let it through?"
+        case "refused":
+            return f"something answers there and ends the handshake; {key_advice}"
+        case "too slow":
+            return (
+                f"something answers there, but the handshake was not done within {HANDSHAKE_MS / 1000:g} s: is it a "
+                "router, and is the network very slow, or does it lose packets?"
+            )
+        case "connected":
+            return "the connection stands, but no answer to this node's Hello has come; the router's log may say why"

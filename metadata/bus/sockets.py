@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DRAIN_LIMIT = 256  # messages read from a socket before other work gets its turn
 QUEUE_LEN = 8192  # messages queued per peer and direction
-HANDSHAKE_MS = 1000
+HANDSHAKE_MS = 10_000  # greeting and keys take four round trips, each of which may take two seconds
 ZMTP_HEARTBEAT_MS = 1000  # closes connections whose other end vanished; says nothing about the process
 ZMTP_SILENCE_MS = 4000
 HEARTBEAT_SUFFIX = b":beat"  # the end of the routing id of a node's heartbeat socket

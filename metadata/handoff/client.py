@@ -41,7 +41,8 @@ from .transports.ranks import RanksTransport
 logger = logging.getLogger(__name__)
 
 MAX_PULLS = 3  # pulls of one page with a wrong checksum, before the transfer fails
-MAX_ASKED = 3  # repeated claims for offers that do not arrive
+MAX_ASKED = 3  # repeated claims for offers that do not arrive, if the peer says other things meanwhile
+MAX_ASKED_SILENT = 40  # likewise if it says nothing, as in a long step
 
 
 class HandoffClient:
@@ -94,13 +95,17 @@ class HandoffClient:
 
     def ask_offers(self, unit: Unit) -> bool:
         """Claim the unit again, so that the prefill node repeats its offers, if offers or the row are missing. Return
-        False if this has been done MAX_ASKED times without success, or if the unit is not claimed."""
+        False if this has been done MAX_ASKED times without success, or if the unit is not claimed. A claim counts only
+        if the peer has sent something since: a peer in a long step has not read it yet."""
         transfer = self._transfers.get(unit)
         if transfer is None or transfer.is_offered:
             return transfer is not None
+        link = self._links.by_epoch[transfer.epoch]
         transfer.num_asked += 1
-        self._links.by_epoch[transfer.epoch].send(Claim(unit=unit, num_cached_pages=transfer.num_cached_pages))
-        return transfer.num_asked <= MAX_ASKED
+        transfer.num_passed_over += transfer.asked_at is not None and link.last_message > transfer.asked_at
+        transfer.asked_at = self.end.clock()
+        link.send(Claim(unit=unit, num_cached_pages=transfer.num_cached_pages))
+        return transfer.num_passed_over < MAX_ASKED and transfer.num_asked <= MAX_ASKED_SILENT
 
     def poll(self) -> list[Event]:
         """Receive, copy, check and renew, bounded. Return what happened."""

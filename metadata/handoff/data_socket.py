@@ -6,13 +6,15 @@ import zmq
 
 from ..bus.addresses import any_port_of, parse_address, require_keys
 from ..bus.curve import KeyPair, secure_client, secure_server
-from ..bus.sockets import configure_socket, connect_socket
+from ..bus.sockets import ZMTP_SILENCE_MS, configure_socket, connect_socket
 from ..errors import ConfigError
 from ..wire.node_info import Peer
 
-# ZeroMQ's own heartbeat. It notices a stopped process or a lost host, but not a main loop that hangs.
+# A cut network shows as bytes that the other host's kernel does not acknowledge. That is found soon, however slowly
+# pages travel. ZeroMQ's own heartbeat notices a stopped process, but not a main loop that hangs. It waits behind pages
+# on their way, so it is given time.
+_UNACKNOWLEDGED_MS = 1500
 _ZMTP_HEARTBEAT_MS = 200
-_ZMTP_SILENCE_MS = 1000
 _CONTROL_FRAME_BYTES = 8 << 20
 
 
@@ -61,4 +63,5 @@ def connect_data_socket(socket: zmq.Socket[bytes], peer: Peer, keys: KeyPair | N
 def _configure(socket: zmq.Socket[bytes], address: str, max_frame: int) -> None:
     configure_socket(socket, address, max_frame=max_frame)
     socket.set(zmq.HEARTBEAT_IVL, _ZMTP_HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, _ZMTP_SILENCE_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, ZMTP_SILENCE_MS)
+    socket.set(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)

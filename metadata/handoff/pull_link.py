@@ -3,6 +3,11 @@ transport.
 
 A link is opened once and never repaired. A lost connection, a refusal, or a peer with another identity ends it. The
 client opens a new link when it has something to claim.
+
+The peer answers in the loop that computes, so a connected peer is silent during a long step. That is no fault: ZeroMQ's
+heartbeat shows that the process runs and can be reached, and the router ends a loop that hangs, by the node's own
+heartbeat. If answers stay away, the link says hello again. The peer reads messages in their order, so the welcome that
+comes back proves that it has read the earlier ones: what it has not answered by then was lost.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ from .transports.registry import transport_named
 logger = logging.getLogger(__name__)
 
 FRAME_SLACK_BYTES = 1 << 20
-ANSWER_S = 5.0  # how long a connected peer may owe an answer; its loop may be in a long step
+ANSWER_S = 5.0  # how long a peer that is not connected may owe an answer; a connected one is asked whether it runs then
+BUSY_FACTOR = 15  # of ANSWER_S: how long a connected peer may owe one. Longer than a step may take
+MAX_PASSED_OVER = 3  # hellos that a rank answers before pages. It may not know yet who may pull them
 HELLO_S = 0.5  # an unanswered hello is repeated, well within the lease of the tickets that wait for their claim
 _LOSSES = {
     zmq.EVENT_DISCONNECTED: "the connection was closed",
@@ -45,11 +52,12 @@ _LOSSES = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed (protocol)",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the handshake failed (keys)",
 }
+_CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 class PullLink:
     """An open link of our `end`. `lost` says why it is over; None while it lives. `transport` is None until the
-    welcome. `answer_s` is how long the peer may owe an answer. A link for tickets has the `team` of this node's ranks.
+    welcome. `answer_s` is ANSWER_S, or another bound for tests. A link for tickets has the `team` of this node's ranks.
     The link of a rank is for a `part` of each page alone."""
 
     def __init__(
@@ -71,7 +79,11 @@ class PullLink:
         self.is_refused = False
         self.num_pages = 0  # in the peer's pool
         self.lease_s = 1.0  # told by the welcome
-        self.last_heard = self._last_renewed = self._greeted_at = end.clock()
+        self.last_heard = self.last_message = self._last_renewed = self._greeted_at = end.clock()
+        self._is_connected = False
+        self._has_asked = False  # hello was said again because answers stay away
+        self._num_passed_over = 0  # such hellos that were answered while earlier messages were not
+        self._most_passed_over = 1 if part is None else MAX_PASSED_OVER
         self._hello = msgspec.structs.replace(hello, protocol=self.protocol)
         self._end = PullEnd(tuple(end.memory), self.send, end.device, inbox, part, team, self.protocol)
         self._clock, self._allow_list, self._answer_s = end.clock, end.allow_list, answer_s
@@ -108,7 +120,7 @@ class PullLink:
         """If claims use this link and wait for its welcome, say hello again. If the peer owes no answer, its time to
         answer starts anew."""
         if not (is_used and self.is_waiting):
-            self.last_heard = now
+            self.last_heard, self._has_asked, self._num_passed_over = now, False, 0
         if is_used:
             self.greet_again(now)
 
@@ -139,9 +151,10 @@ class PullLink:
         message = decode_frame(to_decode_decoder, frames[0].bytes if len(frames[0]) <= DATA_FRAME_BYTES else b"")
         if len(frames) != (2 if isinstance(message, Pages) else 1):
             raise ProtocolError(f"{type(message).__name__} with {len(frames)} frames")
+        self.last_message = self._clock()
         answer = LinkWelcome if self.transport is None else Pages
         if isinstance(message, answer) or not self.is_waiting:  # only the awaited answer counts as one
-            self.last_heard = self._clock()
+            self.last_heard, self._has_asked, self._num_passed_over = self.last_message, False, 0
         return message, frames[1].buffer if len(frames) == 2 else None
 
     def drain(self, handle: Callable[[ToDecode, memoryview | None], None], dropped: DroppedFrames) -> bool:
@@ -167,6 +180,7 @@ class PullLink:
         """Open the transport that the welcome names. If the peer's memory cannot be mapped, say hello again without
         that transport. Raises StaleMessage if the same welcome came before, because hello was repeated."""
         if message == self._welcomed:
+            self._pass_over()
             raise StaleMessage("this welcome came before")
         self._welcomed = message
         if (message.node_id, message.epoch) != (self.peer.node_id, self.peer.epoch):
@@ -179,10 +193,14 @@ class PullLink:
             self._start(message)
 
     def check(self, now: float) -> None:
-        """Lose the link if its connection was closed, or if an answer is overdue."""
+        """Lose the link if its connection was closed, or if an answer is overdue. If the peer is connected and late,
+        ask whether it runs."""
         self.check_connection()
-        if now - self.last_heard > self._answer_s:
-            self.lose(f"it has not answered for {self._answer_s:g} s")
+        silent_s = now - self.last_heard
+        if silent_s > (BUSY_FACTOR if self._is_connected else 1) * self._answer_s:
+            self.lose(self._silence_words(silent_s))
+        elif silent_s > self._answer_s and self.transport is not None and not self._has_asked:
+            self._ask()
 
     def check_connection(self) -> None:
         """Lose the link if the connection was closed, or if the address cannot be reached."""
@@ -191,9 +209,10 @@ class PullLink:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            is_suspect = self._allow_list is not None and self.transport is None
-            doubt = " before its welcome: does its --allow-list know this node?" if is_suspect else ""
-            self.lose(_LOSSES[zmq.Event(event["event"])] + doubt)
+            if event["event"] == _CONNECTED:
+                self._is_connected, self.last_heard = True, max(self.last_heard, self._clock())
+                continue
+            self.lose(_LOSSES[zmq.Event(event["event"])] + self._doubt())
 
     def check_key(self) -> None:
         """Lose the link if the allow-list names another key of the peer now, or none."""
@@ -221,13 +240,47 @@ class PullLink:
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
 
+    def _ask(self) -> None:
+        self._has_asked = True
+        self.send(self._hello)
+
+    def _pass_over(self) -> None:
+        """The peer has answered a hello that was said again. If it owed an answer to earlier messages, they or their
+        answers were lost, so the link is lost."""
+        if not self._has_asked:
+            return
+        self._num_passed_over += 1
+        if self._num_passed_over >= self._most_passed_over:
+            silent_s = self._clock() - self.last_heard
+            self.lose(f"it answers small messages, but pages asked for {silent_s:.1f} s ago have not come")
+        else:
+            self._ask()
+
+    def _silence_words(self, silent_s: float) -> str:
+        """Return why a link is lost whose peer has been silent for so long."""
+        if not self._is_connected:
+            return f"it has not answered for {self._answer_s:g} s: no connection came about"
+        owed = "this node's hello" if self.transport is None else "a request for pages"
+        return f"it is connected and has not answered {owed} for {silent_s:.0f} s"
+
+    def _doubt(self) -> str:
+        """Return what else to look at when the connection is lost, with a colon before it; "" if there is nothing."""
+        if self.transport is None:
+            return " before its welcome: does its --allow-list know this node?" if self._allow_list is not None else ""
+        if self.transport.is_waiting:
+            return (
+                " while page data was on its way, after small messages had passed: does the network between the hosts "
+                "drop large packets (MTU), or is it cut?"
+            )
+        return ""
+
     def _open(self, peer: Peer, end: Endpoint) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes], bytes]:
         """Return the connected socket, its monitor, and the server's public key. Raises TransferError."""
         opened = ExitStack()
         try:
             socket = end.context.socket(zmq.DEALER)
             opened.callback(socket.close, linger=0)
-            monitor = open_monitor(socket, sum(_LOSSES))
+            monitor = open_monitor(socket, sum(_LOSSES) | _CONNECTED)
             opened.callback(monitor.close, linger=0)
             opened.callback(socket.disable_monitor)
             return socket, monitor, connect_data_socket(socket, peer, end.keys, max_frame=self._max_frame())

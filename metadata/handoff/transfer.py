@@ -64,6 +64,8 @@ class Transfer:
     pages: tuple[int, ...]
     row: bytes | None = None
     num_asked: int = 0  # how often missing offers were asked for
+    num_passed_over: int = 0  # how often the peer sent something after that, but not all that is missing
+    asked_at: float | None = None
     moving_s: float = 0.0  # seconds with at least one page on its way
     _moves: dict[int, Move] = field(default_factory=dict[int, Move])  # offered, not arrived yet
     _offered: set[int] = field(default_factory=set[int])

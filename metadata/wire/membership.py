@@ -47,6 +47,9 @@ class TokenizerFile(Message, frozen=True, tag="tokenizer"):
     data: Annotated[bytes, Meta(max_length=HUB_FRAME_BYTES)]
 
 
+IDLE = "idle"  # the phase of a main loop that waits for messages
+
+
 class Heartbeat(Message, frozen=True, tag="beat"):
     """Sign of life from the node's heartbeat thread: the main loop's step, its phase, and how long that has lasted."""
 

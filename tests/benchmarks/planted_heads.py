@@ -103,7 +103,8 @@ class Heads:
         """Raises ModelError if the heads are too narrow."""
         self.config, self.text, self.dims, self.scale = config, text, dims, scale
         self.num_heads = config.num_kv_heads
-        self.positions = Positions(config, text, config.head_dim)
+        self.rotary_dim = config.rotary_dim or config.head_dim
+        self.positions = Positions(config, text, self.rotary_dim)
         self._check()
 
     def plant(self, projection: str, weight: Tensor, places: Sequence[Place]) -> None:
@@ -169,11 +170,17 @@ class Heads:
         return weight
 
     def _pairs(self, read: Read) -> list[int]:
-        half = self.config.head_dim // 2
-        return list(range(half - self.text.key_bits, half) if read.offset is None else range(self.positions.num_fast))
+        """Return the first dimensions of the rotary pairs of a read by position, or the dimensions of one by content:
+        those of slow pairs, or some that are not rotated."""
+        if read.offset is not None:
+            return list(range(self.positions.num_fast))
+        end = self.rotary_dim // 2
+        if self.rotary_dim < self.config.head_dim:
+            end = self.rotary_dim + self.text.key_bits
+        return list(range(end - self.text.key_bits, end))
 
     def _second(self, pairs: Sequence[int]) -> list[int]:
-        return [pair + self.config.head_dim // 2 for pair in pairs]
+        return [pair + self.rotary_dim // 2 for pair in pairs]
 
     def _gain(self, read: Read) -> tuple[Tensor, Tensor]:
         """Return the weights of q and k, each [head_dim]."""
@@ -188,11 +195,20 @@ class Heads:
         return q, k
 
     def _check(self) -> None:
-        positions, half, key_bits = self.positions, self.config.head_dim // 2, self.text.key_bits
-        if half < key_bits + positions.num_fast or positions.num_fast == 0:
-            raise ModelError(f"head_dim {2 * half} has not the {key_bits} + {positions.num_fast} pairs that reads need")
-        turned = 1 - torch.cos(positions.frequencies[half - key_bits :] * positions.context_len)
-        loss = float((turned * 2.0 ** torch.arange(key_bits)).max())
+        positions, half, key_bits = self.positions, self.rotary_dim // 2, self.text.key_bits
+        num_plain = self.config.head_dim - self.rotary_dim
+        if half < positions.num_fast + (0 if num_plain else key_bits) or positions.num_fast == 0:
+            needed = f"{key_bits} + {positions.num_fast} pairs that reads need"
+            raise ModelError(f"head_dim {self.config.head_dim}, {2 * half} of it rotated, has not the {needed}")
+        if 0 < num_plain < key_bits:
+            raise ModelError(
+                f"head_dim {self.config.head_dim} has {num_plain} numbers that are not rotated; plant with none, or "
+                f"with the {key_bits} that reads need"
+            )
+        turned = (
+            torch.zeros(1) if num_plain else 1 - torch.cos(positions.frequencies[-key_bits:] * positions.context_len)
+        )
+        loss = float((turned * 2.0 ** torch.arange(len(turned))).max())
         if loss > _SLOW or positions.slope < _SLOW:
             raise ModelError(
                 f"head_dim {2 * half} at rope_theta {self.config.rope.theta:g} cannot tell tokens and positions over"

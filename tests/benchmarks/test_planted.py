@@ -153,6 +153,9 @@ def test_a_model_that_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError, match=words):
             write_planted(tmp_path, small("deepseek-v2-lite", **changes))
+    for share, words in ((0.25, "head_dim 64 or more"), (0.954, "has 6 numbers that are not rotated")):
+        with pytest.raises(ModelError, match=words):
+            write_planted(tmp_path, small("glm-4.5-air", partial_rotary_factor=share))
     config = tensor_files.write_config(tmp_path, small(rope_theta=10000.0, rope_scaling=None))
     with pytest.raises(ModelError, match="rope_theta 10000 cannot"):
         PlantedModel(config)
@@ -161,7 +164,7 @@ def test_a_model_that_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
 # --- the whole engine ---
 
 
-@pytest.mark.parametrize("architecture", ["qwen3-30b-a3b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("architecture", ["qwen3-30b-a3b", "deepseek-v2-lite", "glm-4.5-air"])
 def test_weights_may_be_made_where_they_are_loaded(architecture: str, tmp_path: Path) -> None:
     """A mixture of experts without files: its routers send tokens anywhere, and its experts write beside the text."""
     config = tensor_files.write_config(tmp_path, small(architecture) | PLANTED)

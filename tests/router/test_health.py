@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.node_info import Capacity
+from baton.metadata.wire.membership import IDLE, Heartbeat
+from baton.metadata.wire.node_info import Capacity, Load, NodeStats
 from baton.metadata.wire.request import TokenLogprobs
 from baton.router import ballot
 from baton.router.health import (
     FULL_RETRY_S,
+    MAX_TIMEOUT_S,
     RETRY_S,
     TIMEOUT_S,
     Effect,
@@ -288,7 +290,7 @@ def test_pairs_that_serve_requests_need_no_canary(world: World) -> None:
 def test_a_failed_transfer_takes_a_pair_out_until_a_canary_passes(world: World) -> None:
     world.join("p0", "d0")
     world.mute = {"p0"}
-    world.health.doubt(world.nodes["p0"], world.nodes["d0"], "decode node d0: checksum of page 3 differs")
+    world.health.doubt(world.nodes["p0"], world.nodes["d0"], "decode node d0: checksum of page 3 differs", world.now)
     assert world.state("p0", "d0") == "pair p0 -> d0: decode node d0: checksum of page 3 differs"
     assert not world.is_usable("p0", "d0") and "checksum of page 3" in world.health.reason
     world.look()  # at once
@@ -302,7 +304,7 @@ def test_another_failure_of_a_request_brings_a_canary_while_the_pair_serves(worl
     world.look(RETRY_S)
     before = len(world.starts("p0", "d0"))
     world.mute = {"p0"}
-    world.health.doubt(world.nodes["p0"], world.nodes["d0"], None)
+    world.health.doubt(world.nodes["p0"], world.nodes["d0"], None, world.now)
     world.look()
     assert len(world.starts("p0", "d0")) == before + 1 and world.is_usable("p0", "d0")
     world.answer_all()
@@ -337,6 +339,46 @@ def test_a_canary_without_an_answer_is_given_up(world: World) -> None:
     (late,) = world.started[:1]
     world.take(world.health.answered(late.request, world.now))  # changes nothing
     assert world.states() == {"p0 d0": "ready"}
+
+
+def beat(world: World, name: str, phase: str, age_s: float) -> None:
+    world.nodes[name].heard(Heartbeat(7, phase, age_s, 60.0, Load(9, 0, 0), NodeStats()), world.now)
+
+
+def test_a_canary_waits_as_long_as_its_nodes_compute_for_others(world: World) -> None:
+    """A long prompt is before it. Time of the pair's steps does not count, up to a limit."""
+    world.mute = {"p0"}
+    world.join("p0", "d0")
+    world.look(TIMEOUT_S - 1)
+    beat(world, "p0", "prefill", 8.0)
+    world.look(2 * TIMEOUT_S)
+    assert not world.given_up and world.state("p0", "d0") == "untried"
+    beat(world, "p0", IDLE, 0.1)
+    world.look(2.0)
+    assert world.given_up[0].reason == "no answer within 30 s"
+    beat(world, "p0", "prefill", 0.1)
+    world.look(MAX_TIMEOUT_S + RETRY_S + 0.5)
+    assert [each.reason for each in world.given_up[1:]] == ["no answer within 300 s"]
+
+
+def test_transfers_that_fail_in_a_row_bring_canaries_later_and_later(world: World) -> None:
+    """A canary passes each time, because its pages are few. The time is that until the next one."""
+    world.join("p0", "d0")
+    waits: list[float] = []
+    for _ in range(4):
+        assert world.health.hands_over(world.nodes["p0"].group)
+        num_started, begun = len(world.started), world.now
+        world.health.doubt(world.nodes["p0"], world.nodes["d0"], "no page came", world.now)
+        assert not world.health.hands_over(world.nodes["p0"].group)
+        while len(world.started) == num_started:
+            world.look(0.25)
+        waits.append(world.now - begun)
+        assert world.state("p0", "d0") == "ready"
+    assert waits == pytest.approx([0.25, 2.0, 4.0, 8.0], abs=0.26)
+    world.health.worked(world.nodes["p0"], world.nodes["d0"], world.now)
+    world.health.doubt(world.nodes["p0"], world.nodes["d0"], "no page came", world.now)
+    world.look(0.25)
+    assert world.state("p0", "d0") == "ready"
 
 
 def test_nodes_without_room_are_not_at_fault_and_are_asked_again(world: World) -> None:
@@ -533,7 +575,7 @@ def test_a_group_that_was_forgotten_begins_a_new_vote(world: World) -> None:
     world.join("p0", "d0")
     group = world.nodes["d0"].group
     world.mute = {"p0"}
-    world.health.doubt(world.nodes["p0"], world.nodes["d0"], "a transfer failed")
+    world.health.doubt(world.nodes["p0"], world.nodes["d0"], "a transfer failed", world.now)
     world.look()
     (canary,) = world.unanswered
     world.health.forget_group(group)
@@ -566,7 +608,8 @@ def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer,
             case "doubt" if world.nodes:
                 p, d = (min((n for n in world.nodes if n[0] == role), default=None) for role in "pd")
                 if p and d:
-                    world.health.doubt(world.nodes[p], world.nodes[d], data.draw(st.sampled_from([None, "torn"])))
+                    failure = data.draw(st.sampled_from([None, "torn"]))
+                    world.health.doubt(world.nodes[p], world.nodes[d], failure, world.now)
             case "answer":
                 world.answer_all()
             case _:

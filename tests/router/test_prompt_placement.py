@@ -58,6 +58,13 @@ def test_the_place_of_a_prompt_and_its_reason(
     assert found[:2] == place and bool(found.words) == (found.reason != "never")
 
 
+@pytest.mark.parametrize("mode", ["never", "auto", "always"])
+def test_without_a_working_handoff_decode_nodes_compute(mode: Any) -> None:
+    found = place_prompt(GroupFacts(mode, decodes_compute=True, lacks_handoff=True))
+    assert found is not None and found[:2] == ("local", "no ready pair")
+    assert place_prompt(GroupFacts(mode, lacks_handoff=True))[:2] == ("remote", "no able decode node")
+
+
 # --- the comparison of nodes ---
 
 LENGTHS = st.integers(0, 20_000)
@@ -256,6 +263,31 @@ def test_without_a_prefill_node_a_decode_node_computes_the_prompt() -> None:
         world.tokens("d0", asked, 1, IDS[1:3], choice=choice, reason="length")
     assert client.num_done == 1 and client.ids == {0: IDS[:3], 1: IDS[:3]}
     world.check_books()
+
+
+def test_requests_go_on_locally_while_no_pair_hands_pages_over() -> None:
+    """As between hosts whose network drops large packets. When a pair hands over again, it gets the prompts again."""
+    world = World("p0", "d0")
+    health: Any = world.dispatcher.health
+    health.is_usable_alone = lambda _: True
+    client = world.submit(max_tokens=4)
+    world.grant()
+    asked = world.got("d0", m.Reserve)[-1]
+    world.tokens("p0", asked, 0, IDS[:1])
+    health.is_usable, health.hands_over = lambda *_: False, lambda _: False
+    unit = Unit(asked.rid, 0, asked.attempt)
+    world.say("d0", m.Failed(unit=unit, code="transfer_error", message="no page came", retryable=True))
+    assert not world.got("d0", m.Compute)
+    world.wait(LOST_S + 0.5)
+    local = grant_local(world)
+    assert local.attempt == 1 and unpack_ids(local.request.received_ids) == IDS[:1]
+    world.tokens("d0", local, 1, IDS[1:4], reason="length")
+    assert client.num_done == 1 and client.ids == {0: IDS[:4]} and not client.errors
+    world.check_books()
+    health.is_usable, health.hands_over = lambda *_: True, lambda _: True
+    world.wait(0.5)
+    world.running(world.submit(max_tokens=2))
+    assert len(world.got("d0", m.Compute)) == 1 and len(world.got("p0", m.Prefill)) == 2
 
 
 def test_the_trace_of_a_local_prompt_has_its_time_and_its_reason() -> None:

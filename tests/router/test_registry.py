@@ -18,19 +18,22 @@ import xxhash
 import zmq
 
 from baton.metadata.bus.link import Link
+from baton.metadata.bus.session import Joined, RouterSession
 from baton.metadata.errors import ProtocolError
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.frames import encode
+from baton.metadata.wire.membership import TokenizerFile
 from baton.metadata.wire.node_info import NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended
 from baton.router import registry
 from baton.router.node import NodeGroup
-from baton.router.registry import MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
+from baton.router.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
 
 from .conftest import System
 from .fake_nodes import FakeNode, make_layout
-from .hellos import BEAT, ClockedRegistry
+from .hellos import BEAT, ClockedRegistry, make_hello
+from .sites import make_group
 from .test_runner import is_canary, own, wait_until
 
 Make = Callable[..., System]
@@ -171,6 +174,9 @@ def test_a_node_is_addressed_in_the_highest_protocol_that_both_know(
 def test_a_node_that_says_hello_anew_is_lost_before_it_is_asked_for_a_newer_hello(clocked: ClockedRegistry) -> None:
     peer = clocked.hello()
     clocked.hello(protocol=PROTOCOL_MIN)
+    assert clocked.answers(peer) == [m.Welcome] and not clocked.lost, "it was said before the Welcome came"
+    clocked.after(CROSSING_S + 0.1, peer)
+    clocked.hello(protocol=PROTOCOL_MIN)
     assert clocked.answers(peer) == [m.Welcome, m.HelloAgain] and not clocked.registry.nodes
     assert [reason for _, reason in clocked.lost] == ["it introduced itself anew"]
 
@@ -212,6 +218,7 @@ def test_a_tokenizer_that_no_group_needs_is_forgotten(clocked: ClockedRegistry, 
         clocked.join(tokenizer=digest), m.TokenizerFile(digest, zlib.compress(tokenizer_file))
     )
     for number in range(MAX_EMPTY_GROUPS + 2):
+        clocked.now += CROSSING_S
         clocked.hello(model=f"model-{number}")
     clocked.registry.trim(lambda group: False)
     assert asks_for_tokenizer(clocked, clocked.hello("later", "d1", tokenizer=digest))
@@ -250,6 +257,7 @@ def test_groups_without_nodes_are_forgotten_but_for_a_few(clocked: ClockedRegist
     """A node joins under ever new model names. Requests wait in one of the groups."""
     registry = clocked.registry
     for number in range(50):
+        clocked.now += CROSSING_S
         clocked.hello(model=f"model-{number}")
     first = next(iter(registry.groups.values()))
     forgotten = registry.trim(lambda group: group is first)
@@ -480,3 +488,45 @@ def test_requests_are_served_after_their_node_was_wrongly_declared_dead(
         )
         assert [future.result()[0] for future in futures] == [200] * 3
     system.router.wait_idle()
+
+
+@pytest.mark.parametrize("delay_s", [0.001, 0.3, 1.0])
+def test_a_node_far_away_joins_once_and_stays(delay_s: float) -> None:
+    """Messages take `delay_s` each way. Heartbeats of the node reach the router before it knows the node, and the
+    router's requests for a Hello reach the node after it has said it."""
+    site, under_way = ClockedRegistry(), list[tuple[float, bool, Any]]()
+    peer = b"d0:e"
+    hello = make_hello(epoch="e", protocol=PROTOCOL_MIN)
+
+    def say(message: Any, _protocol: int = 0) -> bool:
+        under_way.append((site.now + delay_s, True, message))
+        return True
+
+    site.registry._send = lambda _, message, protocol: under_way.append((site.now + delay_s, False, message)) or True  # type: ignore[attr-defined]
+    session = RouterSession(hello, say, lambda: TokenizerFile("a" * 16, b""), lambda: site.now)
+    session.start()
+    events: list[Any] = []
+    for step in range(200):
+        site.now += 0.1
+        due = [each for each in under_way if each[0] <= site.now]
+        under_way[:] = [each for each in under_way if each[0] > site.now]
+        for _, is_for_router, message in due:
+            node = site.registry.nodes.get(peer)
+            if not is_for_router:
+                events += session.take([message])
+            elif isinstance(message, m.Hello):
+                site.registry.hello(peer, message, site.now)
+                for group in site.registry.groups.values():
+                    group.tokenizer = make_group().tokenizer
+            elif node is None:
+                site.registry.greet_again(peer)
+            elif isinstance(message, m.Heartbeat):
+                site.registry.beat(node, message, site.now)
+        site.registry.check(site.now)
+        events += session.take([])
+        if step % 2 == 0:
+            say(BEAT)
+        if step % 10 == 0 and peer in site.registry.nodes:
+            site.registry._send(peer, m.RouterHeartbeat(router_epoch="r" * 16), PROTOCOL_MIN)
+    assert [type(event) for event in events] == [Joined], events
+    assert len(site.joined) == 1 and not site.lost

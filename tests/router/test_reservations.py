@@ -12,8 +12,9 @@ import pytest
 
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.wire import messages as m
+from baton.metadata.wire.membership import IDLE, Heartbeat
 from baton.metadata.wire.messages import Compute, Reserve, Reserved
-from baton.metadata.wire.node_info import Load
+from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.request import unpack_ids
 from baton.router import reservations, streams
 from baton.router.node import Node
@@ -105,6 +106,20 @@ def test_the_node_is_asked_again_until_it_answers() -> None:
     site.check_open()
     site.reservations.answered(site.decode, site.reserved(1))
     site.check_over()
+
+
+def test_a_node_in_one_step_since_it_was_asked_is_not_late() -> None:
+    """It has not read the question. After its step it has the usual time."""
+    site, now = Site(), ANSWER_S + 5.0
+    assert [attempt for _, attempt in site.reservations.overdue(now)] == [site.attempt]
+    cases = (("decode", now + 0.2, False), ("decode", now - 3.0, True), (IDLE, now, True), ("decode", 1e3, True))
+    for phase, age_s, is_late in cases:
+        site.decode.heard(beat_of(phase, age_s), now)
+        assert bool(site.reservations.overdue(now)) == is_late, (phase, age_s)
+
+
+def beat_of(phase: str, age_s: float) -> Heartbeat:
+    return Heartbeat(7, phase, age_s, 60.0, Load(free_pages=90, running=1, waiting=0), NodeStats())
 
 
 def test_a_repeat_names_the_choices_that_are_left() -> None:

@@ -22,6 +22,7 @@ _SMALL = {
 
 _SMALL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _SMALL_STACKED = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_SMALL_PARTLY_ROTATED = {"head_dim": 128, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _SMALL_LATENTS = {
     "num_key_value_heads": 8,
     "kv_lora_rank": 64,
@@ -37,7 +38,12 @@ _SMALL_LATENTS = {
 def small(architecture: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
     """Return the config.json of an architecture, made small."""
     of = ARCHITECTURES[architecture]
-    kinds = {"num_experts": _SMALL_EXPERTS, "num_local_experts": _SMALL_STACKED, "kv_lora_rank": _SMALL_LATENTS}
+    kinds = {
+        "num_experts": _SMALL_EXPERTS,
+        "num_local_experts": _SMALL_STACKED,
+        "kv_lora_rank": _SMALL_LATENTS,
+        "partial_rotary_factor": _SMALL_PARTLY_ROTATED,
+    }
     others = next((own for key, own in kinds.items() if key in of), {})
     return with_layers(of | _SMALL, None) | others | fields
 

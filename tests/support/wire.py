@@ -45,7 +45,7 @@ class Sent:
 
 
 class Monitor:
-    """A monitor that reports the end of a connection."""
+    """A monitor that reports the begin and the end of a connection."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -90,6 +90,7 @@ class WireSocket:
             self._lose()
         else:
             self.router.peers[self.holder] = self
+            self._report(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def set(self, option: int, value: Any) -> None: ...
 
@@ -141,4 +142,7 @@ class WireSocket:
 
     def _lose(self) -> None:
         self.router = None
-        self.events.append([struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b""])
+        self._report(zmq.EVENT_DISCONNECTED)
+
+    def _report(self, event: int) -> None:
+        self.events.append([struct.pack("=Hi", event, 0), b""])

@@ -1,4 +1,4 @@
-"""Transport `zmq`, for any two hosts: the decode node pulls pages as ZeroMQ messages of a few MiB.
+"""Transport `zmq`, for any two hosts: the decode node pulls pages as ZeroMQ messages of about 1 MiB.
 
 Each Pull message asks for some pages, and each Pages message answers one. A bounded number of pulls is in flight.
 """
@@ -16,10 +16,12 @@ from ...wire.messages import Pages, Pull
 from ...wire.request import Unit, pack_ids
 from ..memory import PageMemory, unpack_page
 from ..shards import PagePart
-from .base import PULL_BYTES, Landed, Move, PullEnd, Transport
+from .base import Landed, Move, PullEnd, Transport
 
-MESSAGE_BYTES = PULL_BYTES  # a message holds as many pages as fit, and at least one
-MAX_IN_FLIGHT = 4
+# A message holds as many pages as fit, and at least one. Heartbeats wait behind a message, so on a slow network it must
+# not take long.
+MESSAGE_BYTES = 1 << 20
+MAX_IN_FLIGHT = 12
 
 
 class ZmqTransport(Transport):

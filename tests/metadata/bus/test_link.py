@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket as stdlib_socket
 import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
-from baton.metadata.bus.curve import KeyPair
-from baton.metadata.bus.link import Link
+from baton.metadata.bus import link as link_module
+from baton.metadata.bus import sockets
+from baton.metadata.bus.curve import KeyPair, secure_server
+from baton.metadata.bus.link import Approach, Link
 from baton.metadata.bus.sockets import QUEUE_LEN, bound_address
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire.frames import encode, seal
@@ -129,3 +132,69 @@ def test_malformed_addresses_are_refused(address: str) -> None:
 def test_an_address_that_cannot_be_connected_to_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot connect to tcp://\*:5700"):
         Link("tcp://*:5700", "node", "e", KeyPair.generate())
+
+
+KEYS, OTHER_KEYS = KeyPair.generate(), KeyPair.generate()
+
+
+@pytest.mark.parametrize(
+    ("router_keys", "node_keys", "outlook"),
+    [
+        (None, None, "connected"),
+        (KEYS, KEYS, "connected"),
+        (KEYS, OTHER_KEYS, "refused"),
+        (KEYS, None, "refused"),
+        (None, KEYS, "refused"),
+        ("mute", None, "too slow"),
+        ("nobody", KEYS, "unreachable"),
+    ],
+)
+def test_a_node_knows_why_it_is_not_connected(
+    router_keys: KeyPair | str | None, node_keys: KeyPair | None, outlook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys are to blame only if something answers and refuses them."""
+    for module in (sockets, link_module):
+        monkeypatch.setattr(module, "HANDSHAKE_MS", 300 if router_keys == "mute" else 10_000)
+    mute = stdlib_socket.create_server(("127.0.0.1", 0))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    if isinstance(router_keys, KeyPair):
+        secure_server(router, router_keys)
+    if router_keys == "nobody":
+        mute.close()
+        address = "tcp://127.0.0.1:1"
+    elif router_keys == "mute":
+        address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+    else:
+        address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    link = Link(address, "node", "1", node_keys)
+    seen: list[str] = []
+    deadline = time.monotonic() + 5
+    while outlook not in seen[20 * (outlook == "unreachable") :]:
+        link.receive()
+        seen.append(link.outlook)
+        assert time.monotonic() < deadline, seen[-1]
+        time.sleep(0.01)
+    assert set(seen) <= {"unreachable", outlook}
+    link.close()
+    mute.close()
+    router.close(linger=0)
+    context.term()
+
+
+@pytest.mark.parametrize(
+    ("events", "outlook"),
+    [
+        ([(zmq.EVENT_CONNECTED, 0.0), (zmq.EVENT_DISCONNECTED, 0.1)], "refused"),
+        ([(zmq.EVENT_CONNECTED, 0.0), (zmq.EVENT_DISCONNECTED, 10.0)], "too slow"),
+        ([(zmq.EVENT_CONNECTED, 0.0), (zmq.EVENT_HANDSHAKE_SUCCEEDED, 8.0)], "connected"),
+        ([(zmq.EVENT_HANDSHAKE_SUCCEEDED, 8.0), (zmq.EVENT_DISCONNECTED, 9.0)], "unreachable"),
+        ([(zmq.EVENT_HANDSHAKE_FAILED_AUTH, 0.1), (zmq.EVENT_DISCONNECTED, 0.1)], "refused"),
+        ([(zmq.EVENT_HANDSHAKE_FAILED_AUTH, 0.1), (zmq.EVENT_CLOSED, 0.5)], "unreachable"),
+    ],
+)
+def test_the_last_attempt_to_connect_counts(events: list[tuple[int, float]], outlook: str) -> None:
+    approach = Approach()
+    for event, now in events:
+        approach.take(event, now)
+    assert approach.outlook == outlook

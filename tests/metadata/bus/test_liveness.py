@@ -239,6 +239,47 @@ def test_a_phase_over_its_limit_is_stuck(peers: PeerLiveness[str], age_s: float)
     assert recovered.state == "alive"
 
 
+def test_a_node_that_starts_is_not_stuck(peers: PeerLiveness[str]) -> None:
+    starting = Heartbeat(0, "starting", 117.0, 60.0, LOAD, NodeStats())
+    assert peers.hear("n", starting) is None and peers.state("n") == "alive"
+
+
+def test_time_before_the_heartbeat_belongs_to_no_phase(router: HeartbeatRouter, thread: HeartbeatThread) -> None:
+    """A node loads and compiles after its heartbeat was made and before it starts."""
+    thread._phase = thread._phase._replace(since=time.monotonic() - 117.0)
+    thread.start()
+    router.wait_for(1)
+    heartbeat = router.heartbeats[0][2]
+    assert isinstance(heartbeat, Heartbeat) and heartbeat.phase_age_s < 60.0
+
+
+@pytest.mark.parametrize(("gap_s", "least_s", "most_s"), [(0.2, 1.4, 1.7), (0.7, 2.4, 3.0), (3.0, 5.5, 6.3)])
+def test_a_node_whose_heartbeats_come_late_may_be_silent_for_longer(
+    gap_s: float, least_s: float, most_s: float, clock: Clock, peers: PeerLiveness[str]
+) -> None:
+    """On a starved machine the gaps grow. On a healthy one, silence is found as fast as ever."""
+    gap = 0.2
+    for _ in range(60):
+        gap = min(gap + 0.05, gap_s)
+        assert pass_time(clock, peers, gap) == []
+        peers.hear("n", heartbeat())
+    silent_s = 0.0
+    while peers.state("n") == "alive":
+        pass_time(clock, peers, 0.1)
+        silent_s += 0.1
+    assert least_s <= silent_s <= most_s
+
+
+@pytest.mark.parametrize("check_s", [0.25, 0.4, 0.9])
+def test_a_starved_router_still_finds_the_dead(check_s: float, clock: Clock, peers: PeerLiveness[str]) -> None:
+    changes: list[Change[str]] = []
+    begun = clock.now
+    while not changes:
+        clock.now += check_s
+        changes = peers.check()
+    assert 1.5 < clock.now - begun <= 1.5 * max(1.0, check_s / 0.3) + check_s + 0.01
+
+
 def test_a_stuck_node_that_falls_silent_is_dead(clock: Clock, peers: PeerLiveness[str]) -> None:
     peers.hear("n", heartbeat(2.0, 1.0))
     (change,) = pass_time(clock, peers, 2.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from baton.metadata.bus.hub import Hub
-from baton.metadata.bus.membership import Membership
+from baton.metadata.bus.membership import Membership, _why_unwelcome
 from baton.metadata.wire.membership import Hello, HelloAgain, Leaving, Welcome
 from baton.metadata.wire.messages import ToRouter
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message
@@ -71,3 +72,29 @@ def test_a_message_that_the_next_router_may_not_know_is_not_sent(hello: Hello) -
         assert membership._link.sent == 1
     finally:
         membership.close()
+
+
+def test_a_node_without_a_router_says_so_later_and_later(hello: Hello, monkeypatch: Any, caplog: Any) -> None:
+    """A healthy start takes a while, and a line every few seconds would fill the log of a node that waits for days."""
+    now = 1000.0
+    monkeypatch.setattr("baton.metadata.bus.membership.time", SimpleNamespace(monotonic=lambda: now))
+    membership = Membership(hello, "tcp://127.0.0.1:1", lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
+    at: list[float] = []
+    try:
+        for _ in range(1200):
+            membership._complain_without_router()
+            at += [now - 1000.0] * len(caplog.records)
+            lines = caplog.text
+            caplog.clear()
+            assert "keys" not in lines
+            now += 1.0
+    finally:
+        membership.close()
+    assert at == [15, 45, 105, 225, 465, 705, 945, 1185]
+
+
+@pytest.mark.parametrize("outlook", ["unreachable", "refused", "too slow", "connected"])
+def test_the_keys_are_named_only_if_they_can_be_the_cause(outlook: Any) -> None:
+    words = _why_unwelcome(outlook, "is the key right?")
+    assert ("is the key right?" in words) == (outlook == "refused")
+    assert ("slow" in words) == (outlook == "too slow")

@@ -12,13 +12,14 @@ import pytest
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, unit
 from wire import Wire
 
-from baton.metadata.handoff.client import ANSWER_S
+from baton.metadata.handoff.client import ANSWER_S, MAX_ASKED
+from baton.metadata.handoff.pull_link import BUSY_FACTOR
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from baton.metadata.handoff.transports import zmq as zmq_transport
 from baton.metadata.wire.data_link import LinkHello, LinkWelcome
 from baton.metadata.wire.frames import decode_frame, encode
-from baton.metadata.wire.messages import Pages, to_decode_decoder, to_prefill_decoder
+from baton.metadata.wire.messages import Offer, Pages, to_decode_decoder, to_prefill_decoder
 
 TURN_S = 0.05
 Change = Callable[[list[bytes]], list[list[bytes]]]
@@ -61,10 +62,11 @@ class Nodes:
         self.server.finish(unit(rid), make_row(SCHEMA))
         self.client.claim(unit(rid), peer_of(self.server), 0, pages)
 
-    def turn(self) -> None:
+    def turn(self, *, is_computing: bool = False) -> None:
+        """Let both nodes poll once. `is_computing`: the prefill node is in a step."""
         self.now += TURN_S
         self.events += self.client.poll()
-        self.events += self.server.poll()
+        self.events += [] if is_computing else self.server.poll()
         for link in self.client._links.by_epoch.values():
             inbox = link.socket.inbox  # type: ignore[attr-defined]
             arrived, come = list(inbox), list[Any]()
@@ -132,7 +134,63 @@ def test_a_claim_fails_if_its_pages_do_not_come_though_other_messages_do(nodes: 
         assert nodes.now - begun < ANSWER_S + 1.0, "the unit waits for ever"
     assert len(named(nodes.events, Revoked)) > 20
     (failed, *_) = named(nodes.events, TransferFailed)
-    assert failed.unit == unit("r") and "not answered for 5 s" in failed.reason and not failed.is_refused
+    assert failed.unit == unit("r") and "answers small messages, but pages" in failed.reason and not failed.is_refused
+
+
+LONG_STEP_S = 8.0  # beyond ANSWER_S
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_peer_in_a_long_step_is_waited_for(is_first: bool, nodes: Nodes) -> None:
+    """The prefill node reads nothing during its step: neither the first hello nor requests for pages. Router and decode
+    node ask again meanwhile, and nothing is called lost."""
+    at = Nodes() if is_first else nodes
+    at.start("r", 5, num_pages=6)
+    if not is_first:
+        at.turn()  # the offer comes; its pages are asked for next
+    begun = at.now
+    while at.now - begun < LONG_STEP_S:
+        at.turn(is_computing=True)
+        if (at.now - begun) % 2.0 < TURN_S:
+            assert at.client.ask_offers(unit("r"))
+    assert not named(at.events, TransferFailed)
+    assert at.until(lambda: at.arrived() >= {"r"}, 1.0) <= 1.0
+    assert same_pages(at.target, [5, 6, 7], at.source, [5, 6, 7])
+    at.until(lambda: named(at.events, TicketEnded), 1.0)
+    assert {event.how for event in named(at.events, TicketEnded)} == {"acked"}
+    if is_first:
+        at.close()
+
+
+def test_a_peer_whose_loop_hangs_is_given_up_in_the_end(nodes: Nodes) -> None:
+    nodes.start("r", 5)
+    nodes.turn()  # the offer comes; its pages are asked for next
+    begun = nodes.now
+    while not named(nodes.events, TransferFailed):
+        nodes.turn(is_computing=True)
+        assert nodes.now - begun < (BUSY_FACTOR + 1) * ANSWER_S
+    (failed,) = named(nodes.events, TransferFailed)
+    assert "is connected and has not answered a request for pages for 75 s" in failed.reason
+
+
+def test_offers_that_are_lost_are_missed_though_the_peer_answers(nodes: Nodes) -> None:
+    """The peer sends other messages after each question, so it has read the question."""
+
+    def lose_all(frames: list[bytes]) -> list[list[bytes]]:
+        nodes.change(Offer, lose_all)
+        return []
+
+    nodes.change(Offer, lose_all)
+    nodes.start("r", 5)
+    for number in range(MAX_ASKED):
+        assert nodes.client.ask_offers(unit("r"))
+        nodes.turn()
+        nodes.server.open(unit(f"u{number}"), 1, "d1" * 8)
+        nodes.client.claim(unit(f"u{number}"), peer_of(nodes.server), 0, [40])
+        nodes.turn()
+        nodes.server.revoke(unit(f"u{number}"), True)
+        nodes.turn()
+    assert not nodes.client.ask_offers(unit("r"))
 
 
 @pytest.mark.parametrize("kind", [LinkHello, LinkWelcome])
