@@ -20,7 +20,7 @@ Render = Callable[[list[dict[str, Any]]], str | None]  # None: the template refu
 KINDS: tuple[Kind, ...] = ("calls", "system", "developer", "user", "assistant", "tool")
 _NULLS: tuple[Null, ...] = ("absent", "null", "empty")  # transformers leaves null fields out
 _FIRST, _SECOND, _BESIDE = "kelpword", "mossword", "fernword"  # texts that no template has
-_NAME, _KEY, _VALUE = "kelpcall", "mosskey", "fernvalue"
+_KEY, _VALUE = "mosskey", "fernvalue"
 _CALL_ID = "call0fern"  # nine letters and digits, as Mistral's templates demand
 _WRITTEN_OUT = re.compile(r"""['"]text\\?['"]\s*:""")  # a part as Python or JSON writes it
 
@@ -89,7 +89,7 @@ def _with_calls(render: Render) -> TemplateForm:
         for null in _NULLS:
             form = TemplateForm({"calls": ContentForm(null=null)}, text_arguments)
             text = render(_conversation(form, "calls", None))
-            if text is None or not all(word in text for word in (_NAME, _KEY, _VALUE)):
+            if text is None or _KEY not in text or _VALUE not in text:  # Kimi-K2 names the call by its id alone
                 continue
             if text_arguments or f"'{_KEY}'" not in text:  # an object that Python writes is no JSON
                 found.append((text.count("None"), form))
@@ -116,12 +116,9 @@ def _content_form(render: Render, calls: TemplateForm, kind: Kind) -> ContentFor
     if kind == "calls" or _FIRST not in as_text:
         return form
     least = as_text.count("None")
-    for null in _NULLS:
-        candidate = replace(form, null=null)
-        text = rendered(None, candidate)
-        if _BESIDE in text and text.count("None") <= least:
-            return candidate
-    return form
+    absent = replace(form, null="absent")
+    text = rendered(None, absent)
+    return absent if _BESIDE in text and text.count("None") <= least else replace(form, null="empty")
 
 
 def _conversation(form: TemplateForm, kind: Kind, texts: list[str] | str | None) -> list[dict[str, Any]]:
@@ -149,7 +146,7 @@ def _conversation(form: TemplateForm, kind: Kind, texts: list[str] | str | None)
 
 def _call(form: TemplateForm) -> dict[str, Any]:
     arguments = {_KEY: _VALUE}
-    function = {"name": _NAME, "arguments": json.dumps(arguments) if form.text_arguments else arguments}
+    function = {"name": "kelpcall", "arguments": json.dumps(arguments) if form.text_arguments else arguments}
     return {"id": _CALL_ID, "type": "function", "function": function}
 
 
