@@ -82,8 +82,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _chat_template(model_dir: Path, tokenizer_config: dict[str, Any]) -> Any:
-    """Return the chat template, chosen as transformers chooses it: files come before tokenizer_config.json. A processor's
-    template counts if there is no other."""
+    """Return the chat template, chosen as transformers chooses it: files come before tokenizer_config.json.
+
+    A processor's template counts if there is no other.
+    """
     files = {"default": model_dir / "chat_template.jinja"}
     files.update({path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))})
     named = {name: _read_text(path) for name, path in files.items() if path.is_file()}

@@ -218,7 +218,8 @@ def _cut(text: str, mark: str, final: list[str]) -> str:
     before, found, behind = text.rpartition(mark)
     if not behind.startswith(" "):
         before = before.rstrip()
-    if not found or not before.rstrip().endswith(final[-1].strip()):
+    is_whole = before.rstrip().endswith(final[-1].strip()) and all(part.strip() in before for part in final)
+    if not found or not is_whole:
         what = "writes the final message in another way than it is given" if found else "leaves the final message out"
         raise RequestError(
             f"continue_final_message: the model's chat template {what}, so it cannot be continued", param="messages"

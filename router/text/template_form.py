@@ -36,11 +36,11 @@ class ContentForm:
 
     def content(self, texts: list[str] | str | None) -> Content:
         """Return the content of a message: a text or texts of parts."""
-        if texts is None or (texts in ("", []) and not self.takes_empty):
-            return None if self.null != "empty" else ""
         if isinstance(texts, list) and not self.takes_parts:
             texts = "\n".join(texts)
-        elif isinstance(texts, str) and not self.takes_text:
+        if texts is None or (texts == "" and not self.takes_empty):
+            return None if self.null != "empty" else ""
+        if isinstance(texts, str) and not self.takes_text:
             texts = [texts]
         return texts if isinstance(texts, str) else [{"type": "text", "text": text} for text in texts]
 
@@ -84,11 +84,12 @@ def _with_calls(render: Render) -> TemplateForm:
     """Return the form that shows a call without text: with the fewest words `None`, as far as possible with absent
     content and an object."""
     found: list[tuple[int, TemplateForm]] = []
-    shows_empty = False
+    is_read = shows_empty = False
     for text_arguments in (False, True):
         for null in _NULLS:
             form = TemplateForm({"calls": ContentForm(null=null)}, text_arguments)
             text = render(_conversation(form, "calls", None))
+            is_read |= text is not None
             if text is None or _KEY not in text or _VALUE not in text:  # Kimi-K2 names the call by its id alone
                 continue
             if text_arguments or f"'{_KEY}'" not in text:  # an object that Python writes is no JSON
@@ -96,8 +97,8 @@ def _with_calls(render: Render) -> TemplateForm:
                 shows_empty |= null == "empty"
         if found:
             break
-    if not found:
-        return TemplateForm()
+    if not found:  # if the template reads the messages, it has no place for calls
+        return TemplateForm({"calls": ContentForm(null="absent" if is_read else "empty")})
     best = min(found, key=lambda each: each[0])[1]
     return replace(best, contents={"calls": replace(best.contents["calls"], takes_empty=shows_empty)})
 
