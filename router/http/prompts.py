@@ -140,13 +140,9 @@ def chat_text(
     if continue_final:
         mark = f"{secrets.randbits(128):039}"
         read[-1] = _marked(read[-1], mark)
-    text = template.render(
-        [_plain(message, template, has_tools=tools is not None) for message in read],
-        add_generation_prompt=add_generation_prompt,
-        options=options,
-        tools=tools,
-    )
-    return _cut(text, mark, _texts(messages[-1])) if continue_final else text
+    plain = [_plain(message, template, has_tools=tools is not None) for message in read]
+    text = template.render(plain, add_generation_prompt=add_generation_prompt, options=options, tools=tools)
+    return _cut(text, mark, plain[-1]["content"]) if continue_final else text
 
 
 def _check_ids(ids: Sequence[int], group: NodeGroup, param: str) -> None:
@@ -212,14 +208,14 @@ def _marked(message: ChatMessage, mark: str) -> ChatMessage:
     return replace(message, content=[TextPart("text", text) for text in (*first, last)])
 
 
-def _cut(text: str, mark: str, final: list[str]) -> str:
+def _cut(text: str, mark: str, final: str | list[dict[str, str]]) -> str:
     """Return a prompt up to the mark behind its final message, as transformers cuts it: without white space before the
-    mark if the template trims the message. Raises RequestError if the message is not there as it was given."""
+    mark if the template trims the message. Raises RequestError if the final content is not there as it was given."""
+    last = final if isinstance(final, str) else final[-1]["text"]
     before, found, behind = text.rpartition(mark)
     if not behind.startswith(" "):
         before = before.rstrip()
-    is_whole = before.rstrip().endswith(final[-1].strip()) and all(part.strip() in before for part in final)
-    if not found or not is_whole:
+    if not found or not before.rstrip().endswith(last.partition(mark)[0].strip()):
         what = "writes the final message in another way than it is given" if found else "leaves the final message out"
         raise RequestError(
             f"continue_final_message: the model's chat template {what}, so it cannot be continued", param="messages"

@@ -30,7 +30,9 @@ from baton.router.http.prompts import chat_text
 from baton.router.http.tool_types import Tool
 from baton.router.text.chat_template import ChatTemplate
 
-FOLDER = Path(__file__).parents[2] / "support" / "published_templates"
+ROOT = Path(__file__).parents[3]
+SOURCES = {path.stem: path.read_text() for path in (ROOT / "tests/support/published_templates").glob("*.jinja")}
+SOURCES["demo"] = json.loads((ROOT / "deploy/demo/tokenizer_config.json").read_text())["chat_template"]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 REWRITTEN = "writes the final message in another way than it is given"
 ALL = frozenset({"system", "user", "assistant", "calls", "tool"})
@@ -54,6 +56,7 @@ FACTS: dict[str, Facts] = {
     "deepseek_r1": Facts(text_arguments=True, null_beside_calls=True, empty_drops_calls=True),
     "deepseek_v3_0324": Facts(text_arguments=True, null_beside_calls=True),
     "deepseek_v3_1": Facts(text_arguments=True, null_beside_calls=True),
+    "demo": Facts(),
     "gemma2": Facts(late=False),
     "gemma3": Facts(parts=frozenset({"user", "assistant"})),
     "glm4_6": Facts(parts=ALL - {"tool"}),
@@ -227,7 +230,7 @@ class Reference:
 
     def __init__(self, name: str) -> None:
         self.facts = FACTS[name]
-        self.source = (FOLDER / f"{name}.jinja").read_text()
+        self.source = SOURCES[name]
 
     def prompt(self, case: Case) -> str:
         """Return the prompt. Raises whatever transformers raises."""
@@ -296,7 +299,7 @@ def difference(template: ChatTemplate, reference: Reference, case: Case) -> str 
 
 
 def test_there_are_facts_of_each_template() -> None:
-    assert {path.stem for path in FOLDER.glob("*.jinja")} == FACTS.keys()
+    assert SOURCES.keys() == FACTS.keys()
 
 
 @pytest.mark.parametrize("name", FACTS)
