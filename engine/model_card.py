@@ -14,12 +14,12 @@ import xxhash
 
 from ..metadata.errors import ModelError
 from ..metadata.wire.membership import TokenizerFile
-from ..metadata.wire.node_info import ModelCard
+from ..metadata.wire.node_info import MAX_SPECIAL_TOKENS, ModelCard
 from ..metadata.wire.request import SamplingParams
 from .model_config import ModelConfig
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def read_card(model_dir: Path, config: ModelConfig, name: str, context_len: int) -> ModelCard:
@@ -81,28 +81,62 @@ def _read_json(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], fields)
 
 
-def _chat_template(model_dir: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{path} is not UTF-8 ({error}); copy the checkpoint again") from None
+def _chat_template(model_dir: Path, tokenizer_config: dict[str, Any]) -> Any:
+    """Return the chat template, chosen as transformers chooses it: files come before tokenizer_config.json.
+
+    A processor's template counts if there is no other.
+    """
+    files = {"default": model_dir / "chat_template.jinja"}
+    files.update({path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))})
+    named = {name: _read_text(path) for name, path in files.items() if path.is_file()}
+    if named:
+        return _of_named(named)
     template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # older files: [{"name": "default", "template": "..."}, ...]
-        entries = cast(list[Any], template)
-        named = (entry for entry in entries if isinstance(entry, dict) and entry.get("name") == "default")
-        return next(named, {}).get("template")
-    return template
+    if template is None:
+        template = _read_json(model_dir / "chat_template.json").get("chat_template")
+    if not isinstance(template, list):
+        return template
+    entries = cast(list[Any], template)  # older files: [{"name": "default", "template": "..."}, ...]
+    dicts = [cast(dict[str, Any], entry) for entry in entries if isinstance(entry, dict)]
+    return _of_named({str(entry.get("name")): entry.get("template") for entry in dicts})
+
+
+def _of_named(templates: dict[str, Any]) -> Any:
+    """Return one template for all named ones: `tool_use` writes conversations with tools, `default` the others.
+
+    Others, such as `rag`, are never chosen. None: there is neither.
+    """
+    default, tool_use = templates.get("default"), templates.get("tool_use")
+    if not isinstance(tool_use, str):
+        return default if tool_use is None else tool_use
+    if default is None:
+        default = "{{ raise_exception('the model has a chat template for conversations with tools alone') }}"
+    if not isinstance(default, str):
+        return default
+    # A line end after the first block of each is taken away by jinja2, as the one at the end of a whole template.
+    begin, other, end = "{% if tools is not none %}\n", "{{ '' }}{% else %}\n", "{{ '' }}{% endif %}"
+    return begin + tool_use.removesuffix("\n") + other + default.removesuffix("\n") + end
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8 ({error}); copy the checkpoint again") from None
 
 
 def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Return the named special tokens: the usual ones, then those that only this model has."""
+    own = {name: value for name, value in tokenizer_config.items() if name.endswith("_token")}
+    extra = tokenizer_config.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        own |= cast(dict[str, Any], extra)
     tokens: dict[str, str] = {}
-    for name in _SPECIALS:
-        value = tokenizer_config.get(name)
+    for name in (*_SPECIALS, *own):
+        value = own.get(name)
         if isinstance(value, dict):  # an AddedToken written out
-            value = value.get("content")
-        if isinstance(value, str):
+            value = cast(dict[str, Any], value).get("content")
+        if isinstance(value, str) and len(tokens) < MAX_SPECIAL_TOKENS:
             tokens[name] = value
     return tokens
 

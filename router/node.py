@@ -20,7 +20,8 @@ from ..metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
 from .estimate_error import EstimateError
 from .handoff_times import HandoffTimes
 from .prompt_placement import LOST_S, GroupFacts, LocalPrefill, PromptTimes, Where, patience_s, place_prompt
-from .text.tokenizer import ChatTemplate, TextTokenizer
+from .text.chat_template import ChatTemplate
+from .text.tokenizer import TextTokenizer
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 FLIGHT_S = 0.02  # a report may have been made this long before it came, without the prompts sent since

@@ -11,6 +11,7 @@ from .request import MAX_CONTEXT, Count, Digest, Index, Name, Seconds, Text, Tok
 
 MAX_FROZEN_LAYERS = 256
 MAX_RANKS = 1024  # of a node
+MAX_SPECIAL_TOKENS = 64  # with a name
 
 Role = Literal["prefill", "decode"]
 Address = Annotated[str, Meta(max_length=256)]
@@ -92,7 +93,7 @@ class ModelCard(Message, frozen=True):
     bos_token_id: TokenId | None
     tokenizer_digest: Digest
     chat_template: Annotated[str, Meta(max_length=1 << 20)] | None
-    special_tokens: Annotated[dict[Name, Text], Meta(max_length=64)] = {}  # bos_token, eos_token ... for the template
+    special_tokens: Annotated[dict[Name, Text], Meta(max_length=MAX_SPECIAL_TOKENS)] = {}  # for the template
     defaults: Annotated[dict[Name, float], Meta(max_length=64)] = {}  # generation_config: temperature, top_p, top_k ...
 
 

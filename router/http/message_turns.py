@@ -21,7 +21,7 @@ from .messages_types import (
     Turn,
     UserTurn,
 )
-from .openai_types import ChatMessage, MessagePart
+from .openai_types import ChatMessage, MessagePart, TextPart
 from .tool_types import CalledFunction, ToolCall
 
 
@@ -34,7 +34,7 @@ def chat_messages(turns: Sequence[Turn]) -> list[ChatMessage]:
         if isinstance(turn, SystemTurn):
             is_over = turn.clear_at == "next_user_message" and index < last_user
             if turn.content and not is_over:
-                messages.append(ChatMessage("system", text_of(turn.content)))
+                messages.append(ChatMessage("system", content_of(turn.content)))
             continue
         if isinstance(turn, UserTurn):
             _check_results(turn, known, f"messages[{index}]")
@@ -51,11 +51,12 @@ def chat_messages(turns: Sequence[Turn]) -> list[ChatMessage]:
     return messages
 
 
-def text_of(content: str | Sequence[MessagePart]) -> str:
-    """Return the text of the blocks of a message."""
+def content_of(content: str | Sequence[MessagePart]) -> str | list[TextPart]:
+    """Return the text of the blocks of a message, as parts if several blocks have text."""
     if isinstance(content, str):
         return content
-    return "\n".join(block.text for block in content if isinstance(block, MessageText | TextBlock))
+    texts = [block.text for block in content if isinstance(block, MessageText | TextBlock)]
+    return [TextPart("text", text) for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def _check_results(turn: UserTurn, known: set[str], path: str) -> None:
@@ -71,12 +72,17 @@ def _of_user(turn: UserTurn) -> list[ChatMessage]:
     results = [block for block in turn.content if isinstance(block, ToolResultBlock)]
     messages = [ChatMessage("tool", _result_of(block), tool_call_id=block.tool_use_id) for block in results]
     if not results or len(results) < len(turn.content):
-        messages.append(ChatMessage("user", text_of(turn.content)))
+        messages.append(ChatMessage("user", content_of(turn.content)))
     return messages
 
 
-def _result_of(block: ToolResultBlock) -> str:
-    return ("Error: " if block.is_error else "") + text_of(block.content or "")
+def _result_of(block: ToolResultBlock) -> str | list[TextPart]:
+    content = content_of(block.content or "")
+    if not block.is_error:
+        return content
+    if isinstance(content, str):
+        return f"Error: {content}"
+    return [TextPart("text", f"Error: {content[0].text}"), *content[1:]]
 
 
 def _of_assistant(turn: AssistantTurn) -> ChatMessage:
@@ -88,6 +94,10 @@ def _of_assistant(turn: AssistantTurn) -> ChatMessage:
         for block in turn.content
         if isinstance(block, ToolUseBlock)
     ]
+    content = content_of(turn.content)
     return ChatMessage(
-        "assistant", text_of(turn.content), tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None
+        "assistant",
+        None if calls and content == "" else content,
+        tool_calls=calls or None,
+        reasoning_content="\n".join(thoughts) or None,
     )

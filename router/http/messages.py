@@ -15,7 +15,7 @@ from .answer_format import AnswerFormat
 from .api import Api, json_response
 from .completions import serve_chat
 from .grammars import asked_grammar
-from .message_turns import chat_messages, text_of
+from .message_turns import chat_messages, content_of
 from .messages_format import MessagesFormat
 from .messages_types import (
     AnyChoice,
@@ -104,7 +104,7 @@ def _conversation(body: MessagesInput) -> ChatRequest:
     templates that know `enable_thinking` are told whether thinking is on."""
     messages = chat_messages(body.messages)
     if body.system:
-        messages.insert(0, ChatMessage("system", text_of(body.system)))
+        messages.insert(0, ChatMessage("system", content_of(body.system)))
     output_format = body.output_config.format if body.output_config is not None else None
     response_format = None
     if output_format is not None:

@@ -6,8 +6,9 @@ from ..output_parser import OutputParser, ThoughtCounter
 from ..reasoning_parsers.base import ReasoningParser
 from ..reasoning_parsers.registry import REASONING_PARSERS
 from ..request import Sequence
+from ..text.chat_template import ChatTemplate
 from ..text.detokenizer import make_detokenizer
-from ..text.tokenizer import ChatTemplate, TextTokenizer
+from ..text.tokenizer import TextTokenizer
 from .output_reader import OutputReading, ReasoningField
 from .tools import NO_PARSER, ToolUse
 

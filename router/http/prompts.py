@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from ...metadata.errors import RequestError
 from ..node import NodeGroup
+from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import TextTokenizer
-from .openai_types import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest
+from .openai_types import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, TextPart
 from .parameters import template_options
 from .tools import check_history, plain_calls
 
@@ -119,26 +123,26 @@ def chat_text(
     options: dict[str, Any],
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Return the prompt text of a conversation. `tools`: those that the model may call.
+    """Return the prompt text of a conversation. `tools`: those that the model may call. `continue_final`: the prompt
+    ends with the text of the final message.
 
     A developer's message becomes the system's if the template knows no developer. A message of either that stands
     behind others is joined to the message before it if the template does not write it there. Raises RequestError if
-    the model has no chat template, if the tool calls of the messages do not fit together, or if the template refuses
-    the messages.
+    the model has no chat template, if the tool calls of the messages do not fit together, if the template refuses
+    the messages, or if the final message cannot be continued.
     """
     check_history(messages)
-    if group.template is None:
+    template = group.template
+    if template is None:
         raise RequestError(f"model {group.key.model!r} has no chat template; use /v1/completions", param="messages")
-    plain = [_plain(message, knows_developer=group.template.knows_developer) for message in messages]
-    plain = _joined(plain, group.template.late_roles)
-    text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options, tools=tools)
+    read = _joined(messages, template)
+    mark = ""
     if continue_final:
-        final = str(plain[-1]["content"]).strip()
-        end = text.rfind(final)
-        if not final or end < 0:
-            raise RequestError("continue_final_message: the final message is not in the prompt", param="messages")
-        text = text[: end + len(final)]
-    return text
+        mark = f"{secrets.randbits(128):039}"
+        read[-1] = _marked(read[-1], mark)
+    plain = [_plain(message, template, has_tools=tools is not None) for message in read]
+    text = template.render(plain, add_generation_prompt=add_generation_prompt, options=options, tools=tools)
+    return _cut(text, mark, plain[-1]["content"]) if continue_final else text
 
 
 def _check_ids(ids: Sequence[int], group: NodeGroup, param: str) -> None:
@@ -156,36 +160,86 @@ def _check_ids(ids: Sequence[int], group: NodeGroup, param: str) -> None:
         )
 
 
-def _joined(messages: list[dict[str, Any]], late_roles: Collection[str]) -> list[dict[str, Any]]:
-    """Return messages of which none of system or developer stands behind others, except those of `late_roles`. Its text
-    joins the system's or the user's message before it. After others it becomes the user's message."""
-    joined: list[dict[str, Any]] = []
+def _joined(messages: Sequence[ChatMessage], template: ChatTemplate) -> list[ChatMessage]:
+    """Return messages whose roles the template knows, of which none of system or developer stands behind others, except
+    those of `late_roles`. Its text joins the system's or the user's message before it. After others it becomes the
+    user's message."""
+    joined: list[ChatMessage] = []
     for message in messages:
-        if not joined or message["role"] not in ("system", "developer") or message["role"] in late_roles:
+        if message.role == "developer" and not template.knows_developer:
+            message = replace(message, role="system")
+        if not joined or message.role not in ("system", "developer") or message.role in template.late_roles:
             joined.append(message)
-        elif joined[-1]["role"] in ("system", "developer", "user"):
-            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        elif joined[-1].role in ("system", "developer", "user"):
+            joined[-1] = replace(joined[-1], content=_behind(joined[-1], message))
         else:
-            joined.append({**message, "role": "user"})
+            joined.append(replace(message, role="user"))
     return joined
 
 
-def _plain(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
-    """Return a message in the shape that chat templates expect: text parts joined, absent fields left out."""
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" and not knows_developer else message.role
-    plain: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
+def _behind(first: ChatMessage, second: ChatMessage) -> str | list[TextPart]:
+    """Return the content of two messages: a text, or parts if one of them has parts."""
+    if not isinstance(first.content, list) and not isinstance(second.content, list):
+        return f"{first.content or ''}\n\n{second.content or ''}"
+    texts = [*_texts(first), "\n\n" + "\n".join(_texts(second))]
+    return [TextPart("text", text) for text in texts]
+
+
+def _texts(message: ChatMessage) -> list[str]:
+    """Return the texts of a message: one, or those of its parts."""
+    content = message.content or ""
+    return [content] if isinstance(content, str) else [part.text for part in content]
+
+
+def _marked(message: ChatMessage, mark: str) -> ChatMessage:
+    """Return the final message with a mark behind its text. Raises RequestError if it cannot be continued."""
+    if message.content is None or message.content == []:
+        raise RequestError(
+            "continue_final_message: the final message has no content; an empty text can be continued", param="messages"
+        )
+    if message.tool_calls:
+        raise RequestError(
+            "continue_final_message: the final message ends with tool calls; leave them out", param="messages"
+        )
+    *first, last = _texts(message)
+    last = f"{last}{mark} "  # a template that trims the text takes the space away
+    if isinstance(message.content, str):
+        return replace(message, content=last)
+    return replace(message, content=[TextPart("text", text) for text in (*first, last)])
+
+
+def _cut(text: str, mark: str, final: str | list[dict[str, str]]) -> str:
+    """Return a prompt up to the mark behind its final message, as transformers cuts it: without white space before the
+    mark if the template trims the message. Raises RequestError if the final content is not there as it was given."""
+    last = final if isinstance(final, str) else final[-1]["text"]
+    before, found, behind = text.rpartition(mark)
+    if not behind.startswith(" "):
+        before = before.rstrip()
+    if not found or not before.rstrip().endswith(last.partition(mark)[0].strip()):
+        what = "writes the final message in another way than it is given" if found else "leaves the final message out"
+        raise RequestError(
+            f"continue_final_message: the model's chat template {what}, so it cannot be continued", param="messages"
+        )
+    return before
+
+
+def _plain(message: ChatMessage, template: ChatTemplate, *, has_tools: bool) -> dict[str, Any]:
+    """Return a message in the shape that the chat template reads, with absent fields left out."""
+    form = template.form(has_tools=has_tools)
+    plain: dict[str, Any] = {"role": message.role}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        plain["tool_calls"] = plain_calls(message)
-    thoughts = message.reasoning_content or message.reasoning
+        plain["tool_calls"] = plain_calls(message, as_text=form.text_arguments)
+    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if thoughts is not None and message.role == "assistant":
         plain["reasoning_content"] = thoughts
-        if not (plain["content"] and message.tool_calls):
+        if message.reasoning is not None or template.reads_reasoning:
+            plain["reasoning"] = thoughts
+        if not (message.content and message.tool_calls):
             plain["thinking"] = thoughts  # gpt-oss' name; its template refuses it beside content and calls
-    return plain
+    content = message.content
+    texts = [part.text for part in content] if isinstance(content, list) else content
+    return form.message("calls" if message.tool_calls else message.role, plain, texts)

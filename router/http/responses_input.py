@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 
 from ...metadata.errors import RequestError
 from .bodies import decode
-from .openai_types import ChatMessage
+from .openai_types import ChatMessage, TextPart
 from .response_tools import custom_arguments, name_for_chat
 from .responses_types import (
     INPUT_ITEMS,
@@ -67,7 +67,7 @@ class _Turn(Struct):
     """A message of the assistant that is being put together."""
 
     thoughts: list[str] = []
-    texts: list[str] = []
+    parts: list[TextPart] = []
     calls: list[ToolCall] = []
 
 
@@ -82,10 +82,10 @@ class _Conversation:
     def add(self, item: InputItem, path: str) -> None:
         match item:
             case MessageItem(role="assistant"):
-                self._turn_after_text().texts.append(_text_of(item.content))
+                self._turn_after_text().parts += _parts_of(item.content)
             case MessageItem():
                 self.end_turn()
-                self.messages.append(ChatMessage(item.role, _text_of(item.content)))
+                self.messages.append(ChatMessage(item.role, _content_of(_parts_of(item.content))))
             case ReasoningItem():
                 parts = item.content or item.summary or []
                 self._turn_after_text().thoughts += [part.text for part in parts]
@@ -103,16 +103,17 @@ class _Conversation:
                         param="input",
                     )
                 self.end_turn()
-                self.messages.append(ChatMessage("tool", _text_of(item.output), tool_call_id=item.call_id))
+                content = _content_of(_parts_of(item.output))
+                self.messages.append(ChatMessage("tool", content, tool_call_id=item.call_id))
 
     def end_turn(self) -> None:
         """Add the message of the assistant, if there is one."""
         turn, self._turn = self._turn, _Turn()
-        if turn.thoughts or turn.texts or turn.calls:
+        if turn.thoughts or turn.parts or turn.calls:
             self.messages.append(
                 ChatMessage(
                     "assistant",
-                    "\n".join(turn.texts) if turn.texts else None,
+                    _content_of(turn.parts) if turn.parts else None,
                     tool_calls=turn.calls or None,
                     reasoning_content="\n".join(turn.thoughts) or None,
                 )
@@ -124,7 +125,7 @@ class _Conversation:
 
     def _turn_after_text(self) -> _Turn:
         """Return the assistant's message for thoughts or text: a new one if the present one ends with text."""
-        if self._turn.texts and not self._turn.calls:
+        if self._turn.parts and not self._turn.calls:
             self.end_turn()
         return self._turn
 
@@ -144,5 +145,11 @@ def _item_of(raw: Raw, path: str) -> InputItem:
     raise RequestError(words, param="input")
 
 
-def _text_of(content: str | list[InputPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _parts_of(content: str | list[InputPart]) -> list[TextPart]:
+    texts = [content] if isinstance(content, str) else [part.text for part in content] or [""]
+    return [TextPart("text", text) for text in texts]
+
+
+def _content_of(parts: list[TextPart]) -> str | list[TextPart]:
+    """Return the content of a message: a text, or parts if there are several."""
+    return parts if len(parts) > 1 else "".join(part.text for part in parts)

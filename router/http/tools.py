@@ -12,6 +12,7 @@ further calls are left out of the answer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import msgspec
 from msgspec import to_builtins
 
 from ...metadata.errors import RequestError
-from ..text.tokenizer import ChatTemplate
+from ..text.chat_template import ChatTemplate
 from ..tool_parsers.base import ToolParser
 from ..tool_parsers.registry import TOOL_PARSERS
 from .openai_types import ChatMessage, ChatRequest
@@ -122,13 +123,14 @@ def check_history(messages: Sequence[ChatMessage]) -> None:
             )
 
 
-def plain_calls(message: ChatMessage) -> list[dict[str, Any]]:
-    """Return the tool calls of a message as chat templates expect them: arguments are objects."""
+def plain_calls(message: ChatMessage, *, as_text: bool) -> list[dict[str, Any]]:
+    """Return the tool calls of a message as chat templates expect them. Arguments are objects, or JSON text."""
+    read = _argument_text if as_text else arguments_of
     return [
         {
             "id": call.id,
             "type": "function",
-            "function": {"name": call.function.name, "arguments": arguments_of(call.function, "messages")},
+            "function": {"name": call.function.name, "arguments": read(call.function, "messages")},
         }
         for call in message.tool_calls or ()
     ]
@@ -145,6 +147,14 @@ def arguments_of(function: CalledFunction, path: str) -> dict[str, Any]:
         return _decode_object(arguments)
     except (msgspec.DecodeError, RecursionError):
         raise RequestError(f"{path}: it must be a JSON object as text", param=path.partition("[")[0]) from None
+
+
+def _argument_text(function: CalledFunction, _path: str) -> str:
+    """Return the arguments of a call as JSON text: the client's own, if it gave text."""
+    arguments = function.arguments
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    return arguments if arguments.strip() else "{}"
 
 
 def _history_error(words: str) -> RequestError:

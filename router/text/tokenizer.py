@@ -1,4 +1,4 @@
-"""The tokenizer of a model, made from the tokenizer.json that a node sent, and the model's chat template.
+"""The tokenizer of a model, made from the tokenizer.json that a node sent.
 
 Encoding uses `async_encode`, which does not block the event loop.
 """
@@ -7,23 +7,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import tokenizers
 import xxhash
-from jinja2 import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Const, Name, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ...metadata.errors import ProtocolError, RequestError
-from ...metadata.wire.node_info import ModelCard
-from ..reasoning_parsers.registry import parser_for_template as reasoning_parser_for
-from ..tool_parsers.registry import parser_for_template as tool_parser_for
+from ...metadata.errors import ProtocolError
 
 MAX_TOKENIZER_BYTES = 256 << 20
 
@@ -144,92 +135,3 @@ def _bytes_of(token: str) -> bytes:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:  # added tokens are stored as plain text
         return token.encode()
-
-
-class ChatTemplate:
-    """Chat template of a model. It runs in jinja2's sandbox, with the helper functions that templates expect."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ProtocolError if the template does not compile."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        filters = cast("dict[str, Any]", environment.filters)  # pyright: ignore[reportUnknownMemberType]
-        names = cast("dict[str, Any]", environment.globals)  # pyright: ignore[reportUnknownMemberType]
-        filters["tojson"] = _to_json
-        names.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ProtocolError(f"the model's chat template does not compile: {error}") from None
-        self._special_tokens = dict(special_tokens)
-        tree = environment.parse(source)
-        self.knows_developer = any(each.value == "developer" for each in tree.find_all(Const))  # as a role of messages
-        self._variables = {each.name for each in tree.find_all(Name) if each.ctx == "load"}
-        self.knows_tools = "tools" in self._variables
-        self.tool_parser = tool_parser_for(source)  # names of parsers; None if it does not tell
-        self.reasoning_parser = reasoning_parser_for(source)
-
-    @classmethod
-    def of(cls, card: ModelCard) -> ChatTemplate | None:
-        """Return the template of a model, None if it has none."""
-        return cls(card.chat_template, card.special_tokens) if card.chat_template else None
-
-    @cached_property
-    def late_roles(self) -> frozenset[str]:
-        """Which of system and developer are roles whose messages the template also writes behind other messages."""
-        return frozenset(role for role in ("system", "developer") if self._writes_late(role))
-
-    def knows(self, variable: str) -> bool:
-        """Whether the template uses a variable of this name."""
-        return variable in self._variables
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        options: Mapping[str, Any],
-        tools: list[dict[str, Any]] | None = None,
-    ) -> str:
-        """Return the prompt text of a conversation. Raises RequestError if the template refuses it."""
-        given: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        taken = sorted(given.keys() & options.keys())
-        if taken:
-            raise RequestError(f"chat_template_kwargs: {taken[0]} has its own field", param="chat_template_kwargs")
-        variables = {**options, **self._special_tokens, "tools": tools, "documents": None, **given}
-        try:
-            return self._template.render(variables)
-        except Exception as error:  # templates are foreign code and may raise anything
-            words = str(error) if isinstance(error, TemplateError) else "they are not of the kind that it knows"
-            raise RequestError(f"the model's chat template refuses these messages: {words}", param="messages") from None
-
-    def _writes_late(self, role: str) -> bool:
-        conversation = [("system", "first"), ("user", "hello"), (role, "behind")]
-        messages = [{"role": each, "content": text} for each, text in conversation]
-        try:
-            return "behind" in self.render(messages, add_generation_prompt=True, options={})
-        except RequestError:
-            return False
-
-
-class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's words for training. Here its body is rendered unchanged."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)

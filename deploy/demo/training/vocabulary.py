@@ -22,13 +22,30 @@ SPLIT_PATTERN = (
     r"|[^\S\n]+"  # an indentation, or other white space inside a line
 )
 
-CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (  # tools, calls and results are plain text: the model has not seen any
     "{{- '" + END_OF_TEXT + "' -}}"
+    "{%- if tools -%}"
+    "{{- '<|system|>' -}}"
+    "{%- if messages[0]['role'] == 'system' -%}{{- messages[0]['content'] + '\n\n' -}}{%- endif -%}"
+    "{{- '# Tools\n<tools>' -}}"
+    "{%- for tool in tools -%}{{- '\n' + tool['function'] | tojson -}}{%- endfor -%}"
+    '{{- \'\n</tools>\nA call of a tool:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|end|>\' -}}'
+    "{%- endif -%}"
     "{%- for message in messages -%}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}"
     "{{- raise_exception('unknown role: ' + message['role']) -}}"
     "{%- endif -%}"
-    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- if message['role'] == 'tool' -%}"
+    "{{- '<|user|><tool_response>\n' + message['content'] + '\n</tool_response><|end|>' -}}"
+    "{%- elif message['role'] != 'system' or not tools or not loop.first -%}"
+    "{{- '<|' + message['role'] + '|>' + (message['content'] or '') -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{%- if message['content'] or not loop.first -%}{{- '\n' -}}{%- endif -%}"
+    "{{- '<tool_call>\n{\"name\": ' + call['function']['name'] | tojson -}}"
+    "{{- ', \"arguments\": ' + call['function']['arguments'] | tojson + '}\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|end|>' -}}"
+    "{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '" + ASSISTANT + "' -}}{%- endif -%}"
 )

@@ -12,7 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from baton.metadata.errors import RequestError
 from baton.router.http.openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
 from baton.router.http.prompts import EncodedPrompt, chat_text, encode, encoded_prompt, prompts_of
-from baton.router.text.tokenizer import ChatTemplate, TextTokenizer
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.tokenizer import TextTokenizer
 
 from ..fake_nodes import TEMPLATE
 

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.errors import ProtocolError, RequestError
-from baton.router.text.tokenizer import ChatTemplate, TextTokenizer
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.tokenizer import TextTokenizer
 
 
 def test_a_compressed_tokenizer_is_read_and_damage_is_refused(tokenizer_file: bytes) -> None:
