@@ -127,6 +127,7 @@ _NEEDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
 
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
     read=read_deepseek,
     needs=_NEEDS,
     inert=(*_INERT, "n_group", "topk_group"),  # of topk_method greedy; other methods read them
@@ -136,6 +137,7 @@ DEEPSEEK_V2 = ModelFamily(
 )
 DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
     read=read_deepseek,
     needs=(*_NEEDS, "norm_topk_prob", "routed_scaling_factor"),
     inert=_INERT,

@@ -21,6 +21,7 @@ class ModelFamily:
 
     architecture: str  # as config.json names it
     read: Callable[[ModelConfig, Weights], DecoderModel]  # the same call lists the tensors and loads them
+    model_type: str  # as config.json names it
     text_types: tuple[str, ...] = ()  # model_type of a text_config whose text is computed as by this family
     qkv_bias: bool | None = None  # None: config.json's attention_bias decides
     has_out_bias: bool = True  # attention_bias is also that of the output projection

@@ -15,6 +15,7 @@ def _read_experts(raw: ConfigFile) -> ExpertsConfig:
 
 GLM4_MOE = ModelFamily(
     architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
     read=read_qwen3_moe,
     has_out_bias=False,
     qk_norm="use_qk_norm",

@@ -64,6 +64,7 @@ def _read_experts(raw: ConfigFile) -> ExpertsConfig:
 
 GPT_OSS = ModelFamily(
     architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
     read=read_gpt_oss,
     has_sinks=True,
     window="by_type",

@@ -79,6 +79,7 @@ def _read_site(config: ModelConfig, weights: Weights, prefix: str) -> StreamSite
 
 HYPER_LLAMA = ModelFamily(
     architecture="HyperLlamaForCausalLM",
+    model_type="hyper_llama",
     read=read_hyper_llama,
     text_types=("hyper_llama",),
     may_have_mlp_bias=True,

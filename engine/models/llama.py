@@ -142,9 +142,16 @@ def read_mlp(config: ModelConfig, weights: Weights, prefix: str, inner_size: int
     )
 
 
-LLAMA = ModelFamily(architecture="LlamaForCausalLM", read=read_llama, text_types=("llama",), may_have_mlp_bias=True)
+LLAMA = ModelFamily(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    read=read_llama,
+    text_types=("llama",),
+    may_have_mlp_bias=True,
+)
 MISTRAL = ModelFamily(
     architecture="MistralForCausalLM",
+    model_type="mistral",
     read=read_llama,
     text_types=("mistral",),
     qkv_bias=False,
@@ -153,8 +160,9 @@ MISTRAL = ModelFamily(
 )
 QWEN2 = ModelFamily(
     architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
     read=read_llama,
-    text_types=("qwen2", "qwen2_5_vl_text"),
+    text_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
     qkv_bias=True,
     window="by_layer",
     needs=("num_key_value_heads",),
@@ -162,6 +170,7 @@ QWEN2 = ModelFamily(
 )
 QWEN3 = ModelFamily(
     architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
     read=read_llama,
     text_types=("qwen3", "qwen3_vl_text"),
     qk_norm=True,

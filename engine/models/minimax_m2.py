@@ -43,6 +43,7 @@ def _read_experts(raw: ConfigFile) -> ExpertsConfig:
 
 MINIMAX_M2 = ModelFamily(
     architecture="MiniMaxM2ForCausalLM",
+    model_type="minimax_m2",
     read=read_minimax_m2,
     qkv_bias=False,
     has_wide_norms=True,

@@ -36,6 +36,7 @@ def _read_experts_config(raw: ConfigFile) -> ExpertsConfig:
 
 QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
     read=read_qwen3_moe,
     qk_norm=True,
     needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),

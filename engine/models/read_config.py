@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ...metadata.errors import ModelError
-from ..config_file import ConfigFile, Fields
+from ..config_file import TEXT, ConfigFile, Fields
 from ..model_config import CheckpointDtype, ModelConfig
 from ..rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
+from .class_defaults import CLASS_DEFAULTS, THETAS
 from .family import NUM_EXPERTS, ModelFamily
 from .known_fields import refuse_unknown_fields
 from .read_quantization import read_quantization
 from .registry import FAMILIES
+
+_WITH_MROPE = ("qwen2_vl_text", "qwen2_5_vl_text")  # images have positions of their own; those of text are plain
 
 
 def read_model_config(path: Path, architecture: str | None = None) -> ModelConfig:
@@ -26,6 +29,8 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
     raw = ConfigFile(path / "config.json")
     family = _family(raw, architecture)
+    if architecture is None and raw.model_type in family.text_types:
+        raw.fill(CLASS_DEFAULTS.get(raw.model_type, {}))
     _check_supported(raw, family)
     raw.integer("num_nextn_predict_layers", 0, minimum=0)  # a drafter is chosen by it, without a check
     num_heads = raw.integer("num_attention_heads")
@@ -89,9 +94,14 @@ def _family(raw: ConfigFile, architecture: str | None) -> ModelFamily:
         found = [family for family in FAMILIES.values() if raw.text_type in family.text_types]
         if not found:
             served = ", ".join(each for family in FAMILIES.values() for each in family.text_types)
-            raise raw.error("model_type", f"is not served; Baton serves the text models {served}")
+            raise raw.error("model_type", f"is not served; Baton serves the text models {served}", value=raw.text_type)
         return found[0]
-    family = FAMILIES.get(architecture or raw.architecture)
+    named = (architecture or raw.architecture).lower()  # the first files of Llama say LLaMAForCausalLM
+    family = next((each for each in FAMILIES.values() if each.architecture.lower() == named), None)
+    if not named and raw.get("architectures") is None:
+        family = next((each for each in FAMILIES.values() if each.model_type == raw.model_type), None)
+    if family is None and raw.lacks_text:
+        raise raw.error(TEXT, "must be an object: the fields of the text model")
     if family is None:
         raise raw.error("architectures", f"is not served; Baton serves {', '.join(FAMILIES)}")
     return family
@@ -156,9 +166,11 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
         raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
     type_name = fields.get("type")
     rope_type = fields.get("rope_type") or type_name or "default"
+    if rope_type == "mrope" and raw.model_type in _WITH_MROPE:
+        rope_type = "default"
     if rope_type not in ROPE_TYPES:
         raise fields.error("rope_type", f"is not served; one of {', '.join(ROPE_TYPES)} is", value=rope_type)
-    theta = fields.number("rope_theta", raw.number("rope_theta", 10_000.0))
+    theta = fields.number("rope_theta", raw.number("rope_theta", _theta(raw)))
     beside = raw.get("original_max_position_embeddings")
     if rope_type == "default":
         return RopeConfig(theta=theta)
@@ -185,6 +197,11 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
             "attention_factor", yarn_attention_factor(factor, fields.get("mscale"), fields.get("mscale_all_dim"))
         ),
     )
+
+
+def _theta(raw: ConfigFile) -> float | None:
+    """Return the rope_theta of a file that does not say it; None: it must say it."""
+    return THETAS.get(raw.model_type, 10_000.0)
 
 
 def _hc_mult(raw: ConfigFile, family: ModelFamily) -> int:
