@@ -8,12 +8,12 @@ from typing import Any, cast, get_args
 from ...metadata.errors import ModelError
 from ..config_file import TEXT, ConfigFile, Fields
 from ..model_config import CheckpointDtype, ModelConfig
-from ..rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
+from ..rope_config import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
 from .class_defaults import CLASS_DEFAULTS, THETAS
+from .families import FAMILIES
 from .family import NUM_EXPERTS, ModelFamily
 from .known_fields import refuse_unknown_fields
 from .read_quantization import read_quantization
-from .registry import FAMILIES
 
 _WITH_MROPE = ("qwen2_vl_text", "qwen2_5_vl_text")  # images have positions of their own; those of text are plain
 

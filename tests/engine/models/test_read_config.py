@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.read_config import read_model_config
-from baton.engine.rope import RopeConfig
+from baton.engine.rope_config import RopeConfig
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]
