@@ -129,6 +129,11 @@ class ConfigFile(Fields):
         return self._outer_type in _TEXT_TYPES and self.text_type is None
 
     @property
+    def is_doubtful_tie(self) -> bool:
+        """Whether the whole and the text model say different things of `tie_word_embeddings`."""
+        return self._inner.get("tie_word_embeddings") is False and self.get("tie_word_embeddings") is True
+
+    @property
     def model_type(self) -> str:
         """The `model_type` of the text model, be it a part of a larger one or not."""
         return self.text_type or self._outer_type
@@ -151,6 +156,8 @@ def read_object(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; a model directory holds {path.name}") from None
+    except PermissionError:
+        raise ModelError(f"{path} cannot be read by this user: permission denied; let it read the file") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from None
     if not isinstance(raw, dict):

@@ -8,6 +8,7 @@ from typing import Any, cast, get_args
 from ...metadata.errors import ModelError
 from ..config_file import TEXT, ConfigFile, Fields
 from ..model_config import CheckpointDtype, ModelConfig
+from ..model_files import all_stored_tensors
 from ..rope_config import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
 from .class_defaults import CLASS_DEFAULTS, THETAS
 from .families import FAMILIES
@@ -15,6 +16,7 @@ from .family import NUM_EXPERTS, ModelFamily
 from .known_fields import refuse_unknown_fields
 from .read_quantization import read_quantization
 
+_FLOATS: dict[str, CheckpointDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # first: without files
 _WITH_MROPE = ("qwen2_vl_text", "qwen2_5_vl_text")  # images have positions of their own; those of text are plain
 
 
@@ -54,13 +56,13 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         context_len=_context_len(raw, rope),
         rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
         rope=rope,
-        tie_word_embeddings=raw.flag("tie_word_embeddings"),
+        tie_word_embeddings=_is_tied(raw, path),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         attention_bias=attention_bias and family.has_out_bias,
         mlp_bias=raw.flag("mlp_bias") if family.may_have_mlp_bias else False,
         qk_norm=raw.flag(family.qk_norm) if isinstance(family.qk_norm, str) else family.qk_norm,
         sliding_window=_sliding_window(raw, family),
-        checkpoint_dtype=_checkpoint_dtype(raw),
+        checkpoint_dtype=_checkpoint_dtype(raw, path if architecture is None else None),
         eos_token_ids=_eos_token_ids(raw, path / "generation_config.json"),
         bos_token_id=raw.integer("bos_token_id", minimum=0) if raw.get("bos_token_id") is not None else None,
         hc_mult=_hc_mult(raw, family),
@@ -248,12 +250,30 @@ def _by_layer_types(raw: ConfigFile, layer_types: Any, window: int | None, num_l
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
 
-def _checkpoint_dtype(raw: ConfigFile) -> CheckpointDtype:
+def _checkpoint_dtype(raw: ConfigFile, model_dir: Path | None) -> CheckpointDtype:
+    """Return the dtype that the file names, or else that of most numbers of the checkpoint in `model_dir`."""
     key = "dtype" if raw.get("dtype") is not None else "torch_dtype"
-    dtype = raw.get(key) or "float32"
+    dtype = raw.get(key) or _dtype_of_tensors(model_dir)
     if dtype not in get_args(CheckpointDtype):
         raise raw.error(key, f"is not served; one of {', '.join(get_args(CheckpointDtype))} is")
     return dtype
+
+
+def _dtype_of_tensors(model_dir: Path | None) -> CheckpointDtype:
+    num_bytes = dict.fromkeys(_FLOATS, 0)
+    for stored in all_stored_tensors(model_dir).values() if model_dir is not None else ():
+        if stored.dtype in num_bytes:
+            num_bytes[stored.dtype] += stored.num_bytes
+    return _FLOATS[max(num_bytes, key=lambda dtype: num_bytes[dtype])]
+
+
+def _is_tied(raw: ConfigFile, model_dir: Path) -> bool:
+    """Return whether the head is the embedding. If a model with images says so and its text model does not, which is
+    what transformers writes for Mistral 3 in either case, a head in the checkpoint decides."""
+    is_tied = raw.flag("tie_word_embeddings")
+    if is_tied and raw.is_doubtful_tie:
+        return not any(name.endswith("lm_head.weight") for name in all_stored_tensors(model_dir))
+    return is_tied
 
 
 def _eos_token_ids(raw: ConfigFile, generation_config: Path) -> tuple[int, ...]:

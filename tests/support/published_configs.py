@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+
+def write_config(directory: Path, fields: dict[str, Any]) -> Path:
+    """Write a config.json with these fields, and return the directory."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
