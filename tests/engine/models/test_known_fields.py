@@ -36,7 +36,7 @@ def test_published_files_are_read(name: str, tmp_path: Path) -> None:
 
 
 def test_every_family_has_a_published_file() -> None:
-    published = {fields["architectures"][0] for fields in PUBLISHED.values()}
+    published = {fields["architectures"][0] for fields in PUBLISHED.values() if "architectures" in fields}
     assert FAMILIES.keys() - published == {"HyperLlamaForCausalLM"}  # ours
 
 
