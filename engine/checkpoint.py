@@ -16,6 +16,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from ..metadata.errors import ModelError
+from .model_files import safetensors_files, stored_tensors
 from .text_tensors import text_tensors
 
 _BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
@@ -40,6 +41,7 @@ class Checkpoint:
         self.model_dir = Path(model_dir)
         file_of: dict[str, safe_open] = {}
         for path in safetensors_files(self.model_dir):
+            stored_tensors(path)  # whose errors say more than those of the library
             try:
                 file = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
@@ -77,32 +79,6 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor, which is mapped from the file: copy it before the file may change."""
         return self._file_of[name].get_tensor(self._stored_name[name])
-
-
-def safetensors_files(model_dir: Path) -> list[Path]:
-    """Return the files that the index names, or model.safetensors, or all that there are. Raises ModelError, also if
-    there are only pickles."""
-    if not model_dir.is_dir():
-        raise ModelError(f"model directory {model_dir} does not exist; give one with config.json and *.safetensors")
-    index = model_dir / "model.safetensors.index.json"
-    if not index.exists():
-        files = sorted(model_dir.glob("*.safetensors"))
-        if not files:
-            pickled = [path.name for path in sorted(model_dir.glob("*.bin"))]
-            fix = f"convert {pickled[0]}: pickles are never loaded" if pickled else "copy the checkpoint again"
-            raise ModelError(f"{model_dir} has no *.safetensors files; {fix}")
-        single = model_dir / "model.safetensors"
-        return [single] if single in files else files
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index} is not a readable index ({error!r}); copy the checkpoint again") from None
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ModelError(f"{index} names files outside its directory; copy the checkpoint again")
-    missing = sorted(name for name in names if not (model_dir / name).exists())
-    if missing:
-        raise ModelError(f"{model_dir} lacks {', '.join(missing)}, which {index.name} names; copy the checkpoint again")
-    return [model_dir / name for name in sorted(names)]
 
 
 def tensor_digests(path: Path) -> dict[str, bytes]:

@@ -6,13 +6,24 @@ The objects of this file know which fields they were asked for. models/known_fie
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from ..metadata.errors import ModelError
 
 TEXT, HEAD_LAYER = _INNER = ("text_config", "transformer_layer_config")
+_TEXT_TYPES = {  # model_type of a model with images: that of its text model, if the file does not say
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "vipllava": "llama",
+}
+_FLAT = ("qwen2_vl", "qwen2_5_vl")  # published with the fields of the text model beside those of the whole
 _OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 
 
@@ -48,6 +59,11 @@ class Fields:
     def sections(self) -> Iterator[Fields]:
         """Yield the objects that `section` returned."""
         yield from self._sections.values()
+
+    def fill(self, defaults: Mapping[str, Any]) -> None:
+        """Give fields that are absent these values."""
+        for key, value in defaults.items():
+            self._fields.setdefault(key, value)
 
     def unread(self) -> dict[str, Any]:
         """Return the fields that nobody asked for."""
@@ -93,12 +109,34 @@ class ConfigFile(Fields):
         fields = read_object(path)
         self._inner_key = next((key for key in _INNER if isinstance(fields.get(key), dict)), "")
         self._inner = cast(dict[str, Any], fields[self._inner_key]) if self._inner_key else {}
+        self._outer_type = str(fields.get("model_type") or "")
+        self._is_flat = not self._inner_key and self._outer_type in _FLAT
+        if self._is_flat:
+            fields.pop("vision_config", None)
         super().__init__(path, "", _inner_fields(fields, self._inner) if self._inner_key else fields)
 
     @property
     def text_type(self) -> str | None:
         """The `model_type` of the text model if it is part of a larger one, else None."""
-        return str(self._inner.get("model_type")) if self._inner_key == TEXT else None
+        of_whole = _TEXT_TYPES.get(self._outer_type)
+        if self._inner_key == TEXT:
+            return str(self._inner.get("model_type") or of_whole)
+        return of_whole if self._is_flat else None
+
+    @property
+    def lacks_text(self) -> bool:
+        """Whether this is a model with images that does not describe its text model."""
+        return self._outer_type in _TEXT_TYPES and self.text_type is None
+
+    @property
+    def is_doubtful_tie(self) -> bool:
+        """Whether the whole and the text model say different things of `tie_word_embeddings`."""
+        return self._inner.get("tie_word_embeddings") is False and self.get("tie_word_embeddings") is True
+
+    @property
+    def model_type(self) -> str:
+        """The `model_type` of the text model, be it a part of a larger one or not."""
+        return self.text_type or self._outer_type
 
     @property
     def architecture(self) -> str:
@@ -118,6 +156,8 @@ def read_object(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; a model directory holds {path.name}") from None
+    except PermissionError:
+        raise ModelError(f"{path} cannot be read by this user: permission denied; let it read the file") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from None
     if not isinstance(raw, dict):

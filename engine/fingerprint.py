@@ -11,8 +11,9 @@ from pathlib import Path
 
 import xxhash
 
-from .checkpoint import safetensors_files, tensor_digests
+from .checkpoint import tensor_digests
 from .model_config import ExpertsConfig, ModelConfig
+from .model_files import safetensors_files
 from .models.read_config import read_model_config
 
 _EARLY = ("hc_mult", "hands_over_collapsed")  # fields with defaults that the digests of all releases hold

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ..kernels.fp8_pages import ALIGNMENT, SCALE_BYTES
-from ..kernels.silu import SwigluClamp
+from ..kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
 from ..metadata.errors import ConfigError
-from ..metadata.handoff.hidden_layout import HiddenDtype, spec_hidden_size
 from ..metadata.handoff.kv_layout import pool_of
 from ..metadata.wire.node_info import KvPlane, PoolLayout
 from .config import KvDtype
 from .quantization import Quantization
-from .rope import RopeConfig
+from .rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    from ..metadata.handoff.hidden_layout import HiddenDtype
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -92,6 +93,8 @@ class ModelConfig:
     @property
     def spec_hidden_size(self) -> int:
         """Width of all residual streams side by side; with one stream, `hidden_size`."""
+        from ..metadata.handoff.hidden_layout import spec_hidden_size  # imports torch, which a configuration does not
+
         return spec_hidden_size(self.hidden_size, self.hc_mult)
 
     @property

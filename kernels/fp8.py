@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .formats import BLOCK
 from .norm import add_rms_norm_
 from .operations import Operation
 from .silu import silu_mul
@@ -124,7 +125,6 @@ def spread(scales: Tensor, group: int, size: int) -> Tensor:
     return scales if scales.shape[1] == 1 else scales.repeat_interleave(group, 1)[:, :size]
 
 
-BLOCK = 128  # rows, and columns, of a weight's block with one scale
 round_rows = Operation("round_rows", round_rows_ref)
 round_to_scale = Operation("round_to_scale", round_to_scale_ref)
 add_rms_norm_round_ = Operation("add_rms_norm_round_", add_rms_norm_round_ref_)

@@ -20,10 +20,9 @@ import math
 import torch
 from torch import Tensor
 
+from .formats import ALIGNMENT, SCALE_BYTES
 from .fp8 import E4M3, LARGEST, round_rows_ref
 
-ALIGNMENT = 16  # bytes
-SCALE_BYTES = 4
 MOST = 128 * LARGEST  # 57,344; float16 ends at 65,504
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
+from .formats import SwigluClamp
 from .operations import Operation
 
 
@@ -14,13 +13,6 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up of `gate_up` [num_rows, 2 * size], gate first: a new tensor [num_rows, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
-
-
-class SwigluClamp(NamedTuple):
-    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate) of numbers that are clamped first."""
-
-    limit: float  # the gate is at most this, and up is between minus this and this
-    alpha: float
 
 
 def clamped_silu_mul(gate_up: torch.Tensor, clamp: SwigluClamp) -> torch.Tensor:

@@ -26,8 +26,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .experts import ExpertWeight, Places
+from .formats import SwigluClamp
 from .fp8 import BLOCK
-from .silu import SwigluClamp
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
 

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .experts import ExpertWeight, Places
-from .silu import SwigluClamp
+from .formats import SwigluClamp
 from .triton_expert_blocks import rows_of_expert, store_sums
 
 _MIN_BLOCK = 8  # pairs, the fewest that tensor cores multiply

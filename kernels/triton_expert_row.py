@@ -28,8 +28,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .experts import ExpertWeight, mix_parts, places_of_row
+from .formats import SwigluClamp
 from .fp8 import BLOCK
-from .silu import SwigluClamp
 from .triton_expert_packed import PackedTiles, packed_product
 from .triton_silu import clamped_silu_mul_of, silu_mul_of
 

@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .experts import ExpertWeight, Places
+from .formats import SwigluClamp
 from .fp8 import BLOCK, E4M3
-from .silu import SwigluClamp
 from .triton_expert_blocks import block_product
 from .triton_expert_packed import packed_product
 

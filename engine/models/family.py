@@ -1,16 +1,19 @@
-"""A model family: how its models are read, and what its config.json means."""
+"""A model family: how its models are read, and what its config.json means. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..config_file import ConfigFile
-from ..layers.decoder import DecoderLayer
 from ..model_config import ExpertsConfig, LatentConfig, ModelConfig
-from ..weights import Weights
-from .decoder import DecoderModel
+
+if TYPE_CHECKING:
+    from ..layers.decoder import DecoderLayer
+    from ..weights import Weights
+    from .decoder import DecoderModel
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # spellings of one key of config.json
 
@@ -20,7 +23,8 @@ class ModelFamily:
     """A family that Baton serves. Settings that differ between families are fields."""
 
     architecture: str  # as config.json names it
-    read: Callable[[ModelConfig, Weights], DecoderModel]  # the same call lists the tensors and loads them
+    reader: str  # MODULE.FUNCTION in this folder, which `read` imports
+    model_type: str  # as config.json names it
     text_types: tuple[str, ...] = ()  # model_type of a text_config whose text is computed as by this family
     qkv_bias: bool | None = None  # None: config.json's attention_bias decides
     has_out_bias: bool = True  # attention_bias is also that of the output projection
@@ -37,5 +41,20 @@ class ModelFamily:
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
     read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts
     read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own
-    read_mtp_layer: Callable[[ModelConfig, Weights, str, int], DecoderLayer] | None = None  # None: as Llama's
+    mtp_layer_reader: str | None = None  # as `reader`, for a prediction layer; None: as Llama's
     own_mtp: tuple[str, ...] = ("model.layers.", "model.mtp_layers.")  # prediction layers in its checkpoints begin so
+
+    @property
+    def read(self) -> Callable[[ModelConfig, Weights], DecoderModel]:
+        """The function that reads a model. The same call lists the tensors and loads them."""
+        return _imported(self.reader)
+
+    @property
+    def read_mtp_layer(self) -> Callable[[ModelConfig, Weights, str, int], DecoderLayer] | None:
+        """The function that reads a prediction layer; None: it is as Llama's."""
+        return None if self.mtp_layer_reader is None else _imported(self.mtp_layer_reader)
+
+
+def _imported(name: str) -> Any:
+    module, _, function = name.partition(".")
+    return getattr(import_module(f".{module}", __package__), function)

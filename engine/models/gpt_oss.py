@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.silu import SwigluClamp
-from ..config_file import ConfigFile
 from ..layers.moe import ExpertRouter, MoeMlp
-from ..model_config import ExpertsConfig, ModelConfig
+from ..model_config import ModelConfig
 from ..products.base import INNER_IN, INNER_OUT
 from ..products.experts import ExpertSources, choose_experts_product
 from ..stacked_weights import StackedWeight
 from ..weights import Weights
 from .decoder import DecoderModel
-from .family import ModelFamily
 from .llama import read_layer, read_model
-from .mixtures import num_active_of, num_experts_of
 
 _ALPHA = 1.702  # of published files, which do not name it
 
@@ -48,36 +44,3 @@ def _read_mixture(config: ModelConfig, weights: Weights, prefix: str) -> MoeMlp:
         )
     )
     return MoeMlp(router, products, None, weights.ranks.sum_of(INNER_IN))
-
-
-def _read_experts(raw: ConfigFile) -> ExpertsConfig:
-    num_experts = num_experts_of(raw)
-    return ExpertsConfig(
-        num_experts,
-        num_active_of(raw, num_experts),
-        raw.integer("intermediate_size"),
-        norm_topk_prob=True,
-        layers=tuple(range(raw.integer("num_hidden_layers"))),
-        clamp=SwigluClamp(raw.positive("swiglu_limit", raw.get("swiglu_limit")), raw.number("swiglu_alpha", _ALPHA)),
-    )
-
-
-GPT_OSS = ModelFamily(
-    architecture="GptOssForCausalLM",
-    read=read_gpt_oss,
-    has_sinks=True,
-    window="by_type",
-    needs=(
-        "rope_parameters|rope_scaling",
-        "num_key_value_heads",
-        "head_dim",
-        "attention_bias",
-        "layer_types",
-        "num_experts_per_tok",
-        "rms_norm_eps",
-        "swiglu_limit",
-    ),
-    inert=("initial_context_length",),  # rope_scaling has it
-    read_experts=_read_experts,
-    own_mtp=(),
-)

@@ -11,8 +11,8 @@ from ...metadata.errors import ConfigError, ModelError
 from ..checkpoint import Checkpoint
 from ..config_file import HEAD_LAYER, Fields, read_object
 from ..model_config import ModelConfig
+from .families import FAMILIES
 from .read_config import read_model_config
-from .registry import FAMILIES
 
 
 @dataclass(frozen=True, slots=True)

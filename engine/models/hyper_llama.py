@@ -20,7 +20,6 @@ from ..layers.hyper_decoder import HyperDecoderLayer, StreamSite
 from ..model_config import ModelConfig
 from ..weights import Weights
 from .decoder import DecoderModel, TargetStates
-from .family import ModelFamily
 from .llama import read_ends, read_layer, read_llama, read_norm
 
 
@@ -75,13 +74,3 @@ def _read_site(config: ModelConfig, weights: Weights, prefix: str) -> StreamSite
         weights.tensor(f"{prefix}.write", num),
         weights.tensor(f"{prefix}.mix", num, num),
     )
-
-
-HYPER_LLAMA = ModelFamily(
-    architecture="HyperLlamaForCausalLM",
-    read=read_hyper_llama,
-    text_types=("hyper_llama",),
-    may_have_mlp_bias=True,
-    has_streams=True,
-    own_mtp=("mtp.",),
-)

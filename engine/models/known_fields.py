@@ -15,9 +15,9 @@ from .family import ModelFamily
 
 _BOOKKEEPING = """
     architectures auto_map base_model cache_implementation dtype finetuning_task head_dtype id2label internal_version
-    is_llama_config is_qwen2_config label2id license model_name model_type model_version name_or_path num_labels
-    problem_type quantization_config return_dict tokenizer_class torch_dtype torchscript transformers.js_config
-    transformers_version transformers_weights trust_remote_code use_bfloat16 use_cache
+    is_composition is_llama_config is_qwen2_config label2id license model_name model_type model_version name_or_path
+    num_labels problem_type quantization_config return_dict tokenizer_class torch_dtype torchscript
+    transformers.js_config transformers_version transformers_weights trust_remote_code use_bfloat16 use_cache
 """
 _LENGTHS = """
     max_model_len max_seq_len max_sequence_length model_max_length seq_len seq_length sequence_length

@@ -21,7 +21,6 @@ from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, VOCAB, WeightShard, h
 from ..rope import rotary_order
 from ..weights import Weights
 from .decoder import DecoderModel, DecoderStack
-from .family import ModelFamily
 
 
 def read_llama(config: ModelConfig, weights: Weights) -> DecoderModel:
@@ -140,31 +139,3 @@ def read_mlp(config: ModelConfig, weights: Weights, prefix: str, inner_size: int
         weights.fused(sizes, config.hidden_size, bias=config.mlp_bias, split=INNER_OUT),
         weights.linear(f"{prefix}.down_proj", config.hidden_size, inner_size, bias=config.mlp_bias, split=INNER_IN),
     )
-
-
-LLAMA = ModelFamily(architecture="LlamaForCausalLM", read=read_llama, text_types=("llama",), may_have_mlp_bias=True)
-MISTRAL = ModelFamily(
-    architecture="MistralForCausalLM",
-    read=read_llama,
-    text_types=("mistral",),
-    qkv_bias=False,
-    window="all_layers",
-    needs=("num_key_value_heads", "sliding_window"),
-)
-QWEN2 = ModelFamily(
-    architecture="Qwen2ForCausalLM",
-    read=read_llama,
-    text_types=("qwen2", "qwen2_5_vl_text"),
-    qkv_bias=True,
-    window="by_layer",
-    needs=("num_key_value_heads",),
-    inert=("attention_bias", "dual_chunk_attention_config"),  # transformers reads neither
-)
-QWEN3 = ModelFamily(
-    architecture="Qwen3ForCausalLM",
-    read=read_llama,
-    text_types=("qwen3", "qwen3_vl_text"),
-    qk_norm=True,
-    window="by_layer",
-    needs=("num_key_value_heads", "head_dim"),
-)

@@ -21,11 +21,11 @@ from ..products.linear import Linear
 from ..ranks import ONE_RANK, Ranks
 from ..rope import RotaryEmbedding
 from ..row_shares import Lens
+from .families import FAMILIES
 from .head_file import HeadFile
 from .heads import run_body
 from .llama import read_layer
 from .mtp_names import layer_prefixes
-from .registry import FAMILIES
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
 

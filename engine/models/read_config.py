@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ...metadata.errors import ModelError
-from ..config_file import ConfigFile, Fields
+from ..config_file import TEXT, ConfigFile, Fields
 from ..model_config import CheckpointDtype, ModelConfig
-from ..rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
+from ..model_files import all_stored_tensors
+from ..rope_config import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
+from .class_defaults import CLASS_DEFAULTS, THETAS
+from .families import FAMILIES
 from .family import NUM_EXPERTS, ModelFamily
 from .known_fields import refuse_unknown_fields
 from .read_quantization import read_quantization
-from .registry import FAMILIES
+
+_FLOATS: dict[str, CheckpointDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # first: without files
+_WITH_MROPE = ("qwen2_vl_text", "qwen2_5_vl_text")  # images have positions of their own; those of text are plain
 
 
 def read_model_config(path: Path, architecture: str | None = None) -> ModelConfig:
@@ -26,6 +31,8 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
     raw = ConfigFile(path / "config.json")
     family = _family(raw, architecture)
+    if architecture is None and raw.model_type in family.text_types:
+        raw.fill(CLASS_DEFAULTS.get(raw.model_type, {}))
     _check_supported(raw, family)
     raw.integer("num_nextn_predict_layers", 0, minimum=0)  # a drafter is chosen by it, without a check
     num_heads = raw.integer("num_attention_heads")
@@ -49,13 +56,13 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         context_len=_context_len(raw, rope),
         rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
         rope=rope,
-        tie_word_embeddings=raw.flag("tie_word_embeddings"),
+        tie_word_embeddings=_is_tied(raw, path),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         attention_bias=attention_bias and family.has_out_bias,
         mlp_bias=raw.flag("mlp_bias") if family.may_have_mlp_bias else False,
         qk_norm=raw.flag(family.qk_norm) if isinstance(family.qk_norm, str) else family.qk_norm,
         sliding_window=_sliding_window(raw, family),
-        checkpoint_dtype=_checkpoint_dtype(raw),
+        checkpoint_dtype=_checkpoint_dtype(raw, path if architecture is None else None),
         eos_token_ids=_eos_token_ids(raw, path / "generation_config.json"),
         bos_token_id=raw.integer("bos_token_id", minimum=0) if raw.get("bos_token_id") is not None else None,
         hc_mult=_hc_mult(raw, family),
@@ -89,9 +96,14 @@ def _family(raw: ConfigFile, architecture: str | None) -> ModelFamily:
         found = [family for family in FAMILIES.values() if raw.text_type in family.text_types]
         if not found:
             served = ", ".join(each for family in FAMILIES.values() for each in family.text_types)
-            raise raw.error("model_type", f"is not served; Baton serves the text models {served}")
+            raise raw.error("model_type", f"is not served; Baton serves the text models {served}", value=raw.text_type)
         return found[0]
-    family = FAMILIES.get(architecture or raw.architecture)
+    named = (architecture or raw.architecture).lower()  # the first files of Llama say LLaMAForCausalLM
+    family = next((each for each in FAMILIES.values() if each.architecture.lower() == named), None)
+    if not named and raw.get("architectures") is None:
+        family = next((each for each in FAMILIES.values() if each.model_type == raw.model_type), None)
+    if family is None and raw.lacks_text:
+        raise raw.error(TEXT, "must be an object: the fields of the text model")
     if family is None:
         raise raw.error("architectures", f"is not served; Baton serves {', '.join(FAMILIES)}")
     return family
@@ -156,9 +168,11 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
         raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
     type_name = fields.get("type")
     rope_type = fields.get("rope_type") or type_name or "default"
+    if rope_type == "mrope" and raw.model_type in _WITH_MROPE:
+        rope_type = "default"
     if rope_type not in ROPE_TYPES:
         raise fields.error("rope_type", f"is not served; one of {', '.join(ROPE_TYPES)} is", value=rope_type)
-    theta = fields.number("rope_theta", raw.number("rope_theta", 10_000.0))
+    theta = fields.number("rope_theta", raw.number("rope_theta", _theta(raw)))
     beside = raw.get("original_max_position_embeddings")
     if rope_type == "default":
         return RopeConfig(theta=theta)
@@ -185,6 +199,11 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
             "attention_factor", yarn_attention_factor(factor, fields.get("mscale"), fields.get("mscale_all_dim"))
         ),
     )
+
+
+def _theta(raw: ConfigFile) -> float | None:
+    """Return the rope_theta of a file that does not say it; None: it must say it."""
+    return THETAS.get(raw.model_type, 10_000.0)
 
 
 def _hc_mult(raw: ConfigFile, family: ModelFamily) -> int:
@@ -231,12 +250,30 @@ def _by_layer_types(raw: ConfigFile, layer_types: Any, window: int | None, num_l
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
 
-def _checkpoint_dtype(raw: ConfigFile) -> CheckpointDtype:
+def _checkpoint_dtype(raw: ConfigFile, model_dir: Path | None) -> CheckpointDtype:
+    """Return the dtype that the file names, or else that of most numbers of the checkpoint in `model_dir`."""
     key = "dtype" if raw.get("dtype") is not None else "torch_dtype"
-    dtype = raw.get(key) or "float32"
+    dtype = raw.get(key) or _dtype_of_tensors(model_dir)
     if dtype not in get_args(CheckpointDtype):
         raise raw.error(key, f"is not served; one of {', '.join(get_args(CheckpointDtype))} is")
     return dtype
+
+
+def _dtype_of_tensors(model_dir: Path | None) -> CheckpointDtype:
+    num_bytes = dict.fromkeys(_FLOATS, 0)
+    for stored in all_stored_tensors(model_dir).values() if model_dir is not None else ():
+        if stored.dtype in num_bytes:
+            num_bytes[stored.dtype] += stored.num_bytes
+    return _FLOATS[max(num_bytes, key=lambda dtype: num_bytes[dtype])]
+
+
+def _is_tied(raw: ConfigFile, model_dir: Path) -> bool:
+    """Return whether the head is the embedding. If a model with images says so and its text model does not, which is
+    what transformers writes for Mistral 3 in either case, a head in the checkpoint decides."""
+    is_tied = raw.flag("tie_word_embeddings")
+    if is_tied and raw.is_doubtful_tie:
+        return not any(name.endswith("lm_head.weight") for name in all_stored_tensors(model_dir))
+    return is_tied
 
 
 def _eos_token_ids(raw: ConfigFile, generation_config: Path) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from ...kernels.fp8 import BLOCK
+from ...kernels.formats import BLOCK
 from ...metadata.errors import ModelError
 from ..config_file import ConfigFile, Fields
 from ..quantization import Quantization, Rounding

@@ -1,4 +1,4 @@
-"""The registry of model families, and the one way to load a model."""
+"""The one way to load a model."""
 
 from __future__ import annotations
 
@@ -16,34 +16,11 @@ from ..progress import Progress
 from ..ranks import ONE_RANK, Ranks
 from ..weights import UNUSED, CheckpointWeights, ListedWeights
 from .decoder import DecoderModel
-from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from .families import FAMILIES
 from .family import ModelFamily
-from .glm4_moe import GLM4_MOE
-from .gpt_oss import GPT_OSS
-from .hyper_llama import HYPER_LLAMA
-from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from .minimax_m2 import MINIMAX_M2
 from .mtp_names import layer_prefixes
-from .qwen3_moe import QWEN3_MOE
 
 logger = logging.getLogger(__name__)
-
-FAMILIES = {
-    family.architecture: family
-    for family in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        QWEN3_MOE,
-        GLM4_MOE,
-        MINIMAX_M2,
-        GPT_OSS,
-        DEEPSEEK_V2,
-        DEEPSEEK_V3,
-        HYPER_LLAMA,
-    )
-}
 
 
 def load_model(

@@ -28,10 +28,11 @@ from ...kernels.experts import (
     mix_parts,
     place_experts,
 )
+from ...kernels.formats import SwigluClamp
 from ...kernels.fp8 import RoundedRows, add_rms_norm_round_
 from ...kernels.norm import Norm, add_rms_norm_
 from ...kernels.operations import captures
-from ...kernels.silu import SwigluClamp, clamped_silu_mul
+from ...kernels.silu import clamped_silu_mul
 from .base import GivenWeight, Product, Rows, WeightSource
 from .fp8 import RowRounding, read_fp8
 from .registry import choose

@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from baton.engine.quantization import ONLINE_FP8, Quantization
-from baton.engine.rope import RopeConfig
+from baton.engine.rope_config import RopeConfig
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.kv_layout import KvLayout
 

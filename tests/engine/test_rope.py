@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from baton.engine.models.read_config import read_model_config
-from baton.engine.rope import RopeConfig, RotaryEmbedding, rotary_order
+from baton.engine.rope import RotaryEmbedding, rotary_order
+from baton.engine.rope_config import RopeConfig
 from baton.kernels.rotary import apply_rotary_, rotary_ref
 
 CONFIGS = {

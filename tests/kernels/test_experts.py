@@ -15,9 +15,10 @@ from baton.kernels.experts import (
     most_blocks,
     place_experts_ref,
 )
+from baton.kernels.formats import SwigluClamp
 from baton.kernels.fp8 import E4M3, dequantized
 from baton.kernels.mxfp4 import unpacked
-from baton.kernels.silu import SwigluClamp, clamped_silu_mul, silu_mul_ref
+from baton.kernels.silu import clamped_silu_mul, silu_mul_ref
 
 NUM_EXPERTS = 7
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from triton_device import random
 
+from baton.kernels.formats import SwigluClamp
 from baton.kernels.operations import preferring
-from baton.kernels.silu import SwigluClamp, clamped_silu_mul, silu_mul
+from baton.kernels.silu import clamped_silu_mul, silu_mul
 
 pytest.importorskip("triton")
 

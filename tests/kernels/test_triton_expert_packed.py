@@ -12,7 +12,7 @@ from expert_case import DTYPES, check_products, choose
 
 from baton.kernels import triton_experts
 from baton.kernels.experts import ExpertWeight, place_experts_ref
-from baton.kernels.silu import SwigluClamp
+from baton.kernels.formats import SwigluClamp
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 

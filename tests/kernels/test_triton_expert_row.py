@@ -15,8 +15,8 @@ from expert_case import DTYPES, choose
 
 from baton.kernels import triton_expert_row
 from baton.kernels.experts import ExpertWeight, experts_of_row_ref, gated_experts_of_row_ref
+from baton.kernels.formats import SwigluClamp
 from baton.kernels.fp8 import BLOCK, E4M3, round_rows_ref
-from baton.kernels.silu import SwigluClamp
 from baton.kernels.triton_expert_row import RowTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud

@@ -15,8 +15,8 @@ from expert_case import DTYPES, check_products, choose
 
 from baton.kernels import triton_experts
 from baton.kernels.experts import ExpertWeight, mix_parts_ref, place_experts_ref
+from baton.kernels.formats import SwigluClamp
 from baton.kernels.fp8 import E4M3, round_rows_ref
-from baton.kernels.silu import SwigluClamp
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 

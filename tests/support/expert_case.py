@@ -10,7 +10,7 @@ from triton_device import DEVICE, IS_INTERPRETED, ULP
 
 from baton.kernels import triton_experts
 from baton.kernels.experts import ExpertWeight, experts_linear_ref, gated_experts_linear_ref, place_experts_ref
-from baton.kernels.silu import SwigluClamp
+from baton.kernels.formats import SwigluClamp
 
 DTYPES = [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+
+def write_config(directory: Path, fields: dict[str, Any]) -> Path:
+    """Write a config.json with these fields, and return the directory."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -411,6 +421,55 @@ _QWEN2_5_VL = {
     "torch_dtype": "bfloat16",
     "vision_config": {"depth": 32, "hidden_size": 1280},
 }
+_FLAT_QWEN_VL = {key: value for key, value in _QWEN2.items() if key not in ("pad_token_id",)} | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "image_token_id": 151655,
+    "max_position_embeddings": 128000,
+    "model_type": "qwen2_5_vl",
+    "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+    "sliding_window": 32768,
+    "video_token_id": 151656,
+    "vision_config": {"depth": 32, "hidden_size": 1280, "model_type": "qwen2_5_vl"},
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+    "vision_token_id": 151654,
+}
+_LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.36.0.dev0",
+    "vision_config": {"hidden_size": 1024, "model_type": "clip_vision_model"},
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}
+_MISTRAL_INSIDE: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32064,
+}
 _QWEN3_VL = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
     "image_token_id": 151655,
@@ -492,6 +551,93 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "DeepSeek-R1-Distill-Qwen-1.5B": _QWEN2 | {"use_mrope": False, "rope_theta": 10000, "sliding_window": 4096},
     "DeepSeek-R1-Distill-Llama-8B": _LLAMA3 | {"eos_token_id": 128001},
     "Qwen2.5-VL-7B": _QWEN2_5_VL,
+    "Qwen2.5-VL-7B flat": _FLAT_QWEN_VL,
+    "Qwen2.5-VL-3B flat": _FLAT_QWEN_VL | {"hidden_size": 2048, "num_attention_heads": 16, "tie_word_embeddings": True},
+    "Qwen2.5-VL flat with yarn": _FLAT_QWEN_VL
+    | {
+        "rope_scaling": {
+            "factor": 4.0,
+            "mrope_section": [16, 24, 24],
+            "original_max_position_embeddings": 32768,
+            "type": "yarn",
+        }
+    },
+    "Qwen2-VL-7B": _FLAT_QWEN_VL | {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"},
+    "Qwen2.5-VL text with defaults": _QWEN2_5_VL
+    | {"text_config": {"model_type": "qwen2_5_vl_text", "rope_scaling": {"mrope_section": [16, 24, 24]}}},
+    "LLaMA-7b": {key: _LLAMA[key] for key in _LLAMA if key not in ("max_position_embeddings", "num_key_value_heads")}
+    | {"architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048, "pad_token_id": -1},
+    "Llama without architectures": {key: _LLAMA3[key] for key in _LLAMA3 if key != "architectures"},
+    "LLaVA-1.5-7b": _LLAVA,
+    "LLaVA-1.5-13b": _LLAVA
+    | {
+        "text_config": _LLAVA["text_config"]
+        | {
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 40,
+        }
+    },
+    "LLaVA without the type of its text": _LLAVA
+    | {"text_config": {key: value for key, value in _LLAVA["text_config"].items() if key != "model_type"}},
+    "LLaVA-1.6-mistral": _LLAVA
+    | {
+        "architectures": ["LlavaNextForConditionalGeneration"],
+        "model_type": "llava_next",
+        "text_config": _MISTRAL_INSIDE,
+    },
+    "LLaVA-OneVision": _LLAVA
+    | {
+        "architectures": ["LlavaOnevisionForConditionalGeneration"],
+        "image_token_index": 151646,
+        "model_type": "llava_onevision",
+        "text_config": {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_window_layers": 24,
+            "model_type": "qwen2",
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 152000,
+        },
+        "tie_word_embeddings": True,
+    },
+    "Pixtral-12B": _LLAVA
+    | {
+        "text_config": {
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "intermediate_size": 14336,
+            "is_composition": True,
+            "max_position_embeddings": 1024000,
+            "model_type": "mistral",
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "vocab_size": 131072,
+        }
+    },
+    "Mistral-Small-3.1": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "text_config": {key: value for key, value in _MISTRAL.items() if key not in ("architectures", "torch_dtype")}
+        | {"head_dim": 128, "hidden_size": 5120, "intermediate_size": 32768, "rope_theta": 1000000000.0},
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+        "vision_feature_layer": -1,
+    },
+    "Mistral-Nemo": _MISTRAL | {"head_dim": 128, "hidden_size": 5120, "max_position_embeddings": 1024000},
     "Qwen3-8B": _QWEN3,
     "Qwen3-32B-FP8": _QWEN3
     | {

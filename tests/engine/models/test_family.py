@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.models.llama import LLAMA
+from baton.engine.models.families import FAMILIES, LLAMA
 from baton.engine.models.read_config import read_model_config
-from baton.engine.models.registry import FAMILIES, load_model
+from baton.engine.models.registry import load_model
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]

@@ -30,8 +30,8 @@ from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.products.experts import GroupedExperts, TorchExperts
 from baton.engine.quantization import Quantization
 from baton.engine.ranks import check_shares
+from baton.kernels.formats import SwigluClamp
 from baton.kernels.operations import preferring
-from baton.kernels.silu import SwigluClamp
 from baton.metadata.errors import ConfigError, ModelError
 
 Checkpoint = Callable[..., Path]

@@ -10,9 +10,9 @@ import pytest
 import transformers
 from published_configs import PUBLISHED
 
+from baton.engine.models.families import FAMILIES
 from baton.engine.models.known_fields import FIXED, INERT, INERT_PATTERNS, ROPE_FIXED, ROPE_INERT
 from baton.engine.models.read_config import read_model_config
-from baton.engine.models.registry import FAMILIES
 from baton.metadata.errors import ModelError
 
 LLAMA = PUBLISHED["Llama-3.1-8B"]
@@ -36,7 +36,7 @@ def test_published_files_are_read(name: str, tmp_path: Path) -> None:
 
 
 def test_every_family_has_a_published_file() -> None:
-    published = {fields["architectures"][0] for fields in PUBLISHED.values()}
+    published = {fields["architectures"][0] for fields in PUBLISHED.values() if "architectures" in fields}
     assert FAMILIES.keys() - published == {"HyperLlamaForCausalLM"}  # ours
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from published_configs import PUBLISHED, write_config
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.read_config import read_model_config
-from baton.engine.rope import RopeConfig
+from baton.engine.rope_config import RopeConfig
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]
@@ -209,6 +215,89 @@ def test_refusals_name_the_value(tmp_path: Path, change: dict[str, object], word
     with pytest.raises(ModelError, match=words) as error:
         read(tmp_path, BASE | change)
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+WITH_A_CLASS = [name for name in PUBLISHED if name != "Kimi-K2"]  # transformers reads it by code of its publisher
+
+
+@pytest.mark.parametrize("name", WITH_A_CLASS)
+def test_published_files_mean_what_transformers_takes_them_for(name: str, tmp_path: Path) -> None:
+    """Whatever a file leaves out, and wherever it stands."""
+    ours = read_model_config(write_config(tmp_path / "ours", PUBLISHED[name]))
+    fields = {key: value for key, value in PUBLISHED[name].items() if key != "vision_config"}
+    whole = AutoConfig.from_pretrained(write_config(tmp_path / "theirs", fields))
+    theirs = whole.get_text_config()
+    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size, ours.num_layers, ours.num_heads) == (
+        theirs.vocab_size,
+        theirs.hidden_size,
+        theirs.intermediate_size,
+        theirs.num_hidden_layers,
+        theirs.num_attention_heads,
+    )
+    rope = theirs.rope_parameters
+    assert (ours.rms_norm_eps, ours.rope.theta) == (theirs.rms_norm_eps, rope["rope_theta"])
+    assert ours.rope.rope_type == rope["rope_type"] and ours.rope.factor == (rope.get("factor") or 1.0)
+    if ours.rope.rope_type != "yarn":  # which stretches the length of a file that states the original one
+        assert ours.context_len == theirs.max_position_embeddings
+    if ours.latent is None:
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
+    window = getattr(theirs, "sliding_window", None)
+    alike = (window and "full_attention", window and "sliding_attention")[ours.architecture[:7] == "Mistral"]
+    types = getattr(theirs, "layer_types", None) or [alike] * ours.num_layers
+    assert ours.sliding_window == tuple(window if each == "sliding_attention" else None for each in types)
+    if whole.model_type != "mistral3":  # whose class says true, and whose checkpoints have a head
+        assert ours.tie_word_embeddings == whole.tie_word_embeddings
+    ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
+    assert ours.eos_token_ids == tuple(ends) or theirs.model_type.endswith(("_vl_text", "qwen2"))
+    assert str(theirs.dtype or whole.dtype or "torch.float32") == f"torch.{ours.checkpoint_dtype}"
+
+
+def test_a_file_without_a_dtype_has_that_of_its_tensors(tmp_path: Path) -> None:
+    """As published files of gpt-oss. Bytes of 4-bit numbers do not count, and neither do small tensors."""
+    fields = {key: value for key, value in BASE.items() if key != "dtype"}
+    assert read(tmp_path, fields).checkpoint_dtype == "float32"  # no tensor is there
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        few, many = torch.ones(2, dtype=torch.float32), torch.ones(64, dtype=dtype)
+        save_file({"a": few, "b": many, "c": torch.ones(999, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+        assert f"torch.{read(tmp_path, fields).checkpoint_dtype}" == str(dtype)
+    assert read(tmp_path, fields | {"dtype": "bfloat16"}).checkpoint_dtype == "bfloat16"
+    assert read_model_config(tmp_path, "LlamaForCausalLM").checkpoint_dtype == "bfloat16"
+
+
+def test_a_head_in_the_checkpoint_decides_if_the_text_model_and_the_whole_differ(tmp_path: Path) -> None:
+    """transformers writes `true` for every Mistral 3, whose text model has a head of its own."""
+    inner = MISTRAL | {"model_type": "mistral", "tie_word_embeddings": False}
+    fields = {"model_type": "mistral3", "text_config": inner, "tie_word_embeddings": True}
+    for name, is_tied in (("language_model.lm_head.weight", False), ("model.language_model.norm.weight", True)):
+        save_file({name: torch.ones(2)}, tmp_path / "model.safetensors")
+        assert read(tmp_path, fields).tie_word_embeddings == is_tied
+    del inner["tie_word_embeddings"]
+    assert read(tmp_path, fields).tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "llava"}, "text_config = None must be an object: the fields of the text model"),
+        ({"model_type": "llava", "text_config": None}, "text_config = None must be an object"),
+        ({"model_type": "llava", "text_config": {"model_type": "gemma"}}, "model_type = 'gemma' is not served"),
+        (
+            {"model_type": "qwen3_vl", "text_config": {"hidden_size": 64}},
+            "rope_theta = None must be a positive number",  # releases of transformers differ
+        ),
+        (BASE | {"rope_scaling": {"type": "mrope"}}, "rope_type = 'mrope' is not served"),
+    ],
+)
+def test_what_no_class_says_is_not_guessed(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=words):
+        read(tmp_path, fields)
+
+
+def test_no_torch_is_needed() -> None:
+    """`baton up` reads config.json before anything starts."""
+    code = "import sys; import baton.engine.models.read_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "deepseek_v2")

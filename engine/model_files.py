@@ -1,0 +1,252 @@
+"""The files of a model directory, as far as their names and headers tell. Imports no torch: `baton up` and the nodes
+check a directory before anything starts. Errors name the file and the fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..metadata.errors import ModelError
+
+_INDEX = "model.safetensors.index.json"
+_HUB_ID = re.compile(r"(?:(?:https?://)?(?:huggingface\.co|hf\.co)/|hf://)?([\w-][\w.-]*/[\w.-]*\w)/?")
+_LFS = b"version https://git-lfs"
+_NEEDED = "config.json, *.safetensors and tokenizer.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
+_MAX_HEADER = 100_000_000  # bytes, as the safetensors library takes
+_ADAPTER = "adapter_config.json"
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    dtype: str  # as safetensors names it
+    num_bytes: int
+
+
+def check_directory(model_dir: Path, *, needs_weights: bool = True, needs_tokenizer: bool = True) -> None:
+    """Raise ModelError, saying what to do, if this is not a directory that a model can be loaded from. The content of
+    config.json is not read."""
+    _check_place(model_dir)
+    names = _names(model_dir)
+    is_adapter = _ADAPTER in names and not any(map(_is_weight, names))
+    if is_adapter or "config.json" not in names:
+        raise ModelError(f"{model_dir} {_without_config(model_dir, names)}")
+    if needs_weights:
+        for path in safetensors_files(model_dir):
+            stored_tensors(path)
+    if needs_tokenizer:
+        _check_tokenizer(model_dir, names)
+
+
+def safetensors_files(model_dir: Path) -> list[Path]:
+    """Return the files that the index names, or model.safetensors, or all that there are. Raises ModelError, also if
+    there are only pickles."""
+    if not model_dir.is_dir():
+        raise ModelError(f"model directory {model_dir} does not exist; give one with config.json and *.safetensors")
+    index = model_dir / _INDEX
+    if not index.exists():
+        files = sorted(path for path in model_dir.glob("*.safetensors") if not path.name.startswith("adapter_"))
+        if not files:
+            raise ModelError(f"{model_dir} has no *.safetensors files; {_other_weights(model_dir, _names(model_dir))}")
+        single = model_dir / "model.safetensors"
+        return [single] if single in files else files
+    refuse_pointer(index)
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except PermissionError:
+        raise ModelError(_no_permission(index)) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{index} is not a readable index ({error!r}); copy the checkpoint again") from None
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ModelError(f"{index} names files outside its directory; copy the checkpoint again")
+    missing = sorted(name for name in names if not (model_dir / name).exists())
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{model_dir} lacks {', '.join(missing[:3])}{more}, which {index.name} names ({len(names)} files in all); "
+            "copy the checkpoint again, or download these files into the directory"
+        )
+    return [model_dir / name for name in sorted(names)]
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a *.safetensors file by name, from its header. Raises ModelError if the file cannot be
+    read, is a pointer of git-lfs, or is shorter than its header says.
+
+    Format: 8 bytes little-endian header length, a JSON header of {name: {dtype, shape, data_offsets}}, the data."""
+    refuse_pointer(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ValueError(f"it has {size} bytes, fewer than its header")
+            if length > _MAX_HEADER:
+                raise ValueError(f"its header would have {length} bytes")
+            header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        found: dict[str, StoredTensor] = {}
+        last = 0
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            found[name], last = StoredTensor(entry["dtype"], end - begin), max(last, end)
+        if 8 + length + last > size:
+            raise ValueError(f"it has {size:,} of {8 + length + last:,} bytes")
+    except PermissionError:
+        raise ModelError(_no_permission(path)) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path} is damaged or cut short ({error}); copy the checkpoint again") from None
+    return found
+
+
+def all_stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of all files of a directory; none if it has no files that can be read."""
+    try:
+        return {name: each for path in safetensors_files(model_dir) for name, each in stored_tensors(path).items()}
+    except ModelError:
+        return {}
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise ModelError if the file is what git-lfs leaves in place of a large file, or a link to nothing."""
+    if path.is_symlink() and not path.exists():
+        raise ModelError(f"{path} is a link to {path.readlink()}, which does not exist; download the model again")
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS)) == _LFS
+    except OSError:
+        return
+    if is_pointer:
+        raise ModelError(
+            f"{path} is a pointer of git-lfs, not the file itself; run `git lfs pull` in {path.parent}, or download "
+            "the model with `hf download`"
+        )
+
+
+def _check_place(model_dir: Path) -> None:
+    """Raise ModelError if the path is no directory that can be listed."""
+    if model_dir.is_file():
+        raise ModelError(f"{model_dir} is a file; {_for_file(model_dir)}")
+    if not model_dir.is_dir():
+        raise ModelError(f"{model_dir}: no such directory{_from_hub(str(model_dir))}")
+    if not os.access(model_dir, os.R_OK | os.X_OK):
+        raise ModelError(_no_permission(model_dir))
+
+
+def _for_file(path: Path) -> str:
+    if path.suffix == ".gguf":
+        return f"Baton does not read GGUF: {_original()}"
+    if (path.parent / "config.json").is_file():
+        return f"give its directory: {path.parent}"
+    return f"give a directory with {_NEEDED}"
+
+
+def _from_hub(name: str) -> str:
+    """Return what to do if the path looks like the name of a model on the Hugging Face hub."""
+    match = _HUB_ID.fullmatch(re.sub(r"^(https?|hf):/(?!/)", r"\1://", name))  # Path made one slash of two
+    if match is None:
+        return f"; give one with {_NEEDED}"
+    local = match[1].rpartition("/")[2]
+    return (
+        f", and Baton downloads nothing; if it is the name of a model on the Hugging Face hub, run `hf download "
+        f"{match[1]} --local-dir {local}` and give the directory {local}"
+    )
+
+
+def _names(model_dir: Path) -> set[str]:
+    return {path.name for path in model_dir.iterdir()}
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith((".safetensors", ".gguf", *_PICKLES)) and not name.startswith("adapter_")
+
+
+def _without_config(model_dir: Path, names: set[str]) -> str:
+    """Return what is in the place of a checkpoint, and what to do."""
+    if not names:
+        return f"is empty; give a directory with {_NEEDED}"
+    if _ADAPTER in names:
+        return f"is a LoRA adapter{_base_of(model_dir)}, and Baton serves no adapters; {_merge()}"
+    if any(name.endswith(".gguf") for name in names):
+        return f"has GGUF files, which Baton does not read; {_original()}"
+    if "params.json" in names:
+        return f"is in the publisher's own format (params.json), which Baton does not read; {_original()}"
+    inner = sorted(path.parent for path in _below(model_dir) if not path.parent.name.startswith("."))
+    if inner:
+        also = f" (or one of {len(inner) - 1} others below)" if len(inner) > 1 else ""
+        return f"has no config.json, but {_newest(model_dir, inner)} has one; give that directory{also}"
+    return f"is not a Hugging Face checkpoint: it has no config.json; give a directory with {_NEEDED}"
+
+
+def _below(model_dir: Path) -> Iterable[Path]:
+    """Yield the config.json files of directories below, as a hub cache and a training run have them."""
+    for pattern in ("*/config.json", "snapshots/*/config.json", "models--*/snapshots/*/config.json"):
+        yield from model_dir.glob(pattern)
+
+
+def _newest(model_dir: Path, inner: list[Path]) -> Path:
+    """Return the snapshot that the main branch of a hub cache names, else the directory that was changed last."""
+    refs = (model_dir / "refs" / "main", model_dir.parent / "refs" / "main")
+    main = next((path.read_text().strip() for path in refs if path.is_file()), None)
+    named = [path for path in inner if path.name == main]
+    return named[0] if named else max(inner, key=lambda path: path.stat().st_mtime)
+
+
+def _base_of(model_dir: Path) -> str:
+    try:
+        base = json.loads((model_dir / _ADAPTER).read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    return f" of {base}" if isinstance(base, str) and base else ""
+
+
+def _merge() -> str:
+    return "merge it into its base model (PEFT's merge_and_unload, then save_pretrained) and give the merged directory"
+
+
+def _original() -> str:
+    return f"give the directory of the model's Hugging Face checkpoint ({_NEEDED})"
+
+
+def _other_weights(model_dir: Path, names: set[str]) -> str:
+    """Return what to do if a directory has weights, but no *.safetensors."""
+    pickled = sorted(name for name in names if name.endswith(_PICKLES) and _is_weight(name))
+    if pickled:
+        return (
+            f"convert {pickled[0]}: pickles are never loaded. In an environment that trusts the file: "
+            f"`AutoModelForCausalLM.from_pretrained('{model_dir}').save_pretrained(NEW_DIR)` of transformers"
+        )
+    if any(name.endswith(".gguf") for name in names):
+        return f"Baton does not read GGUF: {_original()}"
+    if any(name.endswith((".incomplete", ".part", ".aria2", ".tmp")) for name in names):
+        return "the download has not ended: wait for it, or start it again"
+    return "copy the checkpoint again, or use --load-format dummy to measure a model without its weights"
+
+
+def _check_tokenizer(model_dir: Path, names: set[str]) -> None:
+    path = model_dir / "tokenizer.json"
+    if path.name in names:
+        refuse_pointer(path)
+        if not os.access(path, os.R_OK):
+            raise ModelError(_no_permission(path))
+        return
+    slow = sorted(names & {"tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "tekken.json", "vocab.txt"})
+    what = f"{model_dir} has no tokenizer.json"
+    if slow:
+        raise ModelError(
+            f"{what}, only {' and '.join(slow)}; make it with `AutoTokenizer.from_pretrained('{model_dir}')"
+            f".save_pretrained('{model_dir}')` of transformers"
+        )
+    raise ModelError(f"{what}; copy it from the model that this one was made of")
+
+
+def _no_permission(path: Path) -> str:
+    return (
+        f"{path} cannot be read by this user (uid {os.geteuid()}): permission denied; give it the right with "
+        f"`chmod -R a+rX {path if path.is_dir() else path.parent}`"
+    )

@@ -1,0 +1,188 @@
+"""The model families that Baton serves. Imports no torch: config.json is checked before anything big is loaded.
+
+A family is a declaration here, and functions that read its weights in a file beside it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .family import ModelFamily
+from .read_experts import (
+    read_glm_experts,
+    read_gpt_oss_experts,
+    read_latent_experts,
+    read_minimax_experts,
+    read_qwen3_experts,
+    read_v2_experts,
+)
+from .read_latent import read_latent
+
+_WIDTHS = ("head_dim", "qk_head_dim")  # sums of widths that are read
+_LATENT_NEEDS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "first_k_dense_replace",
+)
+
+LLAMA = ModelFamily(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    reader="llama.read_llama",
+    text_types=("llama",),
+    may_have_mlp_bias=True,
+)
+MISTRAL = ModelFamily(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    reader="llama.read_llama",
+    text_types=("mistral",),
+    qkv_bias=False,
+    window="all_layers",
+    needs=("num_key_value_heads", "sliding_window"),
+)
+QWEN2 = ModelFamily(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    reader="llama.read_llama",
+    text_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
+    qkv_bias=True,
+    window="by_layer",
+    needs=("num_key_value_heads",),
+    inert=("attention_bias", "dual_chunk_attention_config"),  # transformers reads neither
+)
+QWEN3 = ModelFamily(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    reader="llama.read_llama",
+    text_types=("qwen3", "qwen3_vl_text"),
+    qk_norm=True,
+    window="by_layer",
+    needs=("num_key_value_heads", "head_dim"),
+)
+QWEN3_MOE = ModelFamily(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    reader="qwen3_moe.read_qwen3_moe",
+    qk_norm=True,
+    needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    fixed={"use_qk_norm": True},
+    read_experts=read_qwen3_experts,
+    own_mtp=(),
+)
+GLM4_MOE = ModelFamily(
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    reader="qwen3_moe.read_qwen3_moe",
+    has_out_bias=False,
+    qk_norm="use_qk_norm",
+    rotary_share=0.5,
+    needs=(
+        "num_key_value_heads",
+        "head_dim",
+        "first_k_dense_replace",
+        "norm_topk_prob",
+        "n_group",
+        "topk_group",
+        "rms_norm_eps",
+    ),
+    read_experts=read_glm_experts,
+    mtp_layer_reader="mixtures.read_mixture_layer",
+    own_mtp=("model.layers.",),
+)
+MINIMAX_M2 = ModelFamily(
+    architecture="MiniMaxM2ForCausalLM",
+    model_type="minimax_m2",
+    reader="minimax_m2.read_minimax_m2",
+    qkv_bias=False,
+    has_wide_norms=True,
+    rotary_share=1.0,
+    needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "rope_parameters|rope_theta"),
+    inert=("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
+    fixed={
+        "layernorm_full_attention_alpha": 1.0,
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_alpha": 1.0,
+        "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_alpha": 1.0,
+        "layernorm_mlp_beta": 1.0,
+        "norm_topk_prob": True,
+        "qk_norm_type": "per_layer",
+        "routed_scaling_factor": 1.0,
+        "swa_rope_theta": -1.0,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
+    read_experts=read_minimax_experts,
+    own_mtp=("model.layers.",),
+)
+GPT_OSS = ModelFamily(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    reader="gpt_oss.read_gpt_oss",
+    has_sinks=True,
+    window="by_type",
+    needs=(
+        "rope_parameters|rope_scaling",
+        "num_key_value_heads",
+        "head_dim",
+        "attention_bias",
+        "layer_types",
+        "num_experts_per_tok",
+        "rms_norm_eps",
+        "swiglu_limit",
+    ),
+    inert=("initial_context_length",),  # rope_scaling has it
+    read_experts=read_gpt_oss_experts,
+    own_mtp=(),
+)
+DEEPSEEK_V2 = ModelFamily(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    reader="deepseek.read_deepseek",
+    needs=_LATENT_NEEDS,
+    inert=(*_WIDTHS, "n_group", "topk_group"),  # of topk_method greedy; other methods read them
+    read_experts=read_v2_experts,
+    read_latent=read_latent,
+    own_mtp=(),
+)
+DEEPSEEK_V3 = ModelFamily(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    reader="deepseek.read_deepseek",
+    needs=(*_LATENT_NEEDS, "norm_topk_prob", "routed_scaling_factor"),
+    inert=_WIDTHS,
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    read_latent=read_latent,
+    mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
+    own_mtp=("model.layers.",),
+)
+HYPER_LLAMA = ModelFamily(
+    architecture="HyperLlamaForCausalLM",
+    model_type="hyper_llama",
+    reader="hyper_llama.read_hyper_llama",
+    text_types=("hyper_llama",),
+    may_have_mlp_bias=True,
+    has_streams=True,
+    own_mtp=("mtp.",),
+)
+
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        GLM4_MOE,
+        MINIMAX_M2,
+        GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        HYPER_LLAMA,
+    )
+}

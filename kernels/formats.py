@@ -1,0 +1,16 @@
+"""Sizes of number formats and settings of operations that config.json or a schema names. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BLOCK = 128  # rows, and columns, of a weight's block with one scale (fp8.py)
+ALIGNMENT = 16  # bytes, of scales and blocks in pages of e4m3 (fp8_pages.py)
+SCALE_BYTES = 4  # of a scale in such pages
+
+
+class SwigluClamp(NamedTuple):
+    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate) of numbers that are clamped first."""
+
+    limit: float  # the gate is at most this, and up is between minus this and this
+    alpha: float

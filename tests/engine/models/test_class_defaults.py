@@ -1,0 +1,25 @@
+"""The table of defaults against the classes of transformers."""
+
+from __future__ import annotations
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from baton.engine.models.class_defaults import CLASS_DEFAULTS, THETAS
+from baton.engine.models.families import FAMILIES
+
+
+@pytest.mark.parametrize("model_type", CLASS_DEFAULTS)
+def test_the_table_says_what_the_class_says(model_type: str) -> None:
+    whole = CONFIG_MAPPING[model_type]().to_dict()
+    for key, value in CLASS_DEFAULTS[model_type].items():
+        if key == "sliding_window" and not whole.get("use_sliding_window", True):
+            continue  # the class forgets the size of a window that is off
+        assert whole.get(key) == value, key
+    theta = THETAS.get(model_type, 10_000.0)
+    assert theta is None or whole["rope_parameters"]["rope_theta"] == theta
+
+
+def test_every_text_model_inside_another_has_its_defaults() -> None:
+    inner = {each for family in FAMILIES.values() for each in family.text_types}
+    assert inner - CLASS_DEFAULTS.keys() == {"hyper_llama"}  # ours
