@@ -114,7 +114,8 @@ class Dispatcher:
         self.queues.check_room(group, asked, now)
 
     def make_room(self, group: NodeGroup, asked: Asked, now: float) -> list[Effect]:
-        """Check the room right before `submit`. If the queues are full, requests of lower priority are refused."""
+        """Check the room right before `submit`. If the queues are full, other requests may be refused for it: those of
+        a tenant with more of them, or those of its own tenant with lower priority."""
         self.queues.check_room(group, asked, now)
         while (displaced := self.queues.displaced(group, asked, now)) is not None:
             self._fail(displaced.request, displaced.error, now)
@@ -150,7 +151,7 @@ class Dispatcher:
 
     def refuse(self, request: Request, reason: str, now: float) -> list[Effect]:
         """End a request that waits, because there is no room for it."""
-        self._fail(request, self.queues.refusal(request.group, reason, now), now)
+        self._fail(request, self.queues.refusal(request, reason, now), now)
         return self._take(now)
 
     def set_paused(self, request: Request, is_paused: bool, now: float) -> list[Effect]:
@@ -300,7 +301,7 @@ class Dispatcher:
         """
         if self.registry.groups.get(group.key) is not group:
             return  # it was forgotten
-        pace, waiting = self.queues.pace(group), list(self.queues.waiting_in(group))
+        pace, waiting = self.queues.pace(group), self.queues.waiting_in(group)
         if not waiting:
             pace.unblocked()
             return
@@ -332,7 +333,7 @@ class Dispatcher:
             return True
         message = self.reservations.begin(entry, attempt, place.decode, now)
         if place.prefill is None:
-            self._placement.begin_prompt(place.decode, entry, attempt.number, now)
+            attempt.num_uncached = self._placement.begin_prompt(place.decode, entry, attempt.number, now)
         request.timeline.begin(_sequences(request, place.choices), "reserve", now, attempt)
         self._effects.append(Send(place.decode, message))
         return True
@@ -402,8 +403,11 @@ class Dispatcher:
             sequence.attempt = attempt
         attempt.dispatched = True
         attempt.sent_at = now
+        if prefill is not None:
+            attempt.num_uncached = self._placement.begin_prompt(prefill, entry, attempt.number, now)
         if request.dispatched_at is None:
             request.dispatched_at = now
+            request.charge_prompt(attempt.num_uncached)
         stage = "local prefill" if prefill is None else "prefill"
         reason = attempt.place.words
         request.timeline.begin(_sequences(request, attempt.choices), stage, now, attempt, reason)
@@ -427,7 +431,6 @@ class Dispatcher:
             self._placement.will_cache(attempt.decode, entry)
         if prefill is None:
             return
-        self._placement.begin_prompt(prefill, entry, attempt.number, now)
         message = Prefill(
             router_epoch=self.epoch,
             rid=request.rid,
@@ -453,8 +456,7 @@ class Dispatcher:
         attempt = request.attempts.get(message.attempt) if request is not None else None
         if request is not None and attempt is not None and attempt.prompt_node is node:
             attempt.prefill_done = True
-            if request.num_cached is None:
-                request.num_cached = message.num_cached
+            request.found_cached(message.num_cached)
             request.take_prompt_logprobs(message.prompt_logprobs)
             if not attempt.choices:
                 request.attempts.pop(attempt.number, None)
@@ -542,8 +544,7 @@ class Dispatcher:
             self._fail(request, NodeFault(where, Unavailable.code), now)
 
     def _will_compute_prompt(self, request: Request) -> bool:
-        waiting = self.queues.waiting_in(request.group)
-        return request.computes_prompt or any(entry.request is request for entry in waiting)
+        return request.computes_prompt or self.queues.waiting_in(request.group).has(request)
 
     def _done(self, request: Request, now: float) -> None:
         """Every sequence has ended as it should."""

@@ -69,10 +69,10 @@ class Placement:
         known: dict[Hashable, bool] = {}  # most entries need about the same
 
         def fits(entry: Entry) -> bool:
-            like = (entry.need, entry.needs_decode, entry.is_local, entry.is_open, frozenset(entry.unfit))
-            if like not in known:
-                known[like] = entry.could_go_to(*nodes)
-            return known[like]
+            kind = entry.kind
+            if kind not in known:
+                known[kind] = entry.could_go_to(*nodes)
+            return known[kind]
 
         return fits
 
@@ -87,10 +87,13 @@ class Placement:
             else self._choose_remote(entry, prompt, now)
         )
 
-    def begin_prompt(self, node: Node, entry: Entry, attempt: int, now: float) -> None:
-        """Enter the prompt of an entry in the books of the node that computes it."""
-        node.begin_prompt(entry.request.rid, attempt, self._num_uncached(node, entry), now)
+    def begin_prompt(self, node: Node, entry: Entry, attempt: int, now: float) -> int:
+        """Enter the prompt of an entry in the books of the node that computes it. Return how many tokens it will
+        probably compute."""
+        num_uncached = self._num_uncached(node, entry)
+        node.begin_prompt(entry.request.rid, attempt, num_uncached, now)
         self._affinity.note(node.routing_id, entry.hashes)
+        return num_uncached
 
     def will_cache(self, decode: Node, entry: Entry) -> None:
         """A decode node gets an entry. It keeps the pages of the prompt in its cache, whoever computes them."""
