@@ -88,7 +88,7 @@ class Dispatcher:
         self.queues = Queues(bounds)
         self.cancels = Cancels(epoch, self._effects)
         self.reservations = Reservations(epoch)
-        self._placement = Placement(self._is_usable)
+        self._placement = Placement(self._is_usable, lambda group: self.queues.waiting_in(group).shares.are_several)
         self._streams = TokenStreams(epoch, self._requests, metrics, self._effects)
         self._rescheduling = Rescheduling(
             self._requests,
@@ -230,6 +230,8 @@ class Dispatcher:
         """Handle all deadlines and timeouts that are due. Call it many times per second."""
         for sequence in self._streams.check_gaps(now):
             self._tokens_failed(sequence, f"tokens of choice {sequence.index} were lost and not sent again", now)
+        for group in self._placement.take_held():
+            self._pump(group, now)
         if now - self._slow_tick_at >= SLOW_TICK_S:
             self._slow_tick_at = now
             self._slow_tick(now)

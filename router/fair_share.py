@@ -109,6 +109,11 @@ class FairShares:
         share.served_at = self._num_served
 
     @property
+    def are_several(self) -> bool:
+        """Whether more than one tenant has waited here."""
+        return len(self._shares) > 1
+
+    @property
     def least(self) -> float:
         """The counter at which a tenant starts that begins to wait now."""
         top = self._top()

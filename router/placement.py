@@ -4,6 +4,9 @@ Decode: the least loaded node that has room. Prefill: the node that would finish
 probably has in its cache need not be computed. If the prompt is local, or if either role may compute it,
 prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A node that ran out of
 memory for the request gets it again only if no other node of the role could take it, however busy they are.
+
+Nodes compute prompts in the order in which they get them. So where several tenants share a group, prompts wait in the
+router, whose order is fair, and a prefill node gets the next one shortly before it has nothing left to compute.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from .prompt_placement import LocalFigures, PromptPlace, RemoteFigures, choose_l
 from .queue import Entry
 from .request import Sequence as Output
 
+SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
 
 
@@ -49,10 +53,16 @@ class Place(NamedTuple):
 
 class Placement:
     """Chooses nodes. `is_usable(prefill, decode)` says whether a pair may get requests; decode is None if the prefill
-    node answers alone, prefill is None if the decode node computes the prompt."""
+    node answers alone, prefill is None if the decode node computes the prompt. `is_shared(group)`: several tenants use
+    the group."""
 
-    def __init__(self, is_usable: Callable[[Node | None, Node | None], bool]) -> None:
-        self._is_usable = is_usable
+    def __init__(
+        self,
+        is_usable: Callable[[Node | None, Node | None], bool],
+        is_shared: Callable[[NodeGroup], bool] = lambda _: False,
+    ) -> None:
+        self._is_usable, self._is_shared = is_usable, is_shared
+        self._held: set[NodeGroup] = set()
         self._affinity = PrefixAffinity()
 
     def usable_pairs(self, group: NodeGroup) -> list[tuple[Node, Node]]:
@@ -86,6 +96,11 @@ class Placement:
             if prompt.where == "local"
             else self._choose_remote(entry, prompt, now)
         )
+
+    def take_held(self) -> set[NodeGroup]:
+        """Return the groups in which a request waits for a prefill node to compute what it has. Forgets them."""
+        held, self._held = self._held, set()
+        return held
 
     def begin_prompt(self, node: Node, entry: Entry, attempt: int, now: float) -> int:
         """Enter the prompt of an entry in the books of the node that computes it. Return how many tokens it will
@@ -142,7 +157,7 @@ class Placement:
         decode = self._choose_decode(entry, now) if entry.needs_decode else None
         if decode is None and entry.needs_decode:
             return None
-        prefill = self._choose_prefill(entry, decode)
+        prefill = self._choose_prefill(entry, decode, now)
         return None if prefill is None else self._place_remote(entry, prompt, prefill, decode)
 
     def _place_remote(self, entry: Entry, prompt: PromptPlace, prefill: Node, decode: Node | None) -> Place:
@@ -251,8 +266,18 @@ class Placement:
         nodes = self._prefill_nodes(entry, decode, has_others=has_others)
         return [node for node in nodes if node.num_prompts < QUEUED_PER_SLOT * node.max_running]
 
-    def _choose_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
+    def _has_short_queue(self, node: Node, now: float) -> bool:
+        """Whether a prefill node will soon have nothing left to compute. True if it has measured no times yet."""
+        num_tokens = node.num_queued_tokens(now)
+        return not num_tokens or node.prompt_times.token_s * num_tokens < SHORT_QUEUE_S
+
+    def _choose_prefill(self, entry: Entry, decode: Node | None, now: float) -> Node | None:
         request, nodes = entry.request, self._prefill_nodes(entry, decode)
+        if entry.pair is None and self._is_shared(request.group):
+            short = [node for node in nodes if self._has_short_queue(node, now)]
+            if nodes and not short:
+                self._held.add(request.group)
+            nodes = short
         figures = [
             PrefillFigures(
                 node.num_prompt_tokens,

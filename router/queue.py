@@ -113,7 +113,8 @@ class Entry:
     @property
     def kind(self) -> Hashable:
         """Entries of one kind can go to the same nodes when these are idle."""
-        return self.need, self.needs_decode, self.is_local, self.is_open, frozenset(self.unfit)
+        place = self.place
+        return self.need, self.needs_decode, place and place.where, frozenset(self.unfit)
 
     @property
     def num_tokens(self) -> int:
