@@ -200,6 +200,14 @@ class Simulated(World):
         self.do(self.dispatcher.submit(client.request, self.now))
         return client.request.rid
 
+    def flood(self, tenant: Tenant, num_requests: int, num_prompt: int, num_tokens: int) -> None:
+        """Submit many requests at once; the nodes are asked afterwards."""
+        pump, self.dispatcher._pump = self.dispatcher._pump, lambda *_: None  # type: ignore[method-assign]
+        for _ in range(num_requests):
+            self.ask(tenant, num_prompt, num_tokens)
+        self.dispatcher._pump = pump  # type: ignore[method-assign]
+        self.do(self.dispatcher.tick(self.now))
+
     def run(self, seconds: float) -> None:
         end = self.now + seconds
         next_tick = self.now
@@ -298,16 +306,15 @@ def asks_one_at_a_time(world: Simulated, seconds: float) -> list[float]:
 
 
 def test_a_flood_of_one_tenant_delays_another_by_one_slot() -> None:
-    alone = asks_one_at_a_time(Simulated(), 20.0)
+    alone = asks_one_at_a_time(Simulated(), 10.0)
     world = Simulated()
-    for _ in range(10_000):
-        world.ask(A, 2000, 40)
-    world.run(10.0)
+    world.flood(A, 10_000, 2000, 40)
+    world.run(5.0)
     since = len(world.freed)
-    beside = asks_one_at_a_time(world, 40.0)
+    beside = asks_one_at_a_time(world, 25.0)
     longest = max(late - early for early, late in itertools.pairwise(world.freed[since - 1 :]))
     assert len(beside) >= 20
-    assert p95(beside) <= p95(alone) + longest + 2000 * PREFILL_TOKEN_S, "and the prompt that is being computed"
+    assert p95(beside) <= p95(alone) + longest
 
 
 @pytest.mark.parametrize("num_prompt", [300, 2000], ids=["decode-bound", "prefill-bound"])
@@ -315,9 +322,9 @@ def test_equal_tenants_cost_no_throughput(num_prompt: int) -> None:
     done: dict[int, int] = {}
     for num_tenants in (1, 4):
         world = Simulated()
-        for index in range(400):
+        for index in range(300):
             world.ask(Tenant(f"t{index % num_tenants}"), num_prompt, 40)
-        world.run(35.0)
+        world.run(28.0)
         done[num_tenants] = len(world.freed)
     assert done[4] >= 0.99 * done[1] > 100
 
