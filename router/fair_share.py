@@ -110,8 +110,8 @@ class FairShares:
 
     @property
     def are_several(self) -> bool:
-        """Whether more than one tenant has waited here."""
-        return len(self._shares) > 1
+        """Whether another tenant than the default one has waited here, so that more may come."""
+        return len(self._shares) > 1 or (len(self._shares) == 1 and DEFAULT.name not in self._shares)
 
     @property
     def least(self) -> float:
