@@ -128,10 +128,11 @@ class Dispatcher:
         self._requests[request.rid] = request
         request.timeline.queued(now)
         logger.info(
-            "received: %d prompt tokens, %d choices, at most %d tokens",
+            "received: %d prompt tokens, %d choices, at most %d tokens, from %s",
             len(request.prompt_ids),
             len(request.sequences),
             request.params.max_tokens,
+            request.sender,
             extra={"rid": request.rid},
         )
         self.queues.add(entry)
@@ -573,7 +574,7 @@ class Dispatcher:
         if request.is_over:
             return False
         self._end(request, reason, "cancelled", reason, now)
-        self._metrics.count_request(request.group.key.model, "cancelled")
+        self._metrics.count_request(request.group.key.model, "cancelled", request.tenant.name)
         logger.info("cancelled: %s", reason, extra={"rid": request.rid})
         return True
 
@@ -585,7 +586,7 @@ class Dispatcher:
         self._end(request, "it failed", "failed", str(error), now)
         logger.warning("failed: %s", error, extra={"rid": request.rid})
         if not request.is_canary:
-            self._metrics.count_request(request.group.key.model, outcome_of(error))
+            self._metrics.count_request(request.group.key.model, outcome_of(error), request.tenant.name)
         self._tell_error(request, error, now)
 
     def _tell_error(self, request: Request, error: BatonError, now: float) -> None:

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 MAX_IDLE = 4096  # counters kept of tenants that do not wait
 
 _T = TypeVar("_T")
+CacheScope = Literal["tenant", "key"]  # whose requests share cached prefixes
 
 
 class Tenant(NamedTuple):

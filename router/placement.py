@@ -1,7 +1,9 @@
 """Placement: chooses the nodes for a waiting request.
 
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
-probably has in its cache need not be computed. If the prompt is local, or if either role may compute it,
+probably has in its cache need not be computed. Requests of one session go to the nodes of the one before: to its
+prefill node, unless another would finish the prompt before this one begins it; to its decode node, unless another is
+less loaded by a tenth of its places. If the prompt is local, or if either role may compute it,
 prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A node that ran out of
 memory for the request gets it again only if no other node of the role could take it, however busy they are.
 
@@ -14,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from .affinity import PrefixAffinity, page_hashes
+from .affinity import PrefixAffinity, SessionAffinity, page_hashes
 from .node import Node, NodeGroup
 from .prompt_placement import LocalFigures, PromptPlace, RemoteFigures, choose_local, place_sooner
 from .queue import Entry
 from .request import Sequence as Output
 
+SESSION_SLACK = 0.1  # of its places: so much fuller may the decode node of a session be
 SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
 
@@ -31,6 +34,7 @@ class DecodeFigures(NamedTuple):
     num_running: int  # with reservations under way
     max_running: int
     is_full: bool  # it refused, and has not shown more room since
+    is_sessions: bool = False  # it served the request's session last
 
 
 class PrefillFigures(NamedTuple):
@@ -40,6 +44,7 @@ class PrefillFigures(NamedTuple):
     num_queued: int
     max_queued: int
     cached_tokens: int  # of this prompt, probably in its prefix cache
+    is_sessions: bool = False  # it served the request's session last
 
 
 class Place(NamedTuple):
@@ -64,6 +69,7 @@ class Placement:
         self._is_usable, self._is_shared = is_usable, is_shared
         self._held: set[NodeGroup] = set()
         self._affinity = PrefixAffinity()
+        self._prefill_sessions, self._decode_sessions = SessionAffinity(), SessionAffinity()
 
     def usable_pairs(self, group: NodeGroup) -> list[tuple[Node, Node]]:
         """Return the pairs of a group that may get requests."""
@@ -108,10 +114,13 @@ class Placement:
         num_uncached = self._num_uncached(node, entry)
         node.begin_prompt(entry.request.rid, attempt, num_uncached, now)
         self._affinity.note(node.routing_id, entry.hashes)
+        if node.role == "prefill":
+            self._prefill_sessions.note(entry.request.session, node.routing_id)
         return num_uncached
 
     def will_cache(self, decode: Node, entry: Entry) -> None:
         """A decode node gets an entry. It keeps the pages of the prompt in its cache, whoever computes them."""
+        self._decode_sessions.note(entry.request.session, decode.routing_id)
         if entry.request.group.may_compute_locally:
             self._affinity.note(decode.routing_id, entry.hashes)
 
@@ -244,7 +253,11 @@ class Placement:
             nodes = [node for node in nodes if not request.ran_out_on(node)] or nodes
             fresh = [node for node in nodes if not all(request.has_failed_on(prefill, node) for prefill in prefills)]
             nodes = fresh or nodes
-        figures = [DecodeFigures(each.room, each.num_units, each.max_running, each.is_full(now)) for each in nodes]
+        last = self._decode_sessions.node_of(entry.request.session)
+        figures = [
+            DecodeFigures(each.room, each.num_units, each.max_running, each.is_full(now), each.routing_id == last)
+            for each in nodes
+        ]
         index = choose_decode(figures, entry.need.decode_pages or 0)
         return None if index is None else nodes[index]
 
@@ -278,12 +291,14 @@ class Placement:
             if nodes and not short:
                 self._held.add(request.group)
             nodes = short
+        last = self._prefill_sessions.node_of(request.session)
         figures = [
             PrefillFigures(
                 node.num_prompt_tokens,
                 node.num_prompts,
                 QUEUED_PER_SLOT * node.max_running,
                 len(request.prompt_ids) - self._num_uncached(node, entry),
+                node.routing_id == last,
             )
             for node in nodes
         ]
@@ -292,7 +307,8 @@ class Placement:
 
 
 def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | None:
-    """Return the index of the least loaded node with room for `num_pages`, None if all are full."""
+    """Return the index of the least loaded node with room for `num_pages`, None if all are full. The session's node may
+    be fuller by SESSION_SLACK."""
     fitting = [
         index
         for index, node in enumerate(figures)
@@ -300,18 +316,23 @@ def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | Non
     ]
     return min(
         fitting,
-        key=lambda index: (figures[index].num_running / figures[index].max_running, -figures[index].room),
+        key=lambda index: (
+            figures[index].num_running / figures[index].max_running - SESSION_SLACK * figures[index].is_sessions,
+            -figures[index].room,
+        ),
         default=None,
     )
 
 
 def choose_prefill(figures: Sequence[PrefillFigures], prompt_len: int) -> int | None:
-    """Return the index of the node with the fewest tokens to compute up to this prompt's end, None if all are full."""
+    """Return the index of the node with the fewest tokens to compute up to this prompt's end, None if all are full. The
+    node of the session counts as if it had the whole prompt in its cache."""
     return min(
         (index for index, node in enumerate(figures) if node.num_queued < node.max_queued),
-        key=lambda index: (
-            figures[index].queued_tokens + prompt_len - figures[index].cached_tokens,
-            figures[index].num_queued,
-        ),
+        key=lambda index: (_tokens_to_end(figures[index], prompt_len), figures[index].num_queued),
         default=None,
     )
+
+
+def _tokens_to_end(node: PrefillFigures, prompt_len: int) -> int:
+    return node.queued_tokens + (0 if node.is_sessions else prompt_len - node.cached_tokens)

@@ -325,6 +325,7 @@ class Request:
         "prompt_ids",
         "prompt_logprobs",
         "rid",
+        "sender",
         "sequences",
         "session",
         "share",
@@ -350,10 +351,12 @@ class Request:
         is_canary: bool = False,
         priority: int = 0,
         tenant: Tenant = DEFAULT,
+        sender: str = DEFAULT.name,
         session: bytes | None = None,
     ) -> None:
         """`timeout_s`: the longest time that it may take from `now` on; None: the router's limit. Of a tenant's
-        requests that wait, lower numbers of `priority` go first. Requests of one `session` prefer the same nodes."""
+        requests that wait, lower numbers of `priority` go first. Requests of one `session` prefer the same nodes. Logs
+        name the `sender`."""
         self.rid = rid
         self.group = group
         self.prompt_ids = prompt_ids
@@ -369,6 +372,7 @@ class Request:
         self.created_at = now
         self.priority = priority
         self.tenant = tenant
+        self.sender = sender
         self.session = session
         self.share: Share = UNSHARED  # what was computed for its tenant; the queue sets it
         self.num_charged = 0  # prompt tokens that the tenant was charged for

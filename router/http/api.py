@@ -24,6 +24,7 @@ from ..runner import RunningDispatcher
 from ..text.tokenizer import TextTokenizer
 from .access import Access
 from .bodies import Bodies, decode
+from .cache_salts import CacheSalts
 from .in_flight import InFlight
 from .ledgers import Ledgers
 
@@ -42,6 +43,7 @@ class Api:
         self.metrics = metrics
         self.is_draining = False
         self.access = Access(config)
+        self.salts = CacheSalts(config.cache_scope, config.cache_secret)
         self.ledgers = Ledgers(dispatcher)
         self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
