@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
+from ..metadata.wire.node_info import Role
 from .fair_share import CacheScope
-from .http.origin import allowed_hosts, allowed_origins, is_header, trusted_networks
+from .http.origin import Authority, allowed_hosts, allowed_origins, is_header, trusted_networks
 from .keys import read_keys
 from .prompt_placement import LocalPrefill
 from .reasoning_parsers.registry import REASONING_PARSERS
@@ -73,6 +74,16 @@ class RouterConfig(ProcessConfig):
         "to loopback",
         metavar="HOST",
     )
+    ops_address: str | None = setting(
+        None,
+        "serve /metrics, /health and /ready at this address too, without a key; a port alone is one of loopback",
+        metavar="HOST:PORT",
+    )
+    expect: str | None = setting(
+        None,
+        "answer 503 at /ready until so many nodes have joined once, like prefill=1,decode=2",
+        metavar="ROLE=N,...",
+    )
     max_concurrent_per_key: int | None = setting(
         None,
         "run at most this many sequences (prompts times n) at once per API key; a client that asks for more gets "
@@ -135,6 +146,7 @@ class RouterConfig(ProcessConfig):
                 raise ConfigError(f"{name} is empty; leave it out to serve without a key")
         if self.cache_secret == "":
             raise ConfigError("cache_secret is empty; leave it out to have one drawn")
+        _ = self.ops, self.expected
         trusted_networks(self.trusted_proxy)
         if self.tenant_header is not None and not is_header(self.tenant_header):
             raise ConfigError(f"tenant_header is {self.tenant_header!r}; it must be a header's name, like X-Tenant")
@@ -142,6 +154,30 @@ class RouterConfig(ProcessConfig):
             raise ConfigError("tenant_header is set, but no proxy is trusted: give --trusted-proxy CIDR as well")
         allowed_origins(self.allow_origin)
         allowed_hosts(self.allow_host)
+
+    @property
+    def ops(self) -> Authority | None:
+        """Host and port of `ops_address`. Raises ConfigError."""
+        if self.ops_address is None:
+            return None
+        given = self.ops_address
+        given = f"127.0.0.1:{given.removeprefix(':')}" if given.removeprefix(":").isdecimal() else given
+        found = Authority.parse(given)
+        if found is None or found.port is None:
+            raise ConfigError(f"ops_address is {self.ops_address}; it must be like 127.0.0.1:9090, or a port alone")
+        return found
+
+    @property
+    def expected(self) -> dict[Role, int]:
+        """The nodes that `expect` names, by role. Raises ConfigError."""
+        counts: dict[Role, int] = {}
+        for part in self.expect.split(",") if self.expect is not None else ():
+            name, _, number = part.strip().partition("=")
+            role = next((role for role in get_args(Role) if role == name.strip()), None)
+            if role is None or role in counts or not number.strip().isdecimal():
+                raise ConfigError(f"expect is {self.expect!r}; it must be like prefill=1,decode=2")
+            counts[role] = int(number)
+        return {role: count for role, count in counts.items() if count}
 
     @property
     def client_keys(self) -> list[str]:

@@ -88,9 +88,9 @@ class Access:
 
         Raises Forbidden if the key is valid but not enough.
         """
-        if needs is KeyLevel.NOTHING:
-            return self._anyone
         caller = self._known(http_request)
+        if needs is KeyLevel.NOTHING:
+            return caller or self._anyone
         if needs is KeyLevel.ADMIN_KEY:
             if self.has_admin_key:
                 if caller is None:
@@ -105,7 +105,9 @@ class Access:
 
     def may_operate(self, caller: Caller) -> bool:
         """Return whether the caller may read about nodes and their state."""
-        return caller.is_admin if self.has_admin_key else self.is_local
+        if self.has_admin_key:
+            return caller.is_admin
+        return self.is_local and not (self.has_api_keys and caller is self._anyone)
 
     @contextmanager
     def counted(self, caller: Caller, num_sequences: int) -> Generator[None]:
