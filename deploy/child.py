@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..metadata.parent import die_with
@@ -36,6 +36,11 @@ class Child:
         self.num_starts = 0
         self._log_offset = 0
         self._unfinished = b""
+
+    def forget(self, flag: str) -> None:
+        """Leave a flag out at the next starts."""
+        argv = [word for word in self._command.argv if not word.startswith(f"{flag}=")]
+        self._command = replace(self._command, argv=argv)
 
     def start(self) -> None:
         """Start the process in its own process group. Its output goes to the log, after that of earlier starts."""

@@ -23,7 +23,11 @@ Config = TypeVar("Config")
 
 # Only secrets have an environment variable: in Kubernetes, a service named "baton" gives every pod beside it variables
 # such as BATON_PORT, which must not change a setting.
-_ENVIRONMENT = {"api_key": "BATON_API_KEY", "admin_key": "BATON_ADMIN_KEY"}
+_ENVIRONMENT = {
+    "api_key": "BATON_API_KEY",
+    "admin_key": "BATON_ADMIN_KEY",
+    "cache_secret": "BATON_CACHE_SECRET",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class Launcher:
                 child.start()
             if not self._wait_ready():
                 return self._stop()
+            self._children[0].forget("--expect")  # a router that starts again serves with the nodes that it finds
             print(ready_text(self._client, self._run_dir, has_key=bool(self._plan.router.client_keys)), flush=True)
             self._watch()
             return self._stop()
@@ -93,7 +94,8 @@ class Launcher:
             while not self._signals.stops:
                 now = time.monotonic()
                 if now >= next_poll:
-                    if self._client.is_ready() and self._has_prefill(self._look(now, status.tell)):
+                    if self._client.is_ready():
+                        self._look(now, status.tell)
                         return True
                     next_poll = now + _READY_POLL_S
                 if now >= next_look:
@@ -107,11 +109,6 @@ class Launcher:
                     raise Unavailable(f"not ready after {now - start:.0f} s: {self._client.why_not_ready()}")
                 self._signals.wait(_TICK_S)
         return False
-
-    def _has_prefill(self, snapshot: Snapshot) -> bool:
-        """Whether a prefill node has joined, if any was started. Before that, decode nodes may serve alone."""
-        names = [child.name for child in self._children if child.role == "prefill"]
-        return not names or not snapshot.answers or any(name in snapshot.joined for name in names)
 
     def _watch(self) -> None:
         """Restart processes that end and report news, until a signal. Raises Unavailable if restarts are hopeless."""

@@ -34,7 +34,7 @@ DEMO = Path(__file__).parent / "demo"
 LOOPBACK = "127.0.0.1"
 
 # Settings that `baton up` decides itself. They are not among its flags.
-DECIDED = frozenset({"router", "node_address", "node_id", "bind_host", "drain_timeout_s", "allow_list"})
+DECIDED = frozenset({"router", "node_address", "node_id", "bind_host", "drain_timeout_s", "allow_list", "expect"})
 _ALLOW_LIST = "allow-list"
 
 
@@ -184,6 +184,7 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     address = f"tcp://{LOOPBACK}:{node_port}"
     drain = plan.up.stop_timeout_s
     router = replace(plan.keyed(plan.router, ROUTER), port=http_port, node_address=address, drain_timeout_s=drain)
+    router = replace(router, expect=f"prefill={plan.up.prefill},decode={plan.up.decode}")
     if plan.up.prefill == 0:
         router = replace(router, local_prefill="always")
     made = [Command("router", "router", _argv("router", router), to_environ(router))]

@@ -1,4 +1,5 @@
-"""Prefix affinity: estimates which leading pages of a prompt each node has in its prefix cache."""
+"""Affinity: estimates which leading pages of a prompt each node has in its prefix cache, and knows which nodes served a
+client's session last."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import xxhash
 
 MAX_HASHED_PAGES = 2048  # of one prompt
 MAX_KNOWN_PAGES = 32768  # remembered per node
+MAX_SESSIONS = 32768  # remembered per role
 
 
 def page_hashes(prompt_ids: Sequence[int], page_size: int, cache_salt: str) -> list[int]:
@@ -55,3 +57,24 @@ class PrefixAffinity:
     def forget(self, node: Hashable) -> None:
         """The node is gone, or its cache was emptied."""
         self._known.pop(node, None)
+
+
+class SessionAffinity:
+    """The node of one role that served each session last. Bounded; the sessions that are idle longest are forgotten."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        self._nodes: OrderedDict[bytes, Hashable] = OrderedDict()
+
+    def node_of(self, session: bytes | None) -> Hashable:
+        """Return the node that served the session last, None if there is none."""
+        return None if session is None else self._nodes.get(session)
+
+    def note(self, session: bytes | None, node: Hashable) -> None:
+        """The node serves the session now."""
+        if session is None:
+            return
+        self._nodes[session] = node
+        self._nodes.move_to_end(session)
+        if len(self._nodes) > self._max_sessions:
+            self._nodes.popitem(last=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -66,6 +67,26 @@ def missing_for_service(groups: Collection[NodeGroup]) -> str | None:
     present = {node.role for node in nodes}
     missing = [role for role in ROLES if role not in present]
     return f"no {missing[0]} node has joined" if missing else None
+
+
+class Expected:
+    """The nodes that were started with the router: so many of each role. Until all of them have joined once, the router
+    is not ready, since a node would take work that others were started for."""
+
+    def __init__(self, counts: Mapping[Role, int]) -> None:
+        self._counts = counts
+        self._is_met = not counts
+
+    def missing(self, histories: Iterable[NodeHistory]) -> str:
+        """Return how many nodes of which role have not joined yet; "" once all have joined, also if some leave."""
+        if self._is_met:
+            return ""
+        joined = Counter(history.role for history in histories)
+        words = [
+            f"{joined[role]} of {count} {role} nodes" for role, count in self._counts.items() if joined[role] < count
+        ]
+        self._is_met = not words
+        return f"{' and '.join(words)} have joined" if words else ""
 
 
 def degraded(nodes: Iterable[Node], histories: Iterable[NodeHistory], now: float) -> list[Degraded]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
-from .http.origin import allowed_hosts, allowed_origins
+from ..metadata.wire.node_info import Role
+from .fair_share import CacheScope
+from .http.origin import Authority, allowed_hosts, allowed_origins, is_header, trusted_networks
+from .keys import read_keys
 from .prompt_placement import LocalPrefill
 from .reasoning_parsers.registry import REASONING_PARSERS
 from .tool_parsers.registry import TOOL_PARSERS
@@ -30,7 +32,30 @@ class RouterConfig(ProcessConfig):
     api_key: str | None = setting(
         None, "refuse clients that do not send this key as a bearer token (default: $BATON_API_KEY)"
     )
-    api_keys: str | None = setting(None, "accept the API keys in this file too, one per line", metavar="FILE")
+    api_keys: str | None = setting(
+        None,
+        "accept the API keys in this file too: lines of KEY, NAME KEY, NAME KEY TENANT or NAME KEY TENANT WEIGHT; it "
+        "is read again when it changes",
+        metavar="FILE",
+    )
+    trusted_proxy: tuple[str, ...] = setting(
+        (),
+        "believe what proxies at these addresses say of their clients, like 10.0.0.0/8; repeat the flag for each range",
+        metavar="CIDR",
+    )
+    tenant_header: str | None = setting(
+        None,
+        "let a trusted proxy name the tenant of a request in this header, like X-Tenant, if the API key names none",
+        metavar="NAME",
+    )
+    cache_scope: CacheScope = setting(
+        "tenant", "share cached prefixes between the requests of a tenant, or only between those of one API key"
+    )
+    cache_secret: str | None = setting(
+        None,
+        "keep the caches of tenants apart by this secret (default: $BATON_CACHE_SECRET, else drawn at the start); "
+        "routers that share nodes share prefixes if they have the same",
+    )
     admin_key: str | None = setting(
         None,
         "ask for this key at /admin and /debug (default: $BATON_ADMIN_KEY); without a key, they are open if the "
@@ -48,6 +73,16 @@ class RouterConfig(ProcessConfig):
         "localhost is always served; repeat the flag for each name. * also serves web pages whose name resolves "
         "to loopback",
         metavar="HOST",
+    )
+    ops_address: str | None = setting(
+        None,
+        "serve /metrics, /health and /ready at this address too, without a key; a port alone is one of loopback",
+        metavar="HOST:PORT",
+    )
+    expect: str | None = setting(
+        None,
+        "answer 503 at /ready until so many nodes have joined once, like prefill=1,decode=2",
+        metavar="ROLE=N,...",
     )
     max_concurrent_per_key: int | None = setting(
         None,
@@ -109,27 +144,47 @@ class RouterConfig(ProcessConfig):
         for name in ("api_key", "admin_key"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty; leave it out to serve without a key")
+        if self.cache_secret == "":
+            raise ConfigError("cache_secret is empty; leave it out to have one drawn")
+        _ = self.ops, self.expected
+        trusted_networks(self.trusted_proxy)
+        if self.tenant_header is not None and not is_header(self.tenant_header):
+            raise ConfigError(f"tenant_header is {self.tenant_header!r}; it must be a header's name, like X-Tenant")
+        if self.tenant_header is not None and not self.trusted_proxy:
+            raise ConfigError("tenant_header is set, but no proxy is trusted: give --trusted-proxy CIDR as well")
         allowed_origins(self.allow_origin)
         allowed_hosts(self.allow_host)
+
+    @property
+    def ops(self) -> Authority | None:
+        """Host and port of `ops_address`. Raises ConfigError."""
+        if self.ops_address is None:
+            return None
+        given = self.ops_address
+        given = f"127.0.0.1:{given.removeprefix(':')}" if given.removeprefix(":").isdecimal() else given
+        found = Authority.parse(given)
+        if found is None or found.port is None:
+            raise ConfigError(f"ops_address is {self.ops_address}; it must be like 127.0.0.1:9090, or a port alone")
+        return found
+
+    @property
+    def expected(self) -> dict[Role, int]:
+        """The nodes that `expect` names, by role. Raises ConfigError."""
+        counts: dict[Role, int] = {}
+        for part in self.expect.split(",") if self.expect is not None else ():
+            name, _, number = part.strip().partition("=")
+            role = next((role for role in get_args(Role) if role == name.strip()), None)
+            if role is None or role in counts or not number.strip().isdecimal():
+                raise ConfigError(f"expect is {self.expect!r}; it must be like prefill=1,decode=2")
+            counts[role] = int(number)
+        return {role: count for role, count in counts.items() if count}
 
     @property
     def client_keys(self) -> list[str]:
         """All keys that clients may send: `api_key` and those of the file. Raises ConfigError if the file cannot be
         read or holds no key."""
         keys = [self.api_key] if self.api_key is not None else []
-        return keys if self.api_keys is None else [*keys, *_read_keys(self.api_keys)]
-
-
-def _read_keys(path: str) -> list[str]:
-    """Return one key per line. Empty lines and lines that begin with # are skipped."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_keys {path}: cannot be read: {error}") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not keys:
-        raise ConfigError(f"api_keys {path}: holds no key; write one key per line")
-    return keys
+        return keys if self.api_keys is None else [*keys, *(each.key for each in read_keys(self.api_keys))]
 
 
 _POSITIVE = (

@@ -88,7 +88,7 @@ class Dispatcher:
         self.queues = Queues(bounds)
         self.cancels = Cancels(epoch, self._effects)
         self.reservations = Reservations(epoch)
-        self._placement = Placement(self._is_usable)
+        self._placement = Placement(self._is_usable, lambda group: self.queues.waiting_in(group).shares.are_several)
         self._streams = TokenStreams(epoch, self._requests, metrics, self._effects)
         self._rescheduling = Rescheduling(
             self._requests,
@@ -114,7 +114,8 @@ class Dispatcher:
         self.queues.check_room(group, asked, now)
 
     def make_room(self, group: NodeGroup, asked: Asked, now: float) -> list[Effect]:
-        """Check the room right before `submit`. If the queues are full, requests of lower priority are refused."""
+        """Check the room right before `submit`. If the queues are full, other requests may be refused for it: those of
+        a tenant with more of them, or those of its own tenant with lower priority."""
         self.queues.check_room(group, asked, now)
         while (displaced := self.queues.displaced(group, asked, now)) is not None:
             self._fail(displaced.request, displaced.error, now)
@@ -127,10 +128,11 @@ class Dispatcher:
         self._requests[request.rid] = request
         request.timeline.queued(now)
         logger.info(
-            "received: %d prompt tokens, %d choices, at most %d tokens",
+            "received: %d prompt tokens, %d choices, at most %d tokens, from %s",
             len(request.prompt_ids),
             len(request.sequences),
             request.params.max_tokens,
+            request.sender,
             extra={"rid": request.rid},
         )
         self.queues.add(entry)
@@ -150,7 +152,7 @@ class Dispatcher:
 
     def refuse(self, request: Request, reason: str, now: float) -> list[Effect]:
         """End a request that waits, because there is no room for it."""
-        self._fail(request, self.queues.refusal(request.group, reason, now), now)
+        self._fail(request, self.queues.refusal(request, reason, now), now)
         return self._take(now)
 
     def set_paused(self, request: Request, is_paused: bool, now: float) -> list[Effect]:
@@ -229,6 +231,8 @@ class Dispatcher:
         """Handle all deadlines and timeouts that are due. Call it many times per second."""
         for sequence in self._streams.check_gaps(now):
             self._tokens_failed(sequence, f"tokens of choice {sequence.index} were lost and not sent again", now)
+        for group in self._placement.take_held():
+            self._pump(group, now)
         if now - self._slow_tick_at >= SLOW_TICK_S:
             self._slow_tick_at = now
             self._slow_tick(now)
@@ -300,7 +304,7 @@ class Dispatcher:
         """
         if self.registry.groups.get(group.key) is not group:
             return  # it was forgotten
-        pace, waiting = self.queues.pace(group), list(self.queues.waiting_in(group))
+        pace, waiting = self.queues.pace(group), self.queues.waiting_in(group)
         if not waiting:
             pace.unblocked()
             return
@@ -332,7 +336,7 @@ class Dispatcher:
             return True
         message = self.reservations.begin(entry, attempt, place.decode, now)
         if place.prefill is None:
-            self._placement.begin_prompt(place.decode, entry, attempt.number, now)
+            attempt.num_uncached = self._placement.begin_prompt(place.decode, entry, attempt.number, now)
         request.timeline.begin(_sequences(request, place.choices), "reserve", now, attempt)
         self._effects.append(Send(place.decode, message))
         return True
@@ -402,8 +406,11 @@ class Dispatcher:
             sequence.attempt = attempt
         attempt.dispatched = True
         attempt.sent_at = now
+        if prefill is not None:
+            attempt.num_uncached = self._placement.begin_prompt(prefill, entry, attempt.number, now)
         if request.dispatched_at is None:
             request.dispatched_at = now
+            request.charge_prompt(attempt.num_uncached)
         stage = "local prefill" if prefill is None else "prefill"
         reason = attempt.place.words
         request.timeline.begin(_sequences(request, attempt.choices), stage, now, attempt, reason)
@@ -427,7 +434,6 @@ class Dispatcher:
             self._placement.will_cache(attempt.decode, entry)
         if prefill is None:
             return
-        self._placement.begin_prompt(prefill, entry, attempt.number, now)
         message = Prefill(
             router_epoch=self.epoch,
             rid=request.rid,
@@ -453,8 +459,7 @@ class Dispatcher:
         attempt = request.attempts.get(message.attempt) if request is not None else None
         if request is not None and attempt is not None and attempt.prompt_node is node:
             attempt.prefill_done = True
-            if request.num_cached is None:
-                request.num_cached = message.num_cached
+            request.found_cached(message.num_cached)
             request.take_prompt_logprobs(message.prompt_logprobs)
             if not attempt.choices:
                 request.attempts.pop(attempt.number, None)
@@ -542,8 +547,7 @@ class Dispatcher:
             self._fail(request, NodeFault(where, Unavailable.code), now)
 
     def _will_compute_prompt(self, request: Request) -> bool:
-        waiting = self.queues.waiting_in(request.group)
-        return request.computes_prompt or any(entry.request is request for entry in waiting)
+        return request.computes_prompt or self.queues.waiting_in(request.group).has(request)
 
     def _done(self, request: Request, now: float) -> None:
         """Every sequence has ended as it should."""
@@ -570,7 +574,7 @@ class Dispatcher:
         if request.is_over:
             return False
         self._end(request, reason, "cancelled", reason, now)
-        self._metrics.count_request(request.group.key.model, "cancelled")
+        self._metrics.count_request(request.group.key.model, "cancelled", request.tenant.name)
         logger.info("cancelled: %s", reason, extra={"rid": request.rid})
         return True
 
@@ -582,7 +586,7 @@ class Dispatcher:
         self._end(request, "it failed", "failed", str(error), now)
         logger.warning("failed: %s", error, extra={"rid": request.rid})
         if not request.is_canary:
-            self._metrics.count_request(request.group.key.model, outcome_of(error))
+            self._metrics.count_request(request.group.key.model, outcome_of(error), request.tenant.name)
         self._tell_error(request, error, now)
 
     def _tell_error(self, request: Request, error: BatonError, now: float) -> None:

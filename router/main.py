@@ -21,7 +21,7 @@ from ..metadata.garbage import Garbage
 from .config import RouterConfig
 from .export import TraceExport, configured_export
 from .http.api import Api
-from .http.app import application
+from .http.app import application, ops_application
 from .http.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
 from .metrics import Metrics
 from .runner import RunningDispatcher
@@ -42,10 +42,18 @@ class Router:
         self.dispatcher = RunningDispatcher(config, new_epoch(), self.metrics)
         self.metrics.watch_nodes(self.dispatcher.registry, lambda: self.dispatcher.queues.num_waiting)
         self.api = Api(config, self.dispatcher, self.metrics)
+        self.metrics.watch_service(
+            self.dispatcher.registry,
+            self.dispatcher.queues,
+            self.dispatcher.requests,
+            lambda: self.api.why_not_ready() is None and not self.api.is_draining,
+        )
         self._tracing: TraceExport | None = None
         self._hub: Hub | None = None
         self._runner: web.AppRunner | None = None
         self._http: asyncio.Server | None = None
+        self._ops: web.AppRunner | None = None
+        self.ops_url = ""
         self.url = ""
         self.node_address = ""
 
@@ -87,6 +95,7 @@ class Router:
         self.api.access.is_local = all(ip_address(address[0]).is_loopback for address in addresses)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logger.info("serving HTTP on %s, nodes on %s", self.url, self.node_address)
+        await self._listen_for_operators()
         if not self.api.access.is_local and not self.api.access.has_api_keys:
             logger.warning("no --api-key is set: whoever reaches %s can use it", self.url)
         if not self.api.access.is_local and not self.api.access.has_admin_key:
@@ -108,12 +117,29 @@ class Router:
         await asyncio.sleep(0)  # streams write their last event
         if self._http is not None:
             self._http.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        for runner in (self._runner, self._ops):
+            if runner is not None:
+                await runner.cleanup()
         if self._hub is not None:
             self._hub.close()
         if self._tracing is not None:
             await self._tracing.close()
+
+    async def _listen_for_operators(self) -> None:
+        """Serve --ops-address, if it is set. Raises ConfigError for an address that is taken."""
+        address = self.config.ops
+        if address is None:
+            return
+        self._ops = web.AppRunner(ops_application(self.api, address), access_log=None, shutdown_timeout=1.0)
+        await self._ops.setup()
+        try:
+            await web.TCPSite(self._ops, address.host, address.port, backlog=BACKLOG).start()
+        except OSError as error:
+            await self.stop()
+            raise ConfigError(f"ops_address: cannot serve on {self.config.ops_address}: {error.strerror}") from error
+        host, port = self._ops.addresses[0][:2]
+        self.ops_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        logger.info("serving /metrics, /health and /ready without a key on %s", self.ops_url)
 
     async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
         """Do what web.TCPSite does, with our own class of connections."""

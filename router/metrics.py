@@ -5,19 +5,31 @@ is much cheaper. Metrics of nodes are read from the registry when Prometheus ask
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..metadata.wire.messages import Admitted, PrefillDone
+from .fair_share import DEFAULT
 from .node import Node
 from .prompt_placement import PromptPlace
+from .queue import Queues
 from .registry import Registry
 from .request import Request
 from .request import Sequence as Output
+from .service_figures import ServiceFigures, TenantFigures
 
 MoveReason = Literal["lost", "failed", "drained"]  # a node was lost, an attempt failed, or a drain ran out of time
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -223,24 +235,36 @@ class Metrics:
             "baton_prompt_tokens", "Prompt tokens of finished requests.", ["model"], registry=registry
         )
         self._cached = Counter("baton_cached_tokens", "Those found in a prefix cache.", ["model"], registry=registry)
-        self._tokens = TokenFigures()
+        self._tokens, self._tenants = TokenFigures(), TenantFigures()
         registry.register(self._tokens)
+        registry.register(self._tenants)
+        ProcessCollector(registry=registry)
+        build = Gauge("baton_build_info", "1; the label is Baton's version.", ["version"], registry=registry)
+        build.labels(version("baton-serve")).set(1)
 
     def watch_nodes(self, nodes: Registry, num_waiting: Callable[[], int]) -> None:
         """Add the metrics of nodes."""
         self._registry.register(NodeFigures(nodes, num_waiting))
+
+    def watch_service(
+        self, nodes: Registry, queues: Queues, requests: Mapping[str, Request], is_ready: Callable[[], bool]
+    ) -> None:
+        """Add the metrics of the whole service."""
+        self._registry.register(ServiceFigures(nodes, queues, requests, is_ready))
+        self._tenants.num_waiting = lambda: queues.num_waiting_of
 
     def page(self) -> bytes:
         """Return the page that Prometheus reads."""
         return generate_latest(self._registry)
 
     def count_http(self, status: int) -> None:
-        """An HTTP response was begun."""
+        """An HTTP response was begun. Answers to probes do not count."""
         self._http.labels(str(status)).inc()
 
-    def count_request(self, model: str, outcome: str) -> None:
+    def count_request(self, model: str, outcome: str, tenant: str = DEFAULT.name) -> None:
         """A request ended: done, failed, cancelled or refused."""
         self._requests.labels(model, outcome).inc()
+        self._tenants.of(tenant).outcomes[outcome] += 1
 
     def moved(self, request: Request, reason: MoveReason) -> None:
         """A request goes on on other nodes."""
@@ -261,6 +285,7 @@ class Metrics:
             self._ttft.labels(model).observe(now - request.created_at)
         if num_tokens:
             self._tokens.num_tokens[model] = self._tokens.num_tokens.get(model, 0) + num_tokens
+            self._tenants.of(request.tenant.name).num_output += num_tokens
             if sequence.seen_at is not None:
                 self._tokens.observe(model, now - sequence.seen_at, num_tokens)
 
@@ -271,6 +296,10 @@ class Metrics:
         self._e2e.labels(model).observe(now - request.created_at)
         self._prompt.labels(model).inc(len(request.prompt_ids))
         self._cached.labels(model).inc(request.num_cached or 0)
+        counts = self._tenants.of(request.tenant.name)
+        counts.outcomes["done"] += 1
+        counts.num_prompt += len(request.prompt_ids)
+        counts.num_cached += request.num_cached or 0
 
     def prefill(self, node: Node, message: PrefillDone) -> None:
         """A prefill node has finished a prompt."""

@@ -1,7 +1,7 @@
 """Pace of a group, learned from its last requests: how long a new request would wait, and how long it would then take.
 
 A grant gives a request its nodes. The router tells a refused client when to come again, and promises it a grant at that
-time. The promised grants follow each other at the present pace, in the order of the refusals:
+time. The promised grants of a tenant follow each other at its part of the present pace, in the order of the refusals:
 
     a request is refused     a promise is added behind the others
     its time has come        the promise ends, whether or not the client comes
@@ -13,6 +13,8 @@ So no client has to stay away for longer than the nodes need to serve the client
 from __future__ import annotations
 
 import heapq
+
+from .fair_share import DEFAULT
 
 MAX_RETRY_S = 60.0  # no client is told to come back later than that
 NUM_SPREADS = 2  # a request that takes so many spreads longer than the mean is an exception
@@ -56,7 +58,8 @@ class Pace:
         self._interval = Average()  # between grants
         self._service = Average()  # from the grant to the end
         self._per_token = Average()  # the same per output token
-        self._promises: list[float] = []  # a heap of the times at which refused clients are expected back
+        # by tenant: a heap of the times at which refused clients are expected back
+        self._promises: dict[str, list[float]] = {}
 
     def blocked(self, now: float) -> None:
         """The first request of the queue found no room."""
@@ -68,7 +71,8 @@ class Pace:
         """No request waits for room."""
         if self.blocked_since is not None:
             self.blocked_since = None
-            self._promises = sorted(self._promises)[: len(self._promises) // 2]
+            halves = {tenant: sorted(times)[: len(times) // 2] for tenant, times in self._promises.items()}
+            self._promises = {tenant: times for tenant, times in halves.items() if times}
 
     def granted(self, now: float) -> None:
         """A request was given its nodes."""
@@ -94,29 +98,34 @@ class Pace:
         per_token = self._per_token.mean + NUM_SPREADS * self._per_token.spread
         return min(self._service.mean + NUM_SPREADS * self._service.spread, per_token * max_tokens)
 
-    def retry_after_s(self, now: float, num_excess: int, num_running: int = 1) -> float:
-        """Return when a refused request should come again. `num_excess` requests must leave before there is room for
-        it; `num_running` are served now.
+    def retry_after_s(
+        self, now: float, num_excess: int, num_running: int = 1, tenant: str = DEFAULT.name, part: float = 1.0
+    ) -> float:
+        """Return when a refused request should come again. `num_excess` requests of its tenant must leave before there
+        is room for it; `num_running` are served now. `part`: the tenant's part of the grants.
 
         Each refused request gets a time of its own: if all came back at once, all but one would be refused again.
         """
-        position = max(1, num_excess) + self.num_promised(now)
+        position = max(1, num_excess) + self.num_promised(now, tenant)
         interval = self._interval_s(now, max(1, num_running))
         if interval is None:
             earliest, latest = SOON_S
             after_s = earliest + (latest - earliest) * position / (position + _HALF)
         else:
-            after_s = position * interval
+            after_s = position * interval / part
         if after_s >= MAX_RETRY_S:
             return MAX_RETRY_S  # so do all after it until some promises end: it need not be counted
-        heapq.heappush(self._promises, now + after_s)
+        heapq.heappush(self._promises.setdefault(tenant, []), now + after_s)
         return after_s
 
-    def num_promised(self, now: float) -> int:
-        """Return how many refused clients are still expected back."""
-        while self._promises and self._promises[0] <= now:
-            heapq.heappop(self._promises)
-        return len(self._promises)
+    def num_promised(self, now: float, tenant: str = DEFAULT.name) -> int:
+        """Return how many refused clients of a tenant are still expected back."""
+        promises = self._promises.get(tenant, [])
+        while promises and promises[0] <= now:
+            heapq.heappop(promises)
+        if not promises:
+            self._promises.pop(tenant, None)
+        return len(promises)
 
     def _interval_s(self, now: float, num_running: int) -> float | None:
         """Return the time between grants while nodes are full, None if nothing is known. An overdue grant counts as if

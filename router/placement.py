@@ -1,9 +1,14 @@
 """Placement: chooses the nodes for a waiting request.
 
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
-probably has in its cache need not be computed. If the prompt is local, or if either role may compute it,
+probably has in its cache need not be computed. Requests of one session go to the nodes of the one before: to its
+prefill node, unless another would finish the prompt before this one begins it; to its decode node, unless another is
+less loaded by a tenth of its places. If the prompt is local, or if either role may compute it,
 prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A node that ran out of
 memory for the request gets it again only if no other node of the role could take it, however busy they are.
+
+Nodes compute prompts in the order in which they get them. So where several tenants share a group, prompts wait in the
+router, whose order is fair, and a prefill node gets the next one shortly before it has nothing left to compute.
 """
 
 from __future__ import annotations
@@ -11,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from .affinity import PrefixAffinity, page_hashes
+from .affinity import PrefixAffinity, SessionAffinity, page_hashes
 from .node import Node, NodeGroup
 from .prompt_placement import LocalFigures, PromptPlace, RemoteFigures, choose_local, place_sooner
 from .queue import Entry
 from .request import Sequence as Output
 
+SESSION_SLACK = 0.1  # of its places: so much fuller may the decode node of a session be
+SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
 
 
@@ -27,6 +34,7 @@ class DecodeFigures(NamedTuple):
     num_running: int  # with reservations under way
     max_running: int
     is_full: bool  # it refused, and has not shown more room since
+    is_sessions: bool = False  # it served the request's session last
 
 
 class PrefillFigures(NamedTuple):
@@ -36,6 +44,7 @@ class PrefillFigures(NamedTuple):
     num_queued: int
     max_queued: int
     cached_tokens: int  # of this prompt, probably in its prefix cache
+    is_sessions: bool = False  # it served the request's session last
 
 
 class Place(NamedTuple):
@@ -49,11 +58,18 @@ class Place(NamedTuple):
 
 class Placement:
     """Chooses nodes. `is_usable(prefill, decode)` says whether a pair may get requests; decode is None if the prefill
-    node answers alone, prefill is None if the decode node computes the prompt."""
+    node answers alone, prefill is None if the decode node computes the prompt. `is_shared(group)`: several tenants use
+    the group."""
 
-    def __init__(self, is_usable: Callable[[Node | None, Node | None], bool]) -> None:
-        self._is_usable = is_usable
+    def __init__(
+        self,
+        is_usable: Callable[[Node | None, Node | None], bool],
+        is_shared: Callable[[NodeGroup], bool] = lambda _: False,
+    ) -> None:
+        self._is_usable, self._is_shared = is_usable, is_shared
+        self._held: set[NodeGroup] = set()
         self._affinity = PrefixAffinity()
+        self._prefill_sessions, self._decode_sessions = SessionAffinity(), SessionAffinity()
 
     def usable_pairs(self, group: NodeGroup) -> list[tuple[Node, Node]]:
         """Return the pairs of a group that may get requests."""
@@ -69,10 +85,10 @@ class Placement:
         known: dict[Hashable, bool] = {}  # most entries need about the same
 
         def fits(entry: Entry) -> bool:
-            like = (entry.need, entry.needs_decode, entry.is_local, entry.is_open, frozenset(entry.unfit))
-            if like not in known:
-                known[like] = entry.could_go_to(*nodes)
-            return known[like]
+            kind = entry.kind
+            if kind not in known:
+                known[kind] = entry.could_go_to(*nodes)
+            return known[kind]
 
         return fits
 
@@ -87,13 +103,24 @@ class Placement:
             else self._choose_remote(entry, prompt, now)
         )
 
-    def begin_prompt(self, node: Node, entry: Entry, attempt: int, now: float) -> None:
-        """Enter the prompt of an entry in the books of the node that computes it."""
-        node.begin_prompt(entry.request.rid, attempt, self._num_uncached(node, entry), now)
+    def take_held(self) -> set[NodeGroup]:
+        """Return the groups in which a request waits for a prefill node to compute what it has. Forgets them."""
+        held, self._held = self._held, set()
+        return held
+
+    def begin_prompt(self, node: Node, entry: Entry, attempt: int, now: float) -> int:
+        """Enter the prompt of an entry in the books of the node that computes it. Return how many tokens it will
+        probably compute."""
+        num_uncached = self._num_uncached(node, entry)
+        node.begin_prompt(entry.request.rid, attempt, num_uncached, now)
         self._affinity.note(node.routing_id, entry.hashes)
+        if node.role == "prefill":
+            self._prefill_sessions.note(entry.request.session, node.routing_id)
+        return num_uncached
 
     def will_cache(self, decode: Node, entry: Entry) -> None:
         """A decode node gets an entry. It keeps the pages of the prompt in its cache, whoever computes them."""
+        self._decode_sessions.note(entry.request.session, decode.routing_id)
         if entry.request.group.may_compute_locally:
             self._affinity.note(decode.routing_id, entry.hashes)
 
@@ -139,7 +166,7 @@ class Placement:
         decode = self._choose_decode(entry, now) if entry.needs_decode else None
         if decode is None and entry.needs_decode:
             return None
-        prefill = self._choose_prefill(entry, decode)
+        prefill = self._choose_prefill(entry, decode, now)
         return None if prefill is None else self._place_remote(entry, prompt, prefill, decode)
 
     def _place_remote(self, entry: Entry, prompt: PromptPlace, prefill: Node, decode: Node | None) -> Place:
@@ -226,7 +253,11 @@ class Placement:
             nodes = [node for node in nodes if not request.ran_out_on(node)] or nodes
             fresh = [node for node in nodes if not all(request.has_failed_on(prefill, node) for prefill in prefills)]
             nodes = fresh or nodes
-        figures = [DecodeFigures(each.room, each.num_units, each.max_running, each.is_full(now)) for each in nodes]
+        last = self._decode_sessions.node_of(entry.request.session)
+        figures = [
+            DecodeFigures(each.room, each.num_units, each.max_running, each.is_full(now), each.routing_id == last)
+            for each in nodes
+        ]
         index = choose_decode(figures, entry.need.decode_pages or 0)
         return None if index is None else nodes[index]
 
@@ -248,14 +279,26 @@ class Placement:
         nodes = self._prefill_nodes(entry, decode, has_others=has_others)
         return [node for node in nodes if node.num_prompts < QUEUED_PER_SLOT * node.max_running]
 
-    def _choose_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
+    def _has_short_queue(self, node: Node, now: float) -> bool:
+        """Whether a prefill node will soon have nothing left to compute. True if it has measured no times yet."""
+        num_tokens = node.num_queued_tokens(now)
+        return not num_tokens or node.prompt_times.token_s * num_tokens < SHORT_QUEUE_S
+
+    def _choose_prefill(self, entry: Entry, decode: Node | None, now: float) -> Node | None:
         request, nodes = entry.request, self._prefill_nodes(entry, decode)
+        if entry.pair is None and self._is_shared(request.group):
+            short = [node for node in nodes if self._has_short_queue(node, now)]
+            if nodes and not short:
+                self._held.add(request.group)
+            nodes = short
+        last = self._prefill_sessions.node_of(request.session)
         figures = [
             PrefillFigures(
                 node.num_prompt_tokens,
                 node.num_prompts,
                 QUEUED_PER_SLOT * node.max_running,
                 len(request.prompt_ids) - self._num_uncached(node, entry),
+                node.routing_id == last,
             )
             for node in nodes
         ]
@@ -264,7 +307,8 @@ class Placement:
 
 
 def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | None:
-    """Return the index of the least loaded node with room for `num_pages`, None if all are full."""
+    """Return the index of the least loaded node with room for `num_pages`, None if all are full. The session's node may
+    be fuller by SESSION_SLACK."""
     fitting = [
         index
         for index, node in enumerate(figures)
@@ -272,18 +316,23 @@ def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | Non
     ]
     return min(
         fitting,
-        key=lambda index: (figures[index].num_running / figures[index].max_running, -figures[index].room),
+        key=lambda index: (
+            figures[index].num_running / figures[index].max_running - SESSION_SLACK * figures[index].is_sessions,
+            -figures[index].room,
+        ),
         default=None,
     )
 
 
 def choose_prefill(figures: Sequence[PrefillFigures], prompt_len: int) -> int | None:
-    """Return the index of the node with the fewest tokens to compute up to this prompt's end, None if all are full."""
+    """Return the index of the node with the fewest tokens to compute up to this prompt's end, None if all are full. The
+    node of the session counts as if it had the whole prompt in its cache."""
     return min(
         (index for index, node in enumerate(figures) if node.num_queued < node.max_queued),
-        key=lambda index: (
-            figures[index].queued_tokens + prompt_len - figures[index].cached_tokens,
-            figures[index].num_queued,
-        ),
+        key=lambda index: (_tokens_to_end(figures[index], prompt_len), figures[index].num_queued),
         default=None,
     )
+
+
+def _tokens_to_end(node: PrefillFigures, prompt_len: int) -> int:
+    return node.queued_tokens + (0 if node.is_sessions else prompt_len - node.cached_tokens)

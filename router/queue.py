@@ -1,12 +1,15 @@
 """The waiting queues decide which requests wait, in which order, for how long, and which are refused.
 
-First come, first served within a priority. Priority is a head start: the turn of an entry is the time of its arrival,
-AGE_S earlier per step of higher priority (a lower number). So waiting makes up for priority, the order of two entries
-never changes, and nobody is starved. A request that has had nodes before, and was rescheduled, goes before all others.
+Tenants take turns by the tokens that were computed for them (fair_share.py). Within a tenant: first come, first served
+within a priority. Priority is a head start: the turn of an entry is the time of its arrival, AGE_S earlier per step of
+higher priority (a lower number). So waiting makes up for priority, the order of two entries of a tenant never changes,
+and nobody is starved. A request that has had nodes before, and was rescheduled, goes before all others.
 
 A client gets 429 if the queues are full, by requests or by prompt tokens, or if its request would be late at the
 present pace of its group (pace.py). A request that has become late is refused before it costs a node anything. A full
-queue makes room for a request of higher priority: it refuses the requests whose turn comes last.
+queue makes room for a tenant that would still have less waiting than the one with most: it refuses the last requests
+of that one. Else it makes room for a request of higher priority: it refuses the requests of the same tenant whose turn
+comes last.
 
 If no node could take a request even when idle, the request waits for such a node for at most `Bounds.node_wait_s`. Then
 it ends with an error. It does not block the requests behind it.
@@ -16,7 +19,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from ..metadata.errors import BatonError, Overloaded, RequestError, Unavailable
@@ -24,6 +28,7 @@ from ..metadata.wire.node_info import Role
 from .affinity import page_hashes
 from .availability import no_node
 from .errors import NodeFault
+from .fair_share import DEFAULT, FairShares, Share, Tenant
 from .needs import Need
 from .node import ROLES, Node, NodeGroup
 from .pace import Pace
@@ -106,6 +111,12 @@ class Entry:
         return self.need.fits_any(pair for pair in pairs if pair[1].routing_id not in self.unfit)
 
     @property
+    def kind(self) -> Hashable:
+        """Entries of one kind can go to the same nodes when these are idle."""
+        place = self.place
+        return self.need, self.needs_decode, place and place.where, frozenset(self.unfit)
+
+    @property
     def num_tokens(self) -> int:
         """Prompt tokens that the router keeps for it."""
         return len(self.request.prompt_ids)
@@ -121,51 +132,146 @@ def turn_of(arrived_at: float, priority: int) -> float:
     return arrived_at + AGE_S * priority
 
 
+class _Line:
+    """Entries of one tenant, or those that go before all others, in the order of their turns."""
+
+    __slots__ = ("entries", "num_tokens", "share")
+
+    def __init__(self, share: Share) -> None:
+        self.entries: list[Entry] = []
+        self.num_tokens = 0
+        self.share = share
+
+    def index(self, turn: Turn) -> int:
+        """Return how many entries have an earlier turn."""
+        return bisect_left(self.entries, turn, key=_turn)
+
+    def add(self, entry: Entry) -> None:
+        self.entries.insert(self.index(entry.turn), entry)
+        self.num_tokens += entry.num_tokens
+
+    def remove(self, entry: Entry) -> bool:
+        """Take an entry out. False if it is not here."""
+        index = self.index(entry.turn)
+        if index == len(self.entries) or self.entries[index] is not entry:
+            return False
+        del self.entries[index]
+        self.num_tokens -= entry.num_tokens
+        return True
+
+
+def _turn(entry: Entry) -> Turn:
+    return entry.turn
+
+
 class WaitingQueue:
-    """Entries of one group in the order of their turns."""
+    """Entries of one group. Iteration yields them in the order in which they are served."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self.shares = FairShares()
+        self._first = _Line(Share())
+        self._lines: dict[str, _Line] = {}  # by tenant; none is empty
+        self._by_request: dict[int, list[Entry]] = {}  # by id(request): entries keep their request
         self._num_added = 0
+        self._num_entries = 0
         self.num_tokens = 0  # prompt tokens of all entries
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._num_entries
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries)
+        yield from self._first.entries.copy()
+        places: dict[str, Turn] = {}  # the last turn of each tenant that was yielded: entries may leave meanwhile
+
+        def take(share: Share) -> tuple[Entry, int] | None:
+            line = self._lines.get(share.name)
+            if line is None:
+                return None
+            last = places.get(share.name)
+            index = 0 if last is None else line.index((last[0], last[1] + 1))
+            if index >= len(line.entries):
+                return None
+            entry = line.entries[index]
+            places[share.name] = entry.turn
+            return entry, entry.num_tokens
+
+        yield from self.shares.turns(take)
+
+    @property
+    def unordered(self) -> Iterator[Entry]:
+        """All entries, in no order between tenants. Nothing may be added or removed meanwhile."""
+        for line in (self._first, *self._lines.values()):
+            yield from line.entries
+
+    @property
+    def sizes(self) -> Iterator[tuple[str, int, int]]:
+        """Of each tenant that waits for its first nodes: the name, and how many entries and prompt tokens wait."""
+        for name, line in self._lines.items():
+            yield name, len(line.entries), line.num_tokens
+
+    def has(self, request: Request) -> bool:
+        """Whether an entry of the request waits."""
+        return id(request) in self._by_request
 
     def add(self, entry: Entry, *, first: bool = False) -> None:
-        """Queue an entry by its turn, or before all others."""
+        """Queue an entry by its tenant and its turn, or before all others."""
         self._num_added += 1
         request = entry.request
         at = float("-inf") if first else turn_of(request.created_at, request.priority)
         entry.turn = (at, -self._num_added if first else self._num_added)
-        self._entries.insert(self._index(entry.turn), entry)
+        line = self._first if first else self._lines.get(request.tenant.name)
+        if line is None:
+            line = self._lines[request.tenant.name] = _Line(self.shares.begin(request.tenant))
+        if not first:
+            request.share = line.share
+        line.add(entry)
+        self._by_request.setdefault(id(request), []).append(entry)
+        self._num_entries += 1
         self.num_tokens += entry.num_tokens
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out. Nothing happens if it is not here."""
-        index = self._index(entry.turn)
-        if index < len(self._entries) and self._entries[index] is entry:
-            del self._entries[index]
-            self.num_tokens -= entry.num_tokens
+        name = entry.request.tenant.name
+        line = self._first if entry.turn[0] == float("-inf") else self._lines.get(name)
+        if line is None or not line.remove(entry):
+            return
+        if not line.entries and line is not self._first:
+            del self._lines[name]
+            self.shares.end(line.share)
+        self._num_entries -= 1
+        self.num_tokens -= entry.num_tokens
+        entries = self._by_request[id(entry.request)]
+        entries.remove(entry)
+        if not entries:
+            del self._by_request[id(entry.request)]
 
     def withdraw(self, request: Request) -> None:
         """Take out all entries of a request."""
-        for entry in [entry for entry in self._entries if entry.request is request]:
+        for entry in self._by_request.get(id(request), []).copy():
             self.remove(entry)
 
-    def num_before(self, turn: float) -> int:
-        """Return how many entries are served before one with this turn that arrives now."""
-        return self._index((turn, self._num_added + 1))
+    def num_before(self, turn: float, tenant: Tenant = DEFAULT) -> int:
+        """Return how many entries are probably served before one of the tenant with this turn that arrives now: other
+        tenants have as many turns meanwhile, by their weights."""
+        line = self._lines.get(tenant.name)
+        num_own = 0 if line is None else line.index((turn, self._num_added + 1))
+        num_others = len(self) - len(self._first.entries) - (0 if line is None else len(line.entries))
+        if num_others:
+            weight = self.shares.waiting_weight - (0.0 if line is None else tenant.weight)
+            num_turns = num_own + (0 if self.shares.is_next(tenant) else 1)
+            num_others = min(num_others, ceil(num_turns * weight / tenant.weight))
+        return len(self._first.entries) + num_own + num_others
 
-    def fresh_after(self, turn: float) -> list[Entry]:
-        """Return the fresh entries whose turn is later, the last one first."""
-        return [entry for entry in reversed(self._entries[self.num_before(turn) :]) if entry.is_fresh]
-
-    def _index(self, turn: Turn) -> int:
-        return bisect_left(self._entries, turn, key=lambda entry: entry.turn)
+    def last_fresh(self, tenant: str = DEFAULT.name, turn: float | None = None) -> Iterator[Entry]:
+        """Yield the fresh entries of a tenant whose turn is later than that of one that arrives now with this turn
+        (None: all), the last one first. Nothing may be added or removed meanwhile."""
+        line = self._lines.get(tenant)
+        if line is None:
+            return
+        start = 0 if turn is None else line.index((turn, self._num_added + 1))
+        for index in range(len(line.entries) - 1, start - 1, -1):
+            if line.entries[index].is_fresh:
+                yield line.entries[index]
 
 
 class PairFull(Unavailable):
@@ -190,6 +296,7 @@ class Asked(NamedTuple):
     max_tokens: int
     priority: int
     timeout_s: float
+    tenant: Tenant = DEFAULT
 
 
 class RefusedRequest(NamedTuple):
@@ -222,6 +329,15 @@ class Queues:
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of these entries."""
         return sum(queue.num_tokens for queue in self._queues.values())
+
+    @property
+    def num_waiting_of(self) -> dict[str, int]:
+        """Entries that wait for their first nodes, by tenant."""
+        counts: dict[str, int] = {}
+        for queue in self._queues.values():
+            for name, num_entries, _ in queue.sizes:
+                counts[name] = counts.get(name, 0) + num_entries
+        return counts
 
     def waiting_in(self, group: NodeGroup) -> WaitingQueue:
         """The queue of a group."""
@@ -292,42 +408,42 @@ class Queues:
         """Raises Overloaded, which says when to come again, if this may not wait now or would be late. Raises
         RequestError if it may never wait.
 
-        Requests of lower priority do not count: they give up their places (`displaced`).
+        Requests that would give up their places to it do not count (`displaced`).
         """
         self._check_size(asked)
         queue, pace = self._queues[group], self._paces[group]
-        behind = queue.fresh_after(turn_of(now, asked.priority))
-        num_excess = self._num_excess(asked) - len(behind)
+        _, num_excess, num_tokens = self._displaced(group, asked, now)
         if num_excess > 0:
             words = f"{self.num_waiting} requests wait already; at most {self._bounds.num_requests} may"
-            raise self._overloaded(words, group, now, num_excess)
-        num_tokens = self._num_excess_tokens(asked) - sum(entry.num_tokens for entry in behind)
+            raise self._overloaded(words, group, asked.tenant, now, num_excess)
         if num_tokens > 0:
             words = f"requests with {self.num_waiting_tokens} prompt tokens wait already; at most "
             words += f"{self._bounds.num_tokens} tokens may"
-            raise self._overloaded(words, group, now, -(-len(queue) * num_tokens // max(1, queue.num_tokens)))
-        num_before = queue.num_before(turn_of(now, asked.priority))
+            num_excess = -(-len(queue) * num_tokens // max(1, queue.num_tokens))
+            raise self._overloaded(words, group, asked.tenant, now, num_excess)
+        num_before = queue.num_before(turn_of(now, asked.priority), asked.tenant)
         wait_s, service_s = pace.wait_s(num_before), pace.service_s(asked.max_tokens)
         patience_s = min(self._bounds.wait_s, asked.timeout_s - service_s - MARGIN_S)
         if wait_s and wait_s > patience_s:
             num_excess = round((wait_s - max(0.0, patience_s)) * (num_before + 1) / wait_s)
             words = f"{num_before} requests wait before this one: about {wait_s:.1f} s, and {service_s:.1f} s more to "
             words += f"be served; it may wait {self._bounds.wait_s:.1f} s, and last {asked.timeout_s:.1f} s in all"
-            raise self._overloaded(words, group, now, num_excess)
+            raise self._overloaded(words, group, asked.tenant, now, num_excess)
 
     def displaced(self, group: NodeGroup, asked: Asked, now: float) -> RefusedRequest | None:
         """Return the next request that must give up its place to this one, None if there is room."""
-        if self._num_excess(asked) <= 0 and self._num_excess_tokens(asked) <= 0:
+        entries, _, _ = self._displaced(group, asked, now)
+        if not entries:
             return None
-        behind = self._queues[group].fresh_after(turn_of(now, asked.priority))
-        if not behind:
-            return None
+        request = entries[0].request
         reason = "its place in the queue went to a request of higher priority"
-        return RefusedRequest(behind[0].request, self.refusal(group, reason, now))
+        if request.tenant.name != asked.tenant.name:
+            reason = "the queue is full, and its place went to a tenant with fewer requests in it"
+        return RefusedRequest(request, self.refusal(request, reason, now))
 
-    def refusal(self, group: NodeGroup, reason: str, now: float) -> Overloaded:
+    def refusal(self, request: Request, reason: str, now: float) -> Overloaded:
         """Return the error of a request for which there is no room."""
-        return self._overloaded(reason, group, now, 1)
+        return self._overloaded(reason, request.group, request.tenant, now, 1)
 
     def may_wait(self, group: NodeGroup, now: float) -> bool:
         """Whether new requests may wait for nodes of the group: it can serve, or could lately, or a node joined lately.
@@ -353,10 +469,10 @@ class Queues:
 
     def late(self, group: NodeGroup, now: float) -> list[RefusedRequest]:
         """Return the requests of a group that are late. To be called several times per second."""
-        requests = [entry.request for entry in self._queues[group] if self.is_late(entry, now)]
+        requests = [entry.request for entry in self._queues[group].unordered if self.is_late(entry, now)]
         reason = "nodes are busy: it would not be done within its timeout_s any more"
         return [
-            RefusedRequest(request, self.refusal(group, reason, now))
+            RefusedRequest(request, self.refusal(request, reason, now))
             for request in requests
             if request.deadline is not None and now <= request.deadline  # else it just ends by its deadline
         ]
@@ -378,8 +494,16 @@ class Queues:
             self._served_at[group] = now
         prefills = group.live("prefill")
         refused: list[RefusedRequest] = []
-        for entry in self._queues[group]:
-            if entry.attempt is not None or entry.request.is_over or entry.could_go_to(pairs, prefills, decodes):
+        known: dict[Hashable, bool] = {}  # most entries need about the same
+
+        def could_go(entry: Entry) -> bool:
+            kind = entry.kind
+            if kind not in known:
+                known[kind] = entry.could_go_to(pairs, prefills, decodes)
+            return known[kind]
+
+        for entry in self._queues[group].unordered:
+            if entry.attempt is not None or entry.request.is_over or could_go(entry):
                 entry.stranded_since = None
             elif entry.stranded_since is None:
                 entry.stranded_since = now
@@ -395,6 +519,7 @@ class Queues:
         """A request has its nodes."""
         if not request.is_canary:
             self._paces[request.group].granted(now)
+            self._queues[request.group].shares.served(request.share)
 
     def has_served(self, group: NodeGroup, now: float) -> None:
         """Nodes of the group have taken a request."""
@@ -405,11 +530,65 @@ class Queues:
         if request.dispatched_at is not None and not request.is_canary:
             self._paces[request.group].served(now - request.dispatched_at, request.num_generated)
 
-    def _overloaded(self, words: str, group: NodeGroup, now: float, num_excess: int) -> Overloaded:
-        """Return a refusal that says when the client should come again."""
+    def _overloaded(self, words: str, group: NodeGroup, tenant: Tenant, now: float, num_excess: int) -> Overloaded:
+        """Return a refusal that says when the client should come again. `num_excess` entries of any tenant must leave
+        before."""
         num_running = sum(node.num_units for node in group.live("decode"))
         num_running = num_running or sum(node.num_prompts for node in group.live("prefill"))
-        return Overloaded(words, retry_after_s=self._paces[group].retry_after_s(now, num_excess, num_running))
+        part = self._queues[group].shares.part(tenant)
+        return Overloaded(
+            words,
+            retry_after_s=self._paces[group].retry_after_s(
+                now, ceil(num_excess * part), num_running, tenant.name, part
+            ),
+        )
+
+    def _displaced(self, group: NodeGroup, asked: Asked, now: float) -> tuple[list[Entry], int, int]:
+        """Return the entries that give up their places to this request, in order, and by how many requests and prompt
+        tokens too many would wait then.
+
+        As long as too many wait, the tenant with most of them gives up a place, if it still has more than the asking
+        tenant would have with this request. Else an entry of the asking tenant with a later turn does.
+        """
+        excess = [self._num_excess(asked), self._num_excess_tokens(asked)]
+        entries: list[Entry] = []
+        if max(excess) <= 0:
+            return entries, excess[0], excess[1]
+        sizes = self._sizes(asked)
+        own = sizes[asked.tenant.name]
+        behind = self._queues[group].last_fresh(asked.tenant.name, turn_of(now, asked.priority))
+        last = {asked.tenant.name: behind}
+        while max(excess) > 0:
+            measure = 0 if excess[0] > 0 else 1
+            name = max(sizes, key=lambda name: sizes[name][measure])
+            if sizes[name][measure] <= own[measure]:
+                name = asked.tenant.name
+            if name not in last:
+                last[name] = self._last_fresh(name)
+            entry = next(last[name], None)
+            if entry is None and name == asked.tenant.name:
+                break
+            if entry is None:
+                del sizes[name]  # nodes have been asked for all that is left
+                continue
+            entries.append(entry)
+            for place, size in enumerate((1, entry.num_tokens)):
+                excess[place] -= size
+                sizes[name][place] -= size
+        return entries, excess[0], excess[1]
+
+    def _last_fresh(self, tenant: str) -> Iterator[Entry]:
+        for queue in self._queues.values():
+            yield from queue.last_fresh(tenant)
+
+    def _sizes(self, asked: Asked) -> dict[str, list[int]]:
+        """Return how many requests and prompt tokens of each tenant would wait, with this request."""
+        sizes = {asked.tenant.name: [asked.num_requests, asked.num_tokens]}
+        for queue in self._queues.values():
+            for name, *size in queue.sizes:
+                known = sizes.setdefault(name, [0, 0])
+                known[:] = known[0] + size[0], known[1] + size[1]
+        return sizes
 
     def _check_size(self, asked: Asked) -> None:
         """Raises RequestError for a request that may never wait."""

@@ -23,6 +23,7 @@ from ..metadata.wire.request import (
     Unit,
     pack_ids,
 )
+from .fair_share import DEFAULT, UNSHARED, Share, Tenant
 from .node import Node, NodeGroup
 from .prompt_placement import PromptPlace
 from .text.detokenizer import make_detokenizer
@@ -85,6 +86,7 @@ class Attempt:
         "dispatched",
         "is_learnt",
         "num_asks",
+        "num_uncached",
         "number",
         "place",
         "placed_at",
@@ -104,6 +106,7 @@ class Attempt:
         self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node
         self.placed_at = self.sent_at = now
         self.is_learnt = False  # its times have corrected the estimates of its role
+        self.num_uncached = 0  # prompt tokens that it will probably compute
         self.num_asks = 0  # how often the decode node was asked for its pages
         self.ask_at = now  # when it is asked again
 
@@ -314,6 +317,7 @@ class Request:
         "listener",
         "num_accepted",
         "num_cached",
+        "num_charged",
         "num_drafted",
         "num_rounds",
         "params",
@@ -321,7 +325,11 @@ class Request:
         "prompt_ids",
         "prompt_logprobs",
         "rid",
+        "sender",
         "sequences",
+        "session",
+        "share",
+        "tenant",
         "timeline",
         "wants_prompt_logprobs",
     )
@@ -342,9 +350,13 @@ class Request:
         timeout_s: float | None = None,
         is_canary: bool = False,
         priority: int = 0,
+        tenant: Tenant = DEFAULT,
+        sender: str = DEFAULT.name,
+        session: bytes | None = None,
     ) -> None:
-        """`timeout_s`: the longest time that it may take from `now` on; None: the router's limit. Of the requests that
-        wait, lower numbers of `priority` go first."""
+        """`timeout_s`: the longest time that it may take from `now` on; None: the router's limit. Of a tenant's
+        requests that wait, lower numbers of `priority` go first. Requests of one `session` prefer the same nodes. Logs
+        name the `sender`."""
         self.rid = rid
         self.group = group
         self.prompt_ids = prompt_ids
@@ -359,6 +371,11 @@ class Request:
         self.failed_pairs: set[PairId] = set()  # other pairs are tried first
         self.created_at = now
         self.priority = priority
+        self.tenant = tenant
+        self.sender = sender
+        self.session = session
+        self.share: Share = UNSHARED  # what was computed for its tenant; the queue sets it
+        self.num_charged = 0  # prompt tokens that the tenant was charged for
         self.deadline = None if timeout_s is None else now + timeout_s
         self.dispatched_at: float | None = None  # when it first got nodes
         self.first_token_at: float | None = None
@@ -376,10 +393,20 @@ class Request:
         assert self.is_over, self.rid
         self.listener, self.sequences = Nobody(), []
 
+    def charge_prompt(self, num_uncached: int) -> None:
+        """Its first nodes will compute about so many tokens of the prompt."""
+        self.num_charged = num_uncached
+        self.share.charge(num_uncached)
+
+    def found_cached(self, num_cached: int) -> None:
+        """A node found so many tokens of the prompt in its cache. What the first attempt found counts."""
+        if self.num_cached is None:
+            self.num_cached = num_cached
+            self.share.charge(len(self.prompt_ids) - num_cached - self.num_charged)
+
     def count(self, ended: Ended) -> None:
         """A node ended a sequence: add its counts."""
-        if self.num_cached is None:
-            self.num_cached = ended.num_cached
+        self.found_cached(ended.num_cached)
         self.num_rounds += ended.num_rounds
         self.num_drafted += ended.num_drafted
         self.num_accepted += ended.num_accepted

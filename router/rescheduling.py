@@ -222,7 +222,7 @@ class Rescheduling:
 
     def _queue_prompt(self, request: Request) -> None:
         """If every sequence has ended, and no attempt computes the prompt's log-probabilities any more, queue them."""
-        is_waiting = any(entry.request is request for entry in self._queues.waiting_in(request.group))
+        is_waiting = self._queues.waiting_in(request.group).has(request)
         if request.lacks_prompt and not request.computes_prompt and not is_waiting:
             self._queues.add(Entry(request, (0,)), first=True)
 

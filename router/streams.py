@@ -83,8 +83,8 @@ class TokenStreams:
                 last, most = firsts[row] + count, sequence.request.params.max_tokens
                 yield _refused(node, sequence, f"it sent token number {last}, but the request asked for at most {most}")
             elif sequence is not None:
-                if message.num_cached is not None and sequence.request.num_cached is None:
-                    sequence.request.num_cached = message.num_cached
+                if message.num_cached is not None:
+                    sequence.request.found_cached(message.num_cached)
                 logprobs, end = message.logprobs.get(row, ()), message.ended.get(row)
                 if len(sequence.received) == sequence.num_before:
                     sequence.request.timeline.first_local_token(sequence, now)
@@ -179,6 +179,7 @@ class TokenStreams:
     def _deliver(self, sequence: Sequence, delta: Delta, now: float) -> None:
         request = sequence.request
         if not request.is_canary:
+            request.share.charge(len(delta.token_ids))
             self._metrics.tokens(request, sequence, len(delta.token_ids), now)
         attempt = sequence.attempt
         if sequence.seen_at is None and attempt is not None and attempt.prefill is None and attempt.decode is not None:

@@ -1,5 +1,6 @@
 """API keys: who may call which route, and how many sequences each key may have running. A client sends its key as
-`Authorization: Bearer KEY`, or, as Anthropic's clients do, in the header x-api-key.
+`Authorization: Bearer KEY`, or, as Anthropic's clients do, in the header x-api-key. A key belongs to a tenant. If its
+line names none, a trusted proxy may name it.
 
 A route needs    callers that may use it
 nothing          everybody
@@ -11,16 +12,19 @@ the admin key    holders of the admin key; if the router has none: the callers a
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Generator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
 from ...metadata.errors import ConfigError, Overloaded, RequestError
 from ..config import RouterConfig
 from ..errors import Forbidden, Unauthorized
+from ..fair_share import DEFAULT, Tenant
+from ..keys import MAX_NAME, ApiKey, KeysFile, digest_of, is_name
 from ..pace import Average
+from .origin import is_trusted, trusted_networks
 
 
 class KeyLevel(enum.IntEnum):
@@ -32,47 +36,61 @@ class KeyLevel(enum.IntEnum):
 
 
 class Caller:
-    """All clients that use one key, or that use none."""
+    """All clients that use one key, or that use none; of those that a proxy names tenants for, all of one tenant."""
 
-    __slots__ = ("is_admin", "num_sequences")
+    __slots__ = ("__weakref__", "digest", "is_admin", "name", "num_sequences", "tenant")
 
-    def __init__(self, *, is_admin: bool = False) -> None:
+    def __init__(
+        self, *, is_admin: bool = False, name: str = "", tenant: Tenant = DEFAULT, digest: bytes = b""
+    ) -> None:
         self.is_admin = is_admin
+        self.name = name  # of the key
+        self.tenant = tenant
+        self.digest = digest  # of the key; empty if none is needed
         self.num_sequences = 0  # that run now: prompts times n
+
+    @property
+    def words(self) -> str:
+        """The tenant, and the key if it has a name, as logs show them."""
+        return f"{self.tenant.name}/{self.name}" if self.name else self.tenant.name
 
 
 CALLER = web.RequestKey("caller", Caller)
 
 
 class Access:
-    """Keys of a router. `is_local`: the router listens on loopback only.
+    """Keys of a router. `is_local`: the router listens on loopback only. The keys' file is read again when it changes.
 
-    Raises ConfigError for a key file that cannot be read, and for a limit per key if no key is set.
+    Raises ConfigError for a key file that cannot be used, and for a limit per key if no key is set.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         self.is_local = False
         self._limit = config.max_concurrent_per_key
         self._anyone = Caller()
-        self._callers = {_digest(key): Caller() for key in config.client_keys}
+        self._file = KeysFile(config.api_keys) if config.api_keys is not None else None
+        self._fixed = [ApiKey(config.api_key)] if config.api_key is not None else []
+        self._admin = None if config.admin_key is None else digest_of(config.admin_key)
+        self._callers: dict[bytes, Caller] = {}
+        self._take_keys()
         self.has_api_keys = bool(self._callers)
-        self.has_admin_key = config.admin_key is not None
-        if config.admin_key is not None:
-            if _digest(config.admin_key) in self._callers:
-                raise ConfigError("admin_key is also an API key; it must be another one")
-            self._callers[_digest(config.admin_key)] = Caller(is_admin=True)
+        self.has_admin_key = self._admin is not None
+        if self._admin is not None:
+            self._callers[self._admin] = Caller(is_admin=True, name="admin", digest=self._admin)
         if self._limit is not None and not self.has_api_keys:
             raise ConfigError("max_concurrent_per_key is set, but no API key is: give --api-key or --api-keys as well")
         self._durations = Average()  # seconds that requests took
+        self._proxies, self._header = trusted_networks(config.trusted_proxy), config.tenant_header
+        self._named: WeakValueDictionary[tuple[bytes, str], Caller] = WeakValueDictionary()  # by a proxy
 
     def caller_of(self, http_request: web.Request, needs: KeyLevel) -> Caller:
         """Return the caller. Raises Unauthorized if the key that the route needs is missing or wrong.
 
         Raises Forbidden if the key is valid but not enough.
         """
-        if needs is KeyLevel.NOTHING:
-            return self._anyone
         caller = self._known(http_request)
+        if needs is KeyLevel.NOTHING:
+            return caller or self._anyone
         if needs is KeyLevel.ADMIN_KEY:
             if self.has_admin_key:
                 if caller is None:
@@ -83,11 +101,13 @@ class Access:
                 raise Forbidden("this route is closed, since the router has no admin key and is not on loopback")
         if caller is None and self.has_api_keys:
             raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY` or x-api-key")
-        return caller or self._anyone
+        return self._of_tenant(http_request, caller or self._anyone)
 
     def may_operate(self, caller: Caller) -> bool:
         """Return whether the caller may read about nodes and their state."""
-        return caller.is_admin if self.has_admin_key else self.is_local
+        if self.has_admin_key:
+            return caller.is_admin
+        return self.is_local and not (self.has_api_keys and caller is self._anyone)
 
     @contextmanager
     def counted(self, caller: Caller, num_sequences: int) -> Generator[None]:
@@ -121,9 +141,44 @@ class Access:
         if scheme.lower() != "bearer":
             given = http_request.headers.get("x-api-key", "")
         given = given.strip()
-        return self._callers.get(_digest(given)) if given else None
+        if self._file is not None and self._file.look():
+            self._read_again()
+        return self._callers.get(digest_of(given)) if given else None
 
+    def _of_tenant(self, http_request: web.Request, caller: Caller) -> Caller:
+        """Return the caller of the tenant that a trusted proxy names, or the caller itself."""
+        if self._header is None or caller.tenant.name != DEFAULT.name or caller.is_admin:
+            return caller
+        names = http_request.headers.getall(self._header, ())
+        if not names or not is_trusted(http_request.remote, self._proxies):
+            return caller
+        name = names[0].strip()
+        if len(names) > 1 or not is_name(name):
+            raise RequestError(f"{self._header}: must be one name of at most {MAX_NAME} characters")
+        if name == caller.tenant.name:
+            return caller
+        key = caller.digest, name
+        named = self._named.get(key)
+        if named is None:
+            named = self._named[key] = Caller(name=caller.name, tenant=Tenant(name), digest=caller.digest)
+        return named
 
-def _digest(key: str) -> bytes:
-    """Return the digest of a key. Keys are looked up by it, so the time of a look-up reveals nothing about a key."""
-    return hashlib.sha256(key.encode(errors="replace")).digest()
+    def _take_keys(self) -> None:
+        """Make the callers of all keys. A key that stays keeps its caller, whose requests run. Raises ConfigError."""
+        keys = {key.digest: key for key in (*self._fixed, *(self._file.keys if self._file is not None else ()))}
+        if self._admin in keys:
+            raise ConfigError("admin_key is also an API key; it must be another one")
+        known, self._callers = self._callers, {}
+        for digest, key in keys.items():
+            caller = self._callers[digest] = known.get(digest) or Caller(digest=digest)
+            caller.name, caller.tenant = key.name, key.tenant
+
+    def _read_again(self) -> None:
+        assert self._file is not None, "only a file is read again"
+        admin = self._callers.get(self._admin) if self._admin is not None else None
+        try:
+            self._take_keys()
+        except ConfigError as error:
+            self._file.complain(str(error))
+        if self._admin is not None and admin is not None:
+            self._callers[self._admin] = admin

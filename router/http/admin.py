@@ -42,11 +42,12 @@ async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
         for group in registry.groups.values()
         for prefill, decode in group.pairs()
     ]
+    reason = api.why_not_ready()
     return json_response(
         NodesAnswer(
             router_epoch=dispatcher.epoch,
-            is_ready=health.is_ready,
-            reason=None if health.is_ready else health.reason,
+            is_ready=reason is None,
+            reason=reason,
             degraded=degraded(registry.nodes.values(), registry.histories, now),
             nodes=listed,
             pairs=pairs,

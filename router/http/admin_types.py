@@ -14,17 +14,20 @@ from ..availability import Degraded
 
 
 class HealthAnswer(Struct, frozen=True, omit_defaults=True):
-    """Answer of GET /health. `local_prefill` has a sentence for each model whose prompts decode nodes compute."""
+    """Answer of GET /health. Operators also get `local_prefill`, a sentence for each model whose prompts decode nodes
+    compute."""
 
     status: Literal["ok"]
     local_prefill: list[str] = []
 
 
 class ReadyAnswer(Struct, frozen=True, omit_defaults=True):
-    """Answer of GET /ready. `local_prefill` has a sentence for each model whose prompts decode nodes compute.
-    `degraded` is present only for operators, and only if some node is not as it should be."""
+    """Answer of GET /ready, with the numbers of joined nodes. Operators also get `local_prefill`, a sentence for each
+    model whose prompts decode nodes compute, and `degraded`, if some node is not as it should be."""
 
     status: Literal["ready"]
+    prefill: int
+    decode: int
     local_prefill: list[str] = []
     degraded: list[Degraded] = []
 

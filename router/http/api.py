@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from ...metadata.errors import RequestError, Unavailable
 from ...metadata.wire.node_info import Role
-from ..availability import no_node
+from ..availability import Expected, no_node
 from ..config import RouterConfig
 from ..errors import NotFound
 from ..grammar_checks import GrammarChecks
@@ -24,13 +24,26 @@ from ..runner import RunningDispatcher
 from ..text.tokenizer import TextTokenizer
 from .access import Access
 from .bodies import Bodies, decode
+from .cache_salts import CacheSalts
 from .in_flight import InFlight
 from .ledgers import Ledgers
 
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
 
+IS_OPS = web.AppKey("is_ops", bool)  # set on the application of --ops-address
 _T = TypeVar("_T")
+
+
+class Joined(NamedTuple):
+    """Numbers of joined nodes."""
+
+    prefill: int
+    decode: int
+
+    @property
+    def words(self) -> str:
+        return f"{self.prefill} prefill and {self.decode} decode nodes are here"
 
 
 class Api:
@@ -42,9 +55,11 @@ class Api:
         self.metrics = metrics
         self.is_draining = False
         self.access = Access(config)
+        self.salts = CacheSalts(config.cache_scope, config.cache_secret)
         self.ledgers = Ledgers(dispatcher)
         self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
+        self._expected = Expected(config.expected)
         self._bodies = Bodies(config.max_body_bytes)
 
     async def body(self, http_request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
@@ -54,6 +69,19 @@ class Api:
         data = await self._bodies.read(http_request)
         http_request[ARRIVED] = time.monotonic()
         return decode(data, decoder)
+
+    @property
+    def num_joined(self) -> Joined:
+        """The nodes that are here now."""
+        nodes = self.dispatcher.registry.nodes.values()
+        return Joined(*(sum(node.role == role for node in nodes) for role in ROLES))
+
+    def why_not_ready(self) -> str | None:
+        """Return what is missing before requests are served as meant, for operators; None if nothing is."""
+        missing = self._expected.missing(self.dispatcher.registry.histories)
+        if missing:
+            return missing
+        return None if self.dispatcher.health.is_ready else self.dispatcher.health.reason
 
     def group_of(self, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
         """Return the group with the shortest queue that serves a model. None stands for the only model served.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
 from ...metadata.errors import BatonError
 from ..errors import NotFound
 from .access import CALLER, KeyLevel
-from .api import Api, request_id
+from .api import IS_OPS, Api, request_id
 from .bodies import expected
 from .connection import SERVER
-from .cross_origin import CrossOriginChecks
+from .cross_origin import CrossOriginChecks, Reach
 from .encodings import too_large
 from .errors import INTERNAL, HttpRefusal, is_messages, response_of
-from .route import Handler
+from .origin import Authority, is_loopback
+from .route import Handler, Route
 from .routes import ROUTES, client_routes
 from .sse import limit_unread
 
@@ -32,15 +34,29 @@ _NOT_SERVED = {  # first segments of paths of OpenAI's that Baton does not have 
     "/v1/moderations": "moderations are",
     "/v1/responses": "stored responses are",
 }
+_PROBES = frozenset({"/health", "/metrics", "/ready"})  # the paths of --ops-address; their answers are not counted
 _BY_TEMPLATE = {(route.method, route.template): route for route in ROUTES}
 
 
 def application(api: Api) -> web.Application:
     """Return the aiohttp application that serves all routes."""
-    wrapper = _Wrapper(api)
+    return _application(api, _Wrapper(api, CrossOriginChecks(api.config, api.access)), ROUTES)
+
+
+def ops_application(api: Api, address: Authority) -> web.Application:
+    """Return the application of --ops-address: probes and metrics, without a key."""
+    config = dataclasses.replace(api.config, host=address.host)
+    checks = CrossOriginChecks(config, Reach(is_local=is_loopback(address.host), has_api_keys=False))
+    routes = [route for route in ROUTES if route.path in _PROBES]
+    app = _application(api, _Wrapper(api, checks, is_ops=True), routes)
+    app[IS_OPS] = True
+    return app
+
+
+def _application(api: Api, wrapper: _Wrapper, routes: Sequence[Route]) -> web.Application:
     app = web.Application(client_max_size=api.config.max_body_bytes, middlewares=[wrapper.handle])
     app.on_response_prepare.append(wrapper.label)
-    for route in ROUTES:
+    for route in routes:
         handler = _bound(route.handler, api)
         if route.method == "GET":
             app.router.add_get(route.path, handler, expect_handler=expected)  # answers HEAD as well
@@ -70,9 +86,11 @@ def needs_of(http_request: web.Request) -> KeyLevel:
 class _Wrapper:
     """Steps around every handler."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: Api, checks: CrossOriginChecks, *, is_ops: bool = False) -> None:
+        """`is_ops`: no route needs a key."""
         self._api = api
-        self._checks = CrossOriginChecks(api.config, api.access)
+        self._checks = checks
+        self._is_ops = is_ops
 
     @web.middleware
     async def handle(self, request: web.Request, handler: _AiohttpHandler) -> web.StreamResponse:
@@ -80,8 +98,8 @@ class _Wrapper:
         access = self._api.access
         try:
             limit_unread(request, self._api.config.max_unread_s)
-            needs = needs_of(request)
-            self._checks.check(request, needs)
+            needs = KeyLevel.NOTHING if self._is_ops else needs_of(request)
+            self._checks.check(request, KeyLevel.KEY if self._is_ops else needs)
             if request.method == "OPTIONS":
                 response = self._checks.options(request)
             else:
@@ -89,7 +107,8 @@ class _Wrapper:
                 response = await handler(request)
         except BatonError as error:
             caller = request.get(CALLER)
-            response = self._failed(request, error, may_operate=caller is not None and access.may_operate(caller))
+            may_operate = caller is not None and not self._is_ops and access.may_operate(caller)
+            response = self._failed(request, error, may_operate=may_operate)
         except web.HTTPException as error:
             response = self._failed(request, _refusal(request, error))
             if "Allow" in error.headers:
@@ -99,7 +118,8 @@ class _Wrapper:
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
             response = self._failed(request, BatonError(INTERNAL))
-        self._api.metrics.count_http(response.status)
+        if request.path not in _PROBES:
+            self._api.metrics.count_http(response.status)
         called = request_id(request)
         if not response.prepared and called is not None:
             response.headers["x-request-id"] = called

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from functools import partial
 
 import msgspec
-import xxhash
 from aiohttp import web
 
 from ...metadata.errors import BatonError
@@ -39,6 +38,7 @@ from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 from .output_readings import OutputReading, markers_of, output_reading, reasoning_parser
 from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
 from .prompts import chat_prompt, encoded_prompt, prompts_of
+from .sessions import session_id
 from .tools import tool_use
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -159,7 +159,9 @@ async def _serve(
     """
     timeout = timeout_s(body, api.config.request_timeout_s)
     seed, options = request_seed(body), text_options(body, markers)
-    cache_salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
+    caller = http_request[CALLER]
+    cache_salt = api.salts.salt(caller, body.cache_salt)
+    session = session_id(http_request.headers, body.prompt_cache_key)
     answer = _new_answer(api, http_request, body, answer_format)
     params_of = partial(
         sampling_params,
@@ -184,12 +186,16 @@ async def _serve(
             now=http_request[ARRIVED],
             priority=body.priority or 0,
             timeout_s=timeout,
+            tenant=caller.tenant,
+            sender=caller.words,
+            session=None if session is None else api.salts.session(caller, session),
         )
         for rid, ids in prompts
     ]
     num_tokens = sum(len(ids) for _, ids in prompts)
     max_tokens = max(request.params.max_tokens for request in requests)
-    api.dispatcher.make_room(group, Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout))
+    asked = Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout, caller.tenant)
+    api.dispatcher.make_room(group, asked)
     return await _answered(api, http_request, answer, answer_format.response_id, requests)
 
 

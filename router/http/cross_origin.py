@@ -19,6 +19,7 @@ answers let it read them (CORS).
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -38,10 +39,17 @@ _CHARSETS = ("utf-8", "utf8", "us-ascii")
 _ALLOWED = web.RequestKey("allowed_origin", str)  # origin of the page, if it is foreign and allowed
 
 
-class CrossOriginChecks:
-    """Checks of one router. `access` knows whether the router has keys and listens on loopback."""
+class Reach(NamedTuple):
+    """What the checks need to know of a listener."""
 
-    def __init__(self, config: RouterConfig, access: Access) -> None:
+    is_local: bool  # it is on loopback only
+    has_api_keys: bool
+
+
+class CrossOriginChecks:
+    """Checks of one listener. `access` knows whether it asks for keys and is on loopback."""
+
+    def __init__(self, config: RouterConfig, access: Access | Reach) -> None:
         self._access = access
         self._origins = allowed_origins(config.allow_origin)
         self._hosts = allowed_hosts(config.allow_host)

@@ -14,7 +14,7 @@ from ..errors import outcome_of
 from ..node import NodeGroup
 from ..queue import Asked
 from ..request import Request
-from .access import CALLER
+from .access import CALLER, Caller
 from .api import Api
 from .openai_types import CommonRequest
 from .parameters import asked_tokens, timeout_s
@@ -28,15 +28,17 @@ def admitted(
 
     Raises Overloaded if the caller has too many requests, or if the queue has no room.
     """
+    caller = http_request[CALLER]
     asked = Asked(
         num_prompts,
         0,
         asked_tokens(body, group.context_len),
         body.priority or 0,
         timeout_s(body, api.config.request_timeout_s),
+        caller.tenant,
     )
     began = time.monotonic()
-    with _refusals_counted(api, group), api.access.counted(http_request[CALLER], num_prompts * (body.n or 1)):
+    with _refusals_counted(api, group, caller), api.access.counted(caller, num_prompts * (body.n or 1)):
         api.dispatcher.check_room(group, asked)
         yield
         api.access.add_duration(time.monotonic() - began)
@@ -60,11 +62,11 @@ def wait_limited(api: Api, requests: Sequence[Request]) -> Generator[None]:
 
 
 @contextmanager
-def _refusals_counted(api: Api, group: NodeGroup) -> Generator[None]:
+def _refusals_counted(api: Api, group: NodeGroup, caller: Caller) -> Generator[None]:
     """Count a request that is refused before it is queued. The dispatcher counts all others."""
     try:
         yield
     except Overloaded as error:
         if error.rid is None:
-            api.metrics.count_request(group.key.model, outcome_of(error))
+            api.metrics.count_request(group.key.model, outcome_of(error), caller.tenant.name)
         raise

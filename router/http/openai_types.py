@@ -71,6 +71,9 @@ PromptOrOutput = Annotated[
     Annotated[int, Meta(ge=0, le=2**62)] | None,
     Meta(description="0 needs `echo`: the answer is then the prompt alone, scored if `logprobs` is set."),
 ]
+SessionKey = Annotated[
+    str | None, Meta(description="Requests of one key prefer the same nodes, unless a header names their session.")
+]
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
 IGNORED = frozenset(  # fields that are accepted without effect
@@ -80,7 +83,6 @@ IGNORED = frozenset(  # fields that are accepted without effect
         "diagnostics",
         "inference_geo",
         "metadata",
-        "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
@@ -194,6 +196,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     truncate_prompt_tokens: TruncatePrompt = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     priority: Priority = None
+    prompt_cache_key: SessionKey = None
     # vLLM's, NOT_SERVED
     bad_words: list[str] | None = None
     detokenize: bool | None = None
@@ -214,7 +217,6 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
 

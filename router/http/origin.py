@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
 from ...metadata.errors import ConfigError
 
 ANY = "*"  # allows every origin, or every host
 
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
 _HOST = r"(\[[0-9a-f:.]+\]|[a-z0-9._~!$&'()+;=-]*)(?::([0-9]{0,5}))?"
 _AUTHORITY = re.compile(_HOST)
@@ -61,6 +62,33 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_header(name: str) -> bool:
+    """Return whether the text can be the name of a header."""
+    return _HEADER.fullmatch(name) is not None
+
+
+def trusted_networks(values: Iterable[str]) -> tuple[IPv4Network | IPv6Network, ...]:
+    """Return the networks of --trusted-proxy. Raises ConfigError that names the value and the fix."""
+    networks: list[IPv4Network | IPv6Network] = []
+    for value in values:
+        try:
+            networks.append(ip_network(value.strip(), strict=False))
+        except ValueError:
+            like = "it must be an address or a range of addresses, like 10.0.0.7 or 10.0.0.0/8"
+            raise ConfigError(f"--trusted-proxy {value}: {like}; repeat the flag for each") from None
+    return tuple(networks)
+
+
+def is_trusted(peer: str | None, networks: Iterable[IPv4Network | IPv6Network]) -> bool:
+    """Return whether a connection from this address comes from one of the networks."""
+    try:
+        address = ip_address((peer or "").partition("%")[0])
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return any((mapped or address) in network or address in network for network in networks)
 
 
 def allowed_origins(values: Iterable[str]) -> frozenset[Origin] | None:

@@ -63,6 +63,7 @@ def _chat_request(body: ResponsesRequest, tools: ResponseTools) -> ChatRequest:
         tools=tools.for_chat or None,
         tool_choice=choice_for_chat(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
+        prompt_cache_key=body.prompt_cache_key,
     )
 
 

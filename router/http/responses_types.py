@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
-from .openai_types import MessagePart, NumTokens
+from .openai_types import MessagePart, NumTokens, SessionKey
 from .tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, FunctionChoice, FunctionTool, ToolName
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -243,10 +243,10 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prompt: Any = None
     store: bool | None = None
     top_logprobs: int | None = None
+    prompt_cache_key: SessionKey = None
     # IGNORED
     client_metadata: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None

@@ -211,6 +211,7 @@ ROUTES: tuple[Route, ...] = (
         operation_id="getReadiness",
         tag="status",
         summary="A canary request has passed, so requests can be served",
+        needs=KeyLevel.NOTHING,
         answer=ReadyAnswer,
         statuses=(503,),
     ),

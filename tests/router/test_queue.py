@@ -24,6 +24,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.router.errors import NodeFault
+from baton.router.fair_share import DEFAULT
 from baton.router.prompt_placement import GroupFacts
 from baton.router.queue import (
     AGE_S,
@@ -48,7 +49,7 @@ ARRIVALS = st.lists(
 
 
 def entry(arrived_at: float, priority: int, num_tokens: int = 1) -> Any:
-    request = SimpleNamespace(created_at=arrived_at, priority=priority, dispatched_at=None)
+    request = SimpleNamespace(created_at=arrived_at, priority=priority, dispatched_at=None, tenant=DEFAULT)
     return SimpleNamespace(request=request, num_tokens=num_tokens, turn=None, is_fresh=True)
 
 
@@ -102,9 +103,9 @@ def test_the_place_in_the_queue_follows_from_the_turn() -> None:
         queue.add(each)
     assert list(queue) == [entries[3], entries[0], entries[1], entries[2]]
     assert [queue.num_before(turn_of(5.0, priority)) for priority in (-2, -1, 0, 1)] == [0, 1, 3, 4]
-    assert queue.fresh_after(turn_of(5.0, -1)) == [entries[2], entries[1], entries[0]]
+    assert list(queue.last_fresh(turn=turn_of(5.0, -1))) == [entries[2], entries[1], entries[0]]
     entries[1].is_fresh = False
-    assert queue.fresh_after(turn_of(5.0, -1)) == [entries[2], entries[0]]
+    assert list(queue.last_fresh(turn=turn_of(5.0, -1))) == [entries[2], entries[0]]
 
 
 # --- bounds: which requests may wait, give up their place, or come too late ------------------------------------------
@@ -152,6 +153,7 @@ class Door:
             created_at=time.monotonic() - age_s,
             priority=priority,
             dispatched_at=None,
+            tenant=DEFAULT,
             deadline=None,
             params=SimpleNamespace(max_tokens=100, grammar=None),
             is_canary=False,
@@ -330,6 +332,7 @@ class Waiting:
             is_over=False,
             created_at=0.0,
             priority=0,
+            tenant=DEFAULT,
             group=group,
             prompt_ids=[5] * 160,
             cache_salt="",

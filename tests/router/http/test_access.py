@@ -6,14 +6,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
 
-from baton.metadata.errors import ConfigError
+from baton.metadata.errors import ConfigError, Overloaded, RequestError
 from baton.metadata.wire import messages as m
 from baton.router.config import RouterConfig
-from baton.router.http.access import Access
+from baton.router.fair_share import Tenant
+from baton.router.http.access import Access, Caller, KeyLevel
 
 from ..conftest import System
 from ..test_runner import own, wait_until
@@ -132,3 +136,113 @@ def test_requests_without_the_api_key_are_refused(make_system: Any) -> None:
             request("GET", "/v1/models", headers={"Authorization": wrong.encode("latin-1").decode("latin-1")})[0] == 401
         )
     assert request("GET", "/v1/models", headers={"Authorization": "Bearer sesame"})[0] == 200
+
+
+def test_keys_are_read_again_without_a_restart(make_system: Callable[..., System], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("old\nann new acme\n")
+    system = make_system(router={"api_keys": str(keys), "admin_key": "boss"}).up()
+    system.behaviour.hold = threading.Event()
+
+    def status(key: str) -> int:
+        return system.router.request("GET", "/v1/models", headers=bearer(key))[0]
+
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
+        running = pool.submit(system.router.request, "POST", "/v1/completions", body, bearer("old"))
+        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        assert status("later") == 401
+        keys.write_text("ann new acme\neve later other\n")
+        assert (status("later"), status("new"), status("old")) == (200, 200, 401)
+        for mistake in ("a b c d e f\n", "boss\n", ""):
+            keys.write_text(mistake)
+            assert (status("later"), status("a"), status("old"), status("boss")) == (200, 401, 401, 200), mistake
+        system.behaviour.hold.set()
+        assert running.result()[0] == 200, "what runs is finished, though its key is gone"
+    page = system.router.request("GET", "/metrics", headers=bearer("boss"))[1].decode()
+    assert 'baton_tenant_requests_total{outcome="done",tenant="default"} 1.0' in page
+
+
+def test_a_key_keeps_its_running_sequences_when_the_file_is_read_again(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a k1\n")
+    access = Access(RouterConfig(api_keys=str(keys), max_concurrent_per_key=2))
+    asked = make_mocked_request("GET", "/v1/models", bearer("k1"))
+    caller = access.caller_of(asked, KeyLevel.KEY)
+    with access.counted(caller, 2):
+        keys.write_text("b k1 acme 3\n")
+        again = access.caller_of(asked, KeyLevel.KEY)
+        assert again is caller and again.words == "acme/b" and again.tenant == Tenant("acme", 3.0)
+        with pytest.raises(Overloaded), access.counted(again, 1):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "key", "tenant"),
+    [
+        ("10.1.2.3", {"x-tenant": "acme"}, None, "acme"),
+        ("::ffff:10.1.2.3", {"X-Tenant": " acme "}, None, "acme"),
+        ("fd00::7", {"X-Tenant": "acme"}, None, "acme"),
+        ("10.1.2.3", {}, None, "default"),
+        ("10.1.2.3", {"X-Tenant": "default"}, None, "default"),
+        ("11.1.2.3", {"X-Tenant": "acme"}, None, "default"),
+        (None, {"X-Tenant": "acme"}, None, "default"),
+        ("10.1.2.3", {"X-Tenant": "acme"}, "k1", "acme"),
+        ("10.1.2.3", {"X-Tenant": "acme"}, "k2", "theirs"),
+        ("10.1.2.3", {"X-Tenant": "acme"}, "boss", "default"),
+        ("10.1.2.3", {"X-Tenant": ""}, None, None),
+        ("10.1.2.3", {"X-Tenant": "n" * 129}, None, None),
+        ("10.1.2.3", {"X-Tenant": "a\x7fb"}, None, None),
+    ],
+)
+def test_only_a_trusted_proxy_names_a_tenant_and_only_where_the_key_names_none(
+    tmp_path: Path, peer: str | None, headers: dict[str, str], key: str | None, tenant: str | None
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("bob k1\neve k2 theirs\n")
+    settings: dict[str, Any] = {"trusted_proxy": ("10.0.0.0/8", "fd00::/8"), "tenant_header": "X-Tenant"}
+    if key is not None:
+        settings |= {"api_keys": str(keys), "admin_key": "boss"}
+    access = Access(RouterConfig(**settings))
+    transport: Any = SimpleNamespace(get_extra_info=lambda name: (peer, 1) if name == "peername" and peer else None)
+
+    def caller() -> Caller:
+        asked = make_mocked_request("POST", "/v1/completions", {**bearer(key), **headers}, transport=transport)
+        return access.caller_of(asked, KeyLevel.KEY)
+
+    if tenant is None:
+        with pytest.raises(RequestError, match="X-Tenant"):
+            caller()
+        return
+    found = caller()
+    assert found.tenant.name == tenant
+    assert caller() is found, "it may cancel its own requests"
+
+
+def test_a_tenant_header_that_comes_twice_is_refused() -> None:
+    access = Access(RouterConfig(trusted_proxy=("10.0.0.0/8",), tenant_header="X-Tenant"))
+    transport: Any = SimpleNamespace(get_extra_info=lambda name: ("10.0.0.1", 1))
+    headers = CIMultiDict([("X-Tenant", "mine"), ("X-Tenant", "theirs")])
+    with pytest.raises(RequestError, match="one name"):
+        access.caller_of(make_mocked_request("GET", "/", headers, transport=transport), KeyLevel.KEY)
+
+
+def test_tenants_do_not_share_cached_prefixes_or_places(make_system: Callable[..., System], tmp_path: Path) -> None:
+    """What nodes are sent, what the log shows, and the figures of each tenant."""
+    keys = tmp_path / "keys"
+    keys.write_text("k0\nann k1 acme\neve k2 acme\nbob k3 other\n")
+    system = make_system(router={"api_keys": str(keys)}).up()
+
+    def salt(key: str, **more: Any) -> str:
+        body = {"model": "fake", "prompt": "hello", "max_tokens": 5, **more}
+        status, answer, _ = system.router.request("POST", "/v1/completions", body, bearer(key))
+        assert status == 200
+        (sent,) = (each for each in own(system.cluster.by_name("p0"), m.Prefill) if each.rid == answer["id"])
+        return sent.request.cache_salt
+
+    salts = {key: salt(key) for key in ("k0", "k1", "k2", "k3")}
+    assert salts["k0"] == "" and salts["k1"] == salts["k2"]
+    assert len({*salts.values(), salt("k0", cache_salt="acme"), salt("k0", cache_salt=salts["k1"])}) == 5
+    page = system.router.request("GET", "/metrics", headers=bearer("k0"))[1].decode()
+    assert 'baton_tenant_requests_total{outcome="done",tenant="acme"} 2.0' in page
+    assert 'baton_tenant_output_tokens_total{tenant="other"} 5.0' in page

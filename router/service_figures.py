@@ -1,0 +1,124 @@
+"""Figures of the whole service for Prometheus: what gateways and autoscalers read, and the figures of each tenant.
+
+Totals are read when Prometheus asks. Figures of tenants are counted as they happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .fair_share import DEFAULT
+from .node import Node
+from .queue import Queues
+from .registry import Registry
+from .request import Request
+
+MAX_TENANTS = 200  # that have series of their own
+OTHER = "other"  # the label of all further ones
+
+
+class TenantCounts:
+    """Counts of one tenant."""
+
+    __slots__ = ("num_cached", "num_output", "num_prompt", "outcomes")
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.num_prompt = self.num_cached = 0  # tokens of finished requests
+        self.num_output = 0
+
+
+class TenantFigures(Collector):
+    """Requests and tokens by tenant. The first MAX_TENANTS have series of their own."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, TenantCounts] = {DEFAULT.name: TenantCounts()}
+        self._rest = TenantCounts()
+        self.num_waiting: Callable[[], Mapping[str, int]] = dict
+
+    def of(self, tenant: str) -> TenantCounts:
+        """Return the counts of a tenant, or those of all tenants without series of their own."""
+        counts = self._counts.get(tenant)
+        if counts is None:
+            if len(self._counts) >= MAX_TENANTS or tenant == OTHER:
+                return self._rest
+            counts = self._counts[tenant] = TenantCounts()
+        return counts
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "baton_tenant_requests", "Requests by tenant and outcome.", labels=["tenant", "outcome"]
+        )
+        everyone = {**self._counts, OTHER: self._rest}
+        for tenant, counts in everyone.items():
+            for outcome, count in counts.outcomes.items():
+                requests.add_metric([tenant, outcome], count)
+        yield requests
+        for name, text, value in _BY_TENANT:
+            family = CounterMetricFamily(f"baton_tenant_{name}", text, labels=["tenant"])
+            for tenant, counts in everyone.items():
+                if counts is not self._rest or value(counts):
+                    family.add_metric([tenant], value(counts))
+            yield family
+        waiting = GaugeMetricFamily("baton_tenant_waiting_requests", "Requests without nodes yet.", labels=["tenant"])
+        sums: Counter[str] = Counter()
+        for tenant, count in self.num_waiting().items():
+            sums[tenant if tenant in self._counts else OTHER] += count
+        for tenant in (*self._counts, *({OTHER} & sums.keys())):
+            waiting.add_metric([tenant], sums[tenant])
+        yield waiting
+
+
+_BY_TENANT: tuple[tuple[str, str, Callable[[TenantCounts], int]], ...] = (
+    ("prompt_tokens", "Prompt tokens of finished requests.", lambda counts: counts.num_prompt),
+    ("cached_tokens", "Those found in a prefix cache.", lambda counts: counts.num_cached),
+    ("output_tokens", "Tokens sent to clients.", lambda counts: counts.num_output),
+)
+
+
+class ServiceFigures(Collector):
+    """The load of the service, in all and by model, and whether it is ready."""
+
+    def __init__(
+        self, registry: Registry, queues: Queues, requests: Mapping[str, Request], is_ready: Callable[[], bool]
+    ) -> None:
+        self._registry, self._queues, self._requests, self._is_ready = registry, queues, requests, is_ready
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("baton_ready", "1: GET /ready answers 200.", value=int(self._is_ready()))
+        groups = list(self._registry.groups.values())
+        running: Counter[str] = Counter({group.key.model: 0 for group in groups})
+        waiting = running.copy()
+        nodes: dict[str, list[Node]] = {group.key.model: [] for group in groups}
+        for request in self._requests.values():
+            if not request.is_canary and any(attempt.dispatched for attempt in request.attempts.values()):
+                running[request.group.key.model] += 1
+        for group in groups:
+            waiting[group.key.model] += len(self._queues.waiting_in(group))
+            nodes[group.key.model] += group.nodes.values()
+        yield GaugeMetricFamily("baton_running_requests", "Requests that nodes work on.", value=running.total())
+        usage = kv_usage(self._registry.nodes.values())
+        yield GaugeMetricFamily("baton_kv_usage", "Part of the KV pages that requests use, 0 to 1.", value=usage)
+        for name, text, values in (
+            ("running_requests", "Requests that nodes work on.", running),
+            ("waiting_requests", "Requests without nodes yet.", waiting),
+            ("kv_usage", "Part of the KV pages that requests use, 0 to 1.", {m: kv_usage(nodes[m]) for m in nodes}),
+        ):
+            family = GaugeMetricFamily(f"baton_model_{name}", text, labels=["model"])
+            for model, value in values.items():
+                family.add_metric([model], value)
+            yield family
+
+
+def kv_usage(nodes: Iterable[Node]) -> float:
+    """Return the part of the KV pages in use on the decode nodes, where sequences stay; on all nodes if none of them is
+    a decode node."""
+    nodes = list(nodes)
+    nodes = [node for node in nodes if node.role == "decode"] or nodes
+    num_pages = sum(node.hello.capacity.num_pages for node in nodes)
+    num_free = sum(node.load.free_pages for node in nodes)
+    return min(1.0, max(0.0, 1.0 - num_free / num_pages)) if num_pages else 0.0

@@ -1,0 +1,89 @@
+"""The file of API keys: what its lines may be, and how it is read again."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from baton.metadata.errors import ConfigError
+from baton.router.fair_share import DEFAULT, Tenant
+from baton.router.keys import MAX_BYTES, ApiKey, KeysFile, parse_keys
+
+TEXT = """# ours
+k1            # rack 7
+  bob k#2
+ann k3 acme 2
+eve k4 acme   # the weight stands above
+ann k5 acme
+"""
+ACME = Tenant("acme", 2.0)
+
+
+def test_a_line_is_a_key_with_a_name_a_tenant_and_a_weight() -> None:
+    assert parse_keys("f", TEXT) == [
+        ApiKey("k1", "", DEFAULT),
+        ApiKey("k#2", "bob", DEFAULT),
+        ApiKey("k3", "ann", ACME),
+        ApiKey("k4", "eve", ACME),
+        ApiKey("k5", "ann", ACME),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no key"),
+        ("# nothing\n\n", "holds no key"),
+        ("k1\na secret acme 1 more", "line 2: it has 5 words"),
+        ("secret\nbob k2\nann secret", "line 3: its key stands in line 1 already"),
+        ("a secret acme much", "line 1: the fourth word is the tenant's weight"),
+        ("a secret acme 0", "0.001..1000"),
+        ("a secret acme -1", "weight"),
+        ("a secret acme nan", "weight"),
+        ("a secret acme 1e9", "weight"),
+        ("a secret acme 2\nb k2 acme 3", "line 2: its tenant has another weight in line 1"),
+        (f"{'n' * 129} secret", "line 1: a name is longer"),
+        (f"a secret {'n' * 129}", "line 1: a name is longer"),
+        ("a\x07b secret", "cannot be printed"),
+    ],
+)
+def test_a_mistake_is_named_by_its_line_and_without_a_key(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_keys("the-file", text)
+    assert words in str(caught.value) and "the-file" in str(caught.value)
+    assert "secret" not in str(caught.value) and "k2" not in str(caught.value)
+
+
+def test_the_file_is_read_again_when_it_changes_and_a_mistake_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n")
+    file = KeysFile(str(path))
+    assert not file.look()
+
+    def written(data: bytes) -> bool:
+        path.write_bytes(data)
+        return file.look()
+
+    assert written(b"bob two acme\n") and [key.key for key in file.keys] == ["two"]
+    with caplog.at_level(logging.INFO, "baton.router.keys"):
+        for wrong, words in (
+            (b"bob two acme\nthree three three three three\n", "line 2"),
+            (b"", "no key"),
+            (b"\xff\xfe", "UTF-8"),
+            (b"k" * (MAX_BYTES + 1), "longer"),
+        ):
+            assert not written(wrong) and not file.look(), "a mistake is reported once"
+            assert [key.key for key in file.keys] == ["two"]
+            assert words in caplog.messages[-1] and "stay in force" in caplog.messages[-1]
+        num_lines = len(caplog.messages)
+        path.unlink()
+        assert not file.look() and not file.look()
+        assert len(caplog.messages) == num_lines + 1 and "cannot be read" in caplog.messages[-1]
+    other = tmp_path / "new"
+    other.write_text("four\n")
+    other.replace(path)
+    assert file.look() and [key.key for key in file.keys] == ["four"]
