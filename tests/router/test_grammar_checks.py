@@ -61,7 +61,7 @@ async def test_a_fault_is_remembered_and_names_the_field(
 ) -> None:
     source = GrammarSource("json", '{"properties": {"q": {"not": {}}}}')
     for place in ("response_format.json_schema.schema", "structured_outputs.json"):
-        with pytest.raises(RequestError, match=r"\.properties\.q: Unimplemented keys") as caught:
+        with pytest.raises(RequestError, match=r"\.properties\.q: \"not\" cannot be enforced") as caught:
             await checks.checked(source, group, place)
         assert caught.value.param == place.partition(".")[0]
         assert str(caught.value).startswith(f"{place}.properties.q: ")
