@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from ...metadata.errors import RequestError
 from ..node import NodeGroup
 from ..text.grammar import GrammarSource, schema_of
@@ -27,7 +29,7 @@ async def call_grammar(
     for index, tool in enumerate(use.tools):
         name = tool.function.name
         if name in given:
-            text = json.dumps(given[name], ensure_ascii=False)
+            text = msgspec.json.encode(given[name]).decode()
             source = GrammarSource("json", text, is_loose=tool.function.strict is not True, whitespace=whitespace)
             path = f"tools[{index}].function.parameters"
             schemas[name] = schema_of(await api.grammars.checked(source, group, path, f"tool {name!r}"))

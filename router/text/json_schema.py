@@ -191,7 +191,7 @@ class _Preparation:
             several = cast("list[Any]", value)
             ready[key] = [self.schema(each, f"{path}[{index}]") for index, each in enumerate(several)]
         elif key in SUBSCHEMAS or isinstance(value, dict):  # of any other name: references may lead there
-            ready[key] = self.schema(value, path)
+            ready[key] = self.schema(cast("object", value), path)
 
 
 def _asks_nothing(key: str, value: Any, fields: Mapping[str, Any]) -> bool:
