@@ -32,9 +32,9 @@ class GrammarChecks:
         self._known: OrderedDict[str, _Verdict] = OrderedDict()
         self._num_characters = 0  # of the texts in _known
 
-    async def checked(self, source: GrammarSource, group: NodeGroup, place: str) -> str:
+    async def checked(self, source: GrammarSource, group: NodeGroup, place: str, owner: str = "") -> str:
         """Return the text of a grammar that the group's nodes will compile. `place`: the path of the source in the
-        body, such as `response_format.json_schema.schema`.
+        body, such as `response_format.json_schema.schema`. `owner`: whose it is, as a refusal names it.
 
         Raises RequestError that names the part at fault, Overloaded if too many grammars wait, and Unavailable if the
         nodes know no grammars.
@@ -45,7 +45,8 @@ class GrammarChecks:
             raise RequestError(f"{place}: the model names no token that ends a text", param=_field(place))
         verdict = await self._verdict(source, group)
         if isinstance(verdict, GrammarFault):
-            raise RequestError(f"{place}{verdict.place}: {verdict.words}", param=_field(place))
+            whose = f" ({owner})" if owner else ""
+            raise RequestError(f"{place}{verdict.place}: {verdict.words}{whose}", param=_field(place))
         return verdict.text
 
     def close(self) -> None:
@@ -59,7 +60,8 @@ class GrammarChecks:
     async def _verdict(self, source: GrammarSource, group: NodeGroup) -> _Verdict:
         eos = group.card.eos_token_ids
         name = f"{group.key.tokenizer}:{group.card.vocab_size}:{eos}"
-        parts = "\n".join((name, source.kind, f"{len(source.frame)}", source.frame, source.text))
+        options = f"{source.is_loose} {source.whitespace!r} {len(source.frame)}"
+        parts = "\n".join((name, source.kind, options, source.frame, source.text))
         digest = xxhash.xxh3_128_hexdigest(parts.encode("utf-8", "surrogatepass"))
         if digest in self._known:
             self._known.move_to_end(digest)

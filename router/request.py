@@ -26,8 +26,9 @@ from ..metadata.wire.request import (
 from .fair_share import DEFAULT, UNSHARED, Share, Tenant
 from .node import Node, NodeGroup
 from .prompt_placement import PromptPlace
-from .text.detokenizer import make_detokenizer
+from .text.detokenizer import TokenBytes, make_detokenizer, skipped_ids
 from .text.stop_strings import StopStrings
+from .text.tokenizer import TextTokenizer
 from .trace import TraceRecorder
 
 PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefill and decode node
@@ -155,6 +156,7 @@ class Sequence:
         "num_before",
         "num_losses",
         "num_resends",
+        "options",
         "received",
         "request",
         "seen_at",
@@ -177,6 +179,7 @@ class Sequence:
         self._ahead: list[Ahead] = []
         self._min_tokens = request.params.min_tokens
         self._include_stop = options.include_stop
+        self.options = options
         tokenizer = request.group.tokenizer
         assert tokenizer is not None, "a request before its group's tokenizer"
         self._detokenizer = make_detokenizer(
@@ -189,6 +192,17 @@ class Sequence:
         """Name of the work that is now under way."""
         assert self.attempt is not None, f"choice {self.index} of {self.request.rid} is not under way"
         return Unit(self.request.rid, self.index, self.attempt.number)
+
+    def new_token_bytes(self, tokenizer: TextTokenizer) -> TokenBytes:
+        """Return the bytes that the tokens of this output, from its first on, add to its text."""
+        skipped = skipped_ids(tokenizer, skip_special=self.options.skip_special, markers=self.options.markers)
+        return TokenBytes(tokenizer, self.request.prompt_ids, skipped)
+
+    def hidden_places(self, delta: Delta) -> abc.Collection[int]:
+        """Return the places of the tokens in new output that end it and are not in its text, although others of their
+        kind are."""
+        is_hidden = isinstance(delta.stop_reason, int) and not self._include_stop
+        return (len(delta.token_ids) - 1,) if is_hidden else ()
 
     @property
     def num_left(self) -> int:

@@ -14,12 +14,12 @@ import msgspec
 from msgspec import UNSET, UnsetType, structs
 
 from ...metadata.errors import BatonError
-from ...metadata.wire.request import TokenLogprobs
 from ..output_parser import ThoughtCounter
 from ..request import Delta, Request, Sequence
+from ..text.detokenizer import TokenBytes
 from ..text.tokenizer import TextTokenizer
 from .chat_output import ChatOutput
-from .logprobs import LegacyColumns, chat_logprobs
+from .logprobs import LegacyColumns, chat_logprobs, joined
 from .openai_types import (
     AssistantMessage,
     ChatChoice,
@@ -135,6 +135,7 @@ class AnswerFormat(ABC):
 
 class CompletionFormat(AnswerFormat):
     """Answers of /v1/completions. `prompt_texts` holds the prompt of each request, by its id, if prompts are echoed.
+    `given_texts`: ids of those whose prompts came as texts, to which the tokenizer may have added special tokens.
     Without `has_output` the answer is the echoed prompts alone."""
 
     _chunk_object = "text_completion"
@@ -150,10 +151,12 @@ class CompletionFormat(AnswerFormat):
         num_logprobs: int | None,
         with_ids: bool,
         prompt_texts: dict[str, str] | None,
+        given_texts: abc.Container[str] = (),
         has_output: bool = True,
     ) -> None:
         super().__init__(response_id, model, tokenizer, num_logprobs=num_logprobs, with_ids=with_ids)
         self._prompt_texts = prompt_texts
+        self._given_texts = given_texts
         self._has_output = has_output
         self._columns: dict[int, LegacyColumns] = {}  # by index
 
@@ -200,17 +203,12 @@ class CompletionFormat(AnswerFormat):
 
     def _choice(self, index: int, sequence: Sequence, delta: Delta, *, is_first: bool) -> CompletionChoice:
         request = sequence.request
-        text, ids = delta.text, delta.token_ids
-        entries: list[TokenLogprobs | None] = list(delta.logprobs)
+        text = delta.text
         if is_first and self._prompt_texts is not None:
             text = self._prompt_texts[request.rid] + text
-            if self.num_logprobs is not None:
-                ids = request.prompt_ids + ids
-                entries = [None, *(request.prompt_logprobs or ()), *entries]
         logprobs: LegacyLogprobs | None = None
-        if self.num_logprobs is not None and len(entries) == len(ids):
-            columns = self._columns.setdefault(index, LegacyColumns(self._tokenizer, self.num_logprobs))
-            logprobs = columns.take(ids, entries)
+        if self.num_logprobs is not None:
+            logprobs = self._logprobs(index, sequence, delta, self.num_logprobs, is_first=is_first)
         return CompletionChoice(
             index=index,
             text=text,
@@ -220,6 +218,36 @@ class CompletionFormat(AnswerFormat):
             token_ids=delta.token_ids if self._with_ids else None,
             prompt_token_ids=request.prompt_ids if self._with_ids and is_first else None,
         )
+
+    def _logprobs(
+        self, index: int, sequence: Sequence, delta: Delta, num_logprobs: int, *, is_first: bool
+    ) -> LegacyLogprobs | None:
+        """Return the columns of new output, behind those of the prompt if it is echoed; None if some are missing."""
+        request, prompt = sequence.request, None
+        if is_first:
+            self._columns[index] = LegacyColumns(
+                self._tokenizer, num_logprobs, sequence.new_token_bytes(self._tokenizer)
+            )
+        if is_first and self._prompt_texts is not None:
+            columns = self._columns[index] = LegacyColumns(self._tokenizer, num_logprobs)
+            entries = [None, *(request.prompt_logprobs or ())]
+            if len(entries) != len(request.prompt_ids):
+                return None
+            hidden = _added_places(self._tokenizer, request.prompt_ids) if request.rid in self._given_texts else ()
+            prompt = columns.take(request.prompt_ids, entries, hidden)
+            columns.follow(self._prompt_texts[request.rid], sequence.new_token_bytes(self._tokenizer))
+        if len(delta.logprobs) != len(delta.token_ids):
+            return None
+        output = self._columns[index].take(delta.token_ids, delta.logprobs, sequence.hidden_places(delta))
+        return output if prompt is None else joined(prompt, output)
+
+
+def _added_places(tokenizer: TextTokenizer, prompt_ids: list[int]) -> list[int]:
+    """Return the places of the special tokens that the tokenizer has added to a text."""
+    before, behind = tokenizer.added_ids
+    first = len(before) if prompt_ids[: len(before)] == before else 0
+    last = len(behind) if behind and prompt_ids[first:][-len(behind) :] == behind else 0
+    return [*range(first), *range(len(prompt_ids) - last, len(prompt_ids))]
 
 
 class ChatFormat(AnswerFormat):
@@ -243,6 +271,7 @@ class ChatFormat(AnswerFormat):
         self._reading = reading
         self._outputs: dict[int, ChatOutput] = {}  # by index
         self._counters: dict[Sequence, ThoughtCounter] = {}
+        self._token_bytes: dict[Sequence, TokenBytes] = {}
 
     def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
         usage = super().usage_of(requests)
@@ -260,14 +289,14 @@ class ChatFormat(AnswerFormat):
             self._prepare(index)
             return self._opening(index, sequence, usage) + self.chunk(index, sequence, delta, usage)
         if self._reading is not None:
-            return self._read_chunks(self._reading, index, delta, usage)
+            return self._read_chunks(self._reading, index, sequence, delta, usage)
         text = self._text_chunk(index, delta, usage)
         if text is not None:
             return text
         choice = ChatChunkChoice(
             index=index,
             delta=ChatDelta(content=delta.text or None),
-            logprobs=self._logprobs(delta),
+            logprobs=self._logprobs(sequence, delta),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._with_ids else None,
@@ -279,7 +308,7 @@ class ChatFormat(AnswerFormat):
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         choices: list[ChatChoice] = []
-        for index, (_, delta) in enumerate(outputs):
+        for index, (sequence, delta) in enumerate(outputs):
             assert delta.finish_reason is not None, f"sequence {index} of {self.response_id} has not ended"
             message, finish_reason = AssistantMessage(content=delta.text), delta.finish_reason
             if self._reading is not None:
@@ -289,7 +318,7 @@ class ChatFormat(AnswerFormat):
                 ChatChoice(
                     index=index,
                     message=message,
-                    logprobs=self._logprobs(delta),
+                    logprobs=self._logprobs(sequence, delta),
                     finish_reason=finish_reason,
                     stop_reason=delta.stop_reason,
                     token_ids=delta.token_ids if self._with_ids else None,
@@ -306,7 +335,9 @@ class ChatFormat(AnswerFormat):
         )
         return _encode(body)
 
-    def _read_chunks(self, reading: OutputReading, index: int, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+    def _read_chunks(
+        self, reading: OutputReading, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None
+    ) -> bytes:
         """Return the events of an output that is read. Log-probabilities and ids of the new tokens are in the first."""
         output = self._outputs.setdefault(index, ChatOutput(reading))
         deltas = output.deltas(delta.text, is_last=delta.finish_reason is not None)
@@ -318,7 +349,7 @@ class ChatFormat(AnswerFormat):
             choice = ChatChunkChoice(
                 index=index,
                 delta=each,
-                logprobs=self._logprobs(delta) if is_first else None,
+                logprobs=self._logprobs(sequence, delta) if is_first else None,
                 finish_reason=None if reason is None else output.finish_reason(reason),
                 stop_reason=None if reason is None else delta.stop_reason,
                 token_ids=(delta.token_ids if is_first else []) if self._with_ids else None,
@@ -345,7 +376,11 @@ class ChatFormat(AnswerFormat):
             prompt_token_ids=prompt_ids,
         )
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def _logprobs(self, sequence: Sequence, delta: Delta) -> ChatLogprobs | None:
         if self.num_logprobs is None:
             return None
-        return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, self.num_logprobs)
+        reader = self._token_bytes.get(sequence)
+        if reader is None:
+            reader = self._token_bytes[sequence] = sequence.new_token_bytes(self._tokenizer)
+        hidden = sequence.hidden_places(delta)
+        return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, self.num_logprobs, reader, hidden)

@@ -17,7 +17,7 @@ from ..text.grammar import GrammarSource
 from ..text.tokenizer import TextTokenizer
 from .api import Api
 from .bound_calls import call_grammar, literal_of
-from .grammars import asked_grammar, grammar_of
+from .grammars import asked_grammar, grammar_of, json_whitespace
 from .openai_types import ChatRequest
 from .tools import ToolUse
 
@@ -51,7 +51,7 @@ async def chat_grammar(
     asked = asked_grammar(body)
     if use is not None and use.forced:
         rules = _checked_thoughts(thoughts, "tool_choice", "use auto")
-        calls = await call_grammar(api, use, "tool_choice", group, tokenizer)
+        calls = await call_grammar(api, use, "tool_choice", group, tokenizer, json_whitespace(body))
         return await api.grammars.checked(
             GrammarSource("grammar", f"start: thoughts calls\n{rules}\n{calls}"), group, "tools"
         )
@@ -61,7 +61,8 @@ async def chat_grammar(
         )
         answer = f"{mark} @answer"
         if use is not None:
-            rules += f"\n{await call_grammar(api, use, asked.place, group, tokenizer)}"
+            calls = await call_grammar(api, use, asked.place, group, tokenizer, json_whitespace(body))
+            rules += f"\n{calls}"
             answer = f"(calls | {answer})"
         elif reasoning is None:
             return await grammar_of(api, asked, group)

@@ -78,6 +78,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             num_logprobs=body.logprobs,
             with_ids=bool(body.return_token_ids),
             prompt_texts=echoed,
+            given_texts=[rid for rid, prompt in zip(rids, encoded, strict=True) if prompt.text is not None],
             has_output=body.max_tokens != 0,
         )
         return await _serve(

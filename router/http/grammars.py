@@ -10,6 +10,7 @@ from msgspec import Raw
 from ...metadata.errors import RequestError
 from ..node import NodeGroup
 from ..text.grammar import MAX_SOURCE, GrammarKind, GrammarSource
+from ..text.json_schema import SchemaFault, checked_whitespace
 from .api import Api
 from .openai_types import CommonRequest, ResponseFormat, StructuralTag, StructuredOutputs, TagStructure
 
@@ -41,7 +42,25 @@ def asked_grammar(body: CommonRequest) -> AskedGrammar | None:
         raise RequestError(
             f"ignore_eos: excludes {asked[0].place}, whose end is the end of the text", param="ignore_eos"
         )
-    return asked[0]
+    source, place = asked[0]
+    return AskedGrammar(msgspec.structs.replace(source, whitespace=json_whitespace(body)), place)
+
+
+def json_whitespace(body: CommonRequest) -> str | None:
+    """Return the white space of JSON that a body asks for, as GrammarSource takes it. Raises RequestError for a pattern
+    that may match anything else."""
+    given = body.structured_outputs
+    if given is None:
+        return None
+    place, pattern = "structured_outputs.whitespace_pattern", given.whitespace_pattern
+    if given.disable_any_whitespace and pattern is not None:
+        raise RequestError(f"{place}: excludes disable_any_whitespace", param="structured_outputs")
+    if pattern is None:
+        return "" if given.disable_any_whitespace else None
+    try:
+        return checked_whitespace(pattern)
+    except SchemaFault as fault:
+        raise RequestError(f"{place}: {fault.words}", param="structured_outputs") from None
 
 
 async def grammar_of(api: Api, asked: AskedGrammar, group: NodeGroup, frame: str = "") -> str:
@@ -94,7 +113,8 @@ def _of_outputs(given: StructuredOutputs) -> list[AskedGrammar]:
         if text is not None:
             place = f"structured_outputs.{kind}"
             asked.append(AskedGrammar(_source(kind, text, place), place))
-    if not asked:
+    options = (given.disable_any_whitespace, given.whitespace_pattern, given.disable_fallback)
+    if not asked and options == (None, None, None):
         names = ", ".join(name for name in StructuredOutputs.__struct_fields__)
         raise RequestError(f"structured_outputs: needs one of {names}", param="structured_outputs")
     return asked

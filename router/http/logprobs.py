@@ -1,11 +1,16 @@
-"""Log-probabilities in the two formats of OpenAI's API."""
+"""Log-probabilities in the two formats of OpenAI's API.
+
+The bytes of a token are those that it adds to the text of the answer: none if it is left out of the text, as special
+tokens are. Its name is the text of its bytes, or its own text if it is left out.
+"""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ...metadata.wire.request import TokenLogprobs
+from ..text.detokenizer import TokenBytes
 from ..text.tokenizer import TextTokenizer
 from .openai_types import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
 
@@ -17,25 +22,36 @@ class LegacyColumns:
     replacement characters all fragments would share one key of `top_logprobs`. Its offset is that of its character.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, num_top: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: TextTokenizer, num_top: int, text_bytes: TokenBytes | None = None) -> None:
+        """`text_bytes`: bytes of the tokens to come; None: they begin a text that has all of them."""
+        self._text_bytes = text_bytes or TokenBytes(tokenizer)
         self._num_top = num_top
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> LegacyLogprobs:
-        """Return the columns for the next tokens. The logprobs of a prompt's first token are None.
+    def take(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], hidden: Collection[int] = ()
+    ) -> LegacyLogprobs:
+        """Return the columns for the next tokens. The logprobs of a prompt's first token are None. The text has nothing
+        of the tokens at the places `hidden`.
 
         The sampled token is always among `top_logprobs`, as in OpenAI's API.
         """
+        names: list[str] = []
         offsets: list[int] = []
         tops: list[dict[str, float] | None] = []
-        for token_id, entry in zip(token_ids, logprobs, strict=True):
+        for place, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True)):
+            names.append(self._name(token_id))
             offsets.append(self._offset)
-            self._offset += self._text_len(token_id)
             tops.append(self._top(token_id, entry) if entry is not None else None)
-        values = [entry.logprob if entry is not None else None for entry in logprobs]
-        return LegacyLogprobs([self._name(token_id) for token_id in token_ids], values, tops, offsets)
+            if place not in hidden:
+                self._offset += len(self._decoder.decode(self._text_bytes.take(token_id)))
+        return LegacyLogprobs(names, [None if each is None else each.logprob for each in logprobs], tops, offsets)
+
+    def follow(self, text: str, text_bytes: TokenBytes) -> None:
+        """Go on behind a text, such as a prompt. `text_bytes`: bytes of the tokens to come."""
+        self._text_bytes, self._offset = text_bytes, len(text)
+        self._decoder.reset()
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
         top: dict[str, float] = {}
@@ -45,24 +61,43 @@ class LegacyColumns:
         return top
 
     def _name(self, token_id: int) -> str:
-        data = self._tokenizer.token_bytes(token_id)
+        data = self._text_bytes.name(token_id)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _text_len(self, token_id: int) -> int:
-        return len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
-
 
 def chat_logprobs(
-    tokenizer: TextTokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
+    tokenizer: TextTokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    num_top: int,
+    text_bytes: TokenBytes | None = None,
+    hidden: Collection[int] = (),
 ) -> ChatLogprobs:
-    """Return one entry per token, with the `num_top` likeliest tokens at its position."""
+    """Return one entry per token, with the `num_top` likeliest tokens at its position. `text_bytes` and `hidden` are
+    those of LegacyColumns."""
+    reader = text_bytes or TokenBytes(tokenizer)
     content: list[TokenLogprob] = []
-    for token_id, entry in zip(token_ids, logprobs, strict=True):
+    for place, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True)):
         pairs = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
-        tops = [TopLogprob(tokenizer.token_text(i), p, list(tokenizer.token_bytes(i))) for i, p in pairs]
-        text, data = tokenizer.token_text(token_id), list(tokenizer.token_bytes(token_id))
-        content.append(TokenLogprob(text, entry.logprob, data, tops))
+        tops = [TopLogprob(_text(reader.name(top_id)), value, list(reader.of(top_id))) for top_id, value in pairs]
+        name = _text(reader.name(token_id))
+        data = b"" if place in hidden else reader.take(token_id)
+        content.append(TokenLogprob(name, entry.logprob, list(data), tops))
     return ChatLogprobs(content)
+
+
+def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
+    """Return the columns of both."""
+    return LegacyLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
+    )
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")

@@ -155,7 +155,9 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """vLLM's extension: the language of the text that the model writes, exactly one of these. `json` is a JSON schema;
-    it and `structural_tag` may be written as a string. `grammar` is in Lark's or GBNF's notation."""
+    it and `structural_tag` may be written as a string. `grammar` is in Lark's or GBNF's notation. The white space
+    between tokens of JSON, here and in `response_format` and calls, is none with `disable_any_whitespace`, or that of
+    the regular expression `whitespace_pattern`. `disable_fallback` has no effect: there is one backend."""
 
     json: Annotated[Raw, Meta(extra_json_schema={"type": ["object", "string", "null"]})] = field(default_factory=Raw)
     json_object: bool | None = None
@@ -163,6 +165,9 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     choice: Annotated[list[StopText], Meta(min_length=1, max_length=4096)] | None = None
     grammar: Annotated[str, Meta(min_length=1)] | None = None
     structural_tag: StructuralTag | str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    disable_fallback: bool | None = None
 
 
 class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -176,7 +181,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = None
-    seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

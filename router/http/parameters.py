@@ -40,7 +40,7 @@ _COMMON_NOT_SERVED = (
         for name in ("json", "regex", "choice", "grammar", "json_object")
     ),
     NotServed("guided_decoding_backend", "there is one backend, llguidance", (None,)),
-    NotServed("guided_whitespace_pattern", "white space of JSON cannot be set", (None,)),
+    NotServed("guided_whitespace_pattern", "the field is now structured_outputs.whitespace_pattern", (None,)),
 )
 NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
     CompletionRequest: (*_COMMON_NOT_SERVED, NotServed("suffix", "insertion is not served", (None, ""))),
@@ -96,7 +96,7 @@ def check_completion(body: CompletionRequest) -> None:
 def check_chat(body: ChatRequest) -> None:
     """Raise RequestError for a field that /v1/chat/completions does not serve."""
     _check_common(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError("continue_final_message: excludes add_generation_prompt", param="continue_final_message")

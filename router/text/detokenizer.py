@@ -46,12 +46,48 @@ def make_detokenizer(
 
     If `skip_special`, special tokens are left out, except for those whose text is one of `markers`.
     """
-    skipped = tokenizer.special_ids if skip_special else frozenset[int]()
-    if skipped and markers:
-        skipped = skipped.difference(map(tokenizer.special_by_text.get, markers))
+    skipped = skipped_ids(tokenizer, skip_special=skip_special, markers=markers)
     if tokenizer.is_byte_level:
         return ByteLevelDetokenizer(tokenizer, skipped)
     return WindowDetokenizer(tokenizer, prompt_ids, skipped)
+
+
+def skipped_ids(
+    tokenizer: TextTokenizer, *, skip_special: bool, markers: AbstractSet[str] = frozenset()
+) -> frozenset[int]:
+    """Return the ids of tokens that are left out of a text."""
+    skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+    return skipped.difference(map(tokenizer.special_by_text.get, markers)) if skipped and markers else skipped
+
+
+class TokenBytes:
+    """Bytes that the tokens of one sequence add to its text. Joined, they are the text's UTF-8."""
+
+    __slots__ = ("_is_first", "_skipped", "_tokenizer")
+
+    def __init__(
+        self, tokenizer: TextTokenizer, before: Sequence[int] = (), skipped: frozenset[int] = frozenset()
+    ) -> None:
+        """`before`: ids that the sequence follows. `skipped`: ids of tokens that are left out of the text."""
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._is_first = skipped.issuperset(before[-CONTEXT:])  # no text has begun
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes that a token would add now."""
+        if token_id in self._skipped:
+            return b""
+        return self._tokenizer.first_bytes(token_id) if self._is_first else self._tokenizer.token_bytes(token_id)
+
+    def name(self, token_id: int) -> bytes:
+        """Return the same, for a token that is left out its own bytes."""
+        return self._tokenizer.token_bytes(token_id) if token_id in self._skipped else self.of(token_id)
+
+    def take(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds, and go on behind it."""
+        data = self.of(token_id)
+        self._is_first = self._is_first and token_id in self._skipped
+        return data
 
 
 class ByteLevelDetokenizer:

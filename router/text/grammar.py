@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -22,6 +23,16 @@ from llguidance import StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ...metadata.wire.request import MAX_GRAMMAR, MAX_STEP_ITEMS
+from .json_schema import (
+    DEFINITIONS,
+    LISTS_OF_SUBSCHEMAS,
+    OPTIONS,
+    SUBSCHEMAS,
+    TABLES_OF_SUBSCHEMAS,
+    SchemaFault,
+    prepared,
+    quoted,
+)
 
 GrammarKind: TypeAlias = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
@@ -31,13 +42,8 @@ MAX_CHOICES = 4096  # texts to choose from
 MAX_PLACES = 100  # subschemas that are compiled alone to find the one at fault
 PLACE_S = 0.2  # seconds of the processor for that
 _LONGEST_WORDS = 300
-_DEFINITIONS = ("$defs", "definitions")
-_SUBSCHEMAS = ("not", "if", "then", "else", "contains", "propertyNames", "items", "additionalProperties")
-_LISTS_OF_SUBSCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_TABLES_OF_SUBSCHEMAS = ("properties", "patternProperties", "dependentSchemas")
-_OPTIONS = "x-guidance"  # key of a schema's root by which llguidance takes options
+_MAX_LOOSENED = 4  # parts of a schema that are left out because llguidance cannot compile them
 _TOKENS = re.compile(r"<\[[0-9, -]+\]>")  # in Lark
-_STRICT = {"lenient": False, "coerce_one_of": False}
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'  # in Lark, for the whole grammar
 _CODE = re.compile(r"\\u([0-9a-fA-F]{4})")  # a character in JSON
 
@@ -49,11 +55,14 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     """A grammar as the client wrote it. `text`: a JSON schema, a regular expression, a JSON list of texts, a grammar in
     Lark's or GBNF's notation, or a JSON object {"structures": [[begin, schema, end], ...], "triggers": [...]}.
     `frame`: Lark rules of all that the model may write, in which @answer is the text of this grammar; empty: only that
-    text."""
+    text. `is_loose`: parts of a JSON schema that cannot be enforced are left out. `whitespace`: that of JSON, as
+    json_schema.py takes it."""
 
     kind: GrammarKind
     text: str
     frame: str = ""
+    is_loose: bool = False
+    whitespace: str | None = None
 
 
 class GrammarFault(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -92,22 +101,51 @@ def converted(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> Gramm
     try:
         if len(source.text) > MAX_SOURCE:
             raise _Refused(f"has {len(source.text)} characters; at most {MAX_SOURCE} are allowed")
-        text = _with_special_texts(_framed(source.frame, _text_of(source, tokenizer)), tokenizer)
-        if len(text) > MAX_GRAMMAR:
-            raise _Refused(f"is a grammar of {len(text)} characters; at most {MAX_GRAMMAR} are allowed")
-        words = _compile(text, tokenizer)
-        if words is None:
-            return Grammar(text)
-        place = _place(_decoded(source.text, dict[str, Any]), words, tokenizer) if source.kind == "json" else ""
-        return GrammarFault(_first_words(words), place)
+        if source.kind == "json":
+            return _of_schema(source, tokenizer)
+        grammar = _finished(_text_of(source, tokenizer), source, tokenizer)
+        words = _compile(grammar.text, tokenizer)
+        return grammar if words is None else GrammarFault(_first_words(words))
     except _Refused as refused:
         return refused.fault
+
+
+def schema_of(grammar: str) -> dict[str, Any]:
+    """Return the schema in the grammar of a JSON schema that has no frame, as llguidance takes it."""
+    return msgspec.json.decode(grammar)["grammars"][-1]["json_schema"]
+
+
+def _of_schema(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> Grammar | GrammarFault:
+    """Return the grammar of a JSON schema. If it is loose, parts that llguidance cannot compile allow anything."""
+    schema = _prepared(_decoded(source.text, dict[str, Any]), source.text, source)
+    place, words = "", ""
+    for _ in range(_MAX_LOOSENED + 1):
+        grammar = _finished(_schema_grammar(schema), source, tokenizer)
+        compiled = _compile(grammar.text, tokenizer)
+        if compiled is None:
+            return grammar
+        place, part = _faulty(schema, compiled, tokenizer)
+        words = _of_schema_words(compiled)
+        if not source.is_loose:
+            break
+        kept = {key: part[key] for key in ("type", OPTIONS) if key in part}
+        part.clear()
+        part.update(kept)
+    return GrammarFault(words, place)
+
+
+def _finished(text: str, source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> Grammar:
+    """Return a grammar with all that stands around it. Raises _Refused if it is too long."""
+    text = _with_special_texts(_framed(source.frame, text), tokenizer)
+    if len(text) > MAX_GRAMMAR:
+        raise _Refused(f"is a grammar of {len(text)} characters; at most {MAX_GRAMMAR} are allowed")
+    return Grammar(text)
 
 
 def _text_of(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> str:
     match source.kind:
         case "json":
-            return _schema_grammar(_checked_schema(_decoded(source.text, dict[str, Any])))
+            raise AssertionError("a schema is compiled by _of_schema")
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(source.text)
         case "choice":
@@ -120,7 +158,7 @@ def _text_of(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> str:
             _check_tokens(text, tokenizer)
             return text
         case "structural_tag":
-            return _tag_grammar(_decoded(source.text, _Tags), tokenizer)
+            return _tag_grammar(_decoded(source.text, _Tags), source, tokenizer)
 
 
 def _check_tokens(grammar: str, tokenizer: llguidance.LLTokenizer) -> None:
@@ -192,15 +230,19 @@ def _first_words(words: str) -> str:
 
 
 def _schema_grammar(schema: dict[str, Any]) -> str:
-    given = {**schema, _OPTIONS: _STRICT}
-    return json.dumps({"grammars": [{"name": "json_schema", "json_schema": given}]}, ensure_ascii=False)
+    return json.dumps({"grammars": [{"name": "json_schema", "json_schema": schema}]}, ensure_ascii=False)
 
 
-def _checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    if _OPTIONS in schema:
-        raise _Refused("options of the compiler cannot be set", f".{_OPTIONS}")
+def _prepared(schema: dict[str, Any], text: str | None, source: GrammarSource) -> dict[str, Any]:
+    """Return a schema as llguidance gets it. `text`: of it, if it is known; then its fractions are exact."""
     _check_depth(schema)
-    return schema
+    try:
+        exact = schema if text is None else json.loads(text, parse_float=Decimal)
+        return prepared(exact, is_loose=source.is_loose, whitespace=source.whitespace)
+    except SchemaFault as fault:
+        raise _Refused(fault.words, fault.place) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise _Refused(f"cannot be read: {error}") from None
 
 
 def _check_depth(value: Any) -> None:
@@ -227,7 +269,7 @@ def _choice_grammar(choices: list[str]) -> str:
     return "start: " + " | ".join(map(json.dumps, choices))
 
 
-def _tag_grammar(tags: _Tags, tokenizer: llguidance.LLTokenizer) -> str:
+def _tag_grammar(tags: _Tags, source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> str:
     parts: list[StructTag] = []
     for index, (begin, schema, end) in enumerate(tags.structures):
         place = f".structures[{index}]"
@@ -235,7 +277,7 @@ def _tag_grammar(tags: _Tags, tokenizer: llguidance.LLTokenizer) -> str:
         if trigger is None:
             raise _Refused(f"{begin[:64]!r} begins with none of the triggers", f"{place}.begin")
         try:
-            checked = {**_checked_schema(schema), _OPTIONS: _STRICT}
+            checked = _prepared(schema, None, source)
         except _Refused as refused:
             raise _Refused(refused.fault.words, f"{place}.schema{refused.fault.place}") from None
         parts.append(StructTag(trigger=trigger, begin=begin, grammar=checked, end=end))
@@ -247,30 +289,31 @@ def _is_special(text: str, tokenizer: llguidance.LLTokenizer) -> bool:
     return len(ids) == 1 and tokenizer.is_special_token(ids[0])
 
 
-def _place(schema: dict[str, Any], words: str, tokenizer: llguidance.LLTokenizer) -> str:
-    """Return the path to the smallest subschema that alone gives the same error, with the definitions of the whole."""
-    definitions = {name: schema[name] for name in ("$schema", *_DEFINITIONS) if name in schema}
-    place, until, num_left = "", time.process_time() + PLACE_S, MAX_PLACES
-    children = chain(_tables(schema, _DEFINITIONS), _children(schema))
+def _faulty(schema: dict[str, Any], words: str, tokenizer: llguidance.LLTokenizer) -> tuple[str, dict[str, Any]]:
+    """Return the path to the smallest subschema that alone gives the same error, with the definitions of the whole, and
+    the subschema."""
+    shared = {name: schema[name] for name in ("$schema", OPTIONS, *DEFINITIONS) if name in schema}
+    place, part, until, num_left = "", schema, time.process_time() + PLACE_S, MAX_PLACES
+    children = chain(_tables(schema, DEFINITIONS), _children(schema))
     while (child := next(children, None)) is not None:
         name, subschema = child
         num_left -= 1
         if num_left < 0 or time.process_time() > until:
             break
-        if _compile(_schema_grammar({**definitions, **subschema}), tokenizer) == words:
-            place, children = place + name, _children(subschema)
-    return place
+        if _compile(_schema_grammar({**shared, **subschema}), tokenizer) == words:
+            place, part, children = place + name, subschema, _children(subschema)
+    return place, part
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the path and the value of each subschema of a schema that is an object."""
-    for name in _SUBSCHEMAS:
+    for name in SUBSCHEMAS:
         if isinstance(schema.get(name), dict):
             yield f".{name}", schema[name]
-    for name in _LISTS_OF_SUBSCHEMAS:
+    for name in LISTS_OF_SUBSCHEMAS:
         if isinstance(schema.get(name), list):
             yield from ((f".{name}[{i}]", each) for i, each in enumerate(schema[name]) if isinstance(each, dict))
-    yield from _tables(schema, _TABLES_OF_SUBSCHEMAS)
+    yield from _tables(schema, TABLES_OF_SUBSCHEMAS)
 
 
 def _tables(schema: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -278,8 +321,28 @@ def _tables(schema: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str,
         if isinstance(schema.get(name), dict):
             for key, each in schema[name].items():
                 if isinstance(each, dict):
-                    yield f".{name}.{_quoted(key)}", each
+                    yield f".{name}.{quoted(key)}", each
 
 
-def _quoted(key: str) -> str:
-    return key if re.fullmatch(r"[\w$-]{1,64}", key) else json.dumps(key[:64])
+def _of_schema_words(words: str) -> str:
+    """Return an error of llguidance about a schema in the words of a schema."""
+    first = _first_words(words)
+    for pattern, said in _SAID.items():
+        if re.match(pattern, first):
+            return said.format(first)
+    return first
+
+
+_SAID = {  # the beginning of an error of llguidance -> what the client reads
+    "oneOf constraints": "oneOf: its alternatives may overlap, which cannot be enforced; use anyOf",
+    "min/maxProperties only": "minProperties and maxProperties need all `properties` to be required; leave them out",
+    "patternProperty regexes": "patternProperties: two patterns match the same name; make them disjoint",
+    "Failed to generate regex for": "no number lies between its bounds, or they are too large; leave them out",
+    "Value for 'multipleOf'": "multipleOf has too many digits; leave it out",
+    "regex parse error": "its pattern cannot be enforced: {}",
+    "lookarounds not supported": "its pattern cannot be enforced: {}",
+    "Unsatisfiable schema": "no value satisfies it: {}",
+    "Schema intersection": "its parts name each other too often; write it without allOf",
+    "Unknown format": "its format cannot be enforced; leave it out",
+    "Unimplemented keys": "a keyword cannot be enforced; leave it out: {}",
+}

@@ -6,8 +6,9 @@ Encoding uses `async_encode`, which does not block the event loop.
 from __future__ import annotations
 
 import json
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ import xxhash
 from ...metadata.errors import ProtocolError
 
 MAX_TOKENIZER_BYTES = 256 << 20
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # of vocabularies with byte fallback
 
 
 class TextTokenizer:
@@ -32,8 +34,8 @@ class TextTokenizer:
         self.data = data
         self.inner.no_truncation()
         self.inner.no_padding()
-        decoder: dict[str, Any] = description.get("decoder") or {}
-        self.is_byte_level = decoder.get("type") == "ByteLevel"
+        self._decoders: frozenset[str] = frozenset(_types_of_decoders(description.get("decoder")))
+        self.is_byte_level = self._decoders == frozenset({"ByteLevel"})
         self._bytes: dict[int, bytes] = {}  # of tokens that have been asked for
 
     @classmethod
@@ -108,14 +110,48 @@ class TextTokenizer:
         return data
 
     def token_text(self, token_id: int) -> str:
-        """Return one token alone as text. A fragment of a character becomes U+FFFD."""
-        if self.is_byte_level:
-            return self.byte_level_bytes(token_id).decode("utf-8", "replace")
-        return self.inner.id_to_token(token_id) or ""
+        """Return what a token adds to a text, as text. A fragment of a character becomes U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return one token alone as bytes."""
-        return self.byte_level_bytes(token_id) if self.is_byte_level else self.token_text(token_id).encode()
+        """Return the bytes that a token adds to a text that has begun."""
+        if self.is_byte_level:
+            return self.byte_level_bytes(token_id)
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._decoded_bytes(token_id)
+        return data
+
+    def first_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text that it begins. Many decoders drop a space there."""
+        data = self.token_bytes(token_id)
+        return data if self.is_byte_level or data[:1] >= b"\x80" else self.inner.decode([token_id], False).encode()
+
+    @cached_property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """Ids of the special tokens that encoding adds before and behind a text."""
+        mask = self.inner.encode("a").special_tokens_mask
+        ids = self.inner.encode("a").ids
+        plain = [place for place, is_added in enumerate(mask) if not is_added]
+        return (ids[: plain[0]], ids[plain[-1] + 1 :]) if plain else (ids, [])
+
+    def _decoded_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token by the tokenizer's own decoder: what the token adds behind itself."""
+        token = self.inner.id_to_token(token_id) or ""
+        if "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(token) is not None:
+            return bytes([int(token[3:5], 16)])
+        once, twice = (self.inner.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        text = twice[len(once) :] if twice.startswith(once) else token
+        return _bytes_of(token) if "ByteLevel" in self._decoders and "\ufffd" in text else text.encode()
+
+
+def _types_of_decoders(decoder: dict[str, Any] | None) -> Iterator[str]:
+    """Yield the types of the steps of a decoder of tokenizer.json."""
+    if decoder is not None and decoder.get("type") == "Sequence":
+        for each in decoder["decoders"]:
+            yield from _types_of_decoders(each)
+    elif decoder is not None:
+        yield str(decoder.get("type"))
 
 
 def _byte_characters() -> dict[str, int]:

@@ -14,6 +14,8 @@ from .base import Schema
 from .json_calls import JsonCallParser, arguments_rule
 
 TAG = "<|python_tag|>"
+_BETWEEN = " SPACE? "
+_SPACE = r"SPACE: /\x20|\r?\n(\x20{0,4}|\t)/"  # what a compact or an indented form needs
 
 
 class Llama3JsonParser(JsonCallParser):
@@ -35,10 +37,10 @@ class Llama3JsonParser(JsonCallParser):
         for index, name in enumerate(tools):
             marks = ("{", '"name"', ":", json.dumps(name), ",", '"parameters"', ":")
             items = [*map(json.dumps, marks), f"arguments_{index}", '"}"']
-            calls.append(" SPACE? ".join(items))
+            calls.append(_BETWEEN.join(items))
         rules = [arguments_rule(index, schema) for index, schema in enumerate(tools.values())]
         repeated = 'call ("; " call)*' if may_repeat else "call"
-        return "\n".join([f"calls: {repeated}", f"call: {' | '.join(calls)}", *rules, r"SPACE: /[ \t\r\n]+/"])
+        return "\n".join([f"calls: {repeated}", f"call: {' | '.join(calls)}", *rules, _SPACE])
 
     def _advance(self) -> bool:
         if self._call is not None:

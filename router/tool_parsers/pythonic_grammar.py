@@ -22,6 +22,7 @@ _INTEGER = "-?(0|[1-9][0-9]{0,17})"
 _NUMBER = _INTEGER + r"(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?"  # finite
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # bind nothing
 _DEFINITIONS = ("$defs", "definitions")
+_OPTIONS = "x-guidance"  # of llguidance
 _DEFINED = ("#/$defs/", "#/definitions/")
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 _OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
@@ -59,7 +60,10 @@ def pythonic_grammar(tools: Mapping[str, Schema], *, may_repeat: bool) -> str | 
 
 def _arguments(rule: str, schema: Schema) -> list[str]:
     """Return the rule of the keyword arguments that a schema demands, and the rules that it names."""
-    if schema.keys() - _OF_OBJECTS - _NOTES - {"type", "$schema", *_DEFINITIONS} or schema.get("type") != "object":
+    if (
+        schema.keys() - _OF_OBJECTS - _NOTES - {"type", "$schema", _OPTIONS, *_DEFINITIONS}
+        or schema.get("type") != "object"
+    ):
         raise _Untold
     items, rules = dict[str, str](), list[str]()
     for index, (key, value) in enumerate(_properties(schema).items()):
@@ -243,7 +247,7 @@ def _json(schema: object, root: Schema) -> str:
     """Return a schema as text, with the definitions of its root. Raises _Untold if it needs more of the root."""
     if not isinstance(schema, dict):
         raise _Untold
-    definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+    definitions = {name: root[name] for name in (*_DEFINITIONS, _OPTIONS) if name in root}
     text = json.dumps({**cast("dict[str, Any]", schema), **definitions})
     if not all(each.startswith(_DEFINED) for each in _REFERENCE.findall(text)):
         raise _Untold

@@ -34,6 +34,7 @@ _AFTER_VALUE = (PARAMETER, FUNCTION_END, END)
 _NAME = re.compile(rf"\s*([^\s<>]{{1,{MAX_NAME}}})\s*>")
 _MAY_BE_NAME = re.compile(rf"\s*[^\s<>]{{0,{MAX_NAME}}}\s*")
 _KEY = re.compile(rf"[^\s<>]{{1,{MAX_NAME}}}")
+_SHARED = ("$defs", "definitions", "x-guidance")  # of a schema, also for the parts of it
 _MAX_SCHEMAS = 64  # that are looked at for the type of one value
 
 
@@ -215,7 +216,7 @@ _STEPS: dict[_At, Callable[[Qwen3CoderParser], bool]] = {
 def _parameter_rules(index: int, schema: Schema) -> tuple[list[str], list[str]] | None:
     """Return the Lark items of all parameters of a tool, and the rules that they name; None if there are none."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    known = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "$schema"}
+    known = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", *_SHARED}
     if not isinstance(properties, dict) or not isinstance(required, list) or schema.keys() - known:
         return None
     named = cast("dict[str, Any]", properties)
@@ -249,7 +250,7 @@ def _value_rule(name: str, schema: object, root: Schema) -> str | None:
         return f"{name}: ({' | '.join(map(json.dumps, cast('list[str]', options)))}) {json.dumps(end)}"
     if not types or "string" in types:
         return None
-    whole = {**fields, "$defs": root["$defs"]} if "$defs" in root else fields
+    whole = {**fields, **{key: root[key] for key in _SHARED if key in root}}
     return f"{name}: {name}_json {json.dumps(end)}\n{name}_json: %json {json.dumps(whole)}"
 
 

@@ -59,9 +59,9 @@ async def test_a_grammar_is_compiled_once(checks: GrammarChecks, group: NodeGrou
 async def test_a_fault_is_remembered_and_names_the_field(
     checks: GrammarChecks, group: NodeGroup, asked: list[str]
 ) -> None:
-    source = GrammarSource("json", '{"properties": {"q": {"not": {}}}}')
+    source = GrammarSource("json", '{"properties": {"q": {"not": {"type": "null"}}}}')
     for place in ("response_format.json_schema.schema", "structured_outputs.json"):
-        with pytest.raises(RequestError, match=r"\.properties\.q: Unimplemented keys") as caught:
+        with pytest.raises(RequestError, match=r"\.properties\.q: \"not\" cannot be enforced") as caught:
             await checks.checked(source, group, place)
         assert caught.value.param == place.partition(".")[0]
         assert str(caught.value).startswith(f"{place}.properties.q: ")

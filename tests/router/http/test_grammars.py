@@ -60,8 +60,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type: 'xml' is not served; served are: json_object, "),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"items": {"not": {}}}}}},
-        'response_format.json_schema.schema.items: Unimplemented keys: ["not"]',
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"items": {"uniqueItems": True}}},
+            }
+        },
+        'response_format.json_schema.schema.items: "uniqueItems" cannot be enforced',
     ),
     ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex: excludes response"),
     ({"structured_outputs": {}}, "structured_outputs: needs one of json, json_object, regex"),

@@ -163,8 +163,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format: type 'json_schema' needs schema"),
     ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format: type 'text' has no schema"),
     (
-        {"text": {"format": {"type": "json_schema", "schema": {"properties": {"q": {"not": {}}}}}}},
-        "text.format.schema.properties.q: Unimplemented keys",
+        {"text": {"format": {"type": "json_schema", "schema": {"properties": {"q": {"not": {"type": "null"}}}}}}},
+        'text.format.schema.properties.q: "not" cannot be enforced',
     ),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options: needs stream"),
     (
