@@ -325,9 +325,10 @@ class IncompleteDetails(Struct, frozen=True):
 
 
 class InputDetails(Struct, frozen=True):
-    """`cached_tokens` of the input came from prefill's prefix cache."""
+    """`cached_tokens` of the input came from prefill's prefix cache. Those that went into it are not counted."""
 
     cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class OutputDetails(Struct, frozen=True):
