@@ -72,7 +72,7 @@ def _speculation_of(requests: abc.Sequence[Request]) -> SpeculationDetails | Non
 class AnswerFormat(ABC):
     """Format of one route's answers. `index` is a sequence's index in the answer. With `with_ids` answers carry token
     ids. `num_logprobs` is None if no log-probabilities are asked for. `ends_with_context`: an output that is asked for
-    beyond the context ends there, and is not refused. `keep_alive` is sent in a stream that has been silent for long."""
+    beyond the context ends there, and is not refused. `keep_alive` is sent in a stream that was silent."""
 
     ends_with_context: ClassVar[bool] = False
     keep_alive: ClassVar[bytes] = COMMENT

@@ -150,8 +150,8 @@ def is_messages(path: str) -> bool:
 
 
 def is_anthropic(http_request: web.BaseRequest) -> bool:
-    """Return whether a client expects Anthropic's shapes. Its header tells it on paths that both APIs have, and on those
-    that no route has."""
+    """Return whether a client expects Anthropic's shapes. On paths that both APIs have, and on those that no route has,
+    its header tells it."""
     if http_request.path in _OPENAI_PATHS:
         return False
     return is_messages(http_request.path) or VERSION_HEADER in http_request.headers

@@ -199,7 +199,7 @@ class MessagesInput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tool_choice: ChoiceOfTools | None = None
     thinking: ThinkingConfig | None = None
     context_management: ContextManagement | None = None
-    # IGNORED
+    # without effect (fields.py)
     cache_control: dict[str, Any] | None = None
     speed: str | None = None
 
@@ -217,12 +217,12 @@ class MessagesRequest(MessagesInput, frozen=True, forbid_unknown_fields=True, kw
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    # NOT_SERVED
+    # not served (fields.py)
     compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None
     thread: Any = None
-    # IGNORED
+    # without effect (fields.py)
     diagnostics: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

@@ -11,8 +11,8 @@ import msgspec
 
 from .access import KeyLevel
 from .errors import MessagesErrorBody
-from .openai_types import EXACTLY_ONE_OF, IGNORED
-from .parameters import NOT_SERVED
+from .fields import Ignored, NotServed, rules_of
+from .openai_types import EXACTLY_ONE_OF
 from .responses_types import INPUT_ITEMS, ResponsesRequest
 from .route import Parameter, Route
 
@@ -236,15 +236,18 @@ def _annotate(kind: Any, components: dict[str, Any]) -> None:
         components[kind.__name__]["oneOf"] = [
             {"required": [name], "properties": {each: _null(each != name) for each in names}} for name in names
         ]
-    for each in NOT_SERVED.get(kind, ()):
-        fields[each.name] = {
-            "enum": list(each.accepted),
-            "default": None,
-            "deprecated": True,
-            "description": f"Not served: {each.words}. Only values that ask for nothing are accepted.",
-        }
-    for name in IGNORED & fields.keys() - {each.name for each in NOT_SERVED.get(kind, ())}:
-        fields[name] = fields[name] | {"description": "Accepted for clients that send it, without effect."}
+    rules = rules_of(kind)
+    for name in fields.keys() & rules.keys():
+        rule = rules[name]
+        if isinstance(rule, NotServed):
+            fields[name] = {
+                "enum": list(rule.accepted),
+                "default": None,
+                "deprecated": True,
+                "description": f"Not served: {rule.words}. Only values that ask for nothing are accepted.",
+            }
+        elif isinstance(rule, Ignored):
+            fields[name] = fields[name] | {"description": f"Accepted, without effect: {rule.why}."}
 
 
 def _describe_input(components: dict[str, Any]) -> None:

@@ -234,7 +234,7 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     parallel_tool_calls: bool | None = None
     include: list[Includable] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # NOT_SERVED
+    # not served (fields.py)
     background: bool | None = None
     context_management: list[Any] | None = None
     conversation: Any = None
@@ -243,7 +243,7 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prompt: Any = None
     store: bool | None = None
     top_logprobs: int | None = None
-    # IGNORED
+    # without effect (fields.py)
     client_metadata: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None

@@ -121,8 +121,8 @@ class EventStream:
         await self._response.write_eof()
 
     def detach(self) -> None:
-        """Let the HTTP request, to which the stream refers, refer to it no longer, and end the timer. A second call does
-        nothing."""
+        """End the timer, and let the HTTP request, to which the stream refers, refer to it no longer. A second call
+        does nothing."""
         self._request.pop(STREAM, None)
         if self._timer is not None:
             self._timer.cancel()
