@@ -29,6 +29,10 @@ class RequestCancelled(BatonError):
     code = "cancelled"
 
 
+class ThreadRefused(RequestError):
+    """The client asked for a conversation that the server stores. Anthropic's clients go on without one."""
+
+
 class Unauthorized(BatonError):
     """The API key is missing or wrong."""
 

@@ -37,7 +37,7 @@ from .openai_types import (
     Usage,
 )
 from .output_reader import OutputReading
-from .sse import DONE, error_event, event
+from .sse import COMMENT, DONE, error_event, event
 
 _encode = msgspec.json.Encoder().encode
 
@@ -72,9 +72,10 @@ def _speculation_of(requests: abc.Sequence[Request]) -> SpeculationDetails | Non
 class AnswerFormat(ABC):
     """Format of one route's answers. `index` is a sequence's index in the answer. With `with_ids` answers carry token
     ids. `num_logprobs` is None if no log-probabilities are asked for. `ends_with_context`: an output that is asked for
-    beyond the context ends there, and is not refused."""
+    beyond the context ends there, and is not refused. `keep_alive` is sent in a stream that was silent."""
 
     ends_with_context: ClassVar[bool] = False
+    keep_alive: ClassVar[bytes] = COMMENT
     _chunk_object: ClassVar[str]
     _text_start: ClassVar[bytes]  # of a chunk that adds only text: the JSON between `index` and the text
     _text_end: ClassVar[bytes]  # and between the text and `logprobs`

@@ -15,6 +15,9 @@ from .answer_format import AnswerFormat
 from .openai_types import StreamOptions, Usage
 from .sse import EventStream
 
+LOOK_S = 1.0  # between two looks at whether a stream without output is opened
+LONGEST_WAIT_S = 10.0  # for nodes; then a stream is opened in any case, because proxies end a silent connection
+
 
 class WholeAnswer:
     """One JSON body, sent when all requests have ended. The first error of a request is raised instead."""
@@ -63,7 +66,11 @@ class WholeAnswer:
 
 
 class StreamedAnswer:
-    """Server-sent events. An error before the first event is an HTTP error; a later one is the last event."""
+    """Server-sent events. An error before the headers is an HTTP error; a later one is the last event.
+
+    The headers are sent with the first output. If that takes longer, they are sent when nodes hold all requests, or
+    after LONGEST_WAIT_S: until then a refusal has its status and Retry-After.
+    """
 
     def __init__(
         self,
@@ -80,10 +87,15 @@ class StreamedAnswer:
         self._indices: dict[Sequence, int] = {}
         self._held: list[tuple[Sequence, Delta]] = []  # until the log-probabilities of their prompt are known
         self._num_done = 0
-        self._has_output = asyncio.Event()
+        self._may_open = asyncio.Event()
         self._has_pushed = False
         self._finished = _new_future()
-        self._stream = EventStream(http_request, max_unread_bytes, partial(_set_all_paused, self._requests, set_paused))
+        self._stream = EventStream(
+            http_request,
+            max_unread_bytes,
+            partial(_set_all_paused, self._requests, set_paused),
+            answer_format.keep_alive,
+        )
 
     def start(self, requests: list[Request], submit: Callable[[Request], None]) -> None:
         """Submit all requests. Raises the errors of `submit`."""
@@ -95,7 +107,11 @@ class StreamedAnswer:
 
     async def answer(self, requests: list[Request], headers: dict[str, str]) -> web.StreamResponse:
         """Send events until all requests have ended. Raises an error that precedes all output."""
-        await self._has_output.wait()
+        opener = _Opener(requests, self._may_open)
+        try:
+            await self._may_open.wait()
+        finally:
+            opener.end()
         if self._finished.done() and not self._has_pushed:
             self._finished.result()
         response = await self._stream.open(headers)
@@ -143,7 +159,7 @@ class StreamedAnswer:
         if data:
             self._stream.push(data)
             self._has_pushed = True
-            self._has_output.set()
+            self._may_open.set()
 
     def _end(self, error: BatonError | None) -> None:
         if self._finished.done():
@@ -152,7 +168,29 @@ class StreamedAnswer:
             self._finished.set_result(None)
         else:
             self._finished.set_exception(error)
-        self._has_output.set()
+        self._may_open.set()
+
+
+class _Opener:
+    """Timer that lets a stream without output begin when nodes hold all its requests, or have not for too long."""
+
+    def __init__(self, requests: list[Request], may_open: asyncio.Event) -> None:
+        self._requests = requests
+        self._may_open = may_open
+        self._loop = asyncio.get_running_loop()
+        self._latest = self._loop.time() + LONGEST_WAIT_S
+        self._timer = self._loop.call_later(min(LOOK_S, LONGEST_WAIT_S), self._look)
+
+    def end(self) -> None:
+        """Stop the timer."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self._latest - self._loop.time()
+        if left <= 0 or all(request.dispatched_at is not None for request in self._requests):
+            self._may_open.set()
+        else:
+            self._timer = self._loop.call_later(min(LOOK_S, left), self._look)
 
 
 def _set_all_paused(requests: list[Request], set_paused: Callable[[Request, bool], None], is_paused: bool) -> None:

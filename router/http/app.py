@@ -16,7 +16,7 @@ from .bodies import expected
 from .connection import SERVER
 from .cross_origin import CrossOriginChecks, Reach
 from .encodings import too_large
-from .errors import INTERNAL, HttpRefusal, is_messages, response_of
+from .errors import INTERNAL, HttpRefusal, is_anthropic, response_of
 from .origin import Authority, is_loopback
 from .route import Handler, Route
 from .routes import ROUTES, client_routes
@@ -127,12 +127,13 @@ class _Wrapper:
 
     @staticmethod
     def _failed(request: web.Request, error: BatonError, *, may_operate: bool = False) -> web.StreamResponse:
-        return response_of(error, may_operate=may_operate, path=request.path, request_id=request_id(request))
+        in_anthropics, called = is_anthropic(request), request_id(request)
+        return response_of(error, may_operate=may_operate, in_anthropics=in_anthropics, request_id=called)
 
     async def label(self, http_request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers that every answer has, streams and errors too."""
         response.headers["Server"] = SERVER
-        if is_messages(http_request.path) and "x-request-id" in response.headers:
+        if is_anthropic(http_request) and "x-request-id" in response.headers:
             response.headers["request-id"] = response.headers["x-request-id"]  # Anthropic's clients read this
         self._checks.label(http_request, response)
 

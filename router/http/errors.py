@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from ...metadata.errors import BatonError, OutOfMemory, OutOfPages, Overloaded, RequestError, Unavailable
 from ..errors import (
@@ -23,6 +24,7 @@ from ..errors import (
     NoNode,
     NotFound,
     RequestCancelled,
+    ThreadRefused,
     Unauthorized,
 )
 
@@ -58,11 +60,19 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+class ThreadDetails(msgspec.Struct, frozen=True):
+    """What Anthropic's clients read to learn that they must send whole conversations."""
+
+    error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
+    unsupported: tuple[str, ...] = ("threads",)
+
+
 class MessagesErrorDetail(msgspec.Struct, frozen=True):
     """Description of one error in Anthropic's shape."""
 
     type: str
     message: str
+    details: ThreadDetails | UnsetType = UNSET
 
 
 class MessagesErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -73,6 +83,8 @@ class MessagesErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="erro
 
 
 MESSAGES_PATH = "/v1/messages"  # errors on it and below it have Anthropic's shape
+VERSION_HEADER = "anthropic-version"  # Anthropic's clients send it with every request
+_OPENAI_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 INTERNAL = "internal error; the router's log has the details"
 
 _STATUSES: tuple[tuple[type[BatonError], int], ...] = (  # the first class that fits counts
@@ -94,6 +106,7 @@ _MESSAGES_TYPES = {  # Anthropic's types by status
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -136,19 +149,28 @@ def is_messages(path: str) -> bool:
     return f"{path}/".startswith(f"{MESSAGES_PATH}/")
 
 
+def is_anthropic(http_request: web.BaseRequest) -> bool:
+    """Return whether a client expects Anthropic's shapes. On paths that both APIs have, and on those that no route has,
+    its header tells it."""
+    if http_request.path in _OPENAI_PATHS:
+        return False
+    return is_messages(http_request.path) or VERSION_HEADER in http_request.headers
+
+
 def messages_body_of(error: BatonError, *, request_id: str | None, may_operate: bool = False) -> MessagesErrorBody:
     """Return the body of an error in Anthropic's shape."""
     status, words = status_of(error), body_of(error, may_operate=may_operate).error.message
     kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return MessagesErrorBody(MessagesErrorDetail(kind, words), request_id)
+    details = ThreadDetails() if isinstance(error, ThreadRefused) else UNSET
+    return MessagesErrorBody(MessagesErrorDetail(kind, words, details), request_id)
 
 
 def response_of(
-    error: BatonError, *, may_operate: bool = False, path: str = "", request_id: str | None = None
+    error: BatonError, *, may_operate: bool = False, in_anthropics: bool = False, request_id: str | None = None
 ) -> web.Response:
     """Return the HTTP response of an error. It has Retry-After if the client may try again.
 
-    If `may_operate`, the caller may read which nodes are at fault. The path decides about the shape of the body.
+    If `may_operate`, the caller may read which nodes are at fault. `in_anthropics`: the body has Anthropic's shape.
     """
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
@@ -162,7 +184,7 @@ def response_of(
         headers.update(error.headers)
     elif isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    if is_messages(path):
+    if in_anthropics:
         body = messages_body_of(error, request_id=request_id, may_operate=may_operate)
     else:
         body = body_of(error, may_operate=may_operate)

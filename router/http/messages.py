@@ -14,6 +14,7 @@ from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .api import Api, json_response
 from .completions import serve_chat
+from .fields import check_served
 from .grammars import asked_grammar
 from .message_turns import chat_messages, content_of
 from .messages_format import MessagesFormat
@@ -35,7 +36,6 @@ from .messages_types import (
 )
 from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from .output_reader import OutputReading
-from .parameters import check_served
 from .prompts import chat_prompt
 from .renamed import renamed
 from .tool_types import FunctionChoice, FunctionTool, NamedTool, Tool, ToolChoice

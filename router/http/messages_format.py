@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 from msgspec import UnsetType
@@ -25,11 +25,13 @@ from .messages_types import (
     OutputBlock,
     Ping,
     ThinkingTokens,
+    WholeUsage,
 )
 from .openai_types import CompletionTokensDetails, Usage
 from .output_reader import OutputReader, OutputReading
 from .sse import named_event
 
+_Usage = TypeVar("_Usage", bound=MessageUsage)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -38,6 +40,7 @@ class MessagesFormat(AnswerFormat):
     `max_tokens` is what the client asked for."""
 
     ends_with_context: ClassVar[bool] = True
+    keep_alive: ClassVar[bytes] = named_event("ping", Ping())
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class MessagesFormat(AnswerFormat):
         del with_usage  # it always has it
         assert self._end is not None, f"{self.response_id} ended without output"
         reason = self._reason_of(self._end, requests[0])
-        return _events(MessageDelta(reason, _usage_of(self.usage_of(requests))), MessageStop())
+        return _events(MessageDelta(reason, _usage_of(self.usage_of(requests), MessageUsage)), MessageStop())
 
     def failed(self, error: BatonError) -> bytes:
         return named_event("error", messages_body_of(error, request_id=self.response_id))
@@ -90,7 +93,7 @@ class MessagesFormat(AnswerFormat):
             content=content,
             stop_reason=None if reason is None else reason.stop_reason,
             stop_sequence=None if reason is None else reason.stop_sequence,
-            usage=_usage_of(usage),
+            usage=_usage_of(usage, WholeUsage),
         )
 
     def _reason_of(self, end: Delta, request: Request) -> MessageEnd:
@@ -110,9 +113,9 @@ def _events(*events: MessageEvent) -> bytes:
     return b"".join(named_event(str(each.__struct_config__.tag), each) for each in events)
 
 
-def _usage_of(usage: Usage) -> MessageUsage:
+def _usage_of(usage: Usage, kind: type[_Usage]) -> _Usage:
     num_cached, thoughts = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details
-    return MessageUsage(
+    return kind(
         input_tokens=usage.prompt_tokens - num_cached,
         output_tokens=usage.completion_tokens,
         output_tokens_details=ThinkingTokens(0 if thoughts is None else thoughts.reasoning_tokens),

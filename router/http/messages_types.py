@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 
 from ...metadata.wire.request import MAX_CONTEXT
 from .openai_types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
@@ -199,7 +199,7 @@ class MessagesInput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tool_choice: ChoiceOfTools | None = None
     thinking: ThinkingConfig | None = None
     context_management: ContextManagement | None = None
-    # IGNORED
+    # without effect (fields.py)
     cache_control: dict[str, Any] | None = None
     speed: str | None = None
 
@@ -217,12 +217,12 @@ class MessagesRequest(MessagesInput, frozen=True, forbid_unknown_fields=True, kw
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    # NOT_SERVED
+    # not served (fields.py)
     compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None
     thread: Any = None
-    # IGNORED
+    # without effect (fields.py)
     diagnostics: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -242,21 +242,30 @@ class ThinkingTokens(Struct, frozen=True):
 
 
 class MessageUsage(Struct, frozen=True, kw_only=True):
-    """Token counts. `input_tokens` came neither from prefill's prefix cache nor went into it: those that came from it
-    are `cache_read_input_tokens`."""
+    """Token counts of a whole stream. `input_tokens` came neither from prefill's prefix cache nor went into it: those
+    that came from it are `cache_read_input_tokens`. Anthropic's API always sends the fields that are null here."""
 
     input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingTokens
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    server_tool_use: None = None
+
+
+class WholeUsage(MessageUsage, frozen=True, kw_only=True):
+    """Token counts of a message."""
+
+    cache_creation: None = None
+    inference_geo: None = None
+    service_tier: None = None
+    speed: None = None
 
 
 class OutputText(Struct, frozen=True, tag_field="type", tag="text"):
-    """A block of text that the model wrote."""
+    """A block of text that the model wrote. It has no `citations`: clients refuse them if they are null."""
 
     text: str
-    citations: None = None
 
 
 class OutputThinking(Struct, frozen=True, tag_field="type", tag="thinking"):
@@ -266,27 +275,36 @@ class OutputThinking(Struct, frozen=True, tag_field="type", tag="thinking"):
     signature: str = ""
 
 
+class DirectCaller(Struct, frozen=True, tag_field="type", tag="direct"):
+    """The model itself made the call."""
+
+
 class OutputToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
     """A block of one tool call."""
 
     id: str
     name: str
     input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
+    caller: DirectCaller = DirectCaller()
 
 
 OutputBlock = OutputText | OutputThinking | OutputToolUse
 
 
 class MessageAnswer(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """Answer of POST /v1/messages. Blocks are in the order in which the model wrote them."""
+    """Answer of POST /v1/messages. Blocks are in the order in which the model wrote them. Anthropic's API always sends
+    the fields that are null here."""
 
     id: str
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[OutputBlock]
+    container: None = None
+    diagnostics: None = None
+    stop_details: None = None
     stop_reason: StopReason | None
     stop_sequence: str | None
-    usage: MessageUsage
+    usage: WholeUsage
 
 
 class MessageStart(Struct, frozen=True, tag_field="type", tag="message_start"):
@@ -348,13 +366,15 @@ class MessageEnd(Struct, frozen=True):
 
     stop_reason: StopReason
     stop_sequence: str | None
+    stop_details: None = None
+    container: None = None
 
 
 class MessageDelta(Struct, frozen=True, tag_field="type", tag="message_delta"):
     """Event with the reason of the end and the final token counts."""
 
     delta: MessageEnd
-    usage: MessageUsage | UnsetType = UNSET
+    usage: MessageUsage
 
 
 class MessageStop(Struct, frozen=True, tag_field="type", tag="message_stop"):
@@ -363,3 +383,33 @@ class MessageStop(Struct, frozen=True, tag_field="type", tag="message_stop"):
 
 BlockEvent = BlockStart | BlockDelta | BlockStop
 MessageEvent = MessageStart | Ping | BlockEvent | MessageDelta | MessageStop
+
+
+class AnthropicModel(Struct, frozen=True, kw_only=True, tag_field="type", tag="model"):
+    """A model that is served, as Anthropic's API describes it. That API always sends the fields that are null here."""
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: Literal["active"] = "active"
+    capabilities: None = None
+    deprecated_at: None = None
+    line: None = None
+    retires_at: None = None
+
+
+class AnthropicModelList(Struct, frozen=True, kw_only=True):
+    """Answer of /v1/models to a client that sends the header anthropic-version: one page with all models."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False] = False
+
+    @classmethod
+    def of(cls, models: list[AnthropicModel]) -> AnthropicModelList:
+        """Return the page of these models."""
+        ids = [model.id for model in models]
+        return cls(data=models, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None)

@@ -1,18 +1,25 @@
-"""GET /v1/models and GET /v1/models/{model}: the models that are served."""
+"""GET /v1/models and GET /v1/models/{model}: the models that are served, in OpenAI's shape or in Anthropic's."""
 
 from __future__ import annotations
+
+from datetime import UTC, datetime
 
 from aiohttp import web
 
 from ..errors import NotFound
 from ..node import NodeGroup
 from .api import Api, json_response
+from .errors import is_anthropic
+from .messages_types import AnthropicModel, AnthropicModelList
 from .openai_types import ModelInfo, ModelList
 
 
-async def models(api: Api, _request: web.Request) -> web.StreamResponse:
+async def models(api: Api, http_request: web.Request) -> web.StreamResponse:
     """GET /v1/models."""
-    return json_response(ModelList([_info(group) for group in api.dispatcher.registry.models()]))
+    groups = api.dispatcher.registry.models()
+    if is_anthropic(http_request):
+        return json_response(AnthropicModelList.of([_anthropic_info(group) for group in groups]))
+    return json_response(ModelList([_info(group) for group in groups]))
 
 
 async def model(api: Api, http_request: web.Request) -> web.StreamResponse:
@@ -20,9 +27,17 @@ async def model(api: Api, http_request: web.Request) -> web.StreamResponse:
     name = http_request.match_info["model"]
     for group in api.dispatcher.registry.models():
         if group.key.model == name:
-            return json_response(_info(group))
+            return json_response(_anthropic_info(group) if is_anthropic(http_request) else _info(group))
     raise NotFound(f"model {name!r} is not served here", param="model")
 
 
 def _info(group: NodeGroup) -> ModelInfo:
     return ModelInfo(id=group.key.model, created=group.created, max_model_len=group.context_len)
+
+
+def _anthropic_info(group: NodeGroup) -> AnthropicModel:
+    name, context_len = group.key.model, group.context_len
+    created = datetime.fromtimestamp(group.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return AnthropicModel(
+        id=name, display_name=name, created_at=created, max_input_tokens=context_len, max_tokens=context_len
+    )

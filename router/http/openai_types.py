@@ -1,9 +1,8 @@
 """Bodies of requests and answers that follow OpenAI's API, with extensions of vLLM and of Baton.
 
-Decoding is strict: unknown fields are refused by name unless they are null (refused_bodies.py), and `null` is accepted
-for optional fields. Fields that OpenAI's clients send and that have no effect here are accepted (IGNORED). Fields that
-ask for something that Baton cannot do, such as `audio`, are declared here and refused in words by parameters.py
-(NOT_SERVED). The OpenAPI document is generated from these types.
+Decoding is strict, and `null` is accepted for optional fields. What becomes of fields that are not declared here, that
+have no effect, or that ask for something that Baton cannot do, such as `audio`, stands in the table of fields.py. The
+OpenAPI document is generated from these types.
 """
 
 from __future__ import annotations
@@ -76,22 +75,6 @@ SessionKey = Annotated[
 ]
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
-IGNORED = frozenset(  # fields that are accepted without effect
-    {
-        "cache_control",
-        "client_metadata",
-        "diagnostics",
-        "inference_geo",
-        "metadata",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "speed",
-        "store",
-        "user",
-    }
-)
 PARTS_NOT_SERVED = {  # type of a part of a message -> what it holds
     "audio_url": "audio parts",
     "document": "files",
@@ -202,21 +185,14 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     priority: Priority = None
     prompt_cache_key: SessionKey = None
-    # vLLM's, NOT_SERVED
+    # not served (fields.py)
     bad_words: list[str] | None = None
     detokenize: bool | None = None
     prompt_logprobs: int | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json_object: Any = None
-    guided_decoding_backend: Any = None
-    guided_whitespace_pattern: Any = None
     # Baton's extensions
     draft_steps: DraftSteps = None
     timeout_s: TimeoutS = None
-    # IGNORED
+    # without effect (fields.py)
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -283,15 +259,13 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     thinking_token_budget: ThinkingBudget = None  # vLLM's extension
-    # NOT_SERVED
+    verbosity: str | None = None  # without effect
+    # not served (fields.py)
     modalities: list[str] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     audio: Any = None
     prediction: Any = None
-    thinking_budget: Any = None
-    max_thinking_tokens: Any = None
-    verbosity: str | None = None
     web_search_options: Any = None
 
 

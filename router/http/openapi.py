@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from .access import KeyLevel
-from .openai_types import EXACTLY_ONE_OF, IGNORED
-from .parameters import NOT_SERVED
+from .errors import MessagesErrorBody
+from .fields import Ignored, NotServed, rules_of
+from .openai_types import EXACTLY_ONE_OF
 from .responses_types import INPUT_ITEMS, ResponsesRequest
 from .route import Parameter, Route
 
@@ -70,7 +71,7 @@ def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_ke
     """Return the OpenAPI 3.1 document of a router that has these routes and kinds of keys."""
     kinds: list[Any] = []
     for route in routes:
-        of_route = (route.error, route.body, route.answer, route.chunk)
+        of_route = (route.error, route.body, route.answer, route.anthropic_answer, route.chunk)
         kinds += [kind for kind in of_route if kind is not None and kind not in kinds]
     kinds += INPUT_ITEMS.values()
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -149,7 +150,7 @@ class _Writer:
             operation["responses"][str(status)] = {
                 "description": _MEANINGS[status],
                 "headers": _header_refs(*_HEADERS_OF.get(status, ())),
-                "content": self._json(route.error),
+                "content": self._json(route.error, route.anthropic_answer and MessagesErrorBody),
             }
         if route.body is not None:
             operation["requestBody"] = {"required": route.is_body_required, "content": self._json(route.body)}
@@ -158,7 +159,7 @@ class _Writer:
     def _success(self, route: Route) -> dict[str, Any]:
         content: dict[str, Any] = {}
         if route.answer is not None:
-            content |= self._json(route.answer)
+            content |= self._json(route.answer, route.anthropic_answer)
         if route.text is not None:
             content[route.text] = {"schema": {"type": "string"}}
         if route.chunk is not None:
@@ -186,8 +187,15 @@ class _Writer:
             "required": ["data"],
         }
 
-    def _json(self, kind: Any) -> dict[str, Any]:
-        return {"application/json": {"schema": self._schemas[kind]}}
+    def _json(self, kind: Any, for_anthropic: Any = None) -> dict[str, Any]:
+        if for_anthropic is None:
+            return {"application/json": {"schema": self._schemas[kind]}}
+        words = "The second one answers a request with the header anthropic-version."
+        return {
+            "application/json": {
+                "schema": {"anyOf": [self._schemas[kind], self._schemas[for_anthropic]], "description": words}
+            }
+        }
 
 
 def _errors_of(route: Route) -> list[int]:
@@ -228,15 +236,18 @@ def _annotate(kind: Any, components: dict[str, Any]) -> None:
         components[kind.__name__]["oneOf"] = [
             {"required": [name], "properties": {each: _null(each != name) for each in names}} for name in names
         ]
-    for each in NOT_SERVED.get(kind, ()):
-        fields[each.name] = {
-            "enum": list(each.accepted),
-            "default": None,
-            "deprecated": True,
-            "description": f"Not served: {each.words}. Only values that ask for nothing are accepted.",
-        }
-    for name in IGNORED & fields.keys() - {each.name for each in NOT_SERVED.get(kind, ())}:
-        fields[name] = fields[name] | {"description": "Accepted for clients that send it, without effect."}
+    rules = rules_of(kind)
+    for name in fields.keys() & rules.keys():
+        rule = rules[name]
+        if isinstance(rule, NotServed):
+            fields[name] = {
+                "enum": list(rule.accepted),
+                "default": None,
+                "deprecated": True,
+                "description": f"Not served: {rule.words}. Only values that ask for nothing are accepted.",
+            }
+        elif isinstance(rule, Ignored):
+            fields[name] = fields[name] | {"description": f"Accepted, without effect: {rule.why}."}
 
 
 def _describe_input(components: dict[str, Any]) -> None:

@@ -7,79 +7,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from typing import Any, NamedTuple
-
-from msgspec import Struct
+from typing import Any
 
 from ...metadata.errors import RequestError
 from ...metadata.wire.request import MAX_CONTEXT, SamplingParams
 from ..node import NodeGroup
 from ..request import TextOptions
-from .messages_types import MessagesRequest
+from .fields import check_served
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
-from .responses_types import ResponsesRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-
-
-class NotServed(NamedTuple):
-    """A field of OpenAI's or vLLM's that is declared so that it can be refused in words. The values `accepted` ask for
-    nothing."""
-
-    name: str
-    words: str
-    accepted: tuple[Any, ...] = (None, [])
-
-
-_COMMON_NOT_SERVED = (
-    NotServed("bad_words", "words cannot be banned; logit_bias makes single tokens unlikely"),
-    NotServed("detokenize", "every answer has its text; return_token_ids adds the ids", (None, True)),
-    NotServed("prompt_logprobs", "a prompt is scored by echo with logprobs on /v1/completions, without ranks", (None,)),
-    *(
-        NotServed(f"guided_{name}", f"the field is now structured_outputs.{name}", (None,))
-        for name in ("json", "regex", "choice", "grammar", "json_object")
-    ),
-    NotServed("guided_decoding_backend", "there is one backend, llguidance", (None,)),
-    NotServed("guided_whitespace_pattern", "the field is now structured_outputs.whitespace_pattern", (None,)),
-)
-NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
-    CompletionRequest: (*_COMMON_NOT_SERVED, NotServed("suffix", "insertion is not served", (None, ""))),
-    ChatRequest: (
-        *_COMMON_NOT_SERVED,
-        NotServed("functions", "functions are given as tools"),
-        NotServed("function_call", "the choice of a function is given as tool_choice", (None, [], "none")),
-        NotServed("audio", "only text is served"),
-        NotServed("prediction", "predicted outputs are not served"),
-        NotServed("thinking_budget", "the field is thinking_token_budget", (None,)),
-        NotServed("max_thinking_tokens", "the field is thinking_token_budget", (None,)),
-        NotServed("verbosity", "verbosity cannot be set", (None,)),
-        NotServed("web_search_options", "there is no web search"),
-        NotServed("modalities", "only text is served", (None, ["text"])),
-    ),
-    MessagesRequest: (
-        NotServed("compaction", "conversations are not summarized; send a shorter one", (None,)),
-        NotServed("container", "containers are not served", (None,)),
-        NotServed("mcp_servers", "tools of MCP servers are not served; the client runs all tools"),
-        NotServed("thread", "conversations are not stored; send all messages", (None,)),
-    ),
-    ResponsesRequest: (
-        NotServed("background", "responses are not computed in the background", (None, False)),
-        NotServed("context_management", "contexts are not managed"),
-        NotServed("conversation", "conversations are not stored; send the messages in `input`", (None,)),
-        NotServed("max_tool_calls", "calls are not counted; parallel_tool_calls: false allows one", (None,)),
-        NotServed("previous_response_id", "responses are not stored; send the messages in `input`", (None,)),
-        NotServed("prompt", "prompts are not stored", (None,)),
-        NotServed("store", "responses are not stored", (None, False)),
-        NotServed("top_logprobs", "log-probabilities are served by /v1/chat/completions", (None, 0)),
-    ),
-}
-
-
-def check_served(body: Struct) -> None:
-    """Raise RequestError for a field that asks for something that Baton does not serve."""
-    for name, words, accepted in NOT_SERVED[type(body)]:
-        if getattr(body, name) not in accepted:
-            raise RequestError(f"{name}: {words}", param=name)
 
 
 def check_completion(body: CompletionRequest) -> None:
@@ -188,19 +125,18 @@ def text_options(body: CommonRequest, markers: Iterable[str] = ()) -> TextOption
     )
 
 
-def template_options(body: ChatRequest, group: NodeGroup) -> dict[str, Any]:
-    """Return the variables that the body gives to the chat template. Raises RequestError for an effort of reasoning
-    that the template does not use."""
+def template_options(body: ChatRequest) -> dict[str, Any]:
+    """Return the variables that the body gives to the chat template, which has no need to know them.
+
+    Raises RequestError for two efforts of reasoning that differ.
+    """
     options = body.chat_template_kwargs or {}
-    if body.reasoning_effort is None:
+    effort = body.reasoning_effort
+    if effort is None:
         return options
-    if "reasoning_effort" in options:
-        raise RequestError("chat_template_kwargs: reasoning_effort has its own field", param="chat_template_kwargs")
-    if group.template is None or not group.template.knows("reasoning_effort"):
-        raise RequestError(
-            "reasoning_effort: the model's chat template knows no effort of reasoning", param="reasoning_effort"
-        )
-    return {**options, "reasoning_effort": body.reasoning_effort}
+    if options.get("reasoning_effort", effort) != effort:
+        raise RequestError("chat_template_kwargs: its reasoning_effort is another one", param="chat_template_kwargs")
+    return {**({"enable_thinking": False} if effort == "none" else {}), **options, "reasoning_effort": effort}
 
 
 def _check_common(body: CommonRequest) -> None:

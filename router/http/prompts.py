@@ -86,7 +86,7 @@ async def chat_prompt(
         body.messages,
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final=bool(body.continue_final_message),
-        options=template_options(body, group),
+        options=template_options(body),
         tools=tools,
     )
     encoded = await encoded_prompt(

@@ -1,13 +1,14 @@
-"""Bodies that strict decoding refuses: what may be left out of them, and the fault of the others in words.
+"""Bodies that strict decoding refuses: what may be left out of them or renamed, and the fault of the others in words.
 
-Clients send fields that Baton does not know with the value null, which asks for nothing. Such fields are left out, at
-any depth, and the body is decoded again. Only a body that strict decoding has refused is looked at here.
+Clients send fields that the types of bodies do not declare. The table of fields.py says what becomes of them. Others
+that are null ask for nothing, and are left out. This is done at any depth, and the body is decoded again. Only a body
+that strict decoding has refused is looked at here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -16,19 +17,21 @@ import msgspec
 from msgspec import Raw, inspect
 
 from ...metadata.errors import RequestError
+from .fields import Converted, Ignored, Merged, NotServed, Renamed, Rule, check_value, rules_of
 from .openai_types import PARTS_NOT_SERVED, MessagePart
 from .tool_types import ClientTool
 
 MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that would take long
+_SHORT = 64  # bytes of a value that the conversion of another field may look at
 _LONGEST_NAME = 64  # of a field that a sentence repeats or compares
 
 
 def mended(body: bytes, kind: Any) -> bytes:
-    """Return a JSON body without the fields that `kind` does not know and that are null.
+    """Return a JSON body in which each field is one that `kind` declares. The others were left out or renamed.
 
-    Raises RequestError that names the first other unknown field and the nearest known one, or the first object of a
-    type that its place does not take, such as an image in a message. A body with more than MAX_NULLS nulls, or one
-    that is nested too deeply, is returned unchanged.
+    Raises RequestError for a field that is not served. It also names the first unknown field and the nearest known one,
+    or the first object of a type that its place does not take, such as an image in a message. A body with more than
+    MAX_NULLS nulls, or one that is nested too deeply, is returned unchanged.
     """
     if body.count(b"null") > MAX_NULLS:
         return body
@@ -44,7 +47,7 @@ def _described(kind: Any) -> inspect.Type:
 
 
 def _mended(value: Raw, kind: inspect.Type, path: str) -> Raw:
-    """Return a value without unknown null fields. Only objects of known types, and lists of them, are unpacked."""
+    """Return a value of which each field is declared. Only objects of known types, and lists of them, are unpacked."""
     first = bytes(memoryview(value)[:1])
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     structs = [each for each in kinds if isinstance(each, inspect.StructType)]
@@ -66,21 +69,73 @@ def _holds_objects(kind: inspect.Type) -> bool:
 
 
 def _mended_object(value: Raw, kinds: list[inspect.StructType], path: str) -> dict[str, Raw]:
-    """Return the fields of an object without unknown null ones. If `kinds` are several, their tag tells which it is."""
+    """Return the declared fields of an object. If `kinds` are several, their tag tells which it is."""
     fields = msgspec.json.decode(value, type=dict[str, Raw])
     kind = _kind_of(fields, kinds, path)
     if kind is None:
         return fields
     known = {field.encode_name: field.type for field in kind.fields}
+    rules = rules_of(kind.cls) if kind.forbid_unknown_fields else {}
     kept: dict[str, Raw] = {}
+    others = list[tuple[str, Raw]]()  # that the type does not declare
     for name, item in fields.items():
-        if name in known:
-            kept[name] = _mended(item, known[name], ".".join(each for each in (path, name) if each))
-        elif not kind.forbid_unknown_fields or name == kind.tag_field:
+        if name in known or not kind.forbid_unknown_fields or name == kind.tag_field:
             kept[name] = item
-        elif bytes(item) != b"null":
+        else:
+            others.append((name, item))
+    while others:
+        name, item = others.pop(0)
+        if bytes(item) == b"null":
+            continue
+        if name not in rules:
             raise _unknown_field(path, name, known)
+        for target, given in _stands_for(rules[name], name, item, kept, path):
+            if target.partition(".")[0] in known:
+                _put(kept, target, given, name, path)
+            else:
+                others.append((target, given))
+    for name in kept.keys() & known.keys():
+        kept[name] = _mended(kept[name], known[name], _joined(path, name))
     return kept
+
+
+def _stands_for(rule: Rule, name: str, item: Raw, body: Mapping[str, Raw], path: str) -> Iterable[tuple[str, Raw]]:
+    """Return the fields that a field stands for. Raises RequestError if it is not served."""
+    match rule:
+        case Ignored():
+            return ()
+        case Renamed():
+            return ((rule.to, item),)
+        case Merged():
+            try:
+                return msgspec.json.decode(item, type=dict[str, Raw]).items()
+            except msgspec.ValidationError:
+                field = _joined(path, name)
+                raise RequestError(f"{field}: it must be an object", param=_top(field)) from None
+        case Converted():
+            plain = {each: msgspec.json.decode(given) for each, given in body.items() if len(given) < _SHORT}
+            converted = rule.convert(msgspec.json.decode(item), plain)
+            return ((each, Raw(msgspec.json.encode(given))) for each, given in converted.items() if given is not None)
+        case NotServed():
+            check_value(rule, msgspec.json.decode(item), _joined(path, name))
+            return ()
+
+
+def _put(kept: dict[str, Raw], target: str, item: Raw, name: str, path: str) -> None:
+    """Set a field, or one of the object that a field is. Raises RequestError if the client gives it as well, with
+    another value."""
+    outer, _, inner = target.partition(".")
+    holder = kept
+    if inner:
+        given: dict[str, Raw] | None = msgspec.json.decode(kept.get(outer, Raw(b"null")), type=dict[str, Raw] | None)
+        holder = {} if given is None else given
+    before = bytes(holder.get(inner or outer, b"null"))
+    if before not in (b"null", bytes(item)):
+        field = _joined(path, name)
+        raise RequestError(f"{field}: excludes {target}, which is the same with another value", param=_top(field))
+    holder[inner or outer] = item
+    if inner:
+        kept[outer] = Raw(msgspec.json.encode(holder))
 
 
 def _kind_of(fields: dict[str, Raw], kinds: list[inspect.StructType], path: str) -> inspect.StructType | None:
@@ -116,9 +171,14 @@ def _types_of(kind: inspect.StructType) -> list[str]:
 def _unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
     """Return the refusal of a field. `path` leads to the object that has it, and is empty for the body itself."""
     nearest = get_close_matches(name, known, n=1) if len(name) <= _LONGEST_NAME else []
-    field = ".".join(each for each in (path, name[:_LONGEST_NAME] or "''") if each)
+    field = _joined(path, name[:_LONGEST_NAME] or "''")
     hint = f"; the nearest known field is {nearest[0]}" if nearest else ""
     return RequestError(f"{field}: unknown field{hint}", param=_top(field))
+
+
+def _joined(path: str, name: str) -> str:
+    """Return the path of a field of the object to which a path leads."""
+    return f"{path}.{name}" if path else name
 
 
 def _top(path: str) -> str:

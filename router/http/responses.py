@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from aiohttp import web
 
@@ -13,9 +11,9 @@ from ..text.tokenizer import TextTokenizer
 from .answer_format import AnswerFormat
 from .api import Api
 from .completions import serve_chat
+from .fields import check_served
 from .openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
 from .output_reader import OutputReading
-from .parameters import check_served
 from .renamed import renamed
 from .response_tools import ResponseTools, choice_for_chat
 from .responses_format import ResponsesFormat
@@ -58,20 +56,13 @@ def _chat_request(body: ResponsesRequest, tools: ResponseTools) -> ChatRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         stream=body.stream,
-        chat_template_kwargs=None if body.reasoning is None else _template_options(body.reasoning.effort),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         response_format=_response_format(body.text.format) if body.text and body.text.format else None,
         tools=tools.for_chat or None,
         tool_choice=choice_for_chat(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         prompt_cache_key=body.prompt_cache_key,
     )
-
-
-def _template_options(effort: str | None) -> dict[str, Any] | None:
-    """Return the variables for the chat template, which has no need to know them."""
-    if effort is None:
-        return None
-    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 def _response_format(given: TextFormat) -> ResponseFormat:

@@ -75,7 +75,8 @@ class ResponsesFormat(AnswerFormat):
     def failed(self, error: BatonError) -> bytes:
         detail = body_of(error).error
         fault = ResponseFault(detail.code or detail.type, detail.message)
-        return self._event("response.failed", self._response("failed", self._output.items, None, fault))
+        opening = b"" if self._end is not None else self._opening()  # clients take no other event as the first one
+        return opening + self._event("response.failed", self._response("failed", self._output.items, None, fault))
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         ((_, delta),) = outputs

@@ -234,7 +234,7 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     parallel_tool_calls: bool | None = None
     include: list[Includable] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # NOT_SERVED
+    # not served (fields.py)
     background: bool | None = None
     context_management: list[Any] | None = None
     conversation: Any = None
@@ -244,7 +244,7 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     store: bool | None = None
     top_logprobs: int | None = None
     prompt_cache_key: SessionKey = None
-    # IGNORED
+    # without effect (fields.py)
     client_metadata: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -325,9 +325,10 @@ class IncompleteDetails(Struct, frozen=True):
 
 
 class InputDetails(Struct, frozen=True):
-    """`cached_tokens` of the input came from prefill's prefix cache."""
+    """`cached_tokens` of the input came from prefill's prefix cache. Those that went into it are not counted."""
 
     cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class OutputDetails(Struct, frozen=True):

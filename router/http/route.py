@@ -35,6 +35,7 @@ class Route:
 
     `answer` is the type of the JSON answer, `text` the media type of an answer that is text, and `chunk` the type of
     the events of a stream; a route may have several of them. `body` is the type of the JSON body of the request, and
+    `anthropic_answer` is the type of the answer to a client that sends the header anthropic-version, if it is another.
     `statuses` are those of errors that are not already implied by the other fields. `error` is the type of their body.
     `last_event` is the data of an event that follows the last chunk.
     """
@@ -50,6 +51,7 @@ class Route:
     body: Any = None
     is_body_required: bool = True
     answer: Any = None
+    anthropic_answer: Any = None
     text: str | None = None
     chunk: Any = None
     statuses: tuple[int, ...] = ()

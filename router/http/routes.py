@@ -17,7 +17,15 @@ from .access import KeyLevel
 from .admin_types import DrainRequest, HandoffAnswer, HealthAnswer, LedgersAnswer, NodesAnswer, NodeState, ReadyAnswer
 from .api import Api, json_response
 from .errors import MessagesErrorBody
-from .messages_types import CountTokensRequest, MessageAnswer, MessageEvent, MessagesRequest, TokenCount
+from .messages_types import (
+    AnthropicModel,
+    AnthropicModelList,
+    CountTokensRequest,
+    MessageAnswer,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
+)
 from .openai_types import (
     CancelledRequest,
     ChatChunk,
@@ -149,6 +157,7 @@ ROUTES: tuple[Route, ...] = (
         tag="models",
         summary="The models that are served",
         answer=ModelList,
+        anthropic_answer=AnthropicModelList,
     ),
     Route(
         method="GET",
@@ -159,6 +168,7 @@ ROUTES: tuple[Route, ...] = (
         summary="One model",
         parameters=(Parameter("model", _Name, "Name of the model", "path"),),
         answer=ModelInfo,
+        anthropic_answer=AnthropicModel,
         statuses=(404,),
     ),
     Route(

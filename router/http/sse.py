@@ -6,6 +6,9 @@ the other streams of its decode step. All further events of the tick follow in o
 The transport's unsent bytes show when a client reads too slowly. Above `max_unread_bytes` its stream is paused: nodes
 release everything that its request holds, and it continues when the client has read most of the bytes. If a client
 reads nothing for `max_unread_s`, the kernel closes its connection (`limit_unread`).
+
+A proxy ends a connection on which nothing comes for a minute or so. So a stream is never silent for much longer than
+SILENCE_S.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from .errors import body_of
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": the answer is not ready yet\n\n"
+SILENCE_S = 10.0  # after so many seconds without an event something is sent that means nothing
 POLL_S = 0.05  # between two checks of a paused stream
 
 
@@ -53,12 +58,22 @@ class EventStream:
     """One response of Content-Type text/event-stream. `push` may be called from anywhere on the event loop.
 
     `set_paused(True)` is called when too many bytes are unread, `set_paused(False)` when a quarter of them is left.
+    `keep_alive` is sent after each SILENCE_S without an event.
     """
 
-    def __init__(self, http_request: web.Request, max_unread_bytes: int, set_paused: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        http_request: web.Request,
+        max_unread_bytes: int,
+        set_paused: Callable[[bool], None],
+        keep_alive: bytes,
+    ) -> None:
         self._request = http_request
         self._max_unread = max_unread_bytes
         self._set_paused = set_paused
+        self._keep_alive = keep_alive
+        self._written_at = 0.0  # by the loop's clock
+        self._timer: asyncio.TimerHandle | None = None  # while the stream is open
         self._is_paused = False
         self._loop = asyncio.get_running_loop()
         self._pending: list[bytes] = []
@@ -93,6 +108,8 @@ class EventStream:
         await response.prepare(self._request)
         self._request[STREAM] = self
         self._response = response
+        self._written_at = self._loop.time()
+        self._timer = self._loop.call_later(SILENCE_S, self._break_silence)
         self._flush()
         return response
 
@@ -104,8 +121,21 @@ class EventStream:
         await self._response.write_eof()
 
     def detach(self) -> None:
-        """Let the HTTP request, to which the stream refers, refer to it no longer. A second call does nothing."""
+        """End the timer, and let the HTTP request, to which the stream refers, refer to it no longer. A second call
+        does nothing."""
         self._request.pop(STREAM, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _break_silence(self) -> None:
+        """Send `keep_alive` if nothing has been sent for so long. A client that has too much to read gets none."""
+        due_in = self._written_at + SILENCE_S - self._loop.time()
+        if due_in <= 0:
+            due_in = SILENCE_S
+            if not self._is_paused:
+                self.push(self._keep_alive)
+        self._timer = self._loop.call_later(due_in, self._break_silence)
 
     def _end_tick(self) -> None:
         self._has_written = False
@@ -124,6 +154,7 @@ class EventStream:
         if transport is None or transport.is_closing():
             return
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        self._written_at = self._loop.time()
         self._limit()
 
     def _limit(self) -> None:

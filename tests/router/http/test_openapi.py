@@ -24,8 +24,10 @@ from baton.router.http import openapi
 from baton.router.http.app import application
 from baton.router.http.errors import all_statuses
 from baton.router.http.explain import Filter
-from baton.router.http.openai_types import CompletionRequest
-from baton.router.http.parameters import NOT_SERVED
+from baton.router.http.fields import NotServed, rules_of
+from baton.router.http.messages_types import MessagesRequest
+from baton.router.http.openai_types import ChatRequest, CompletionRequest
+from baton.router.http.responses_types import ResponsesRequest
 from baton.router.http.routes import ROUTES
 
 from ..conftest import System
@@ -121,11 +123,12 @@ def test_the_events_of_streams_are_described() -> None:
 
 def test_fields_that_are_refused_are_not_promised() -> None:
     schemas = DOCUMENT["components"]["schemas"]
-    for kind, refused in NOT_SERVED.items():
-        for each in refused:
-            field = schemas[kind.__name__]["properties"][each.name]
-            assert field["deprecated"] and field["enum"] == list(each.accepted), each
-            assert field["description"].startswith("Not served"), each
+    for kind in (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest):
+        for name in rules_of(kind).keys() & set(kind.__struct_fields__):
+            rule, field = rules_of(kind)[name], schemas[kind.__name__]["properties"][name]
+            assert field["description"].startswith("Not served" if isinstance(rule, NotServed) else "Accepted, "), name
+            if isinstance(rule, NotServed):
+                assert field["deprecated"] and field["enum"] == list(rule.accepted), name
     assert schemas["CompletionRequest"]["properties"]["best_of"]["deprecated"]
 
 
