@@ -12,6 +12,7 @@ from handoff_nodes import make_client
 
 from baton.metadata.errors import TransferError
 from baton.metadata.handoff.descriptors import new_token, send_descriptors
+from baton.metadata.handoff.pull_link import BUSY_FACTOR, HANDSHAKE_FACTOR
 from baton.metadata.handoff.pull_links import AWAY_S, PullLinks
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.protocol import PROTOCOL_MAX
@@ -54,6 +55,15 @@ def test_an_epoch_has_one_link(links: Links) -> None:
     assert len(links.all.sockets()) == 4
     links.all.close(link)
     assert link.lost is not None and list(links.all) == [links.open(epoch="e1")]
+
+
+def test_the_time_of_a_handshake_is_remembered_by_name(links: Links) -> None:
+    link = links.open()
+    link._advance(HANDSHAKE_FACTOR)
+    links.now += 1.5
+    link._advance(BUSY_FACTOR)
+    links.all.close(link)
+    assert links.open(epoch="e1").handshake_s == 1.5 and links.open("p1", "e2").handshake_s == 0.0
 
 
 def test_other_epochs_of_the_same_node(links: Links) -> None:
