@@ -298,8 +298,12 @@ class PullLink:
             monitor = open_monitor(socket, sum(_LOSSES) | sum(_STEPS))
             opened.callback(monitor.close, linger=0)
             opened.callback(socket.disable_monitor)
-            return socket, monitor, connect_data_socket(
-                socket, peer, end.keys, max_frame=self._max_frame(), silence_s=silence_s(self.handshake_s)
+            return (
+                socket,
+                monitor,
+                connect_data_socket(
+                    socket, peer, end.keys, max_frame=self._max_frame(), silence_s=silence_s(self.handshake_s)
+                ),
             )
         except (zmq.ZMQError, ConfigError) as error:  # a ZMQError also if no file descriptor is left
             opened.close()
