@@ -216,10 +216,11 @@ class PullLink:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if event["event"] in _STEPS:
-                self._advance(_STEPS[event["event"]])
+            kind = zmq.Event(event["event"])
+            if kind in _STEPS:
+                self._advance(_STEPS[kind])
                 continue
-            self.lose(_LOSSES[zmq.Event(event["event"])] + self._doubt())
+            self.lose(_LOSSES[kind] + self._doubt())
 
     def check_key(self) -> None:
         """Lose the link if the allow-list names another key of the peer now, or none."""
