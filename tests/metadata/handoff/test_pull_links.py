@@ -82,7 +82,7 @@ def test_an_address_that_cannot_be_used_leaves_no_link(links: Links) -> None:
 def test_a_peer_is_not_blamed_for_the_time_in_which_nobody_polled(links: Links, away_s: float, is_lost: bool) -> None:
     """Polls that follow each other blame the peer; one long pause does not."""
     link = links.open()
-    num_polls = 1 if away_s > ANSWER_S else 12
+    num_polls = 1 if away_s > ANSWER_S else int((BUSY_FACTOR + 2 * HANDSHAKE_FACTOR) * ANSWER_S / AWAY_S)
     for _ in range(num_polls):
         links.now += away_s if num_polls == 1 else AWAY_S
         links.all.begin_poll()
