@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..metadata.errors import BatonError
 from .child import die_with_parent
@@ -78,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command line. Returns its exit status: 0, that of the error (metadata/errors.py), or 130 on Ctrl-C."""
     die_with_parent()
     argv = sys.argv[1:] if argv is None else argv
+    if _PROCESSES.keys() & set(argv):
+        signal.signal(signal.SIGTERM, _leave)  # until the process serves, and has a handler of its own
     try:
         return _run(argv)
     except BatonError as error:
@@ -95,6 +98,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at its end
         return 1
+
+
+def _leave(_number: int, _frame: object) -> NoReturn:
+    """End a process that serves nothing yet, in order: it holds no request, so it has nothing to finish."""
+    raise SystemExit(0)
 
 
 def _is_debug(argv: list[str]) -> bool:

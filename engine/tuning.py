@@ -16,11 +16,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor
 
+from ..kernels.compile_ahead import compile_all
 from ..kernels.linear_configs import (
     CHOSEN,
     ROW_CLASSES,
@@ -180,36 +182,44 @@ def _ranked(
 def _usable(
     tried: Mapping[ProductShape, tuple[Use, Sequence[Config | None]]], num_rows: int, deadline: float
 ) -> dict[ProductShape, list[Config | None]]:
-    """Compile all candidates in parallel, because that takes longer than measuring them. Return those that fit the GPU
-    and whose result is that of torch's product. After `deadline` none is compiled."""
-    is_compiled = any(use.weight.is_cuda for use, _ in tried.values())  # the interpreter has room for one thread
-    with ThreadPoolExecutor(os.cpu_count() if is_compiled else 1) as threads:
-        jobs = {
-            shape: {config: threads.submit(_is_usable, use, num_rows, config, deadline) for config in configs}
-            for shape, (use, configs) in tried.items()
-        }
-    return {shape: [config for config, job in by.items() if job.result()] for shape, by in jobs.items()}
+    """Compile all candidates in parallel, because that takes longer than measuring them, and launch them one after the
+    other. Return those that fit the GPU and whose result is that of torch's product. After `deadline` none is
+    compiled."""
+    if any(use.weight.is_cuda for use, _ in tried.values()):  # the interpreter compiles nothing
+        jobs = [partial(_run, use, num_rows, config, deadline) for use, configs in tried.values() for config in configs]
+        compile_all(jobs, os.cpu_count() or 1)
+    return {
+        shape: [config for config in configs if _is_usable(use, num_rows, config, deadline)]
+        for shape, (use, configs) in tried.items()
+    }
 
 
 @torch.inference_mode()
-def _is_usable(use: Use, num_rows: int, config: Config | None, deadline: float) -> bool:
+def _run(use: Use, num_rows: int, config: Config | None, deadline: float) -> Tensor | None:
+    """Return the product of a fixed input by this configuration; None after `deadline`. Raises DoesNotFitError."""
     if time.monotonic() > deadline:
-        return False
-    shape, weight = use.shape(num_rows), use.weight
+        return None
+    weight = use.weight
     count = num_rows * weight.shape[1]
     x = torch.arange(count, device=weight.device, dtype=torch.float32).sin_().to(weight.dtype).view(num_rows, -1)
     norm = torch.ones_like(x[0])
     if weight.is_cuda:
         torch.cuda.synchronize()  # a kernel may read its norm before the kernel ahead of it ends
-    with trying({shape: None}):
-        expected = use.run(x.clone(), norm).float()
+    with trying({use.shape(num_rows): config}):
+        return use.run(x, norm).float()
+
+
+def _is_usable(use: Use, num_rows: int, config: Config | None, deadline: float) -> bool:
+    expected = _run(use, num_rows, None, deadline)
     try:
-        with trying({shape: config}):
-            actual = use.run(x.clone(), norm).float()
+        actual = _run(use, num_rows, config, deadline)
     except DoesNotFitError:
+        return False
+    if expected is None or actual is None:
         return False
     error = float((actual - expected).norm() / expected.norm())
     if error > MOST_ERROR:
+        shape = use.shape(num_rows)
         logger.warning("%s is not used for %s: its result differs from torch's by %.3f", config, shape, error)
     return not error > MOST_ERROR
 

@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 MAX_EMPTY_GROUPS = 16  # groups without nodes that are kept, since their nodes may come back
 MAX_LINES = 32  # log lines per second on nodes that join, leave and are refused
-TOKENIZER_S = 5.0  # a tokenizer file that has not arrived after this time is asked for again
+TOKENIZER_S = 10.0  # a tokenizer file that has not arrived after this time is asked for again
 NAME_SILENCE_S = 1.0  # a node without a heartbeat for this time loses its name to a new node
 PROOF_S = 0.5  # a heartbeat read this long after a Hello proves that its sender lived when the Hello was sent
 MAX_WAITING = 64  # Hellos that wait for an answer
-CROSSING_S = 2.5  # a Hello that comes so soon after the Welcome may have crossed it, also if a message takes a second
+CROSSING_S = 4.5  # a Hello that comes so soon after the Welcome may have crossed it, also if a message takes a second
 
 
 class _Obstacle(NamedTuple):

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
 IDLE_LIMIT_S = 10.0
-UNWELCOME_LOG_S = 15.0  # after which a node without a router logs that; then after twice as long, and so on
+UNWELCOME_LOG_S = 10.0  # after which a node without a router logs that; then after twice as long, and so on
 MAX_UNWELCOME_LOG_S = 240.0  # between two such lines at most
 REPORT_INTERVAL_S = 0.1
 _LINGER_MS = 500  # how long the last message of a leaving node may take
@@ -240,8 +240,14 @@ class Membership:
         elif now - self._unwelcome_at >= self._unwelcome_log_s:
             self._unwelcome_at = now
             self._unwelcome_log_s = min(2 * self._unwelcome_log_s, MAX_UNWELCOME_LOG_S)
-            where, why = self._router_address, _why_unwelcome(self._link.outlook, self._key_advice())
+            where, why = self._router_address, self._why_unwelcome()
             logger.warning("no router has welcomed this node at %s: %s", where, why)
+
+    def _why_unwelcome(self) -> str:
+        """Return why a router has not welcomed this node. A router with an allow-list does not answer a key that is not
+        in it, so such a handshake looks like a slow one."""
+        is_listed = self._keys is not None and self._keys.allow_list is not None
+        return _why_unwelcome(self._link.outlook, self._key_advice(), is_listed=is_listed)
 
     def _key_advice(self) -> str:
         """Return what to look at if the router refuses this node's key."""
@@ -266,7 +272,7 @@ class Membership:
         )
 
 
-def _why_unwelcome(outlook: Outlook, key_advice: str) -> str:
+def _why_unwelcome(outlook: Outlook, key_advice: str, *, is_listed: bool) -> str:
     """Return why a router has not welcomed a node, as far as the node can tell, and what to look at."""
     match outlook:
         case "unreachable":
@@ -276,7 +282,7 @@ def _why_unwelcome(outlook: Outlook, key_advice: str) -> str:
         case "too slow":
             return (
                 f"something answers there, but the handshake was not done within {HANDSHAKE_MS / 1000:g} s: is it a "
-                "router, and is the network very slow, or does it lose packets?"
+                "router, and is the network very slow, or does it lose packets?" + (f" Or: {key_advice}" * is_listed)
             )
         case "connected":
             return "the connection stands, but no answer to this node's Hello has come; the router's log may say why"

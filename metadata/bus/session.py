@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 ROUTER_SILENCE_S = 5.0
 HELLO_INTERVAL_S = 0.5  # when a Hello crosses several HelloAgain, it is not repeated for each
-WELCOME_TIMEOUT_S = 3.0  # Hello is repeated to a router that has not answered for this long; over its CROSSING_S
+WELCOME_TIMEOUT_S = 4.8  # Hello is repeated to a router that has not answered for this long; over its CROSSING_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,12 @@ from ..errors import ConfigError
 from ..wire.node_info import Peer
 
 # A cut network shows as bytes that the other host's kernel does not acknowledge. That is found soon, however slowly
-# pages travel. ZeroMQ's own heartbeat notices a stopped process, but not a main loop that hangs. It waits behind pages
-# on their way, so it is given time.
+# pages travel. ZeroMQ's own heartbeat notices a stopped process too, but not a main loop that hangs.
 _UNACKNOWLEDGED_MS = 1500
 _ZMTP_HEARTBEAT_MS = 200
+SILENCE_S = 1.0  # of ZeroMQ's heartbeat, on the decode node's end
+MAX_SILENCE_S = 6.0
+_HANDSHAKES = 8  # of its time, a connection may be silent for
 _CONTROL_FRAME_BYTES = 8 << 20
 
 
@@ -29,7 +31,7 @@ def bind_data_socket(
     require_keys(address, keys)
     parse_address(address)  # before there is a socket to close
     socket = context.socket(zmq.ROUTER)
-    _configure(socket, address, _CONTROL_FRAME_BYTES)
+    _configure(socket, address, _CONTROL_FRAME_BYTES, ZMTP_SILENCE_MS)
     socket.router_mandatory = True
     if keys is not None:
         secure_server(socket, keys)
@@ -41,15 +43,18 @@ def bind_data_socket(
     return socket
 
 
-def connect_data_socket(socket: zmq.Socket[bytes], peer: Peer, keys: KeyPair | None, *, max_frame: int) -> bytes:
+def connect_data_socket(
+    socket: zmq.Socket[bytes], peer: Peer, keys: KeyPair | None, *, max_frame: int, silence_s: float = SILENCE_S
+) -> bytes:
     """Connect a DEALER socket to a prefill node. Return the public key that the node must prove, empty without keys.
 
-    `max_frame` is the largest frame that the socket accepts, bytes. Raises ConfigError if the address is malformed, if
+    `max_frame` is the largest frame that the socket accepts, bytes. If nothing comes for `silence_s`, ZeroMQ closes the
+    connection. Raises ConfigError if the address is malformed, if
     it needs keys and there are none, or if the allow-list does not name the node; and zmq.ZMQError if ZeroMQ refuses
     the address.
     """
     require_keys(peer.data_address, keys)
-    _configure(socket, peer.data_address, max_frame)
+    _configure(socket, peer.data_address, max_frame, round(1000 * silence_s))
     server_key = b""
     if keys is not None:
         if keys.allow_list is not None:
@@ -60,8 +65,14 @@ def connect_data_socket(socket: zmq.Socket[bytes], peer: Peer, keys: KeyPair | N
     return server_key
 
 
-def _configure(socket: zmq.Socket[bytes], address: str, max_frame: int) -> None:
+def silence_s(handshake_s: float) -> float:
+    """Return how long a connection may be silent whose handshake took so long. On a slow network a heartbeat waits
+    behind a message of pages, which takes several times as long as it would if it were small."""
+    return min(max(SILENCE_S, _HANDSHAKES * handshake_s), MAX_SILENCE_S)
+
+
+def _configure(socket: zmq.Socket[bytes], address: str, max_frame: int, silence_ms: int) -> None:
     configure_socket(socket, address, max_frame=max_frame)
     socket.set(zmq.HEARTBEAT_IVL, _ZMTP_HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, ZMTP_SILENCE_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, silence_ms)
     socket.set(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)

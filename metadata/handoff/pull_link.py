@@ -29,7 +29,7 @@ from ..wire.messages import DATA_FRAME_BYTES, Pages, Renew, ToDecode, ToPrefill,
 from ..wire.node_info import Peer
 from ..wire.protocol import known
 from ..wire.request import MAX_BATCH, Unit
-from .data_socket import connect_data_socket
+from .data_socket import connect_data_socket, silence_s
 from .descriptors import DescriptorInbox
 from .endpoint import Endpoint
 from .shards import PagePart
@@ -40,8 +40,9 @@ from .transports.registry import transport_named
 logger = logging.getLogger(__name__)
 
 FRAME_SLACK_BYTES = 1 << 20
-ANSWER_S = 5.0  # how long a peer that is not connected may owe an answer; a connected one is asked whether it runs then
-BUSY_FACTOR = 15  # of ANSWER_S: how long a connected peer may owe one. Longer than a step may take
+ANSWER_S = 5.0  # how long an unreachable peer may owe an answer; a connected one is asked whether it runs then
+HANDSHAKE_FACTOR = 2  # of ANSWER_S: how long the handshake may take
+BUSY_FACTOR = 15  # of ANSWER_S: how long a connected peer may owe an answer. Longer than a step may take
 MAX_PASSED_OVER = 3  # hellos that a rank answers before pages. It may not know yet who may pull them
 HELLO_S = 0.5  # an unanswered hello is repeated, well within the lease of the tickets that wait for their claim
 _LOSSES = {
@@ -52,7 +53,7 @@ _LOSSES = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed (protocol)",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the handshake failed (keys)",
 }
-_CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_STEPS = {zmq.EVENT_CONNECTED: HANDSHAKE_FACTOR, zmq.EVENT_HANDSHAKE_SUCCEEDED: BUSY_FACTOR}
 
 
 class PullLink:
@@ -70,8 +71,10 @@ class PullLink:
         *,
         team: PullTeam | None = None,
         part: PagePart | None = None,
+        handshake_s: float = 0.0,
     ) -> None:
-        """Connect and say hello. Raises TransferError if the address cannot be used."""
+        """Connect and say hello. `handshake_s`: how long the handshake of the last link to the peer took. Raises
+        TransferError if the address cannot be used."""
         self.peer = peer
         self.protocol = known(peer.protocol)  # the peer is addressed in it
         self.transport: Transport | None = None
@@ -80,7 +83,10 @@ class PullLink:
         self.num_pages = 0  # in the peer's pool
         self.lease_s = 1.0  # told by the welcome
         self.last_heard = self.last_message = self._last_renewed = self._greeted_at = end.clock()
-        self._is_connected = False
+        self.handshake_s = handshake_s
+        self._reached_at: float | None = None  # when the handshake began
+        self._is_used = False
+        self._factor = 1  # of ANSWER_S: how long the peer may owe an answer, by how far the connection has come
         self._has_asked = False  # hello was said again because answers stay away
         self._num_passed_over = 0  # such hellos that were answered while earlier messages were not
         self._most_passed_over = 1 if part is None else MAX_PASSED_OVER
@@ -119,6 +125,7 @@ class PullLink:
     def expect_answer(self, now: float, *, is_used: bool) -> None:
         """If claims use this link and wait for its welcome, say hello again. If the peer owes no answer, its time to
         answer starts anew."""
+        self._is_used = is_used
         if not (is_used and self.is_waiting):
             self.last_heard, self._has_asked, self._num_passed_over = now, False, 0
         if is_used:
@@ -197,7 +204,7 @@ class PullLink:
         ask whether it runs."""
         self.check_connection()
         silent_s = now - self.last_heard
-        if silent_s > (BUSY_FACTOR if self._is_connected else 1) * self._answer_s:
+        if silent_s > self._factor * self._answer_s:
             self.lose(self._silence_words(silent_s))
         elif silent_s > self._answer_s and self.transport is not None and not self._has_asked:
             self._ask()
@@ -209,10 +216,11 @@ class PullLink:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if event["event"] == _CONNECTED:
-                self._is_connected, self.last_heard = True, max(self.last_heard, self._clock())
+            kind = zmq.Event(event["event"])
+            if kind in _STEPS:
+                self._advance(_STEPS[kind])
                 continue
-            self.lose(_LOSSES[zmq.Event(event["event"])] + self._doubt())
+            self.lose(_LOSSES[kind] + self._doubt())
 
     def check_key(self) -> None:
         """Lose the link if the allow-list names another key of the peer now, or none."""
@@ -256,23 +264,31 @@ class PullLink:
         else:
             self._ask()
 
+    def _advance(self, factor: int) -> None:
+        """The connection has come further."""
+        now = self._clock()
+        if factor == BUSY_FACTOR and self._reached_at is not None:
+            self.handshake_s = now - self._reached_at
+        self._reached_at, self._factor, self.last_heard = now, factor, max(self.last_heard, now)
+
     def _silence_words(self, silent_s: float) -> str:
         """Return why a link is lost whose peer has been silent for so long."""
-        if not self._is_connected:
-            return f"it has not answered for {self._answer_s:g} s: no connection came about"
+        if self._factor < BUSY_FACTOR:
+            what = "no connection came about" if self._factor == 1 else "the handshake is not done"
+            return f"it has not answered for {self._factor * self._answer_s:g} s: {what}"
         owed = "this node's hello" if self.transport is None else "a request for pages"
         return f"it is connected and has not answered {owed} for {silent_s:.0f} s"
 
     def _doubt(self) -> str:
-        """Return what else to look at when the connection is lost, with a colon before it; "" if there is nothing."""
+        """Return what was awaited when the connection was lost, and what to look at; "" if there is nothing to say."""
         if self.transport is None:
             return " before its welcome: does its --allow-list know this node?" if self._allow_list is not None else ""
-        if self.transport.is_waiting:
-            return (
-                " while page data was on its way, after small messages had passed: does the network between the hosts "
-                "drop large packets (MTU), or is it cut?"
-            )
-        return ""
+        if not self._is_used:
+            return ""
+        return (
+            " after its welcome, while offers or pages were awaited: either the node has ended, or the network is cut "
+            "or drops large packets (MTU)"
+        )
 
     def _open(self, peer: Peer, end: Endpoint) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes], bytes]:
         """Return the connected socket, its monitor, and the server's public key. Raises TransferError."""
@@ -280,10 +296,16 @@ class PullLink:
         try:
             socket = end.context.socket(zmq.DEALER)
             opened.callback(socket.close, linger=0)
-            monitor = open_monitor(socket, sum(_LOSSES) | _CONNECTED)
+            monitor = open_monitor(socket, sum(_LOSSES) | sum(_STEPS))
             opened.callback(monitor.close, linger=0)
             opened.callback(socket.disable_monitor)
-            return socket, monitor, connect_data_socket(socket, peer, end.keys, max_frame=self._max_frame())
+            return (
+                socket,
+                monitor,
+                connect_data_socket(
+                    socket, peer, end.keys, max_frame=self._max_frame(), silence_s=silence_s(self.handshake_s)
+                ),
+            )
         except (zmq.ZMQError, ConfigError) as error:  # a ZMQError also if no file descriptor is left
             opened.close()
             raise TransferError(f"cannot open a link to {peer.data_address!r}: {error}", node=peer.node_id) from error

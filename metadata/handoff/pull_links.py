@@ -20,6 +20,7 @@ from .transports.registry import TRANSPORTS
 
 logger = logging.getLogger(__name__)
 
+MAX_NAMES = 1024  # nodes whose handshakes are remembered
 AWAY_S = 0.5  # if two polls lie further apart, the peers are not blamed for the time beyond
 
 
@@ -46,6 +47,7 @@ class PullLinks:
         inbox = "" if self._inbox is None else self._inbox.address
         self.hello = end.hello(inbox) if source is None else end.rank_hello(inbox, source)
         self.by_epoch: dict[str, PullLink] = {}
+        self._handshakes_s: dict[str, float] = {}  # of the last link, by the peer's name
         self._polled_at = end.clock()
 
     def __iter__(self) -> Iterator[PullLink]:
@@ -58,7 +60,14 @@ class PullLinks:
         link = self.by_epoch.get(peer.epoch)
         if link is None:
             link = self.by_epoch[peer.epoch] = PullLink(
-                peer, self.hello, self._end, self._inbox, self._answer_s, team=self._team, part=self._part
+                peer,
+                self.hello,
+                self._end,
+                self._inbox,
+                self._answer_s,
+                team=self._team,
+                part=self._part,
+                handshake_s=self._handshakes_s.get(peer.node_id, 0.0),
             )
         return link
 
@@ -69,6 +78,9 @@ class PullLinks:
     def close(self, link: PullLink) -> None:
         """Close the link. The peer's memory is unmapped at once."""
         del self.by_epoch[link.peer.epoch]
+        if len(self._handshakes_s) >= MAX_NAMES:
+            self._handshakes_s.clear()
+        self._handshakes_s[link.peer.node_id] = link.handshake_s
         link.close()
         self._tidy_inbox()
 

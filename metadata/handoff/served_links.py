@@ -30,7 +30,7 @@ from .transports.base import POLL_BYTES, PULL_BYTES
 
 logger = logging.getLogger(__name__)
 
-MAX_UNSENT = 16  # messages of pages that wait for one decode node; our own client never asks for that many
+MAX_UNSENT = 64  # messages of pages that wait for one decode node; our own client never asks for that many
 
 
 class ServedLinks:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -173,3 +175,26 @@ def test_main_takes_arguments_and_returns_the_status(capsys: pytest.CaptureFixtu
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("baton ")
     assert cli.main(["up", "--no-such"]) == 2
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_sigterm_before_it_serves_ends_a_process_with_status_0(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that stops a node while it loads sees a normal end. What was opened is closed."""
+    closed: list[str] = []
+
+    def load(_: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            closed.append(role)
+        return 1
+
+    monkeypatch.setattr(cli, "_run", load)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([role])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 0 and closed == [role]

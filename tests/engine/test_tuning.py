@@ -125,6 +125,20 @@ def test_a_kernel_that_cannot_be_used_is_never_chosen(
     assert ("its result differs from torch's by 0.050" in warnings[0]) if fault == "wrong" else not warnings
 
 
+def test_kernels_are_launched_by_one_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First launches in several threads may swap their launchers."""
+    plain, threads = Use.run, set[int]()
+
+    def run(self: Use, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        threads.add(threading.get_ident())
+        return plain(self, x, norm)
+
+    monkeypatch.setattr(Use, "run", run)
+    monkeypatch.setattr(tuning, "_ORDER", (8,))
+    measure(find_chains(engine.model), None, priced(lambda *_: 1.0, set()), 4, None, LATER)
+    assert threads == {threading.get_ident()}
+
+
 def test_a_cpu_measures_nothing(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

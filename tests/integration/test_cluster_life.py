@@ -171,7 +171,9 @@ def test_each_node_has_its_own_key_and_can_be_shut_out(
     ]
     cluster.wait_ready(2)
     before = cluster.complete("hello", max_tokens=5, temperature=0)
-    for stranger, words in zip(strangers, ("with the same --keys?", f"say `stranger {public}`?"), strict=True):
+    for stranger, words in zip(
+        strangers, ("does the router there run with --keys?", f"say `stranger {public}`?"), strict=True
+    ):
         wait_until(partial(_says, stranger, words), lambda: cluster.tails())  # each side says what is wrong
     router = cluster.processes["router"]
     assert "it does not know the router's key" in router.log

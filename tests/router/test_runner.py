@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from patience import Patience
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
@@ -426,8 +427,8 @@ def stream_of(raw: bytes) -> list[str]:
 def wait_until(
     get: Callable[[], Any], describe: Callable[[], str] = lambda: "it did not happen in time", timeout: float = 30.0
 ) -> Any:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    patience = Patience(timeout)
+    while not patience.is_over():
         value = get()
         if value:
             return value

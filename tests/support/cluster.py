@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 from forked import Forked
+from patience import Patience, load_factor
 
 READY_S = 60.0
 IDLE_S = 30.0  # how long the books may take to balance after the last answer
@@ -79,9 +80,16 @@ class Process:
         self.popen.send_signal(number)
 
     def wait(self, timeout_s: float = EXIT_S) -> int:
-        """Wait for the exit and return its status. The cluster no longer expects the process to run."""
+        """Wait for the exit and return its status. Raises TimeoutExpired, later on a busy machine (patience.py). The
+        cluster no longer expects the process to run."""
         self.is_expected_to_run = False
-        return self.popen.wait(timeout_s)
+        patience = Patience(timeout_s)
+        while True:
+            try:
+                return self.popen.wait(min(1.0, timeout_s))
+            except subprocess.TimeoutExpired:
+                if patience.is_over():
+                    raise
 
     def kill(self) -> None:
         """Send SIGKILL, as a fault."""
@@ -257,7 +265,7 @@ class Cluster:
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Return (status, body). JSON is decoded; anything else is text. A `body` of bytes is sent unchanged."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=timeout_s)
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=timeout_s * load_factor())
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
@@ -357,9 +365,10 @@ def _not_free(ledger: dict[str, Any]) -> list[str]:
 
 
 def wait_until(condition: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 30.0) -> None:
-    """Poll `condition()` until it is true. After `timeout_s` fail with `what`, a text or a function that returns it."""
-    deadline = time.monotonic() + timeout_s
+    """Poll `condition()` until it is true. After `timeout_s`, or longer on a busy machine (patience.py), fail with
+    `what`, a text or a function that returns it."""
+    patience = Patience(timeout_s)
     while not condition():
-        if time.monotonic() > deadline:
+        if patience.is_over():
             raise AssertionError(f"not within {timeout_s:.0f} s: {what() if callable(what) else what}")
         time.sleep(0.05)

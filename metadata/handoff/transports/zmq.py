@@ -21,7 +21,7 @@ from .base import Landed, Move, PullEnd, Transport
 # A message holds as many pages as fit, and at least one. Heartbeats wait behind a message, so on a slow network it must
 # not take long.
 MESSAGE_BYTES = 1 << 20
-MAX_IN_FLIGHT = 12
+MAX_IN_FLIGHT = 8  # servers of earlier releases drop a pull while 16 answers wait to be sent
 
 
 class ZmqTransport(Transport):

@@ -10,7 +10,7 @@ import zmq
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.bus.sockets import bound_address, receive_frames, send_frames
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.data_socket import bind_data_socket, connect_data_socket
+from baton.metadata.handoff.data_socket import bind_data_socket, connect_data_socket, silence_s
 from baton.metadata.wire.node_info import Peer
 
 Context = zmq.Context["zmq.Socket[bytes]"]
@@ -36,6 +36,11 @@ def test_both_ends_of_a_link_connect(context: Context, has_keys: bool) -> None:
     assert server.poll(5000) and receive_frames(server, 2)[1] == b"hello"
     client.close()
     server.close()
+
+
+def test_a_slow_handshake_gives_the_next_connection_time() -> None:
+    """A page of 1 MiB keeps heartbeats waiting for seconds if a message takes 300 ms each way."""
+    assert [silence_s(each) for each in (0.0, 0.1, 0.5, 2.0)] == [1.0, 1.0, 4.0, 6.0]
 
 
 def test_without_keys_no_socket_is_opened_to_other_machines(context: Context) -> None:

@@ -256,3 +256,16 @@ def test_a_process_that_may_open_no_more_sockets_loses_the_link_alone(num_left: 
         finally:
             for each in others:
                 each.close(linger=0)
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_connection_that_ends_while_pages_are_awaited_names_the_network(line: Line, is_used: bool) -> None:
+    """The welcome is small and passes a network that drops large packets."""
+    line.heard()
+    line.welcome()
+    line.link.expect_answer(line.now, is_used=is_used)
+    line.peer.close(linger=0)
+    assert line.link.monitor.poll(5000)
+    while line.link.lost is None:
+        line.link.check_connection()
+    assert ("drops large packets (MTU)" in line.link.lost) == is_used

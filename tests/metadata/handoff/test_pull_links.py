@@ -12,6 +12,7 @@ from handoff_nodes import make_client
 
 from baton.metadata.errors import TransferError
 from baton.metadata.handoff.descriptors import new_token, send_descriptors
+from baton.metadata.handoff.pull_link import BUSY_FACTOR, HANDSHAKE_FACTOR
 from baton.metadata.handoff.pull_links import AWAY_S, PullLinks
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.protocol import PROTOCOL_MAX
@@ -56,6 +57,15 @@ def test_an_epoch_has_one_link(links: Links) -> None:
     assert link.lost is not None and list(links.all) == [links.open(epoch="e1")]
 
 
+def test_the_time_of_a_handshake_is_remembered_by_name(links: Links) -> None:
+    link = links.open()
+    link._advance(HANDSHAKE_FACTOR)
+    links.now += 1.5
+    link._advance(BUSY_FACTOR)
+    links.all.close(link)
+    assert links.open(epoch="e1").handshake_s == 1.5 and links.open("p1", "e2").handshake_s == 0.0
+
+
 def test_other_epochs_of_the_same_node(links: Links) -> None:
     old, new = links.open(epoch="e0"), links.open(epoch="e1")
     links.open("p1", "e2")
@@ -72,7 +82,7 @@ def test_an_address_that_cannot_be_used_leaves_no_link(links: Links) -> None:
 def test_a_peer_is_not_blamed_for_the_time_in_which_nobody_polled(links: Links, away_s: float, is_lost: bool) -> None:
     """Polls that follow each other blame the peer; one long pause does not."""
     link = links.open()
-    num_polls = 1 if away_s > ANSWER_S else 12
+    num_polls = 1 if away_s > ANSWER_S else int((BUSY_FACTOR + 2 * HANDSHAKE_FACTOR) * ANSWER_S / AWAY_S)
     for _ in range(num_polls):
         links.now += away_s if num_polls == 1 else AWAY_S
         links.all.begin_poll()

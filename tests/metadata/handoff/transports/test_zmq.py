@@ -11,8 +11,9 @@ from handoff_nodes import DRAFT_SCHEMA, make_memory, same_pages, unit
 from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff.memory import pack_pages, unpack_page
 from baton.metadata.handoff.schema import page_bytes
+from baton.metadata.handoff.transports import zmq as zmq_transport
 from baton.metadata.handoff.transports.base import Landed, Move
-from baton.metadata.handoff.transports.zmq import MAX_IN_FLIGHT, ZmqTransport
+from baton.metadata.handoff.transports.zmq import ZmqTransport
 from baton.metadata.wire.messages import Pages, Pull
 from baton.metadata.wire.request import unpack_ids
 
@@ -59,17 +60,18 @@ def test_packed_pages_unpack_into_other_numbers(wire):
     assert int(sum(pool.pages.any(axis=(0, 2)).sum() for pool in wire.target)) == 4
 
 
-def test_a_bounded_number_of_bounded_messages_is_on_the_way(wire):
+def test_a_bounded_number_of_bounded_messages_is_on_the_way(wire, monkeypatch):
+    monkeypatch.setattr(zmq_transport, "MAX_IN_FLIGHT", 4)
     wire.transport.fetch(moves(range(20)))
     assert wire.transport.is_busy and not wire.transport.is_waiting
     wire.transport.step(1)
-    assert [len(unpack_ids(pull.indices)) for pull in wire.pulls] == [PER_PULL] * MAX_IN_FLIGHT
+    assert [len(unpack_ids(pull.indices)) for pull in wire.pulls] == [PER_PULL] * 4
     assert not wire.transport.is_busy and wire.transport.is_waiting
     landed = []
     while wire.pulls:
         landed += wire.answer()
         wire.transport.step(1)
-        assert len(wire.pulls) <= MAX_IN_FLIGHT
+        assert len(wire.pulls) <= 4
     assert [item.move.index for item in landed] == list(range(20))
     assert same_pages(wire.target, [60 - i for i in range(20)], wire.source, range(1, 21))
     assert not wire.transport.is_waiting
