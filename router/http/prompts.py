@@ -238,7 +238,7 @@ def _plain(message: ChatMessage, template: ChatTemplate, *, has_tools: bool) -> 
         plain["reasoning_content"] = thoughts
         if message.reasoning is not None or template.reads_reasoning:
             plain["reasoning"] = thoughts
-        if not (message.content and message.tool_calls):
+        if not (any(_texts(message)) and message.tool_calls):
             plain["thinking"] = thoughts  # gpt-oss' name; its template refuses it beside content and calls
     content = message.content
     texts = [part.text for part in content] if isinstance(content, list) else content

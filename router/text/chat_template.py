@@ -13,7 +13,7 @@ from ...metadata.errors import ProtocolError, RequestError
 from ...metadata.wire.node_info import ModelCard
 from ..reasoning_parsers.registry import parser_for_template as reasoning_parser_for
 from ..tool_parsers.registry import parser_for_template as tool_parser_for
-from .template_environment import RENDER_BOUNDS, Bounds, TemplateEnvironment
+from .template_environment import RENDER_BOUNDS, RenderBounds, TemplateEnvironment
 from .template_form import TemplateForm, probe
 
 OWN_FIELDS = frozenset({"add_generation_prompt", "continue_final_message", "messages", "tools"})  # of a body
@@ -32,7 +32,7 @@ _NO_VARIABLES = frozenset(  # parameters of apply_chat_template that are no vari
         "truncation",
     }
 )
-_PROBE_BOUNDS = Bounds(steps=20_000, seconds=0.02)
+_PROBE_BOUNDS = RenderBounds(steps=20_000, seconds=0.02)
 _PROBED_TOOL = {
     "type": "function",
     "function": {
@@ -91,7 +91,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         options: Mapping[str, Any],
         tools: list[dict[str, Any]] | None = None,
-        bounds: Bounds = RENDER_BOUNDS,
+        bounds: RenderBounds = RENDER_BOUNDS,
     ) -> str:
         """Return the prompt text of a conversation. `options` are further variables, and win over special tokens.
 

@@ -26,14 +26,14 @@ MAX_BITS = 1 << 12  # of a number that a template computes
 _STEPS_PER_LOOK = 16  # steps between two looks at the clock
 
 
-class Bounds(NamedTuple):
+class RenderBounds(NamedTuple):
     """The most that one rendering may take."""
 
     steps: int
     seconds: float  # of the thread's CPU time
 
 
-RENDER_BOUNDS = Bounds(steps=1_000_000, seconds=0.3)
+RENDER_BOUNDS = RenderBounds(steps=1_000_000, seconds=0.3)
 
 
 class TooMuchWork(TemplateError):
@@ -77,7 +77,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         names.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         self.limit(RENDER_BOUNDS)
 
-    def limit(self, bounds: Bounds) -> None:
+    def limit(self, bounds: RenderBounds) -> None:
         """Begin a rendering with these bounds."""
         self._bounds = bounds
         self._left = bounds.steps
