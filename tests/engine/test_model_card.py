@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import xxhash
 from checkpoints import CHAT_TEMPLATE, END
+from transformers import AutoTokenizer
 
 from baton.engine.model_card import read_card, read_tokenizer
 from baton.engine.models.read_config import read_model_config
-from baton.metadata.errors import ModelError
+from baton.metadata.errors import ModelError, RequestError
 from baton.metadata.wire.node_info import ModelCard
+from baton.router.text.chat_template import ChatTemplate
 
 
 @pytest.fixture
@@ -121,7 +123,7 @@ def test_a_template_for_tools_alone_refuses_other_conversations(model_dir: Path)
 
 def test_a_processors_template_counts_if_there_is_no_other(model_dir: Path) -> None:
     (model_dir / "chat_template.json").write_text(json.dumps({"chat_template": "p"}))
-    assert card_of(model_dir).chat_template == "p"
+    assert card_of(model_dir, chat_template=None).chat_template == "p"
     assert card_of(model_dir, chat_template="t").chat_template == "t"
 
 
