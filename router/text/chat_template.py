@@ -127,7 +127,7 @@ class ChatTemplate:
     def _writes_late(self, role: str) -> bool:
         form, text = self.form(has_tools=False), "behind"
         conversation: list[Any] = [("system", "first"), ("user", "hello"), (role, text)]
-        messages = [form.message(each, {"role": each}, words) for each, words in conversation]
+        messages = [form.message(each, each, words) for each, words in conversation]
         try:
             return text in self.render(messages, add_generation_prompt=True, options={}, bounds=_PROBE_BOUNDS)
         except RequestError:
