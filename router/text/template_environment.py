@@ -35,7 +35,7 @@ class RenderBounds(NamedTuple):
     seconds: float  # of the thread's CPU time
 
 
-RENDER_BOUNDS = RenderBounds(steps=1_000_000, seconds=0.3)
+RENDER_BOUNDS = RenderBounds(steps=5_000_000, seconds=0.3)
 
 
 class TooMuchWork(TemplateError):
