@@ -33,6 +33,12 @@ def test_an_error_in_a_template_is_an_error_of_the_messages(source: str) -> None
     assert caught.value.param == "messages"
 
 
+def test_a_template_that_takes_too_long_refuses_the_messages() -> None:
+    loop = "{% for a in range(99999) %}"
+    with pytest.raises(RequestError, match="refuses these messages: they take it more than 5000000 steps or 300 ms"):
+        render(loop * 2 + "{% endfor %}" * 2)
+
+
 @pytest.mark.parametrize("source", ["{% for %}", "{% break %}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"])
 def test_a_template_that_does_not_compile_is_refused(source: str) -> None:
     with pytest.raises(ProtocolError, match="compile"):
