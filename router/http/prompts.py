@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ...metadata.errors import RequestError
 from ..node import NodeGroup
 from ..text.chat_template import ChatTemplate
+from ..text.template_form import TemplateForm
 from ..text.tokenizer import TextTokenizer
 from .openai_types import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, TextPart
 from .parameters import template_options
@@ -140,7 +141,8 @@ def chat_text(
     if continue_final:
         mark = f"{secrets.randbits(128):039}"
         read[-1] = _marked(read[-1], mark)
-    plain = [_plain(message, template, has_tools=tools is not None) for message in read]
+    form = template.form(has_tools=tools is not None)
+    plain = [_plain(message, template, form) for message in read]
     text = template.render(plain, add_generation_prompt=add_generation_prompt, options=options, tools=tools)
     return _cut(text, mark, plain[-1]["content"]) if continue_final else text
 
@@ -223,10 +225,12 @@ def _cut(text: str, mark: str, final: str | list[dict[str, str]]) -> str:
     return before
 
 
-def _plain(message: ChatMessage, template: ChatTemplate, *, has_tools: bool) -> dict[str, Any]:
-    """Return a message in the shape that the chat template reads, with absent fields left out."""
-    form = template.form(has_tools=has_tools)
-    plain: dict[str, Any] = {"role": message.role}
+def _plain(message: ChatMessage, template: ChatTemplate, form: TemplateForm) -> dict[str, Any]:
+    """Return a message in the form that the chat template reads, with absent fields left out."""
+    texts = message.content
+    if isinstance(texts, list):
+        texts = [part.text for part in texts]
+    plain = form.message("calls" if message.tool_calls else message.role, message.role, texts)
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -238,8 +242,6 @@ def _plain(message: ChatMessage, template: ChatTemplate, *, has_tools: bool) -> 
         plain["reasoning_content"] = thoughts
         if message.reasoning is not None or template.reads_reasoning:
             plain["reasoning"] = thoughts
-        if not (message.content and message.tool_calls):
+        if not (plain.get("content") and message.tool_calls):
             plain["thinking"] = thoughts  # gpt-oss' name; its template refuses it beside content and calls
-    content = message.content
-    texts = [part.text for part in content] if isinstance(content, list) else content
-    return form.message("calls" if message.tool_calls else message.role, plain, texts)
+    return plain

@@ -59,13 +59,15 @@ class TemplateForm:
         """Return how the content of a kind of message is read."""
         return self.contents.get(kind, _PLAIN)
 
-    def message(self, kind: Kind, fields: dict[str, Any], texts: list[str] | str | None) -> dict[str, Any]:
-        """Return a message of these fields and this content: a text, the texts of parts, or none."""
+    def message(self, kind: Kind, role: str, texts: list[str] | str | None) -> dict[str, Any]:
+        """Return a message of this role and content: a text, the texts of parts, or none."""
         form = self.of(kind)
+        if texts and texts.__class__ is str and form.takes_text:  # nearly always
+            return {"role": role, "content": texts}
         content = form.content(texts)
         if content is None and form.null == "absent":
-            return fields
-        return {"role": fields["role"], "content": content, **fields}
+            return {"role": role}
+        return {"role": role, "content": content}
 
 
 _PLAIN = ContentForm()
@@ -124,15 +126,13 @@ def _content_form(render: Render, calls: TemplateForm, kind: Kind) -> ContentFor
 
 def _conversation(form: TemplateForm, kind: Kind, texts: list[str] | str | None) -> list[dict[str, Any]]:
     """Return a conversation that holds one message of a kind with this content, and the text _BESIDE in another."""
-    role = "assistant" if kind == "calls" else kind
-    fields: dict[str, Any] = {"role": role}
+    message = form.message(kind, "assistant" if kind == "calls" else kind, texts)
     if kind == "calls":
-        fields["tool_calls"] = [_call(form)]
+        message["tool_calls"] = [_call(form)]
     if kind == "tool":
-        fields["tool_call_id"] = _CALL_ID
-    message = form.message(kind, fields, texts)
+        message["tool_call_id"] = _CALL_ID
     user, assistant = {"role": "user", "content": _BESIDE}, {"role": "assistant", "content": _BESIDE}
-    calls = form.message("calls", {"role": "assistant", "tool_calls": [_call(form)]}, None)
+    calls = {**form.message("calls", "assistant", None), "tool_calls": [_call(form)]}
     result = {"role": "tool", "tool_call_id": _CALL_ID, "content": _BESIDE}
     around: dict[Kind, list[dict[str, Any]]] = {
         "system": [message, user],

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import xxhash
 from checkpoints import CHAT_TEMPLATE, END
+from transformers import AutoTokenizer
 
 from baton.engine.model_card import read_card, read_tokenizer
 from baton.engine.models.read_config import read_model_config
-from baton.metadata.errors import ModelError
+from baton.metadata.errors import ModelError, RequestError
 from baton.metadata.wire.node_info import ModelCard
+from baton.router.text.chat_template import ChatTemplate
 
 
 @pytest.fixture
@@ -73,8 +75,8 @@ def test_a_template_in_a_file_of_its_own_wins(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "template"),
     [
-        ([{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}], "a"),
-        ([{"name": "tool_use", "template": "b"}], None),
+        ([{"name": "rag", "template": "b"}, {"name": "default", "template": "a"}], "a"),
+        ([{"name": "rag", "template": "b"}], None),
         (["a", {"template": "a"}], None),
         ([], None),
         (None, None),
@@ -82,6 +84,47 @@ def test_a_template_in_a_file_of_its_own_wins(model_dir: Path) -> None:
 )
 def test_of_several_templates_the_default_is_taken(stored: Any, template: str | None, model_dir: Path) -> None:
     assert card_of(model_dir, chat_template=stored).chat_template == template
+
+
+DEFAULT = "  {% set a = 'd' %}\n  {{ a }}{{ messages[0].content }}\n\n"
+TOOL_USE = "{%- macro a() %}t{% endmacro %}\n{% if true %}\n  {{ a() }}\n  {% endif %}{{ tools | length }}\n"
+
+
+@pytest.mark.parametrize("are_files", [True, False])
+def test_the_template_for_tools_writes_conversations_with_tools_as_transformers_does(
+    are_files: bool, model_dir: Path
+) -> None:
+    if are_files:
+        (model_dir / "chat_template.jinja").write_text(DEFAULT)
+        folder = model_dir / "additional_chat_templates"
+        folder.mkdir()
+        (folder / "tool_use.jinja").write_text(TOOL_USE)
+        (folder / "rag.jinja").write_text("rag")
+        source = card_of(model_dir, chat_template="not this").chat_template
+    else:
+        named = {"default": DEFAULT, "tool_use": TOOL_USE, "rag": "rag"}
+        entries = [{"name": name, "template": text} for name, text in named.items()]
+        source = card_of(model_dir, chat_template=entries).chat_template
+    messages, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "f"}}]
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    rendered = ChatTemplate(source or "", {}).render
+    for given in (None, tools, []):
+        expected: Any = tokenizer.apply_chat_template(messages, tools=given, tokenize=False)  # type: ignore[arg-type]
+        assert rendered(messages, add_generation_prompt=False, options={}, tools=given) == expected
+
+
+def test_a_template_for_tools_alone_refuses_other_conversations(model_dir: Path) -> None:
+    source = card_of(model_dir, chat_template=[{"name": "tool_use", "template": "b"}]).chat_template or ""
+    template = ChatTemplate(source, {})
+    assert template.render([], add_generation_prompt=False, options={}, tools=[{}]) == "b"
+    with pytest.raises(RequestError, match="a chat template for conversations with tools alone"):
+        template.render([], add_generation_prompt=False, options={})
+
+
+def test_a_processors_template_counts_if_there_is_no_other(model_dir: Path) -> None:
+    (model_dir / "chat_template.json").write_text(json.dumps({"chat_template": "p"}))
+    assert card_of(model_dir, chat_template=None).chat_template == "p"
+    assert card_of(model_dir, chat_template="t").chat_template == "t"
 
 
 def test_special_tokens_come_as_text_or_written_out(model_dir: Path) -> None:
@@ -92,8 +135,17 @@ def test_special_tokens_come_as_text_or_written_out(model_dir: Path) -> None:
         pad_token=7,
         unk_token={"lstrip": False},
         cls_token="[CLS]",
+        image_token="<image>",
+        add_bos_token=True,
+        extra_special_tokens={"audio_token": "<audio>"},
     ).special_tokens
-    assert tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "cls_token": "[CLS]",
+        "image_token": "<image>",
+        "audio_token": "<audio>",
+    }
 
 
 def test_only_numbers_are_defaults_of_sampling(model_dir: Path) -> None:

@@ -29,10 +29,13 @@ ARGUED = re.compile(
             "0 needs echo to be true",  # max_tokens and echo
             "needs logprobs to be true",  # top_logprobs and logprobs
             "excludes add_generation_prompt",  # continue_final_message
-            "the final message is not in the prompt",  # continue_final_message and messages
+            "continue_final_message: the ",  # the final message, and how the model's template writes it
+            "^messages: the (final message|model's chat template)",  # the same
             "token ids and prompts are mixed",  # the document says what each item may be, not all together
             "the model's chat template refuses",  # the template is the model's
             "has its own field",  # chat_template_kwargs
+            "^chat_template_kwargs: .* is no variable",
+            "^chat_template_kwargs: documents must be",
             "^structured_outputs[.:]",  # exactly one; what is a grammar is for llguidance to say
             "^output_config[.]format[.]schema",
             "^text[.]format",

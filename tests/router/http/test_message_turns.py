@@ -18,7 +18,7 @@ from baton.router.http.messages_types import (
     ToolUseBlock,
     UserTurn,
 )
-from baton.router.http.openai_types import ChatMessage
+from baton.router.http.openai_types import ChatMessage, TextPart
 
 from ..conftest import RunningRouter, System
 from .chats import TEMPLATE, USER, call, marked_system, prompt_of, say
@@ -206,9 +206,9 @@ def test_results_come_before_the_text_of_their_message() -> None:
     ]
     _, *told = chat_messages([made, UserTurn(results)])
     assert told == [
-        ChatMessage("tool", "a\nb", tool_call_id="b"),
+        ChatMessage("tool", [TextPart("text", "a"), TextPart("text", "b")], tool_call_id="b"),
         ChatMessage("tool", "Error: broken", tool_call_id="a"),
-        ChatMessage("user", "c\nd"),
+        ChatMessage("user", [TextPart("text", "c"), TextPart("text", "d")]),
     ]
     (_, *told) = chat_messages([made, UserTurn([ToolResultBlock(tool_use_id="a"), ToolResultBlock(tool_use_id="b")])])
     assert [(each.role, each.content, each.tool_call_id) for each in told] == [("tool", "", "a"), ("tool", "", "b")]

@@ -203,10 +203,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "thinking: excludes a last message of the assistant",
     ),
     (
-        {"messages": [*BODY["messages"], {"role": "assistant", "content": ""}]},
-        "messages: the final message is not in the prompt",
-    ),
-    (
         {"messages": [{"role": "user", "content": [RESULT]}]},
         "messages[0].content[0].tool_use_id: no call before it has the id 'a'",
     ),

@@ -173,6 +173,7 @@ def test_wrong_fields_are_refused_by_name(system: System) -> None:
         ({"prompt": "x"}, "prompt"),
         ({"draft_steps": 16}, "draft_steps"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": 3}}, "chat_template_kwargs"),
     ],
 )
 def test_wrong_fields_of_a_chat_are_refused_by_name(system: System, changes: dict[str, Any], param: str) -> None:
@@ -185,7 +186,7 @@ def test_wrong_fields_of_a_chat_are_refused_by_name(system: System, changes: dic
     [
         {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"},
         {"stop": None, "temperature": None, "n": None, "seed": None, "logit_bias": None, "stream_options": None},
-        {"chat_template_kwargs": {"self": 1, "two words": 2, "tools": 3}},
+        {"chat_template_kwargs": {"self": 1, "two words": 2, "bos_token": "B", "documents": [{"text": "t"}]}},
         {"bad_words": [], "prompt_logprobs": None, "detokenize": True, "truncate_prompt_tokens": None},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
         {"prompt_cache_key": "s", "prompt_cache_options": {"ttl": "24h"}, "safety_identifier": "u"},

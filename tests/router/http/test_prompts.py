@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from baton.metadata.errors import RequestError
 from baton.router.http.openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
 from baton.router.http.prompts import EncodedPrompt, chat_text, encode, encoded_prompt, prompts_of
+from baton.router.http.tool_types import CalledFunction, ToolCall
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.tokenizer import TextTokenizer
 
@@ -142,11 +143,70 @@ def test_a_systems_message_behind_others_is_read(source: str, text: str) -> None
     assert chat_text(group, messages, add_generation_prompt=False, options={}) == text
 
 
-def test_a_conversation_that_cannot_be_continued_or_has_no_template() -> None:
-    for group, words in (
-        (SimpleNamespace(template=None, key=GROUP.key), "no chat template"),
-        (GROUP, "not in the prompt"),
-    ):
-        with pytest.raises(RequestError, match=words):
-            empty = [ChatMessage(role="user", content="")]
-            chat_text(group, empty, add_generation_prompt=False, continue_final=True, options={})  # type: ignore[arg-type]
+def group_with(source: str) -> Any:
+    return SimpleNamespace(**vars(GROUP) | {"template": ChatTemplate(source, {})})
+
+
+def continued(source: str, *messages: ChatMessage) -> str:
+    return chat_text(group_with(source), list(messages), add_generation_prompt=False, continue_final=True, options={})
+
+
+@pytest.mark.parametrize("text", ["end", "|", "<", "s", ":", "", " ", "a \n", "<|im_end|>", "12345"])
+def test_a_prompt_ends_with_the_text_that_is_continued(text: str) -> None:
+    user, final = ChatMessage("user", "a"), ChatMessage("assistant", text)
+    assert continued(TEMPLATE, user, final) == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{text}"
+    trimmed = continued(TEMPLATE.replace("message.content", "message.content | trim"), user, final)
+    assert trimmed == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{text.strip()}".rstrip()
+
+
+CONTENT = "{% for m in messages %}{{ m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "final", "words"),
+    [
+        (CONTENT, ChatMessage("assistant", None), "has no content"),
+        (CONTENT, ChatMessage("assistant", []), "has no content"),
+        (
+            CONTENT,
+            ChatMessage("assistant", "a", tool_calls=[ToolCall("1", CalledFunction("f", "{}"))]),
+            "ends with tool calls",
+        ),
+        ("{{ messages[0].content }}", ChatMessage("assistant", "a"), "leaves the final message out"),
+        ("{{ messages[-1].content.split('>')[-1] }}", ChatMessage("assistant", "a>b"), "in another way"),
+        ("{{ messages[-1].content | upper }}", ChatMessage("assistant", "a"), "in another way"),
+    ],
+)
+def test_a_message_that_cannot_be_continued_is_refused(source: str, final: ChatMessage, words: str) -> None:
+    with pytest.raises(RequestError, match="continue_final_message: .*" + words):
+        continued(source, ChatMessage("user", "q"), final)
+
+
+def test_a_model_without_a_template_takes_no_conversation() -> None:
+    group: Any = SimpleNamespace(template=None, key=GROUP.key)
+    with pytest.raises(RequestError, match="no chat template"):
+        chat_text(group, [ChatMessage("user", "a")], add_generation_prompt=True, options={})
+
+
+def test_the_end_of_parts_and_of_a_late_system_message_is_continued() -> None:
+    parts = CONTENT.replace("{{ m.content }}", "{% for p in m.content %}[{{ p.text }}]{% endfor %}")
+    final = ChatMessage("assistant", [TextPart("text", "a"), TextPart("text", "b ")])
+    assert continued(parts, ChatMessage("user", "q"), final) == "[q];[a][b "
+    assert continued(CONTENT, final) == "a\nb "
+    assert continued(STRICT, ChatMessage("user", "q"), ChatMessage("system", "s ")) == "user:q\n\ns "
+
+
+def test_late_system_messages_join_parts_as_a_part() -> None:
+    source = STRICT.replace("{{ m.content }}", "{% for p in m.content %}[{{ p.text }}]{% endfor %}")
+    user = ChatMessage("user", [TextPart("text", "a"), TextPart("text", "b")])
+    late = ChatMessage("system", [TextPart("text", "c"), TextPart("text", "d")])
+    text = chat_text(group_with(source), [user, late], add_generation_prompt=False, options={})
+    assert text == "user:[a][b][\n\nc\nd];"
+
+
+def test_thoughts_have_each_name_that_is_read() -> None:
+    message = ChatMessage("assistant", "x", reasoning_content="", reasoning="no")
+    for name, expected in (("reasoning_content", ""), ("thinking", ""), ("reasoning", "")):
+        source = "{% for m in messages %}{{ m." + name + " | tojson }}{% endfor %}"
+        text = chat_text(group_with(source), [message], add_generation_prompt=False, options={})
+        assert text == f'"{expected}"', name

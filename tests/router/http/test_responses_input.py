@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.openai_types import ChatMessage
+from baton.router.http.openai_types import ChatMessage, TextPart
 from baton.router.http.responses_input import messages_of
 from baton.router.http.responses_types import ResponsesRequest
 
@@ -88,7 +88,8 @@ def test_a_summary_stands_for_thoughts_that_are_not_given() -> None:
 def test_outputs_name_their_call_and_hold_text_parts() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     *_, message = read([made("1", '{"x": 1}'), returned("1", parts)])
-    assert (message.role, message.tool_call_id, message.content) == ("tool", "1", "a\nb")
+    content = [TextPart("text", "a"), TextPart("text", "b")]
+    assert (message.role, message.tool_call_id, message.content) == ("tool", "1", content)
 
 
 def test_fields_that_are_null_are_ignored() -> None:
