@@ -199,6 +199,8 @@ def _run_process(name: str, config: Any) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     process_name = name if name == "router" else _module("engine.startup").node_id(config, name)
     _module("metadata.logs").setup_logging(config, process_name)
+    if name != "router":
+        _module("engine.model_check").check_model(config)
     return _module(_PROCESSES[name]).run(config)
 
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..metadata.errors import BatonError, Unavailable
+from ..metadata.errors import BatonError, ConfigError, Unavailable
 from .child import Child
 from .client import Client
 from .monitor import NodeNews, Snapshot, SpeculationNews, look
-from .plan import Plan, check_model, check_port, commands, free_port
+from .plan import Plan, check_port, commands, free_port
 from .restarts import GiveUp, Restart, Restarts
 from .run_dir import make_run_dir
 from .terminal import Signals, Status, ready_text, say
@@ -30,8 +30,7 @@ _LOOK_EVERY_S = 1.0  # how often the router is asked for its nodes
 
 def run(plan: Plan) -> int:
     """Start all processes, wait for a signal, stop all processes. Returns the exit status."""
-    for config in (plan.prefill, plan.decode):
-        check_model(config)
+    plan.check_models()
     plan = plan.settled()
     port = plan.router.port or free_port(plan.router.host)
     check_port(plan.router.host, port)
@@ -140,7 +139,8 @@ class Launcher:
             elif child.exit_status is not None and not self._restarts.is_waiting(child.name):
                 verdict = self._restarts.ended(child.name, child.exit_status, now)
                 if isinstance(verdict, GiveUp):
-                    raise Unavailable(f"{verdict.reason}: {_last_words(child)}")
+                    kind = ConfigError if verdict.is_misconfigured else Unavailable
+                    raise kind(f"{verdict.reason}: {_last_words(child)}")
                 tell(_restart_line(child, verdict, self._restarts.serving(child.role)))
 
     def _look(self, now: float, tell: Callable[[str], None]) -> Snapshot:

@@ -172,7 +172,7 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
         rope_type = "default"
     if rope_type not in ROPE_TYPES:
         raise fields.error("rope_type", f"is not served; one of {', '.join(ROPE_TYPES)} is", value=rope_type)
-    theta = fields.number("rope_theta", raw.number("rope_theta", _theta(raw)))
+    theta = (fields if fields.get("rope_theta") is not None else raw).number("rope_theta", _theta(raw))
     beside = raw.get("original_max_position_embeddings")
     if rope_type == "default":
         return RopeConfig(theta=theta)
