@@ -14,6 +14,7 @@ from ..metadata.errors import BatonError
 from .child import die_with_parent
 from .config_file import print_tables, read_tables
 from .flags import Parser, Setting, add_flag, by_name, nearest, resolve
+from .foreign_flags import COMMANDS
 
 TITLE = """\
 Baton serves large language models with prefill and decode in separate processes. A router takes
@@ -117,10 +118,13 @@ def _run(argv: list[str]) -> int:
             _add_command_flags(name, command)
     word = next((word for word in argv if not word.startswith("-")), None)
     if word is not None and word not in SUMMARIES and not {"-h", "--help"} & set(argv):
-        parser.error(f"there is no command {word!r}{nearest(word, SUMMARIES)}")
+        clause = COMMANDS.get(word)
+        parser.error(f"there is no command {word!r}{nearest(word, SUMMARIES) if clause is None else f'; {clause}'}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parsers[args.command].refuse(unknown[0])
+        flag = unknown[0].split("=")[0]
+        others = [name for name in ("up", *_PROCESSES) if any(each.flag == flag for each in _settings(name).values())]
+        parsers[args.command].refuse(unknown[0], [name for name in others if name != args.command])
     if args.version:
         print(f"baton {_version()}")
         return 0
