@@ -211,5 +211,5 @@ def instead(flag: str, known: Mapping[str, Any]) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the most similar of `names`, or an empty text if none is similar."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
     return f"; did you mean {close[0]!r}?" if close else ""

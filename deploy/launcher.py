@@ -72,7 +72,8 @@ class Launcher:
                 child.start()
             if not self._wait_ready():
                 return self._stop()
-            print(ready_text(self._client, self._run_dir, has_key=bool(self._plan.router.client_keys)), flush=True)
+            key = next(iter(self._plan.router.client_keys), None)
+            print(ready_text(self._client, self._run_dir, key), flush=True)
             self._watch()
             return self._stop()
         except BatonError:

@@ -20,10 +20,10 @@ from ..kernels.best_tokens import best_of_all, best_of_share
 from ..kernels.sample import Choice
 from ..metadata.handoff.kv_layout import Shard
 from .group import Group, OneRank
-from .model_check import check_shares
 from .model_config import ModelConfig
 from .products.base import VOCAB, Product, Split, Sum, WeightShard
 from .products.ranked import GatheredProduct, OwnRowsSum, RankRows, ScatteredProduct, SummedProduct
+from .rank_shares import check_shares
 from .row_shares import Lens, RowShares
 
 

@@ -109,6 +109,8 @@ class RouterConfig(ProcessConfig):
         for name in ("api_key", "admin_key"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty; leave it out to serve without a key")
+        if self.host.startswith("[") and self.host.endswith("]"):  # as in a URL
+            object.__setattr__(self, "host", self.host[1:-1])
         allowed_origins(self.allow_origin)
         allowed_hosts(self.allow_host)
 

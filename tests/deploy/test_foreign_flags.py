@@ -53,7 +53,7 @@ def test_commands_of_others_lead_to_up() -> None:
         (["router", "--tp-size=2"], ["the flag is --tp (of `baton up` and the nodes)"]),
         (["router", "--model", "x"], ["'--model'; it is a flag of `baton up`, `baton prefill`, `baton decode`"]),
         (["up", "org/name"], ["unknown argument 'org/name'; did you mean --model org/name?"]),
-        (["up", "--num-speculative-layers", "2"], ["unknown argument '--num-speculative-layers' (see"]),
+        (["up", "--tensor-parallel-shards", "2"], ["unknown argument '--tensor-parallel-shards' (see"]),
         (["serve", "org/name"], ["no command 'serve'; `baton up --model DIR` serves a model"]),
         (["up", "--model", "org/name"], ["--model org/name: no such directory", "`hf download org/name"]),
         (["decode", "--model", "/no/such/model"], ["--model /no/such/model: no such directory"]),
