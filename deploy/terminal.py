@@ -102,7 +102,7 @@ def say(text: str) -> None:
 
 def ready_text(client: Client, run_dir: Path, key: str | None) -> str:
     """Return the text for a system that is ready: the URL, requests to paste, and the place of the logs. `key`: one
-    that the router asks for. If the environment does not have it, it is written to `run_dir`, and a command takes it."""
+    that the router asks for. If the environment lacks it, it is written to `run_dir`, and a command takes it."""
     model = client.model_names()[0]
     header = "" if key is None else ' -H "Authorization: Bearer $BATON_API_KEY"'
     export = ""
