@@ -20,7 +20,7 @@ from .monitor import NodeNews, Snapshot, SpeculationNews, look
 from .plan import Plan, check_port, commands, free_port
 from .restarts import GiveUp, Restart, Restarts
 from .run_dir import make_run_dir
-from .terminal import Signals, Status, ready_text, say
+from .terminal import KEY_FILE, Signals, Status, ready_text, say
 
 _TICK_S = 0.1
 _READY_POLL_S = 0.25
@@ -46,6 +46,7 @@ def run(plan: Plan) -> int:
         with Signals() as signals:
             return Launcher(secured, children, client, run_dir, signals).run()
     finally:
+        (run_dir / KEY_FILE).unlink(missing_ok=True)
         if secured.keys_dir is not None:  # no process is left that reads the keys
             shutil.rmtree(secured.keys_dir, ignore_errors=True)
 

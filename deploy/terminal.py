@@ -16,6 +16,7 @@ from types import FrameType
 
 from .client import Client
 
+KEY_FILE = "api.key"  # in the run directory, for the printed request
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -107,17 +108,17 @@ def ready_text(client: Client, run_dir: Path, key: str | None) -> str:
     header = "" if key is None else ' -H "Authorization: Bearer $BATON_API_KEY"'
     export = ""
     if key is not None and os.environ.get("BATON_API_KEY") != key:
-        path = run_dir / "api.key"
+        path = run_dir / KEY_FILE
         path.touch(mode=0o600)
         path.write_text(f"{key}\n")
         export = f'  export BATON_API_KEY="$(cat {shlex.quote(str(path))})"\n\n'
     return f"""
 Baton is ready: {client.url}/v1   (model {model})
 
-{export}  curl {client.url}/v1/completions{header} -H 'Content-Type: application/json' \\
+{export}  curl {shlex.quote(f"{client.url}/v1/completions")}{header} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "prompt": "import os\\n\\ndef ", "max_tokens": 64, "temperature": 0}}'
 
-  {own_command()} chat --url {client.url}
+  {own_command()} chat --url {shlex.quote(client.url)}
 
 Logs: {run_dir}    Ctrl-C stops everything.
 """
