@@ -118,6 +118,9 @@ def _run(argv: list[str]) -> int:
             _add_command_flags(name, command)
     word = next((word for word in argv if not word.startswith("-")), None)
     if word is not None and word not in SUMMARIES and not {"-h", "--help"} & set(argv):
+        behind = next((each for each in argv if each in SUMMARIES), None)
+        if behind is not None:
+            parser.error(f"the command stands before its flags: `baton {behind} {argv[0]} ...`")
         clause = COMMANDS.get(word)
         parser.error(f"there is no command {word!r}{nearest(word, SUMMARIES) if clause is None else f'; {clause}'}")
     args, unknown = parser.parse_known_args(argv)

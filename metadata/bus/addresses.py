@@ -64,7 +64,8 @@ def parse_address(text: str) -> Address:
         return Address("ipc", path=path)
     match = _TCP.fullmatch(text)
     if match is None:
-        raise ConfigError(f"address {text!r} is neither tcp://HOST:PORT nor ipc://PATH")
+        hint = f"; write tcp://{text}" if _HOST_AND_PORT.fullmatch(text) else ""
+        raise ConfigError(f"address {text!r} is neither tcp://HOST:PORT nor ipc://PATH{hint}")
     port = 0 if match["port"] == "*" else int(match["port"])
     if port > _MAX_PORT:
         raise ConfigError(f"address {text!r}: port {port} is above {_MAX_PORT}")

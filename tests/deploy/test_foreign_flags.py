@@ -54,6 +54,8 @@ def test_commands_of_others_lead_to_up() -> None:
         (["router", "--model", "x"], ["'--model'; it is a flag of `baton up`, `baton prefill`, `baton decode`"]),
         (["up", "org/name"], ["unknown argument 'org/name'; did you mean --model org/name?"]),
         (["up", "--tensor-parallel-shards", "2"], ["unknown argument '--tensor-parallel-shards' (see"]),
+        (["--port", "3", "up"], ["the command stands before its flags: `baton up --port ...`"]),
+        (["prefill", "--router", "[::1]:5700"], ["address '[::1]:5700' is neither", "; write tcp://[::1]:5700"]),
         (["serve", "org/name"], ["no command 'serve'; `baton up --model DIR` serves a model"]),
         (["up", "--model", "org/name"], ["--model org/name: no such directory", "`hf download org/name"]),
         (["decode", "--model", "/no/such/model"], ["--model /no/such/model: no such directory"]),
