@@ -43,7 +43,7 @@ from .latent_pieces import is_faster, piece_size
 from .logprobs import Logprobs, compute_logprobs
 from .made_checkpoint import FILES
 from .model_card import read_card
-from .model_check import context_len, resolve_model
+from .model_check import longest_context, resolve_model
 from .model_config import ModelConfig
 from .models.decoder import DecoderModel
 from .models.read_config import read_model_config
@@ -97,7 +97,7 @@ class Engine:
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = schema if self.device.type == "cpu" else on_gpu(schema)
-        self.context_len = context_len(config, self.model_config)
+        self.context_len = longest_context(config, self.model_config)
         if self.speculation.draft is not None:
             ranks.of_drafts.check(self.speculation.draft)
         self._config, self._ranks = config, ranks
@@ -202,7 +202,7 @@ class Engine:
         config, page_size = self._config, self._config.page_size
         num_pages = self._ranks.least(num_pages)
         _check_size(num_pages)
-        self.context_len = min(context_len(config, self.model_config), (num_pages - 1) * page_size)
+        self.context_len = min(longest_context(config, self.model_config), (num_pages - 1) * page_size)
         self.card = structs.replace(self.card, context_len=self.context_len)
         self.device_pool: DevicePool | None = None
         layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
@@ -310,13 +310,13 @@ class Engine:
     def _warm_up_history(self, num_tokens: int, pages: list[int]) -> None:
         """On CUDA, run chunks behind the histories that need most working memory. The pool need not hold the histories:
         all their pages are the first one of `pages`."""
-        longest, page_size = context_len(self._config, self.model_config), self.pool.page_size
+        context_len, page_size = longest_context(self._config, self.model_config), self.pool.page_size
         config, num_seqs = self._ranks.own(self.model_config), 1
         if not captures(self.device):
             return
         if config.latent is not None:
             most = piece_size(config.latent, config.num_heads, self.kv.itemsize) + page_size
-            num_seqs = -(-most // longest)
+            num_seqs = -(-most // context_len)
             num_tokens = num_tokens // num_seqs
             num_before = min(context_len, most) - num_tokens
             takes = num_before > 0 and is_faster(config.latent, [num_tokens] * num_seqs, [num_before] * num_seqs)

@@ -30,7 +30,7 @@ def check_model(config: EngineConfig) -> None:
     _check("--model", model_dir, needs_weights=needs_weights, needs_tokenizer=True)
     model = read_model_config(model_dir)
     chosen(model.quantization, config.quantization)
-    context_len(config, model)
+    longest_context(config, model)
     model.pool("float32", config.kv_dtype)
     check_shares(model, config.num_ranks, model.architecture, has_all_heads=config.dp_attention > 1)
     drafter = find_drafter(settle(config, model_dir), model_dir)
@@ -38,7 +38,7 @@ def check_model(config: EngineConfig) -> None:
         _check("--draft-model", drafter, needs_weights=needs_weights, needs_tokenizer=False)
 
 
-def context_len(config: EngineConfig, model: ModelConfig) -> int:
+def longest_context(config: EngineConfig, model: ModelConfig) -> int:
     """Return the longest sequence that a node takes. Raises ConfigError if the model takes no such length."""
     if config.context_len is None:
         return model.context_len
