@@ -27,8 +27,9 @@ def check_model(config: EngineConfig) -> None:
     config.json and the names and headers of the files tell."""
     model_dir = resolve_model(config.model)
     needs_weights = config.load_format == FILES
-    _check("--model", model_dir, needs_weights=needs_weights, needs_tokenizer=True)
+    _check("--model", model_dir, needs_weights=False, needs_tokenizer=False)
     model = read_model_config(model_dir)
+    _check("--model", model_dir, needs_weights=needs_weights, needs_tokenizer=True)
     chosen(model.quantization, config.quantization)
     longest_context(config, model)
     model.pool("float32", config.kv_dtype)
