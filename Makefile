@@ -20,7 +20,7 @@ setup: $(STAMP) ## make .venv with the pinned dependencies
 # pip would compile all packages on one core. Files that are templates or for another Python cannot be compiled.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Baton needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12" >&2; exit 1; }
+		{ echo "Baton needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[node,test]'
 	@$(RUN)/python -m compileall -qq -j 0 $(VENV)/lib || true

@@ -15,6 +15,7 @@ from ..metadata.errors import BatonError
 from .child import die_with_parent
 from .config_file import print_tables, read_tables
 from .flags import Parser, Setting, add_flag, by_name, nearest, resolve
+from .foreign_flags import COMMANDS
 
 TITLE = """\
 Baton serves large language models with prefill and decode in separate processes. A router takes
@@ -125,10 +126,16 @@ def _run(argv: list[str]) -> int:
             _add_command_flags(name, command)
     word = next((word for word in argv if not word.startswith("-")), None)
     if word is not None and word not in SUMMARIES and not {"-h", "--help"} & set(argv):
-        parser.error(f"there is no command {word!r}{nearest(word, SUMMARIES)}")
+        behind = next((each for each in argv if each in SUMMARIES), None)
+        if behind is not None:
+            parser.error(f"the command stands before its flags: `baton {behind} {argv[0]} ...`")
+        clause = COMMANDS.get(word)
+        parser.error(f"there is no command {word!r}{nearest(word, SUMMARIES) if clause is None else f'; {clause}'}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parsers[args.command].refuse(unknown[0])
+        flag = unknown[0].split("=")[0]
+        others = [name for name in ("up", *_PROCESSES) if any(each.flag == flag for each in _settings(name).values())]
+        parsers[args.command].refuse(unknown[0], [name for name in others if name != args.command])
     if args.version:
         print(f"baton {_version()}")
         return 0
@@ -202,6 +209,8 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
 
 def _run_process(name: str, config: Any) -> int:
     """Run a router or a node in this process. Its log starts here."""
+    if name != "router":
+        _module("engine.model_check").check_model(config)  # before torch is loaded
     # OpenMP threads that spin while they wait take the cores of the other processes on this host. Must be set before
     # torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

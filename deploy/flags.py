@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..metadata.errors import ConfigError
+from . import foreign_flags
 
 Config = TypeVar("Config")
 
@@ -119,9 +120,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
-    def refuse(self, unknown: str) -> NoReturn:
-        """Raise ConfigError for an argument that this parser does not have."""
-        self.error(f"unknown argument {unknown!r}{nearest(unknown.split('=')[0], self._option_string_actions)}")
+    def refuse(self, unknown: str, commands: Sequence[str] = ()) -> NoReturn:
+        """Raise ConfigError for an argument that this parser does not have. `commands`: those that have it."""
+        name = unknown.split("=")[0]
+        known = self._option_string_actions
+        if not unknown.startswith("-"):
+            hint = f"; did you mean --model {unknown}?" if "--model" in known else ""
+        elif commands:
+            hint = f"; it is a flag of {', '.join(f'`baton {command}`' for command in commands)}"
+        else:
+            hint = instead(name, known)
+        self.error(f"unknown argument {unknown!r}{hint}")
 
 
 def add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
@@ -197,7 +206,14 @@ def to_argv(config: Any) -> list[str]:
     return argv
 
 
+def instead(flag: str, known: Mapping[str, Any]) -> str:
+    """Return what to do instead of giving a flag that is not `known`, behind a semicolon; an empty text if nothing is
+    near."""
+    clause = foreign_flags.hint(flag, known)
+    return f"; {clause}" if clause is not None else nearest(flag, known)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the most similar of `names`, or an empty text if none is similar."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
     return f"; did you mean {close[0]!r}?" if close else ""

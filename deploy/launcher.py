@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..metadata.errors import BatonError, Unavailable
+from ..metadata.errors import BatonError, ConfigError, Unavailable
 from .child import Child
 from .client import Client
 from .monitor import NodeNews, Snapshot, SpeculationNews, look
-from .plan import Plan, check_model, check_port, commands, free_port
+from .plan import Plan, check_port, commands, free_port
 from .restarts import GiveUp, Restart, Restarts
 from .run_dir import make_run_dir
-from .terminal import Signals, Status, ready_text, say
+from .terminal import KEY_FILE, Signals, Status, ready_text, say
 
 _TICK_S = 0.1
 _READY_POLL_S = 0.25
@@ -30,8 +30,7 @@ _LOOK_EVERY_S = 1.0  # how often the router is asked for its nodes
 
 def run(plan: Plan) -> int:
     """Start all processes, wait for a signal, stop all processes. Returns the exit status."""
-    for config in (plan.prefill, plan.decode):
-        check_model(config)
+    plan.check_models()
     plan = plan.settled()
     port = plan.router.port or free_port(plan.router.host)
     check_port(plan.router.host, port)
@@ -47,6 +46,7 @@ def run(plan: Plan) -> int:
         with Signals() as signals:
             return Launcher(secured, children, client, run_dir, signals).run()
     finally:
+        (run_dir / KEY_FILE).unlink(missing_ok=True)
         if secured.keys_dir is not None:  # no process is left that reads the keys
             shutil.rmtree(secured.keys_dir, ignore_errors=True)
 
@@ -74,7 +74,8 @@ class Launcher:
             if not self._wait_ready():
                 return self._stop()
             self._children[0].forget("--expect")  # a router that starts again serves with the nodes that it finds
-            print(ready_text(self._client, self._run_dir, has_key=bool(self._plan.router.client_keys)), flush=True)
+            key = next(iter(self._plan.router.client_keys), None)
+            print(ready_text(self._client, self._run_dir, key), flush=True)
             self._watch()
             return self._stop()
         except BatonError:
@@ -137,7 +138,8 @@ class Launcher:
             elif child.exit_status is not None and not self._restarts.is_waiting(child.name):
                 verdict = self._restarts.ended(child.name, child.exit_status, now)
                 if isinstance(verdict, GiveUp):
-                    raise Unavailable(f"{verdict.reason}: {_last_words(child)}")
+                    kind = ConfigError if verdict.is_misconfigured else Unavailable
+                    raise kind(f"{verdict.reason}: {_last_words(child)}")
                 tell(_restart_line(child, verdict, self._restarts.serving(child.role)))
 
     def _look(self, now: float, tell: Callable[[str], None]) -> Snapshot:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from ..decode_node.config import DecodeConfig
 from ..engine.config import MEMORY_SHARE, EngineConfig
 from ..engine.drafters.choice import find_drafter, settle
 from ..engine.drafters.registry import describe
+from ..engine.model_check import check_model, resolve_model
 from ..metadata.bus.allow_list import ROUTER, add_line, line_of
 from ..metadata.bus.curve import KeyPair
 from ..metadata.config import ProcessConfig, at_least, setting
@@ -30,7 +30,6 @@ from .flags import resolve, to_argv, to_environ
 
 _Process = TypeVar("_Process", bound=ProcessConfig)
 _Node = TypeVar("_Node", bound=EngineConfig)
-DEMO = Path(__file__).parent / "demo"
 LOOPBACK = "127.0.0.1"
 
 # Settings that `baton up` decides itself. They are not among its flags.
@@ -85,15 +84,24 @@ class Plan:
     decode: DecodeConfig
     keys_dir: Path | None = None  # holds NAME.key for each process and the allow-list
 
+    def check_models(self) -> None:
+        """Raise ConfigError or ModelError if a process could not load its model."""
+        checked: list[tuple[Any, ...]] = []
+        for number, config in ((self.up.prefill, self.prefill), (self.up.decode, self.decode)):
+            what = tuple(getattr(config, field.name) for field in fields(EngineConfig))
+            if number and what not in checked:
+                check_model(config)
+                checked.append(what)
+
     def settled(self) -> Plan:
         """Return this plan with `auto` speculation replaced by the drafter found. Raises ModelError and ConfigError."""
-        prefill, decode = (settle(config, _model_dir(config)) for config in (self.prefill, self.decode))
+        prefill, decode = (settle(config, resolve_model(config.model)) for config in (self.prefill, self.decode))
         return replace(self, prefill=prefill, decode=decode)
 
     @property
     def speculation(self) -> str:
         """A description of how decode nodes will speculate."""
-        config, model_dir = self.decode, _model_dir(self.decode)
+        config, model_dir = self.decode, resolve_model(self.decode.model)
         drafter = find_drafter(config, model_dir)
         return describe(config.speculative, config.draft_steps, config.draft_topk, drafter, model_dir)
 
@@ -203,7 +211,7 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
                 node_id=name,
                 bind_host=LOOPBACK,
                 drain_timeout_s=drain,
-                model=str(_model_dir(config).resolve()),
+                model=str(resolve_model(config.model).resolve()),
                 threads=num_threads,
             )
             if isinstance(node, DecodeConfig) and router.local_prefill == "never":
@@ -259,26 +267,6 @@ def _gpus() -> list[str]:
     if visible is not None:
         return [gpu for gpu in visible.split(",") if gpu]
     return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
-
-
-def _model_dir(config: EngineConfig) -> Path:
-    return Path(config.model) if config.model else DEMO
-
-
-def check_model(config: EngineConfig) -> None:
-    """Raise ConfigError if the model directory cannot be a checkpoint. Looks at the files without loading them."""
-    path = _model_dir(config)
-    if not path.is_dir():
-        raise ConfigError(f"--model {path}: no such directory")
-    for name in ("config.json", "tokenizer.json"):
-        if not (path / name).is_file():
-            raise ConfigError(f"--model {path}: not a Hugging Face checkpoint: it has no {name}")
-    try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: config.json cannot be read: {error}") from None
-    if config.load_format == "safetensors" and not any(path.glob("*.safetensors")):
-        raise ConfigError(f"--model {path}: no *.safetensors file there (other weight formats are not read)")
 
 
 def check_port(host: str, port: int) -> None:

@@ -47,6 +47,7 @@ class GiveUp(NamedTuple):
     """No pair of nodes could ever serve."""
 
     reason: str
+    is_misconfigured: bool = False  # a process said that its configuration cannot work
 
 
 class _Process:
@@ -96,7 +97,7 @@ class Restarts:
         process.num_in_row += 1
         reason = self._hopeless(process, exit_status)
         if reason is not None:
-            return GiveUp(reason)
+            return GiveUp(reason, is_misconfigured=exit_status == ConfigError.exit_status)
         process.num_refused = process.num_refused + 1 if exit_status == Refused.exit_status else 0
         after_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(process.num_in_row - 1, 16))
         if process.num_refused > 1 and self.serving(process.role):

@@ -7,6 +7,9 @@ a comparison with real runs has shown.
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ MAX_GPUS = 64
 _MOST_REQUESTS = 1_000_000
 _ENOUGH = 0.9  # of all requests; fewer good ones mean that the load is too much
 _SEED = 0
+_QUIET_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +118,13 @@ def run(config: SizingConfig) -> int:
     times = read(find(config.model))
     arrivals = load(config)
     slo, max_gap_s = Slo.parse(config.slo), None if config.max_gap_ms is None else config.max_gap_ms / 1e3
-    candidates = [
-        Candidate(shape, outcome, summary(outcome.records, outcome.took_s, [slo]), slo)
-        for shape in shapes(config.gpus)
-        for outcome in [simulate(shape, times, arrivals, config.max_running, max_gap_s)]
-    ]
+    found = shapes(config.gpus)
+    candidates: list[Candidate] = []
+    with Progress(len(found)) as progress:
+        for shape in found:
+            progress.begin(shape.name)
+            outcome = simulate(shape, times, arrivals, config.max_running, max_gap_s)
+            candidates.append(Candidate(shape, outcome, summary(outcome.records, outcome.took_s, [slo]), slo))
     if not candidates[0].outcome.records:
         raise ConfigError(
             f"no node can hold any of the {len(arrivals)} requests: the model takes {times.context_len:,} tokens, and "
@@ -129,6 +135,40 @@ def run(config: SizingConfig) -> int:
     else:
         print("\n".join(_text(candidates, times, arrivals, slo)))
     return 0
+
+
+class Progress:
+    """Says on stderr which shape is simulated: on a terminal in one line that is redrawn, else a line for each shape
+    that is still simulated a second after the start."""
+
+    def __init__(self, num_shapes: int) -> None:
+        self._num_shapes, self._num_begun = num_shapes, 0
+        self._is_terminal = sys.stderr.isatty()
+        self._started = time.monotonic()
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def begin(self, name: str) -> None:
+        """Say so at once on a terminal, else from a second after the start on, if the shape is not finished by then."""
+        self._num_begun += 1
+        age = time.monotonic() - self._started
+        line = f"simulating {name}, shape {self._num_begun} of {self._num_shapes}"
+        if self._is_terminal:
+            print(f"\r\033[K{line}, after {age:.0f} s", end="", file=sys.stderr, flush=True)
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(max(0.0, _QUIET_S - age), print, (line,), {"file": sys.stderr, "flush": True})
+        self._timer.daemon = True
+        self._timer.start()
 
 
 def shapes(num_gpus: int) -> list[ClusterShape]:
@@ -194,7 +234,7 @@ def _text(candidates: Sequence[Candidate], times: Times, arrivals: Sequence[Arri
         f"{'gap p99':>10}{'local':>8}",
     ]
     lines += [_line(each) + ("   <- best" if each is first else "") for each in candidates]
-    lines += ["", _advice(first, slo), *_doubts(candidates, first, times)]
+    lines += ["", _advice(first, slo, times.model), *_doubts(candidates, first, times)]
     if first.outcome.num_refused:
         lines.append(f"{first.outcome.num_refused:,} requests are longer than the model or a node's memory takes.")
     return lines
@@ -210,9 +250,9 @@ def _line(candidate: Candidate) -> str:
     )
 
 
-def _advice(first: Candidate, slo: Slo) -> str:
+def _advice(first: Candidate, slo: Slo, model: str) -> str:
     shape = first.shape
-    advice = f"Best: {shape.name}. Start it with `baton up {shape.flags}`."
+    advice = f"Best: {shape.name}. Start it with `baton up --model DIR {shape.flags}`, where DIR holds {model}."
     if first.good_share() < _ENOUGH:
         ttft, tpot = first.figures["ttft_ms_p50"] / slo.ttft_ms, first.figures["tpot_ms_p50"] / slo.tpot_ms
         advice += (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -14,6 +16,7 @@ from types import FrameType
 
 from .client import Client
 
+KEY_FILE = "api.key"  # in the run directory, for the printed request
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -98,17 +101,36 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def ready_text(client: Client, run_dir: Path, *, has_key: bool) -> str:
-    """Return the text for a system that is ready: the URL, a request to paste, and the place of the logs."""
+def ready_text(client: Client, run_dir: Path, key: str | None) -> str:
+    """Return the text for a system that is ready: the URL, requests to paste, and the place of the logs. `key`: one
+    that the router asks for. If the environment lacks it, it is written to `run_dir`, and a command takes it."""
     model = client.model_names()[0]
-    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if has_key else ""
+    header = "" if key is None else ' -H "Authorization: Bearer $BATON_API_KEY"'
+    export = ""
+    if key is not None and os.environ.get("BATON_API_KEY") != key:
+        path = run_dir / KEY_FILE
+        path.touch(mode=0o600)
+        path.write_text(f"{key}\n")
+        export = f'  export BATON_API_KEY="$(cat {shlex.quote(str(path))})"\n\n'
     return f"""
 Baton is ready: {client.url}/v1   (model {model})
 
-  curl {client.url}/v1/completions{key} -H 'Content-Type: application/json' \\
+{export}  curl {shlex.quote(f"{client.url}/v1/completions")}{header} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "prompt": "import os\\n\\ndef ", "max_tokens": 64, "temperature": 0}}'
 
-  baton chat --url {client.url}
+  {own_command()} chat --url {shlex.quote(client.url)}
 
 Logs: {run_dir}    Ctrl-C stops everything.
 """
+
+
+def own_command() -> str:
+    """Return what to type for `baton`: the name if it is on PATH, else the path of the script, else the module."""
+    script = Path(sys.executable).parent / "baton"
+    found = shutil.which("baton")
+    if found is not None and (not script.exists() or Path(found).samefile(script)):
+        return "baton"
+    if not script.exists():
+        return shlex.join([sys.executable, "-m", "baton.deploy.cli"])
+    here = Path.cwd()
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))

@@ -131,7 +131,8 @@ class ConfigFile(Fields):
     @property
     def is_doubtful_tie(self) -> bool:
         """Whether the whole and the text model say different things of `tie_word_embeddings`."""
-        return self._inner.get("tie_word_embeddings") is False and self.get("tie_word_embeddings") is True
+        inner, outer = self._inner.get("tie_word_embeddings"), self.get("tie_word_embeddings")
+        return isinstance(inner, bool) and isinstance(outer, bool) and inner != outer
 
     @property
     def model_type(self) -> str:

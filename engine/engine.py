@@ -43,6 +43,7 @@ from .latent_pieces import is_faster, piece_size
 from .logprobs import Logprobs, compute_logprobs
 from .made_checkpoint import FILES
 from .model_card import read_card
+from .model_check import longest_context, resolve_model
 from .model_config import ModelConfig
 from .models.decoder import DecoderModel
 from .models.read_config import read_model_config
@@ -96,7 +97,7 @@ class Engine:
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = schema if self.device.type == "cpu" else on_gpu(schema)
-        self.context_len = _context_len(config, self.model_config)
+        self.context_len = longest_context(config, self.model_config)
         if self.speculation.draft is not None:
             ranks.of_drafts.check(self.speculation.draft)
         self._config, self._ranks = config, ranks
@@ -201,7 +202,7 @@ class Engine:
         config, page_size = self._config, self._config.page_size
         num_pages = self._ranks.least(num_pages)
         _check_size(num_pages)
-        self.context_len = min(_context_len(config, self.model_config), (num_pages - 1) * page_size)
+        self.context_len = min(longest_context(config, self.model_config), (num_pages - 1) * page_size)
         self.card = structs.replace(self.card, context_len=self.context_len)
         self.device_pool: DevicePool | None = None
         layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
@@ -309,7 +310,7 @@ class Engine:
     def _warm_up_history(self, num_tokens: int, pages: list[int]) -> None:
         """On CUDA, run chunks behind the histories that need most working memory. The pool need not hold the histories:
         all their pages are the first one of `pages`."""
-        context_len, page_size = _context_len(self._config, self.model_config), self.pool.page_size
+        context_len, page_size = longest_context(self._config, self.model_config), self.pool.page_size
         config, num_seqs = self._ranks.own(self.model_config), 1
         if not captures(self.device):
             return
@@ -457,13 +458,6 @@ def use_threads(config: EngineConfig) -> None:
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // (2 * config.num_ranks)))
 
 
-def resolve_model(model: str | None) -> Path:
-    """The checkpoint directory; None is the demo model that ships with Baton."""
-    if model is None:
-        return Path(__file__).parent.parent / "deploy" / "demo"
-    return Path(model).expanduser()
-
-
 def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use --device cpu or auto")
@@ -489,14 +483,6 @@ def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, specul
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
     target = model.pool(dtype, config.kv_dtype)
     return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
-
-
-def _context_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.context_len is None:
-        return model.context_len
-    if not 1 <= config.context_len <= model.context_len:
-        raise ConfigError(f"context_len {config.context_len} is out of range: the model takes 1 to {model.context_len}")
-    return config.context_len
 
 
 def _check_size(num_pages: int) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor
 from ..kernels.mxfp4 import GROUP
 from ..metadata.errors import ConfigError
 from .checkpoint import Checkpoint, TensorSpec
+from .model_check import FILES
 from .model_config import ModelConfig
 
-FILES, DUMMY = "safetensors", "dummy"  # values of --load-format; any other names a function
+DUMMY = "dummy"  # value of --load-format; any other than this and FILES names a function
 _BYTES = {"F8_E4M3": 1, "U8": 1}
 _SPREAD = 64.0  # of e4m3 numbers
 _SCALE = 2.0**-12  # of e4m3 numbers, so that a weight spreads like one of 4,096 columns

@@ -21,7 +21,7 @@ _MAX_HEADER = 100_000_000  # bytes, as the safetensors library takes
 _ADAPTER = "adapter_config.json"
 
 
-class StoredTensor(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor as the header of its file describes it."""
 
     dtype: str  # as safetensors names it
@@ -74,7 +74,7 @@ def safetensors_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in sorted(names)]
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+def stored_tensors(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a *.safetensors file by name, from its header. Raises ModelError if the file cannot be
     read, is a pointer of git-lfs, or is shorter than its header says.
 
@@ -90,11 +90,11 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
                 raise ValueError(f"its header would have {length} bytes")
             header: dict[str, Any] = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, FileTensor] = {}
         last = 0
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            found[name], last = StoredTensor(entry["dtype"], end - begin), max(last, end)
+            found[name], last = FileTensor(entry["dtype"], end - begin), max(last, end)
         if 8 + length + last > size:
             raise ValueError(f"it has {size:,} of {8 + length + last:,} bytes")
     except PermissionError:
@@ -104,7 +104,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def all_stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
+def all_stored_tensors(model_dir: Path) -> dict[str, FileTensor]:
     """Return the tensors of all files of a directory; none if it has no files that can be read."""
     try:
         return {name: each for path in safetensors_files(model_dir) for name, each in stored_tensors(path).items()}

@@ -26,11 +26,12 @@ from .cuda_group import CudaGroup
 from .device_executor import DeviceExecutor
 from .dp_attention import check_dp_attention
 from .drafters.speculation import read_speculation
-from .engine import Engine, choose_device, choose_dtype, read_target, resolve_model
+from .engine import Engine, choose_device, choose_dtype, read_target
 from .graphs import graph_sizes
 from .group import START_TIMEOUT_S, TIMEOUT_S, CpuGroup, Group
 from .handoff_line import RankHandoff
 from .mapped_blocks import MappedBlocks
+from .model_check import resolve_model
 from .products.ranked import RankRows
 from .prompts import Prompts
 from .rank_devices import check_devices, orders, see

@@ -12,13 +12,18 @@ broken model must stay NaN.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+
+logger = logging.getLogger(__name__)
 
 _SUMS = {"reassoc", "contract", "nsz", "arcp"}
 _LOG2_E = np.float32(1.4426950408889634)
@@ -35,15 +40,25 @@ def compiled(flags: set[str]) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function at its first call, with these `fastmath` flags.
 
     The machine code is kept beside this file. If the package is read-only, it is kept in the user's cache directory. If
-    neither can be written, each process compiles anew."""
+    neither can be written, each process compiles anew, and says so once."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
             return njit(cache=True, nogil=True, error_model="numpy", fastmath=flags)(function)
         except RuntimeError:  # "cannot cache function: no locator available"
+            _warn_of_no_cache()
             return njit(nogil=True, error_model="numpy", fastmath=flags)(function)
 
     return decorate
+
+
+@functools.cache
+def _warn_of_no_cache() -> None:
+    logger.warning(
+        "the compiled kernels cannot be kept, so each start compiles them again: neither %s nor the user's cache "
+        "directory can be written; set XDG_CACHE_HOME or NUMBA_CACHE_DIR to a directory that can",
+        Path(__file__).parent,
+    )
 
 
 @intrinsic

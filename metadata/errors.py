@@ -30,6 +30,7 @@ class ModelError(BatonError):
     """A model directory is missing, truncated, or of a kind that Baton does not serve."""
 
     code = "model_error"
+    exit_status = 2
 
 
 class RequestError(BatonError):

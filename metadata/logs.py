@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import sys
-import time
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -69,7 +68,8 @@ class TerminalHandler(LogHandler):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats `12:34:56.789 I decode-0 rid=abc admitted pages=7`: time, level, process, rid, message, other fields."""
+    """Formats `2026-01-31T12:34:56.789+01:00 I decode-0 rid=abc admitted pages=7`: local time with its offset from UTC,
+    level, process, rid, message, other fields."""
 
     def __init__(self, process_name: str, coloured: bool = False) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ class TextFormatter(logging.Formatter):
         words.append(_one_line(record.getMessage()))
         words += [f"{key}={_one_line(str(value))}" for key, value in fields.items()]
         level = record.levelname[0]
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{clock}.{int(record.msecs):03d} {level} {self._process_name} {' '.join(words)}"
+        clock = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+        line = f"{clock} {level} {self._process_name} {' '.join(words)}"
         if self._coloured and level in _COLOURS:
             line = f"{_COLOURS[level]}{line}\x1b[0m"
         if record.exc_info:

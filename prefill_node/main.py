@@ -12,7 +12,7 @@ from ..engine.rank_handoffs import make_server
 from ..engine.rank_processes import RankProcesses
 from ..engine.ranked_engine import RankedEngine, start_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
-from ..metadata.bus.addresses import address_of_rank, any_port_of
+from ..metadata.bus.addresses import address_of_rank, any_port_of, parse_address
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
@@ -28,7 +28,7 @@ def run(config: PrefillConfig) -> int:
     """Run until SIGTERM or SIGINT and return the exit status. Raises ConfigError and ModelError before it serves, and
     RankLost."""
     name = node_id(config, "prefill")
-    if config.bind_host in _WILDCARDS:
+    if parse_address(any_port_of(config.bind_host)).host in _WILDCARDS:
         raise ConfigError(
             f"bind_host {config.bind_host} is a wildcard: give the address at which decode nodes reach this node"
         )

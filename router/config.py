@@ -152,6 +152,8 @@ class RouterConfig(ProcessConfig):
             raise ConfigError(f"tenant_header is {self.tenant_header!r}; it must be a header's name, like X-Tenant")
         if self.tenant_header is not None and not self.trusted_proxy:
             raise ConfigError("tenant_header is set, but no proxy is trusted: give --trusted-proxy CIDR as well")
+        if self.host.startswith("[") and self.host.endswith("]"):  # as in a URL
+            object.__setattr__(self, "host", self.host[1:-1])
         allowed_origins(self.allow_origin)
         allowed_hosts(self.allow_host)
 

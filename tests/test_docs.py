@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from functools import cache
@@ -215,3 +216,25 @@ def test_the_quick_tests_are_there() -> None:
         if not (ROOT / path).exists() or (name and f"def {name.partition('[')[0]}(" not in text):
             wrong.append(line)
     assert wrong == []
+
+
+def test_commits_that_the_pages_name_are_in_the_history() -> None:
+    """A reader looks them up in a clone. Skipped where there is no whole history."""
+    git = ["git", "-C", str(ROOT)]
+    whole = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=False)
+    if whole.stdout.strip() != "false":
+        pytest.skip("no whole history")
+    named = {
+        match[0]: page.name
+        for page in TODAY
+        for match in re.finditer(
+            r"(?<![\w.#/-])(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,10}(?![\w.-])", page.read_text()
+        )
+    }
+    asked = "".join(f"{commit}^{{commit}}\n" for commit in named)
+    check = [*git, "cat-file", "--batch-check=%(objecttype)"]
+    said = subprocess.run(check, input=asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert (
+        named
+        and [(name, page) for (name, page), what in zip(named.items(), said, strict=True) if what != "commit"] == []
+    )

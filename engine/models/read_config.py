@@ -172,7 +172,7 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
         rope_type = "default"
     if rope_type not in ROPE_TYPES:
         raise fields.error("rope_type", f"is not served; one of {', '.join(ROPE_TYPES)} is", value=rope_type)
-    theta = fields.number("rope_theta", raw.number("rope_theta", _theta(raw)))
+    theta = (fields if fields.get("rope_theta") is not None else raw).number("rope_theta", _theta(raw))
     beside = raw.get("original_max_position_embeddings")
     if rope_type == "default":
         return RopeConfig(theta=theta)
@@ -268,10 +268,10 @@ def _dtype_of_tensors(model_dir: Path | None) -> CheckpointDtype:
 
 
 def _is_tied(raw: ConfigFile, model_dir: Path) -> bool:
-    """Return whether the head is the embedding. If a model with images says so and its text model does not, which is
-    what transformers writes for Mistral 3 in either case, a head in the checkpoint decides."""
+    """Return whether the head is the embedding. If a model with images and its text model say different things, a head
+    in the checkpoint decides: transformers writes `true` for every Mistral 3, and some LLaVA say `false` outside."""
     is_tied = raw.flag("tie_word_embeddings")
-    if is_tied and raw.is_doubtful_tie:
+    if raw.is_doubtful_tie:
         return not any(name.endswith("lm_head.weight") for name in all_stored_tensors(model_dir))
     return is_tied
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .curve import KeyPair
 
 _TCP = re.compile(r"tcp://(\[(?P<ipv6>[0-9A-Fa-f:.]+(%\w+)?)\]|(?P<host>[A-Za-z0-9_.*-]+)):(?P<port>\d{1,5}|\*)")
+_HOST_AND_PORT = re.compile(r"(\[[^\]]*\]|[^:\[\]]+):(\d{1,5}|\*)")
 _MAX_PORT = 65535
 _MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 
@@ -63,7 +64,8 @@ def parse_address(text: str) -> Address:
         return Address("ipc", path=path)
     match = _TCP.fullmatch(text)
     if match is None:
-        raise ConfigError(f"address {text!r} is neither tcp://HOST:PORT nor ipc://PATH")
+        hint = f"; write tcp://{text}" if _HOST_AND_PORT.fullmatch(text) else ""
+        raise ConfigError(f"address {text!r} is neither tcp://HOST:PORT nor ipc://PATH{hint}")
     port = 0 if match["port"] == "*" else int(match["port"])
     if port > _MAX_PORT:
         raise ConfigError(f"address {text!r}: port {port} is above {_MAX_PORT}")
@@ -84,15 +86,22 @@ def require_keys(address: str, keys: KeyPair | None) -> None:
 
 
 def any_port_of(host: str) -> str:
-    """Return the address with which a socket binds to any free port of a host. A full address is returned unchanged."""
-    bracketed = f"[{host}]" if ":" in host else host
-    return host if "://" in host else f"tcp://{bracketed}:*"
+    """Return the address with which a socket binds to any free port of a host, or to the port of HOST:PORT. A full
+    address is returned unchanged."""
+    if "://" in host:
+        return host
+    if _HOST_AND_PORT.fullmatch(host):
+        return f"tcp://{host}"
+    bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"tcp://{bracketed}:*"
 
 
 def address_of_rank(host: str, rank: int) -> str:
     """Return where a rank of a node binds, if rank 0 binds at `host`: a host name or an address. Ranks above 0 use the
     ports, or paths, behind that of rank 0; any free port stays any free port. Raises ConfigError if the address is
     malformed, or if there is no such port."""
+    if _HOST_AND_PORT.fullmatch(host):
+        host = f"tcp://{host}"
     if rank == 0 or "://" not in host:
         return host
     address = parse_address(host)

@@ -11,7 +11,7 @@ import pytest
 
 from baton.decode_node.config import DecodeConfig
 from baton.deploy.cli import main
-from baton.deploy.plan import Plan, UpConfig, check_model, check_port, commands, split_threads
+from baton.deploy.plan import Plan, UpConfig, check_port, commands, split_threads
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.prefill_node.config import PrefillConfig
@@ -287,15 +287,11 @@ def test_a_taken_port_is_named() -> None:
         check_port("no-such-host.invalid", 80)
 
 
-def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
-    config = PrefillConfig(model=str(tmp_path))
-    for name, content in [("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "")]:
-        with pytest.raises(ConfigError, match=name.replace("model", r"\*")):
-            check_model(config)
-        (tmp_path / name).write_text(content)
-    check_model(config)
-    (tmp_path / "model.safetensors").unlink()
-    check_model(PrefillConfig(model=str(tmp_path), load_format="dummy"))  # weights that are made need no files
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        check_model(config)
+def test_models_are_checked_once_for_all_nodes_that_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str | None] = []
+    monkeypatch.setattr("baton.deploy.plan.check_model", lambda config: checked.append(config.model))
+    for num_prefill, model, expected in ((1, "/a", ["/a"]), (0, "/a", ["/a"]), (1, "/b", ["/b", "/a"])):
+        up, prefill = UpConfig(prefill=num_prefill, decode=3), PrefillConfig(model=model)
+        Plan(up, RouterConfig(), prefill, DecodeConfig(model="/a")).check_models()
+        assert checked == expected
+        checked.clear()

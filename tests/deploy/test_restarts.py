@@ -93,7 +93,8 @@ def test_a_role_that_cannot_start_at_all_ends_everything_at_once(status: int) ->
     fleet = Fleet(have_joined=False)
     first = fleet.end("decode-1", status)
     assert isinstance(first, GiveUp) is (status == 2), "another may start yet, unless the flags are wrong"
-    assert isinstance(fleet.end("decode-0", status), GiveUp)
+    last = fleet.end("decode-0", status)
+    assert isinstance(last, GiveUp) and last.is_misconfigured is (status == 2)
     fleet = Fleet(have_joined=False)
     assert isinstance(fleet.end("prefill-0", status), GiveUp)
     assert isinstance(Fleet(have_joined=False).end("router", status), GiveUp)

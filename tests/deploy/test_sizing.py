@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from imports import check_imports
 from simulated import TIMES
 
-from baton.deploy import cli
+from baton.deploy import cli, sizing
 from baton.deploy.simulation.cluster import ClusterShape, Outcome
 from baton.deploy.simulation.figures import Record, Slo
 from baton.deploy.simulation.times import StatedError
@@ -60,9 +61,31 @@ def test_the_answer_in_words(times: str, capsys: pytest.CaptureFixture[str]) -> 
     rows = [line for line in text.splitlines() if line[:1].isdigit()]
     assert [row.split()[:2] for row in rows] == [["0P2D", "always"], ["1P1D", "never"], ["1P1D", "auto"]]
     assert sum("<- best" in row for row in rows) == 1
-    assert "`baton up --prefill " in text
+    assert "`baton up --model DIR --prefill " in text
     assert "Compared with two runs, its ttft p50 was off by up to 25% and its tpot p99 by up to 10%." in text
     assert "If all times are longer by as much" in text and "If all times are shorter" in text
+
+
+def test_a_long_simulation_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once on a terminal, and elsewhere when it has taken a while."""
+    monkeypatch.setattr(sizing, "_QUIET_S", 0.0)
+    with sizing.Progress(3) as progress:
+        for name in ("0P2D always", "1P1D never"):
+            progress.begin(name)
+            assert progress._timer is not None
+            progress._timer.join(10)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["simulating 0P2D always, shape 1 of 3", "simulating 1P1D never, shape 2 of 3"]
+    monkeypatch.setattr(sizing, "_QUIET_S", 60.0)
+    with sizing.Progress(3) as progress:
+        progress.begin("0P2D always")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with sizing.Progress(3) as progress:
+        progress.begin("0P2D always")
+    assert "simulating 0P2D always, shape 1 of 3, after 0 s" in capsys.readouterr().err
 
 
 def test_the_answer_says_what_the_error_would_change(times: str, capsys: pytest.CaptureFixture[str]) -> None:

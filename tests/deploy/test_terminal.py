@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from baton.deploy.terminal import Signals, Status
+from baton.deploy.client import Client
+from baton.deploy.terminal import Signals, Status, own_command, ready_text
 
 
 class Terminal(io.StringIO):
@@ -58,3 +61,42 @@ def test_without_a_terminal_every_line_is_printed(monkeypatch: pytest.MonkeyPatc
         status.draw(1.0)
         status.tell("three")
     assert stderr.getvalue() == "  router: one\n  router: two\nthree\n"
+
+
+class OneModel(Client):
+    def model_names(self) -> list[str]:
+        return ["demo"]
+
+
+def test_the_printed_request_finds_the_key_wherever_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a shell that does not know it: the commands up to the request are pasted."""
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    client = OneModel("http://127.0.0.1:1")
+    directory = tmp_path / "with space"
+    directory.mkdir()
+    text = ready_text(client, directory, "it's secret")
+    assert "secret" not in text and (directory / "api.key").stat().st_mode & 0o77 == 0
+    export = next(line for line in text.splitlines() if "export" in line)
+    said = subprocess.run(["sh", "-c", f'{export}; echo "$BATON_API_KEY"'], capture_output=True, text=True, check=True)
+    assert said.stdout == "it's secret\n"
+    monkeypatch.setenv("BATON_API_KEY", "known")
+    text = ready_text(client, tmp_path, "known")
+    assert "export" not in text and "$BATON_API_KEY" in text
+    assert "BATON_API_KEY" not in ready_text(client, tmp_path, None)
+
+
+def test_the_printed_command_is_one_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = tmp_path / "a b" / ".venv" / "bin"
+    venv.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(venv / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert own_command() == f"'{venv}/python' -m baton.deploy.cli"
+    (venv / "baton").write_text("#!/bin/sh\n")
+    (venv / "baton").chmod(0o755)
+    assert own_command() == f"'{venv}/baton'"
+    monkeypatch.chdir(tmp_path / "a b")
+    assert own_command() == ".venv/bin/baton"
+    monkeypatch.setenv("PATH", f"{venv}:/usr/bin")
+    assert own_command() == "baton"

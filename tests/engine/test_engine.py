@@ -15,9 +15,10 @@ from baton.engine import engine as engines
 from baton.engine import logprobs
 from baton.engine.batch import Computed
 from baton.engine.config import EngineConfig
-from baton.engine.engine import LEASE_STEPS, MIN_LEASE_S, Engine, default_node_id, resolve_model
+from baton.engine.engine import LEASE_STEPS, MIN_LEASE_S, Engine, default_node_id
 from baton.engine.fingerprint import fingerprint
 from baton.engine.logprobs import compute_logprobs
+from baton.engine.model_check import resolve_model
 from baton.engine.sampling_state import SamplingState
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError

@@ -29,7 +29,8 @@ from baton.engine.models.registry import load_model
 from baton.engine.products.base import INNER_IN, INNER_OUT
 from baton.engine.products.fp8 import Fp8ProductOnCpu
 from baton.engine.quantization import ONLINE_FP8, Quantization, Rounding, WeightScale, chosen
-from baton.engine.ranks import Ranks, check_shares
+from baton.engine.rank_shares import check_shares
+from baton.engine.ranks import Ranks
 from baton.engine.weights import CheckpointWeights
 from baton.metadata.errors import ConfigError
 

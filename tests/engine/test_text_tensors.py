@@ -95,6 +95,30 @@ def test_text_is_computed_as_by_the_wrapper(name: str, tied: bool, tmp_path: Pat
     torch.testing.assert_close(logits_of(directory, PROMPT), expected, atol=2e-4, rtol=2e-4)
 
 
+def as_published(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json in the shape of published files: fields of the text model beside those of the whole
+    (Qwen2.5-VL), or a text model without the values that its class has anyway (LLaVA)."""
+    text, whole = fields.pop("text_config"), transformers.LlamaConfig().to_dict()
+    if fields["model_type"] == "llava":
+        inner = {key: value for key, value in text.items() if value != whole.get(key) and key != "dtype"}
+        assert "vocab_size" in inner and "rms_norm_eps" not in inner and "rope_parameters" not in inner
+        return fields | {"text_config": inner}
+    rope = text.pop("rope_parameters")
+    del text["layer_types"]
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    return text | fields | {"rope_scaling": scaling, "rope_theta": rope["rope_theta"]}
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
+def test_files_of_the_published_shape_compute_the_same(name: str, tmp_path: Path) -> None:
+    directory, theirs = write(name, tmp_path / name)
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(as_published(fields)))
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(directory, PROMPT), expected, atol=2e-4, rtol=2e-4)
+
+
 def test_a_pair_of_nodes_serves_the_wrappers_text(tmp_path: Path) -> None:
     """With the tokenizer beside it, as every served model has."""
     directory, theirs = write("mistral3", tmp_path / "mistral3")

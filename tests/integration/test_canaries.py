@@ -14,7 +14,7 @@ import pytest
 from served import Node, Served
 from served_nodes import engine_of
 
-from baton.deploy.plan import DEMO
+from baton.engine.model_check import DEMO
 from baton.engine.work import BatchRow
 
 Start = Callable[..., Served]

@@ -32,3 +32,4 @@ def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[[2.19"), done.stdout
+    assert done.stderr.count("each start compiles them again") == 1 and "NUMBA_CACHE_DIR" in done.stderr

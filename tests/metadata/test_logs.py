@@ -38,7 +38,9 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
 
 def test_a_text_line_has_time_level_process_and_fields(lines: Lines) -> None:
     (line,) = lines(lambda: logger.info("admitted in %d ms", 7, extra={"pages": 3, "rid": "abc"}))
-    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} I decode-0 rid=abc admitted in 7 ms pages=3", line)
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d I decode-0 rid=abc admitted in 7 ms pages=3", line
+    )
 
 
 def test_a_json_line_has_all_fields_even_odd_values(lines: Lines) -> None:

@@ -62,6 +62,10 @@ def test_a_taken_port_is_refused(which: str) -> None:
             run(config)
 
 
+def test_a_host_may_have_the_brackets_that_it_has_in_a_url() -> None:
+    assert RouterConfig(host="[::1]").host == RouterConfig(host="::1").host == "::1"
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("max_waiting", 0), ("port", 70000), ("api_key", ""), ("request_timeout_s", -1.0)]
 )

@@ -16,8 +16,8 @@ from handoff_nodes import SCHEMA
 from samples import make_sample
 from wire import Wire
 
-from baton.deploy.plan import DEMO
 from baton.engine.model_card import read_tokenizer
+from baton.engine.model_check import DEMO
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import Received

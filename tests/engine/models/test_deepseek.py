@@ -26,7 +26,7 @@ from ties import Reference
 from baton.engine.batch import ForwardBatch
 from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
-from baton.engine.ranks import check_shares
+from baton.engine.rank_shares import check_shares
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError, ModelError
 from baton.metadata.handoff.kv_layout import KvLayout

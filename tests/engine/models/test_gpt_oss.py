@@ -29,7 +29,7 @@ from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.products.experts import GroupedExperts, TorchExperts
 from baton.engine.quantization import Quantization
-from baton.engine.ranks import check_shares
+from baton.engine.rank_shares import check_shares
 from baton.kernels.formats import SwigluClamp
 from baton.kernels.operations import preferring
 from baton.metadata.errors import ConfigError, ModelError

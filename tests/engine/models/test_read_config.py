@@ -269,9 +269,10 @@ def test_a_head_in_the_checkpoint_decides_if_the_text_model_and_the_whole_differ
     """transformers writes `true` for every Mistral 3, whose text model has a head of its own."""
     inner = MISTRAL | {"model_type": "mistral", "tie_word_embeddings": False}
     fields = {"model_type": "mistral3", "text_config": inner, "tie_word_embeddings": True}
+    other = fields | {"text_config": inner | {"tie_word_embeddings": True}, "tie_word_embeddings": False}
     for name, is_tied in (("language_model.lm_head.weight", False), ("model.language_model.norm.weight", True)):
         save_file({name: torch.ones(2)}, tmp_path / "model.safetensors")
-        assert read(tmp_path, fields).tie_word_embeddings == is_tied
+        assert read(tmp_path, fields).tie_word_embeddings == read(tmp_path, other).tie_word_embeddings == is_tied
     del inner["tie_word_embeddings"]
     assert read(tmp_path, fields).tie_word_embeddings
 

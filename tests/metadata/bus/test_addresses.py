@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from baton.metadata.bus import addresses
-from baton.metadata.bus.addresses import address_of_rank, host_identity, parse_address, require_keys
+from baton.metadata.bus.addresses import address_of_rank, any_port_of, host_identity, parse_address, require_keys
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 
@@ -127,11 +127,32 @@ def test_without_a_kernel_identity_no_two_hosts_are_equal(monkeypatch: pytest.Mo
         ("tcp://[::1]:5800", "tcp://[::1]:5802"),
         ("tcp://host-1:*", "tcp://host-1:*"),
         ("ipc:///run/baton/pages", "ipc:///run/baton/pages-2"),
+        ("[::1]", "[::1]"),
     ],
 )
 def test_ranks_bind_behind_rank_0(host: str, bound: str) -> None:
     assert address_of_rank(host, 0) == host
     assert address_of_rank(host, 2) == bound
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.1", "tcp://10.0.0.1:*"),
+        ("10.0.0.1:7000", "tcp://10.0.0.1:7000"),
+        ("host-1:*", "tcp://host-1:*"),
+        ("::1", "tcp://[::1]:*"),
+        ("[::1]", "tcp://[::1]:*"),
+        ("[fd00::7]:7000", "tcp://[fd00::7]:7000"),
+        ("tcp://[::1]:7000", "tcp://[::1]:7000"),
+        ("ipc:///run/pages", "ipc:///run/pages"),
+    ],
+)
+def test_a_host_may_have_brackets_and_a_port(host: str, address: str) -> None:
+    assert any_port_of(host) == address
+    parse_address(address)
+    if not address.endswith("*") and address.startswith("tcp"):
+        assert parse_address(address_of_rank(host, 1)).port == 7001
 
 
 def test_ranks_without_ports_behind_rank_0_are_refused() -> None:

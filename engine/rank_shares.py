@@ -1,0 +1,60 @@
+"""Whether ranks can have equal shares of a model. Imports no torch."""
+
+from __future__ import annotations
+
+from ..kernels.formats import BLOCK
+from ..metadata.errors import ConfigError
+from .model_config import ModelConfig
+
+
+def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: bool = False) -> None:
+    """Raise ConfigError, which calls the model `model`, if `size` ranks cannot have equal shares of its layers.
+    `has_all_heads`: each rank has all heads."""
+    counts = {} if has_all_heads else {"query heads": config.num_heads}
+    counts["hidden units"] = config.intermediate_size
+    if config.experts is not None:
+        counts["hidden units of an expert"] = config.experts.inner_size
+    for what, count in counts.items():
+        if count % size:
+            flag = "--dp-attention" if has_all_heads else "--tp"
+            raise ConfigError(f"{model} has {count} {what}, which {size} ranks cannot divide; let {flag} be a divisor")
+    _check_quantization(config, size, model, has_all_heads=has_all_heads)
+    num_kv_heads = config.num_kv_heads
+    if not has_all_heads and num_kv_heads % size and size % num_kv_heads:
+        raise ConfigError(
+            f"{model} has {num_kv_heads} KV heads, which {size} ranks cannot share; let --tp be a divisor or a multiple"
+        )
+
+
+def _check_quantization(config: ModelConfig, size: int, model: str, *, has_all_heads: bool) -> None:
+    """Raise ConfigError if ranks would round other rows than one rank does."""
+    quantization = config.quantization
+    if quantization is None or size == 1:
+        return
+    if quantization.weight_scale == "blocks":
+        widths = {"hidden units": config.intermediate_size // size}
+        if config.experts is not None:
+            widths["hidden units of an expert"] = config.experts.inner_size // size
+            widths["hidden units for all tokens"] = config.experts.shared_size // size
+        if not has_all_heads:
+            widths |= _head_widths(config, size)
+        for what, width in widths.items():
+            if width % BLOCK:
+                raise ConfigError(
+                    f"{model} has FP8 scales for blocks of {BLOCK}; {size} ranks would have {width} {what} each, which "
+                    "cuts a block; use fewer ranks"
+                )
+
+
+def _head_widths(config: ModelConfig, size: int) -> dict[str, int]:
+    """Return the numbers of heads that one of `size` ranks has, which are rows and columns of its weights."""
+    latent = config.latent
+    if latent is None:
+        of_kv = config.kv_size // min(size, config.num_kv_heads)
+        return {"numbers of query heads": config.q_size // size, "numbers of KV heads": of_kv}
+    num_heads = config.num_heads // size
+    return {
+        "numbers of query heads": num_heads * (latent.plain_dim + latent.rope_dim),
+        "numbers of keys and values": num_heads * (latent.plain_dim + latent.value_dim),
+        "numbers of values": num_heads * latent.value_dim,
+    }
