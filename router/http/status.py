@@ -24,17 +24,17 @@ async def health(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 async def ready(api: Api, http_request: web.Request) -> web.StreamResponse:
     """GET /ready. Raises Unavailable while no request could be served, or a node that was started with the router has
-    not joined yet. Nobody but operators is told of models and nodes; all others get counts."""
+    not joined yet. Nobody but operators is told of models and nodes; all others read how many nodes are here."""
     if api.is_draining:
         raise Unavailable("the router is shutting down")
-    registry, joined = api.dispatcher.registry, api.num_joined
+    registry = api.dispatcher.registry
     reason = api.why_not_ready()
     if reason is not None:
-        raise NoNode(f"no request could be served now: {joined.words}", reason)
+        raise NoNode(f"no request could be served now: {api.joined_words}", reason)
     is_operator = _is_operator(api, http_request)
     found = degraded(registry.nodes.values(), registry.histories, time.monotonic()) if is_operator else []
     local_prefill = _local_prefill(api) if is_operator else []
-    return json_response(ReadyAnswer("ready", joined.prefill, joined.decode, local_prefill, found))
+    return json_response(ReadyAnswer("ready", local_prefill, found))
 
 
 async def metrics(api: Api, _request: web.Request) -> web.StreamResponse:

@@ -58,7 +58,7 @@ def test_probes_need_no_key_and_without_one_they_tell_only_counts(make_system: A
     system.up()
     for key in (None, "wrong", "client"):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        assert request("GET", "/ready", headers=headers)[:2] == (200, {"status": "ready", "prefill": 1, "decode": 1})
+        assert request("GET", "/ready", headers=headers)[:2] == (200, {"status": "ready"})
         assert request("GET", "/health", headers=headers)[:2] == (200, {"status": "ok"})
     assert request("GET", "/metrics")[0] == 401
     page = request("GET", "/metrics", headers={"Authorization": "Bearer client"})[1].decode()
@@ -82,7 +82,7 @@ def test_the_ops_address_serves_probes_and_metrics_without_a_key_and_nothing_els
                 return error.code, error.read()
 
     assert get("/metrics")[0] == 200 and b"baton_ready 1.0" in get("/metrics")[1]
-    assert get("/ready") == (200, b'{"status":"ready","prefill":1,"decode":1}')
+    assert get("/ready") == (200, b'{"status":"ready"}')
     assert get("/health") == (200, b'{"status":"ok"}')
     for path in ("/health", "/metrics", f"{system.router.url}/health", f"{system.router.url}/ready"):
         assert get(path, "HEAD") == (200, b""), path
