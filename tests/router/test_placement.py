@@ -53,10 +53,10 @@ def test_prefill_trades_affinity_against_load() -> None:
 
 
 def test_a_session_returns_to_its_nodes_unless_others_are_much_less_loaded() -> None:
-    last = decode(running=2)._replace(is_sessions=True)
-    assert choose_decode([decode(running=1), last], 5) == 1, "a tenth of its places more"
-    assert choose_decode([decode(running=0), last], 5) == 0
-    assert choose_decode([decode(running=1), last._replace(is_full=True)], 5) == 0
+    last = decode(running=4, most=20)._replace(is_sessions=True)
+    assert choose_decode([decode(running=3, most=20), last], 5) == 1
+    assert choose_decode([decode(running=1, most=20), last], 5) == 0, "more than a tenth of its places fuller"
+    assert choose_decode([decode(running=3, most=20), last._replace(is_full=True)], 5) == 0
     idle = PrefillFigures(queued_tokens=0, num_queued=0, max_queued=8, cached_tokens=0)
     last_prefill = idle._replace(queued_tokens=900, num_queued=2, is_sessions=True)
     assert choose_prefill([idle, last_prefill], 1000) == 1
