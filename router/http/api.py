@@ -32,7 +32,6 @@ from .ledgers import Ledgers
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
 
-IS_OPS = web.AppKey("is_ops", bool)  # set on the application of --ops-address
 _T = TypeVar("_T")
 
 

@@ -10,16 +10,16 @@ from ...metadata.errors import Unavailable
 from ..availability import degraded
 from ..errors import NoNode
 from ..metrics import CONTENT_TYPE
-from .access import CALLER
+from .access import IS_OPERATOR
 from .admin_types import HealthAnswer, ReadyAnswer
-from .api import IS_OPS, Api, json_response
+from .api import Api, json_response
 from .openai_types import Version
 from .openapi import package_version
 
 
 async def health(api: Api, http_request: web.Request) -> web.StreamResponse:
     """GET /health: the process answers."""
-    return json_response(HealthAnswer("ok", _local_prefill(api) if _is_operator(api, http_request) else []))
+    return json_response(HealthAnswer("ok", _local_prefill(api) if http_request[IS_OPERATOR] else []))
 
 
 async def ready(api: Api, http_request: web.Request) -> web.StreamResponse:
@@ -31,7 +31,7 @@ async def ready(api: Api, http_request: web.Request) -> web.StreamResponse:
     reason = api.why_not_ready()
     if reason is not None:
         raise NoNode(f"no request could be served now: {api.joined_words}", reason)
-    is_operator = _is_operator(api, http_request)
+    is_operator = http_request[IS_OPERATOR]
     found = degraded(registry.nodes.values(), registry.histories, time.monotonic()) if is_operator else []
     local_prefill = _local_prefill(api) if is_operator else []
     return json_response(ReadyAnswer("ready", local_prefill, found))
@@ -45,10 +45,6 @@ async def metrics(api: Api, _request: web.Request) -> web.StreamResponse:
 async def version(_api: Api, _request: web.Request) -> web.StreamResponse:
     """GET /version."""
     return json_response(Version(package_version()))
-
-
-def _is_operator(api: Api, http_request: web.Request) -> bool:
-    return not http_request.app.get(IS_OPS, False) and api.access.may_operate(http_request[CALLER])
 
 
 def _local_prefill(api: Api) -> list[str]:

@@ -67,6 +67,16 @@ def test_probes_need_no_key_and_without_one_they_tell_only_counts(make_system: A
     assert f'\nbaton_build_info{{version="{version("baton-serve")}"}} 1.0\n' in page
 
 
+def test_a_foreign_page_reads_nothing_from_a_probe_but_its_status(make_system: Any) -> None:
+    router = make_system().router
+    status, body, _ = router.request("GET", "/ready")
+    assert (status, "no node has joined" in body["error"]["message"]) == (503, True), "on loopback all are operators"
+    for foreign in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        status, body, _ = router.request("GET", "/ready", headers=foreign)
+        assert (status, "no node has joined" in body["error"]["message"]) == (503, False)
+        assert router.request("GET", "/health", headers=foreign)[:2] == (200, {"status": "ok"})
+
+
 def test_the_ops_address_serves_probes_and_metrics_without_a_key_and_nothing_else(make_system: Any) -> None:
     system: System = make_system(router={"api_key": "client", "ops_address": "0"}).up()
     url = system.router.router.ops_url
