@@ -104,7 +104,7 @@ def _text(path: Path) -> tuple[_Seen, str]:
     if len(data) > MAX_BYTES:
         raise ConfigError(f"api_keys {path}: is longer than {MAX_BYTES} bytes")
     try:
-        return seen, data.decode("utf-8")
+        return seen, data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"api_keys {path}: cannot be read: it is not UTF-8 text at byte {error.start}") from None
 

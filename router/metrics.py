@@ -235,9 +235,9 @@ class Metrics:
             "baton_prompt_tokens", "Prompt tokens of finished requests.", ["model"], registry=registry
         )
         self._cached = Counter("baton_cached_tokens", "Those found in a prefix cache.", ["model"], registry=registry)
-        self._tokens, self._tenants = TokenFigures(), TenantFigures()
+        self._tokens, self.tenants = TokenFigures(), TenantFigures()
         registry.register(self._tokens)
-        registry.register(self._tenants)
+        registry.register(self.tenants)
         ProcessCollector(registry=registry)
         build = Gauge("baton_build_info", "1; the label is Baton's version.", ["version"], registry=registry)
         build.labels(version("baton-serve")).set(1)
@@ -251,7 +251,7 @@ class Metrics:
     ) -> None:
         """Add the metrics of the whole service."""
         self._registry.register(ServiceFigures(nodes, queues, requests, is_ready))
-        self._tenants.num_waiting = lambda: queues.num_waiting_of
+        self.tenants.num_waiting = lambda: queues.num_waiting_of
 
     def page(self) -> bytes:
         """Return the page that Prometheus reads."""
@@ -264,7 +264,7 @@ class Metrics:
     def count_request(self, model: str, outcome: str, tenant: str = DEFAULT.name) -> None:
         """A request ended: done, failed, cancelled or refused."""
         self._requests.labels(model, outcome).inc()
-        self._tenants.of(tenant).outcomes[outcome] += 1
+        self.tenants.of(tenant).outcomes[outcome] += 1
 
     def moved(self, request: Request, reason: MoveReason) -> None:
         """A request goes on on other nodes."""
@@ -285,7 +285,6 @@ class Metrics:
             self._ttft.labels(model).observe(now - request.created_at)
         if num_tokens:
             self._tokens.num_tokens[model] = self._tokens.num_tokens.get(model, 0) + num_tokens
-            self._tenants.of(request.tenant.name).num_output += num_tokens
             if sequence.seen_at is not None:
                 self._tokens.observe(model, now - sequence.seen_at, num_tokens)
 
@@ -296,7 +295,7 @@ class Metrics:
         self._e2e.labels(model).observe(now - request.created_at)
         self._prompt.labels(model).inc(len(request.prompt_ids))
         self._cached.labels(model).inc(request.num_cached or 0)
-        counts = self._tenants.of(request.tenant.name)
+        counts = self.tenants.of(request.tenant.name)
         counts.outcomes["done"] += 1
         counts.num_prompt += len(request.prompt_ids)
         counts.num_cached += request.num_cached or 0

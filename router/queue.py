@@ -37,6 +37,7 @@ from .request import Attempt, Request
 
 AGE_S = 10.0  # seconds of waiting that make up for one step of priority
 MARGIN_S = 0.15  # an answer's way through busy processes, counted as a part of its time
+FEW = 64  # entries that are sooner copied than looked up one by one
 PATIENCE_S = 0.25  # a request that has waited less is not given up as late: nodes may have room this moment
 
 Turn = tuple[float, int]  # smaller is served earlier; the second part orders entries of one time
@@ -180,7 +181,15 @@ class WaitingQueue:
         return self._num_entries
 
     def __iter__(self) -> Iterator[Entry]:
-        yield from self._first.entries.copy()
+        if self._first.entries:
+            yield from self._first.entries.copy()
+        if len(self._lines) == 1 and self._num_entries <= FEW:
+            for line in self._lines.copy().values():
+                yield from line.entries.copy()
+        else:
+            yield from self._in_turns()
+
+    def _in_turns(self) -> Iterator[Entry]:
         places: dict[str, Turn] = {}  # the last turn of each tenant that was yielded: entries may leave meanwhile
 
         def take(share: Share) -> tuple[Entry, int] | None:
@@ -195,7 +204,7 @@ class WaitingQueue:
             places[share.name] = entry.turn
             return entry, entry.num_tokens
 
-        yield from self.shares.turns(take)
+        return self.shares.turns(take)
 
     @property
     def unordered(self) -> Iterator[Entry]:

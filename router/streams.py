@@ -179,8 +179,10 @@ class TokenStreams:
     def _deliver(self, sequence: Sequence, delta: Delta, now: float) -> None:
         request = sequence.request
         if not request.is_canary:
-            request.share.charge(len(delta.token_ids))
-            self._metrics.tokens(request, sequence, len(delta.token_ids), now)
+            num_tokens = len(delta.token_ids)
+            request.share.charge(num_tokens)
+            self._metrics.tenants.of(request.tenant.name).num_output += num_tokens
+            self._metrics.tokens(request, sequence, num_tokens, now)
         attempt = sequence.attempt
         if sequence.seen_at is None and attempt is not None and attempt.prefill is None and attempt.decode is not None:
             request.learn(attempt, now, now + attempt.decode.load.round_s, now)

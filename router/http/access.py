@@ -56,6 +56,7 @@ class Caller:
 
 
 CALLER = web.RequestKey("caller", Caller)
+IS_OPERATOR = web.RequestKey("is_operator", bool)  # the caller may read about nodes and models
 
 
 class Access:

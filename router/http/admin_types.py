@@ -22,12 +22,10 @@ class HealthAnswer(Struct, frozen=True, omit_defaults=True):
 
 
 class ReadyAnswer(Struct, frozen=True, omit_defaults=True):
-    """Answer of GET /ready, with the numbers of joined nodes. Operators also get `local_prefill`, a sentence for each
-    model whose prompts decode nodes compute, and `degraded`, if some node is not as it should be."""
+    """Answer of GET /ready. Operators also get `local_prefill`, a sentence for each model whose prompts decode nodes
+    compute, and `degraded`, if some node is not as it should be."""
 
     status: Literal["ready"]
-    prefill: int
-    decode: int
     local_prefill: list[str] = []
     degraded: list[Degraded] = []
 

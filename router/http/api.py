@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any, NamedTuple, TypeVar
+from collections import Counter
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -31,19 +32,7 @@ from .ledgers import Ledgers
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
 
-IS_OPS = web.AppKey("is_ops", bool)  # set on the application of --ops-address
 _T = TypeVar("_T")
-
-
-class Joined(NamedTuple):
-    """Numbers of joined nodes."""
-
-    prefill: int
-    decode: int
-
-    @property
-    def words(self) -> str:
-        return f"{self.prefill} prefill and {self.decode} decode nodes are here"
 
 
 class Api:
@@ -71,10 +60,10 @@ class Api:
         return decode(data, decoder)
 
     @property
-    def num_joined(self) -> Joined:
-        """The nodes that are here now."""
-        nodes = self.dispatcher.registry.nodes.values()
-        return Joined(*(sum(node.role == role for node in nodes) for role in ROLES))
+    def joined_words(self) -> str:
+        """How many nodes of each role are here now."""
+        counts = Counter(node.role for node in self.dispatcher.registry.nodes.values())
+        return f"{counts['prefill']} prefill and {counts['decode']} decode nodes are here"
 
     def why_not_ready(self) -> str | None:
         """Return what is missing before requests are served as meant, for operators; None if nothing is."""

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from ...metadata.errors import BatonError
 from ..errors import NotFound
-from .access import CALLER, KeyLevel
-from .api import IS_OPS, Api, request_id
+from .access import CALLER, IS_OPERATOR, KeyLevel
+from .api import Api, request_id
 from .bodies import expected
 from .connection import SERVER
 from .cross_origin import CrossOriginChecks, Reach
@@ -48,9 +48,7 @@ def ops_application(api: Api, address: Authority) -> web.Application:
     config = dataclasses.replace(api.config, host=address.host)
     checks = CrossOriginChecks(config, Reach(is_local=is_loopback(address.host), has_api_keys=False))
     routes = [route for route in ROUTES if route.path in _PROBES]
-    app = _application(api, _Wrapper(api, checks, is_ops=True), routes)
-    app[IS_OPS] = True
-    return app
+    return _application(api, _Wrapper(api, checks, is_ops=True), routes)
 
 
 def _application(api: Api, wrapper: _Wrapper, routes: Sequence[Route]) -> web.Application:
@@ -87,7 +85,7 @@ class _Wrapper:
     """Steps around every handler."""
 
     def __init__(self, api: Api, checks: CrossOriginChecks, *, is_ops: bool = False) -> None:
-        """`is_ops`: no route needs a key."""
+        """`is_ops`: no route needs a key, and nobody is an operator."""
         self._api = api
         self._checks = checks
         self._is_ops = is_ops
@@ -99,16 +97,15 @@ class _Wrapper:
         try:
             limit_unread(request, self._api.config.max_unread_s)
             needs = KeyLevel.NOTHING if self._is_ops else needs_of(request)
-            self._checks.check(request, KeyLevel.KEY if self._is_ops else needs)
+            is_foreign = self._checks.check(request, KeyLevel.KEY if self._is_ops else needs)
             if request.method == "OPTIONS":
                 response = self._checks.options(request)
             else:
                 request[CALLER] = access.caller_of(request, needs)
+                request[IS_OPERATOR] = not (self._is_ops or is_foreign) and access.may_operate(request[CALLER])
                 response = await handler(request)
         except BatonError as error:
-            caller = request.get(CALLER)
-            may_operate = caller is not None and not self._is_ops and access.may_operate(caller)
-            response = self._failed(request, error, may_operate=may_operate)
+            response = self._failed(request, error, may_operate=request.get(IS_OPERATOR, False))
         except web.HTTPException as error:
             response = self._failed(request, _refusal(request, error))
             if "Allow" in error.headers:

@@ -56,16 +56,20 @@ class CrossOriginChecks:
         own = Authority.parse(f"[{config.host}]" if ":" in config.host else config.host)
         self._own_host = own.host if own is not None else None
 
-    def check(self, http_request: web.Request, needs: KeyLevel) -> None:
-        """Raise Foreign for a foreign host or page, HttpRefusal (415) for a body that is not JSON."""
+    def check(self, http_request: web.Request, needs: KeyLevel) -> bool:
+        """Raise Foreign for a foreign host or page, HttpRefusal (415) for a body that is not JSON. Return whether the
+        host or the page is foreign, where that is no error: on routes that need no key."""
+        is_foreign = False
         try:
             self._check_host(http_request)
             self._check_page(http_request)
         except Foreign:
             if needs is not KeyLevel.NOTHING:
                 raise
+            is_foreign = True
         if http_request.method == "POST" and http_request.match_info.http_exception is None:
             _check_content_type(http_request)
+        return is_foreign
 
     def options(self, http_request: web.Request) -> web.StreamResponse:
         """Return the answer to OPTIONS, which needs no key. Raises HTTPNotFound for an unknown path."""

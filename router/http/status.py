@@ -10,31 +10,31 @@ from ...metadata.errors import Unavailable
 from ..availability import degraded
 from ..errors import NoNode
 from ..metrics import CONTENT_TYPE
-from .access import CALLER
+from .access import IS_OPERATOR
 from .admin_types import HealthAnswer, ReadyAnswer
-from .api import IS_OPS, Api, json_response
+from .api import Api, json_response
 from .openai_types import Version
 from .openapi import package_version
 
 
 async def health(api: Api, http_request: web.Request) -> web.StreamResponse:
     """GET /health: the process answers."""
-    return json_response(HealthAnswer("ok", _local_prefill(api) if _is_operator(api, http_request) else []))
+    return json_response(HealthAnswer("ok", _local_prefill(api) if http_request[IS_OPERATOR] else []))
 
 
 async def ready(api: Api, http_request: web.Request) -> web.StreamResponse:
     """GET /ready. Raises Unavailable while no request could be served, or a node that was started with the router has
-    not joined yet. Nobody but operators is told of models and nodes; all others get counts."""
+    not joined yet. Nobody but operators is told of models and nodes; all others read how many nodes are here."""
     if api.is_draining:
         raise Unavailable("the router is shutting down")
-    registry, joined = api.dispatcher.registry, api.num_joined
+    registry = api.dispatcher.registry
     reason = api.why_not_ready()
     if reason is not None:
-        raise NoNode(f"no request could be served now: {joined.words}", reason)
-    is_operator = _is_operator(api, http_request)
+        raise NoNode(f"no request could be served now: {api.joined_words}", reason)
+    is_operator = http_request[IS_OPERATOR]
     found = degraded(registry.nodes.values(), registry.histories, time.monotonic()) if is_operator else []
     local_prefill = _local_prefill(api) if is_operator else []
-    return json_response(ReadyAnswer("ready", joined.prefill, joined.decode, local_prefill, found))
+    return json_response(ReadyAnswer("ready", local_prefill, found))
 
 
 async def metrics(api: Api, _request: web.Request) -> web.StreamResponse:
@@ -45,10 +45,6 @@ async def metrics(api: Api, _request: web.Request) -> web.StreamResponse:
 async def version(_api: Api, _request: web.Request) -> web.StreamResponse:
     """GET /version."""
     return json_response(Version(package_version()))
-
-
-def _is_operator(api: Api, http_request: web.Request) -> bool:
-    return not http_request.app.get(IS_OPS, False) and api.access.may_operate(http_request[CALLER])
 
 
 def _local_prefill(api: Api) -> list[str]:

@@ -56,3 +56,15 @@ def test_the_log_is_read_line_by_line(tmp_path: Path) -> None:
         log.write("ö".encode()[1:] + b"\n")
     assert child.new_lines() == ["twö"]
     assert child.new_lines() == []
+
+
+def test_a_flag_is_left_out_at_the_next_start(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--expect=a=1", "--expected=2"]
+    child = Child(Command("router", "router", argv, {}), tmp_path)
+    for shown in ("['--expect=a=1', '--expected=2']", "['--expected=2']"):
+        child.start()
+        deadline = time.monotonic() + 10
+        while child.is_running and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert child.tail()[-1].strip() == shown
+        child.forget("--expect")

@@ -152,7 +152,11 @@ def _other(item: Any) -> Any:
     if item.choices:
         return item.choices[-1]
     if item.kind is tuple:
-        return ("http://one.example", "*") if item.name == "allow_origin" else ("one.example", "*")
+        some = {"allow_origin": ("http://one.example", "*"), "trusted_proxy": ("10.0.0.0/8", "::1")}
+        return some.get(item.name, ("one.example", "*"))
+    special = {"ops_address": "127.0.0.1:9", "expect": "decode=2", "tenant_header": "X-Tenant"}
+    if item.name in special:
+        return special[item.name]
     return {bool: not item.default, int: 7, float: 0.5, str: "tcp://127.0.0.1:1"}[item.kind]
 
 

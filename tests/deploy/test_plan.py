@@ -32,6 +32,7 @@ def test_the_commands_of_a_plan() -> None:
     assert [item.name for item in made] == ["router", "prefill-0", "prefill-1", "decode-0"]
     router, *nodes = made
     assert "--port=8001" in router.argv
+    assert "--expect=prefill=2,decode=1" in router.argv
     assert "--node-address=tcp://127.0.0.1:5701" in router.argv
     allowed = ["--allow-origin=https://a.example", "--allow-origin=http://b:1", "--allow-host=c"]
     assert [word for word in router.argv if word.startswith("--allow")] == allowed

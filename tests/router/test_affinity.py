@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.metadata.wire import messages as m
-from baton.router.affinity import PrefixAffinity, page_hashes
+from baton.router.affinity import PrefixAffinity, SessionAffinity, page_hashes
 
 from .conftest import System
 from .test_runner import own
+
+
+def test_the_sessions_that_are_idle_longest_are_forgotten() -> None:
+    sessions = SessionAffinity(max_sessions=2)
+    assert sessions.node_of(b"a") is None
+    for session, node in ((b"a", 1), (b"b", 2), (b"a", 3), (b"c", 4), (None, 5)):
+        sessions.note(session, node)
+    assert [sessions.node_of(session) for session in (b"a", b"b", b"c", None)] == [3, None, 4, None]
 
 
 def test_a_page_hash_depends_on_the_salt_and_all_tokens_up_to_its_end() -> None:

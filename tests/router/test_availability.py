@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from baton.metadata.errors import ConfigError
 from baton.metadata.wire import messages as m
-from baton.router.availability import MAX_NAMED, degraded, drain_summary, missing_for_service, no_node
+from baton.router.availability import MAX_NAMED, Expected, degraded, drain_summary, missing_for_service, no_node
+from baton.router.config import RouterConfig
 from baton.router.text.tokenizer import TextTokenizer
 
 from .conftest import System
@@ -272,3 +275,50 @@ def test_without_nodes_requests_get_503(make_system: Callable[..., System]) -> N
     time.sleep(0.1)
     status, body, _ = system.router.request("GET", "/ready")
     assert "no decode node" in body["error"]["message"]
+
+
+def test_each_node_that_was_started_is_waited_for_once() -> None:
+    def joined(**counts: int) -> Any:
+        return [SimpleNamespace(role=role) for role, count in counts.items() for _ in range(count)]
+
+    expected = Expected({"prefill": 1, "decode": 2})
+    assert expected.missing(joined(decode=1)) == "0 of 1 prefill nodes and 1 of 2 decode nodes have joined"
+    assert expected.missing(joined(prefill=3)) == "0 of 2 decode nodes have joined"
+    assert expected.missing(joined(prefill=1, decode=2)) == ""
+    assert expected.missing(joined()) == "", "afterwards a lost node makes no router unready"
+    assert Expected({}).missing(joined()) == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"expect": "prefill"}, "prefill=1,decode=2"),
+        ({"expect": "prefill=1,prefill=2"}, "expect"),
+        ({"expect": "router=1"}, "expect"),
+        ({"expect": "decode=-1"}, "expect"),
+        ({"ops_address": "host"}, "127.0.0.1:9090"),
+        ({"ops_address": "host:70000"}, "ops_address"),
+        ({"tenant_header": "X-Tenant"}, "--trusted-proxy"),
+        ({"tenant_header": "X Tenant", "trusted_proxy": ("::1",)}, "X-Tenant"),
+        ({"trusted_proxy": ("everyone",)}, "CIDR|10.0.0.0/8"),
+        ({"cache_secret": ""}, "cache_secret"),
+    ],
+)
+def test_wrong_settings_are_refused_by_value(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RouterConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "port"),
+    [
+        ("9090", "127.0.0.1", 9090),
+        (":0", "127.0.0.1", 0),
+        ("0.0.0.0:9", "0.0.0.0", 9),
+        ("[::1]:9", "::1", 9),
+        ("Ops.example:9", "ops.example", 9),
+    ],
+)
+def test_the_ops_address_is_on_loopback_unless_it_names_a_host(given: str, host: str, port: int) -> None:
+    assert RouterConfig(ops_address=given).ops == (host, port)
+    assert RouterConfig(expect="prefill=0, decode=2").expected == {"decode": 2}

@@ -17,7 +17,7 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
-from baton.router.fair_share import MAX_IDLE, FairShares, Share, Tenant
+from baton.router.fair_share import DEFAULT, MAX_IDLE, FairShares, Share, Tenant
 from baton.router.queue import WaitingQueue
 from baton.router.request import Request
 
@@ -323,7 +323,7 @@ def test_equal_tenants_cost_no_throughput(num_prompt: int) -> None:
     for num_tenants in (1, 4):
         world = Simulated()
         for index in range(300):
-            world.ask(Tenant(f"t{index % num_tenants}"), num_prompt, 40)
+            world.ask(Tenant(f"t{index % num_tenants}") if num_tenants > 1 else DEFAULT, num_prompt, 40)
         world.run(28.0)
         done[num_tenants] = len(world.freed)
     assert done[4] >= 0.99 * done[1] > 100

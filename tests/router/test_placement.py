@@ -52,6 +52,66 @@ def test_prefill_trades_affinity_against_load() -> None:
     assert choose_prefill([idle._replace(num_queued=8)], 10) is None
 
 
+def test_a_session_returns_to_its_nodes_unless_others_are_much_less_loaded() -> None:
+    last = decode(running=4, most=20)._replace(is_sessions=True)
+    assert choose_decode([decode(running=3, most=20), last], 5) == 1
+    assert choose_decode([decode(running=1, most=20), last], 5) == 0, "more than a tenth of its places fuller"
+    assert choose_decode([decode(running=3, most=20), last._replace(is_full=True)], 5) == 0
+    idle = PrefillFigures(queued_tokens=0, num_queued=0, max_queued=8, cached_tokens=0)
+    last_prefill = idle._replace(queued_tokens=900, num_queued=2, is_sessions=True)
+    assert choose_prefill([idle, last_prefill], 1000) == 1
+    assert choose_prefill([idle, last_prefill._replace(queued_tokens=1100)], 1000) == 0
+    assert choose_prefill([idle, last_prefill._replace(num_queued=8)], 1000) == 0
+
+
+def test_sessions_are_kept_apart_by_tenant_and_found_by_header_or_field(make_system: Callable[..., System]) -> None:
+    system = make_system(router={"tenant_header": "X-Tenant", "trusted_proxy": ("127.0.0.1",)}).up(2, 2)
+
+    def nodes(prompt: list[int], session: dict[str, str], **body: object) -> tuple[str, str]:
+        asked = {"model": "fake", "prompt": prompt, "max_tokens": 5, **body}
+        status, answer, _ = system.router.request("POST", "/v1/completions", asked, session)
+        assert status == 200
+        found = [
+            node.name
+            for kind in (m.Prefill, m.Reserve)
+            for node in system.cluster.nodes
+            if any(each.rid == answer["id"] for each in own(node, kind))
+        ]
+        return found[0], found[1]
+
+    places = {nodes([40 + n] * 20, {"X-Session-ID": f"s{n}"}) for n in range(8)}
+    assert len(places) == 1, "an idle router has no reason to choose another pair"
+    dispatcher = system.router.router.dispatcher._dispatcher
+    session = dispatcher._placement._prefill_sessions._nodes
+    assert len(session) == 8
+    first, last = next(iter(session)), dispatcher.registry
+    other = next(key for key, node in last.nodes.items() if node.role == "prefill" and key != session[first])
+    system.router.call(lambda: session.__setitem__(first, other))
+    expected = system.router.call(lambda: last.nodes[other].node_id)
+    assert nodes([90] * 20, {"x-session-affinity": "s0"})[0] == expected
+    assert nodes([91] * 20, {}, prompt_cache_key="s0")[0] == expected
+    assert nodes([92] * 20, {"X-Session-ID": "s0", "X-Tenant": "acme"})[0] != expected
+
+
+def test_a_prefill_node_gets_the_next_prompt_shortly_before_it_is_idle_if_tenants_share_it() -> None:
+    group = make_group()
+    node = add_node(group, "prefill", "p0")
+    is_shared = [False]
+    placement = Placement(lambda *_: True, lambda _: is_shared[0])
+    entry = Entry(make_request(group, prompt_len=20, params={"max_tokens": 1}), (0,))
+
+    def is_placed(queued_tokens: int, token_s: float = 1e-3) -> bool:
+        node.report(Load(100, 0, 0, queued_tokens=queued_tokens, prompt_token_s=token_s), 10.0)
+        return placement.choose(entry, 10.0) is not None
+
+    node.begin_prompt("other", 0, 1000, 0.0)
+    assert is_placed(1000) and not placement.take_held()
+    is_shared[0] = True
+    assert is_placed(140) and is_placed(1000, token_s=0.0) and not placement.take_held()
+    assert not is_placed(160)
+    assert placement.take_held() == {group} and not placement.take_held()
+
+
 def test_a_prompt_that_fits_no_node_is_refused(make_system: Callable[..., System]) -> None:
     system = make_system(num_pages=8).up()
     status, body, _ = system.complete(prompt="a " * 120)

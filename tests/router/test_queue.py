@@ -24,7 +24,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.router.errors import NodeFault
-from baton.router.fair_share import DEFAULT
+from baton.router.fair_share import DEFAULT, UNSHARED, Tenant
 from baton.router.prompt_placement import GroupFacts
 from baton.router.queue import (
     AGE_S,
@@ -273,6 +273,108 @@ def test_a_forgotten_group_starts_with_an_empty_pace() -> None:
     door.full()
     door.queues.forget(GROUP)
     assert door.queues.pace(GROUP).service_s(100) == 0.0
+
+
+# --- tenants: who is served next, who gives up a place, and when a refused client comes again ------------------------
+
+
+def of(tenant: str, at: float = 1.0, priority: int = 0, num_tokens: int = 10) -> Any:
+    made = entry(at, priority, num_tokens)
+    made.request.tenant, made.request.share = Tenant(tenant), None
+    return made
+
+
+def test_tenants_take_turns_and_priority_orders_one_tenant_only() -> None:
+    queue = WaitingQueue()
+    flood = [of("a", 1.0 + place, priority=-100) for place in range(4)]
+    others = [of("b", 50.0, 1), of("b", 50.0, 0), of("c", 60.0, 100)]
+    moved = of("a", 99.0, 100)
+    for each in (*flood, *others):
+        queue.add(each)
+    queue.add(moved, first=True)
+    b_late, b, c = others
+    assert list(queue) == [moved, flood[0], b, c, flood[1], b_late, flood[2], flood[3]]
+    queue.shares.served(flood[0].request.share)
+    flood[0].request.share.charge(15)
+    queue.remove(flood[0])
+    assert list(queue) == [moved, b, c, b_late, flood[1], flood[2], flood[3]]
+    assert [queue.num_before(turn_of(99.0, 0), Tenant(name)) for name in "abcd"] == [7, 7, 1, 1]
+    assert queue.has(b.request) and not queue.has(flood[0].request)
+    queue.withdraw(b.request)
+    assert not queue.has(b.request) and len(queue) == len(list(queue)) == 6
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.booleans(), st.booleans()), max_size=40))
+def test_any_order_of_arrivals_and_departures_keeps_every_entry_once(
+    events: list[tuple[str, int, bool, bool]],
+) -> None:
+    queue, here = WaitingQueue(), list[Any]()
+    for tenant, tokens, is_first, leaves in events:
+        if leaves and here:
+            queue.remove(here.pop(tokens % len(here)))
+        else:
+            here.append(made := of(tenant, num_tokens=tokens))
+            made.request.share = UNSHARED
+            queue.add(made, first=is_first)
+            made.request.share.charge(tokens)
+        assert sorted(map(id, queue)) == sorted(map(id, here)) == sorted(map(id, queue.unordered))
+        assert (len(queue), queue.num_tokens) == (len(here), sum(each.num_tokens for each in here))
+
+
+def named(tenant: str, **fields: Any) -> Asked:
+    return asked(**fields)._replace(tenant=Tenant(tenant))
+
+
+def test_a_full_queue_displaces_a_request_of_the_tenant_with_most_waiting() -> None:
+    door = Door()
+    first, second, third = (door.wait(tenant=Tenant("a"), priority=-100) for _ in range(3))
+    door.wait(tenant=Tenant("b"))
+    door.make_room(named("c"))
+    assert door.refused == [third], "the last one of the tenant with most"
+    door.wait(tenant=Tenant("c"))
+    with pytest.raises(Overloaded, match="4 requests wait already"):
+        door.make_room(named("b", priority=1))  # it would have as many as the other: nobody gives up a place
+    with pytest.raises(Overloaded):
+        door.make_room(named("a", priority=0))
+    door.make_room(named("a", priority=-200))
+    assert door.refused == [third, second], "within its tenant by priority"
+    assert first not in door.refused
+
+
+def test_prompt_tokens_of_the_tenant_with_most_of_them_give_up_their_places() -> None:
+    door = Door()
+    large = [door.wait(40, tenant=Tenant("a")) for _ in range(2)]
+    door.wait(10, tenant=Tenant("b"))
+    door.make_room(named("c", num_tokens=30))
+    assert door.refused == [large[1]]
+    with pytest.raises(Overloaded, match="50 prompt tokens wait already"):
+        door.make_room(named("c", num_tokens=60))
+
+
+def test_requests_that_nodes_were_asked_for_keep_their_places() -> None:
+    door = Door()
+    for _ in range(4):
+        door.wait(tenant=Tenant("a"), dispatched_at=1.0)
+    with pytest.raises(Overloaded):
+        door.make_room(named("b"))
+    assert door.refused == []
+
+
+def test_a_refused_tenant_comes_again_by_its_own_queue() -> None:
+    """Refusals of one tenant do not put off another, and each gets its part of the grants."""
+    door = Door()
+    door.full(interval_s=0.1, service_s=1.0)
+    for tenant in "aabb":
+        door.wait(tenant=Tenant(tenant), dispatched_at=1.0)
+
+    def after_s(tenant: str) -> float:
+        with pytest.raises(Overloaded) as refused:
+            door.queues.check_room(GROUP, named(tenant), 110.0)
+        return refused.value.retry_after_s
+
+    flood = [after_s("a") for _ in range(20)]
+    assert flood == sorted(flood) and flood[-1] > 10 * flood[0]
+    assert after_s("b") == pytest.approx(flood[0], rel=0.5)
 
 
 # --- missing nodes: how long requests wait for one, and the error at the end -----------------------------------------

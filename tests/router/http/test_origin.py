@@ -6,7 +6,15 @@ import pytest
 
 from baton.metadata.errors import ConfigError
 from baton.router.config import RouterConfig
-from baton.router.http.origin import Authority, Origin, allowed_hosts, allowed_origins, is_loopback
+from baton.router.http.origin import (
+    Authority,
+    Origin,
+    allowed_hosts,
+    allowed_origins,
+    is_loopback,
+    is_trusted,
+    trusted_networks,
+)
 
 
 @pytest.mark.parametrize(
@@ -130,3 +138,29 @@ def test_allowed_origins_and_hosts_are_normalized() -> None:
         "10.0.0.1",
     }
     assert allowed_hosts(["*"]) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "peer", "expected"),
+    [
+        ("10.0.0.0/8", "10.255.0.1", True),
+        ("10.0.0.7", "10.0.0.8", False),
+        ("10.0.0.7/8", "10.9.9.9", True),
+        ("::1", "::1", True),
+        ("fe80::/10", "fe80::1%eth0", True),
+        ("10.0.0.0/8", "::ffff:10.0.0.1", True),
+        ("::ffff:0:0/96", "::ffff:10.0.0.1", True),
+        ("10.0.0.0/8", None, False),
+        ("10.0.0.0/8", "", False),
+        ("10.0.0.0/8", "a-socket", False),
+    ],
+)
+def test_a_proxy_is_trusted_by_its_address(value: str, peer: str | None, expected: bool) -> None:
+    assert is_trusted(peer, trusted_networks((value,))) == expected
+    assert not is_trusted(peer, ())
+
+
+@pytest.mark.parametrize("value", ["proxy.example", "10.0.0.0/33", "10.0.0.0/8,11.0.0.0/8", "*", ""])
+def test_a_range_that_is_none_is_named_with_the_fix(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"--trusted-proxy .*like 10\.0\.0\.7 or 10\.0\.0\.0/8"):
+        trusted_networks((value,))

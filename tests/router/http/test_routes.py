@@ -23,7 +23,7 @@ def test_routes_for_operators_lie_under_two_prefixes_and_no_other_route_does() -
     """For paths without a route, app.needs_of decides by these prefixes."""
     for route in ROUTES:
         assert (route.needs is KeyLevel.ADMIN_KEY) == route.path.startswith(("/admin/", "/debug/")), route.path
-    assert [route.path for route in ROUTES if route.needs is KeyLevel.NOTHING] == ["/health"]
+    assert [route.path for route in ROUTES if route.needs is KeyLevel.NOTHING] == ["/health", "/ready"]
 
 
 def test_every_answer_is_of_its_declared_type(system: System) -> None:

@@ -58,13 +58,23 @@ def test_probes_need_no_key_and_without_one_they_tell_only_counts(make_system: A
     system.up()
     for key in (None, "wrong", "client"):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        assert request("GET", "/ready", headers=headers)[:2] == (200, {"status": "ready", "prefill": 1, "decode": 1})
+        assert request("GET", "/ready", headers=headers)[:2] == (200, {"status": "ready"})
         assert request("GET", "/health", headers=headers)[:2] == (200, {"status": "ok"})
     assert request("GET", "/metrics")[0] == 401
     page = request("GET", "/metrics", headers={"Authorization": "Bearer client"})[1].decode()
     assert "baton_http_responses_total{" not in page, "answers to probes count"
     assert "\nbaton_ready 1.0\n" in page and "process_resident_memory_bytes" in page
     assert f'\nbaton_build_info{{version="{version("baton-serve")}"}} 1.0\n' in page
+
+
+def test_a_foreign_page_reads_nothing_from_a_probe_but_its_status(make_system: Any) -> None:
+    router = make_system().router
+    status, body, _ = router.request("GET", "/ready")
+    assert (status, "no node has joined" in body["error"]["message"]) == (503, True), "on loopback all are operators"
+    for foreign in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        status, body, _ = router.request("GET", "/ready", headers=foreign)
+        assert (status, "no node has joined" in body["error"]["message"]) == (503, False)
+        assert router.request("GET", "/health", headers=foreign)[:2] == (200, {"status": "ok"})
 
 
 def test_the_ops_address_serves_probes_and_metrics_without_a_key_and_nothing_else(make_system: Any) -> None:
@@ -82,7 +92,7 @@ def test_the_ops_address_serves_probes_and_metrics_without_a_key_and_nothing_els
                 return error.code, error.read()
 
     assert get("/metrics")[0] == 200 and b"baton_ready 1.0" in get("/metrics")[1]
-    assert get("/ready") == (200, b'{"status":"ready","prefill":1,"decode":1}')
+    assert get("/ready") == (200, b'{"status":"ready"}')
     assert get("/health") == (200, b'{"status":"ok"}')
     for path in ("/health", "/metrics", f"{system.router.url}/health", f"{system.router.url}/ready"):
         assert get(path, "HEAD") == (200, b""), path
