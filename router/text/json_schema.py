@@ -127,7 +127,11 @@ def whitespace_of(num_levels: int) -> str:
 
 def checked_whitespace(pattern: str) -> str:
     """Return a client's regular expression of white space. Raises SchemaFault if it may match anything else."""
-    if len(pattern) > 256 or _SPACE.fullmatch(pattern) is None:
+    try:
+        is_whitespace = len(pattern) <= 256 and _SPACE.fullmatch(pattern) is not None and bool(re.compile(pattern))
+    except (re.error, OverflowError):
+        is_whitespace = False
+    if not is_whitespace:
         raise SchemaFault("must be a regular expression of spaces, tabs and line ends, such as [ \\n]?", "")
     return pattern.replace("\\s", "[ \\t\\r\\n]")
 
