@@ -34,6 +34,8 @@ class Need(NamedTuple):
         num_tokens = prompt_len + len(request.sequences[choice].received)
         one, two = (prefill_pages(num_tokens, count, page_size, layout.key_lookahead) for count in (1, 2))
         context_len = prompt_len + request.params.max_tokens
+        if prompt_len == request.group.context_len and request.params.max_tokens == 1:
+            context_len = prompt_len  # a prompt that is scored alone fills the context
         reserved_len = decode_len(num_tokens, PLAIN_ROUNDS_LEN, context_len)
         num_pages = pages_of(reserved_len, page_size)
         protocol = PROTOCOL_MIN if request.params.grammar is None else GRAMMAR_PROTOCOL

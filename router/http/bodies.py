@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 from typing import TypeVar
 
@@ -75,6 +76,7 @@ async def _invite(http_request: web.Request) -> None:
 def decode(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     """Return the decoded body, without unknown fields that are null. Raises RequestError that names the field at
     fault."""
+    data = data.removeprefix(codecs.BOM_UTF8)  # tools of Windows write it
     try:
         try:
             return decoder.decode(data)

@@ -63,6 +63,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
                 "prompt",
                 add_special_tokens=add_special,
                 num_kept=body.truncate_prompt_tokens,
+                is_scored_alone=body.max_tokens == 0,
             )
             for prompt in prompts
         ]

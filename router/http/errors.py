@@ -207,6 +207,9 @@ def from_validation(error: msgspec.ValidationError) -> RequestError:
 def from_malformed(body: bytes, error: Exception) -> RequestError:
     """Return an error for a body that is not JSON. If it is JSON but for NaN, Infinity or half a surrogate pair, the
     error names the field."""
+    encoding = json.detect_encoding(body)
+    if encoding.startswith(("utf-16", "utf-32")) and _is_text(body, encoding):
+        return RequestError(f"the body is in {encoding[:6].upper()}; send it in UTF-8")
     if isinstance(error, UnicodeDecodeError):
         return RequestError("the body is not valid UTF-8")
     if isinstance(error, RecursionError):
@@ -222,6 +225,13 @@ def from_malformed(body: bytes, error: Exception) -> RequestError:
                     field = _escaped(name)
                     return RequestError(f"{field}: {words}", param=field)
     return RequestError(f"the body is not valid JSON: {error}")
+
+
+def _is_text(body: bytes, encoding: str) -> bool:
+    try:
+        return body.decode(encoding).lstrip().startswith(("{", "["))
+    except UnicodeDecodeError:
+        return False
 
 
 def _leaves(value: Any) -> Iterator[Any]:

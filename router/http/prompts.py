@@ -60,8 +60,10 @@ async def encoded_prompt(
     *,
     add_special_tokens: bool,
     num_kept: int | None = None,
+    is_scored_alone: bool = False,
 ) -> EncodedPrompt:
     """Return a prompt as token ids. If `num_kept` is given, its beginning is cut off so that at most so many are left.
+    A prompt that is scored alone may fill the context, since no output follows it.
 
     Raises RequestError if the model cannot take them.
     """
@@ -73,7 +75,7 @@ async def encoded_prompt(
         ids = ids[-num_kept:]
         if text is not None:
             ids, text = await tokenizer.encode_end(text, num_kept, add_special_tokens=add_special_tokens), None
-    _check_ids(ids, group, param)
+    _check_ids(ids, group, param, num_after=0 if is_scored_alone else 1)
     return EncodedPrompt(ids, text)
 
 
@@ -147,18 +149,17 @@ def chat_text(
     return _cut(text, mark, plain[-1]["content"]) if continue_final else text
 
 
-def _check_ids(ids: Sequence[int], group: NodeGroup, param: str) -> None:
+def _check_ids(ids: Sequence[int], group: NodeGroup, param: str, *, num_after: int) -> None:
     if not ids:
         raise RequestError(f"{param}: the prompt has no tokens", param=param)
     vocab_size = group.card.vocab_size
     worst = max(ids)
     if worst >= vocab_size:
         raise RequestError(f"{param}: token id {worst} is out of range; the vocabulary has {vocab_size}", param=param)
-    if len(ids) >= group.context_len:
+    if len(ids) + num_after > group.context_len:
+        what = "leaves none to generate" if num_after else "is smaller"
         raise RequestError(
-            f"{param}: the prompt has {len(ids)} tokens; the model's context of {group.context_len} leaves none "
-            "to generate",
-            param=param,
+            f"{param}: the prompt has {len(ids)} tokens; the model's context of {group.context_len} {what}", param=param
         )
 
 

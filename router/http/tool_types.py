@@ -20,7 +20,7 @@ class ClientTool(Struct, frozen=True):
 
 class FunctionTool(ClientTool, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A function that the model may call. `parameters` is the JSON schema of its arguments. The schema binds the model
-    if a call is required; `strict` has no further effect."""
+    if a call is required. What of it cannot be enforced is refused if `strict` is true, and left out otherwise."""
 
     name: ToolName
     description: str | None = None

@@ -99,8 +99,9 @@ class _Refused(Exception):
 def converted(source: GrammarSource, tokenizer: llguidance.LLTokenizer) -> Grammar | GrammarFault:
     """Return the grammar of a source, or why it is refused."""
     try:
-        if len(source.text) > MAX_SOURCE:
-            raise _Refused(f"has {len(source.text)} characters; at most {MAX_SOURCE} are allowed")
+        limit = MAX_GRAMMAR if source.kind == "grammar" else MAX_SOURCE  # the calls of many tools are one grammar
+        if len(source.text) > limit:
+            raise _Refused(f"has {len(source.text)} characters; at most {limit} are allowed")
         if source.kind == "json":
             return _of_schema(source, tokenizer)
         grammar = _finished(_text_of(source, tokenizer), source, tokenizer)

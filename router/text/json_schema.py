@@ -3,7 +3,8 @@
 llguidance reads numbers as doubles, refuses some keywords whatever their value, and allows any white space between the
 tokens of JSON. `prepared` returns a schema that llguidance enforces exactly: keywords that ask for nothing are left
 out, and white space is bounded. A keyword that cannot be enforced is refused. If the schema is loose, the keyword is
-left out, and the grammar allows more than the schema.
+left out, and the grammar allows more than the schema. An object that lists properties and says nothing of others has no
+others.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def prepared(schema: Mapping[str, Any], *, is_loose: bool = False, whitespace: s
     """
     if OPTIONS in schema:
         raise SchemaFault("options of the compiler cannot be set", f".{OPTIONS}")
-    whole = _Preparation(is_loose=is_loose).schema(schema, "")
+    whole = _Preparation(is_loose=is_loose, closes=not _is_composed(schema)).schema(schema, "")
     if not isinstance(whole, dict):
         raise SchemaFault("no value satisfies it", "")
     ready = cast("dict[str, Any]", whole)
@@ -126,7 +127,11 @@ def whitespace_of(num_levels: int) -> str:
 
 def checked_whitespace(pattern: str) -> str:
     """Return a client's regular expression of white space. Raises SchemaFault if it may match anything else."""
-    if len(pattern) > 256 or _SPACE.fullmatch(pattern) is None:
+    try:
+        is_whitespace = len(pattern) <= 256 and _SPACE.fullmatch(pattern) is not None and bool(re.compile(pattern))
+    except (re.error, OverflowError):
+        is_whitespace = False
+    if not is_whitespace:
         raise SchemaFault("must be a regular expression of spaces, tabs and line ends, such as [ \\n]?", "")
     return pattern.replace("\\s", "[ \\t\\r\\n]")
 
@@ -137,8 +142,9 @@ def quoted(key: str) -> str:
 
 
 class _Preparation:
-    def __init__(self, *, is_loose: bool) -> None:
+    def __init__(self, *, is_loose: bool, closes: bool) -> None:
         self._is_loose = is_loose
+        self._closes = closes  # objects that list properties have no others
 
     def schema(self, given: object, place: str) -> object:
         """Return a schema without what asks for nothing."""
@@ -156,6 +162,8 @@ class _Preparation:
             except SchemaFault:
                 if not self._is_loose:
                     raise
+        if self._closes and _lists_properties(ready):
+            ready["additionalProperties"] = False
         return ready
 
     def _keyword(self, key: str, value: Any, fields: Mapping[str, Any], place: str, ready: dict[str, Any]) -> None:
@@ -192,6 +200,31 @@ class _Preparation:
             ready[key] = [self.schema(each, f"{path}[{index}]") for index, each in enumerate(several)]
         elif key in SUBSCHEMAS or isinstance(value, dict):  # of any other name: references may lead there
             ready[key] = self.schema(cast("object", value), path)
+
+
+def _is_composed(value: object) -> bool:
+    """Return whether somewhere an object's properties may come from several schemas, which must not exclude each
+    other's."""
+    if isinstance(value, list):
+        return any(map(_is_composed, cast("list[object]", value)))
+    if not isinstance(value, dict):
+        return False
+    fields = cast("dict[str, object]", value)
+    if "allOf" in fields or ("properties" in fields and fields.keys() & _APPLICATORS):
+        return True
+    return any(map(_is_composed, fields.values()))
+
+
+def _lists_properties(fields: Mapping[str, Any]) -> bool:
+    """Return whether an object's schema names its properties, all required ones among them, and says nothing of
+    others."""
+    properties, required = fields.get("properties"), fields.get("required", [])
+    if not properties or not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    if fields.keys() & {"additionalProperties", "patternProperties", "minProperties", "maxProperties"}:
+        return False
+    names = cast("dict[str, Any]", properties)
+    return all(isinstance(each, str) and each in names for each in cast("list[Any]", required))
 
 
 def _asks_nothing(key: str, value: Any, fields: Mapping[str, Any]) -> bool:

@@ -9,9 +9,12 @@
     </tool_call>
 
 The outer marks may be missing. A value ends at the first </parameter> that another parameter or the end of the call
-follows. So code in a value may hold marks. The JSON schema of the tool says what a value is: a value of a parameter
-that is a string only is given as it comes, any other when it is whole. A value that is not of the schema's type, or
-whose parameter the schema does not know, is a string. A broken call ends with its closing mark.
+follows. So code in a value may hold marks. If </parameter> is missing, a value ends before the next parameter that the
+schema knows and the call has not had, and before the end of the call. In a text this holds at the beginning of a line.
+
+The JSON schema of the tool says what a value is, by its types or the values that it names. A value of a parameter that
+is a string only is given as it comes, any other when it is whole. A value that is not of the schema's type, or whose
+parameter the schema does not know, is a string. A broken call ends with its closing mark.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -33,6 +36,9 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _AFTER_VALUE = (PARAMETER, FUNCTION_END, END)
 _NAME = re.compile(rf"\s*([^\s<>]{{1,{MAX_NAME}}})\s*>")
 _MAY_BE_NAME = re.compile(rf"\s*[^\s<>]{{0,{MAX_NAME}}}\s*")
+_NEXT = re.compile(rf"{PARAMETER}\s*([^\s<>]{{1,{MAX_NAME}}})\s*>")
+_UNDECIDED = -1
+_OF_STRINGS = frozenset({"format", "maxLength", "minLength", "pattern"})
 _KEY = re.compile(rf"[^\s<>]{{1,{MAX_NAME}}}")
 _SHARED = ("$defs", "definitions", "x-guidance")  # of a schema, also for the parts of it
 _MAX_SCHEMAS = 64  # that are looked at for the type of one value
@@ -58,9 +64,13 @@ class Qwen3CoderParser(ToolParser):
         super().__init__(tools, new_id)
         self._at = _At.CONTENT
         self._schema: Schema = {}  # of the present call's arguments
+        self._known: Schema = {}  # parameters of the present call, by their names
+        self._seen = set[str]()  # those that have come
         self._types: frozenset[str] = frozenset()  # that the present value may have; empty: unknown
+        self._values: list[object] = []  # that the schema names for the present value
         self._value: str | None = None  # what has come of it; None: it is a string and given as it comes
         self._is_fresh = False  # nothing of the present value has been read
+        self._is_empty = False  # nothing of the present value has been given
         self._has_arguments = False
 
     @classmethod
@@ -105,6 +115,9 @@ class Qwen3CoderParser(ToolParser):
         self._consume(name.end())
         self._call_begins(name[1])
         self._schema = self._tools.get(name[1], {})
+        properties = self._schema.get("properties")
+        self._known = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
+        self._seen.clear()
         self._has_arguments = False
         self._at = _At.BODY
         return True
@@ -128,41 +141,69 @@ class Qwen3CoderParser(ToolParser):
         if key is None:
             return self._wait_or_break() if _MAY_BE_NAME.fullmatch(self._text) is None else False
         self._consume(key.end())
-        properties = self._schema.get("properties")
-        known = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
-        self._types = types_of(known[key[1]], self._schema) if key[1] in known else frozenset({"string"})
+        is_known = key[1] in self._known
+        self._types = types_of(self._known[key[1]], self._schema) if is_known else frozenset({"string"})
+        self._values = values_of(self._known[key[1]], self._schema) if is_known else []
+        self._seen.add(key[1])
         is_string = self._types == frozenset({"string"})
         self._call_arguments(f"{', ' if self._has_arguments else '{'}{json.dumps(key[1])}: {_quote(is_string)}")
         self._has_arguments, self._value = True, None if is_string else ""
-        self._is_fresh, self._at = True, _At.VALUE
+        self._is_fresh = self._is_empty = True
+        self._at = _At.VALUE
         return True
 
     def _read_value(self) -> bool:
         if self._is_fresh and self._text.startswith("\n"):
             self._consume(1)
         self._is_fresh = False
-        at = self._text.find(PARAMETER_END)
+        mark_len, at = None, self._text.find("<")
         while at >= 0:
-            rest = self._text[at + len(PARAMETER_END) :].lstrip()
-            if rest.startswith(_AFTER_VALUE):
-                self._give(self._text[:at].removesuffix("\n"))
-                self._consume(at + len(PARAMETER_END))
-                self._call_arguments(_quote(True) if self._value is None else json_of(self._value, self._types))
-                self._at = _At.BODY
-                return True
-            if any(mark.startswith(rest) for mark in _AFTER_VALUE):
-                break  # what follows decides
-            at = self._text.find(PARAMETER_END, at + 1)
-        else:
-            at = len(self._text) - possible_start(self._text, (PARAMETER_END, "\n" + PARAMETER_END))
+            mark_len = self._end_at(at)
+            if mark_len is not None:
+                break
+            at = self._text.find("<", at + 1)
+        if mark_len is not None and mark_len is not _UNDECIDED:
+            self._give(self._text[:at].removesuffix("\n"))
+            self._consume(at + mark_len)
+            self._call_arguments(
+                _quote(True) if self._value is None else json_of(self._value, self._types, self._values)
+            )
+            self._at = _At.BODY
+            return True
+        at = len(self._text) if at < 0 else at
         if self._text[:at].endswith("\n"):
             at -= 1
         self._give(self._text[:at])
         self._consume(at)
         return False
 
+    def _end_at(self, at: int) -> int | None:
+        """Return the length of the closing mark if the present value ends here, where a < stands: 0 if the mark is
+        missing. None: it does not end. _UNDECIDED: what follows decides."""
+        rest = self._text[at:]
+        if rest.startswith(PARAMETER_END):
+            behind = rest[len(PARAMETER_END) :].lstrip()
+            if behind.startswith(_AFTER_VALUE):
+                return len(PARAMETER_END)
+            return _UNDECIDED if any(mark.startswith(behind) for mark in _AFTER_VALUE) else None
+        if PARAMETER_END.startswith(rest):
+            return _UNDECIDED
+        if self._value is None and (self._text[at - 1 : at] != "\n" if at else not self._is_empty):
+            return None  # code in a text may hold marks, but not at the beginning of a line
+        if rest.startswith(FUNCTION_END):
+            behind = rest[len(FUNCTION_END) :].lstrip()
+            if behind.startswith(END) or (self._is_last and not behind):
+                return 0
+            return _UNDECIDED if END.startswith(behind) else None
+        following = _NEXT.match(rest)
+        if following is not None:
+            return 0 if following[1] in self._known and following[1] not in self._seen else None
+        may_follow = rest.startswith(PARAMETER) and _MAY_BE_NAME.fullmatch(rest[len(PARAMETER) :]) is not None
+        return _UNDECIDED if may_follow or any(mark.startswith(rest) for mark in (FUNCTION_END, PARAMETER)) else None
+
     def _give(self, text: str) -> None:
         """Take the next part of the present value."""
+        self._is_empty = self._is_empty and not text
         if self._value is None:
             self._call_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         else:
@@ -217,10 +258,12 @@ def _parameter_rules(index: int, schema: Schema) -> tuple[list[str], list[str]] 
     """Return the Lark items of all parameters of a tool, and the rules that they name; None if there are none."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     known = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", *_SHARED}
-    if not isinstance(properties, dict) or not isinstance(required, list) or schema.keys() - known:
+    if not isinstance(properties, dict) or not isinstance(required, list):
         return None
     named = cast("dict[str, Any]", properties)
-    if any(key not in named for key in cast("list[Any]", required)):
+    if not _is_loose(schema) and (
+        schema.keys() - known or any(key not in named for key in cast("list[Any]", required))
+    ):
         return None
     items, rules = list[str](), list[str]()
     for place, (key, value) in enumerate(named.items()):
@@ -238,48 +281,112 @@ def _value_rule(name: str, schema: object, root: Schema) -> str | None:
     if not isinstance(schema, dict):
         return None
     fields, end = cast("dict[str, Any]", schema), f"\n{PARAMETER_END}\n"
-    types = types_of(fields, root)
+    types, anything = types_of(fields, root), f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
     if types == frozenset({"string"}):
         options = [fields["const"]] if "const" in fields else fields.get("enum")
         if fields.keys() - {"type", "description", "title", "default", "examples", "enum", "const"}:
-            return None
+            return anything if _is_loose(root) else None
         if options is None:
-            return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
+            return anything
         if not isinstance(options, list) or not all(isinstance(each, str) for each in cast("list[Any]", options)):
             return None
         return f"{name}: ({' | '.join(map(json.dumps, cast('list[str]', options)))}) {json.dumps(end)}"
     if not types or "string" in types:
-        return None
+        return anything if _is_loose(root) else None
     whole = {**fields, **{key: root[key] for key in _SHARED if key in root}}
     return f"{name}: {name}_json {json.dumps(end)}\n{name}_json: %json {json.dumps(whole)}"
 
 
+def _is_loose(schema: Schema) -> bool:
+    """Return whether the grammar may allow more than a schema (json_schema.py)."""
+    options = schema.get("x-guidance")
+    return isinstance(options, dict) and cast("dict[str, Any]", options).get("lenient") is True
+
+
 def types_of(schema: object, root: Schema) -> frozenset[str]:
-    """Return the JSON types that a schema allows, as far as it says so directly; empty if it does not."""
-    types, left = set[str](), [schema]
+    """Return the JSON types that a schema allows, by its types or its values; empty if it does not tell."""
+    return _types(schema, root, [_MAX_SCHEMAS]) or frozenset()
+
+
+def _types(schema: object, root: Schema, left: list[int]) -> frozenset[str] | None:
+    """Return the same, None if the schema does not tell. `left`: how many schemas may be looked at."""
+    left[0] -= 1
+    if left[0] < 0 or not isinstance(schema, dict):
+        return None
+    fields = cast("dict[str, Any]", schema)
+    kind, options = fields.get("type"), fields.get("anyOf", fields.get("oneOf"))
+    types: frozenset[str] | None = None
+    if isinstance(kind, str):
+        types = frozenset({kind})
+    elif isinstance(kind, list):
+        types = frozenset(map(str, cast("list[Any]", kind)))
+    elif values := _listed(fields):
+        types = frozenset(map(_type_of, values))
+    elif isinstance(options, list):
+        several = [_types(each, root, left) for each in cast("list[Any]", options)]
+        known = [each for each in several if each is not None]
+        types = frozenset[str]().union(*known) if len(known) == len(several) else None
+    elif isinstance(fields.get("$ref"), str):
+        types = _types(referred(fields["$ref"], root), root, left)
+    elif isinstance(fields.get("allOf"), list):
+        several = [_types(each, root, left) for each in cast("list[Any]", fields["allOf"])]
+        known = [each for each in several if each is not None]
+        types = known[0].intersection(*known) if known else None
+    elif fields.keys() & _OF_STRINGS:
+        types = frozenset({"string"})
+    return types | {"null"} if types and fields.get("nullable") is True else types
+
+
+def values_of(schema: object, root: Schema) -> list[object]:
+    """Return the values that a schema names, there or in its alternatives."""
+    found, left = list[object](), [schema]
     for _ in range(_MAX_SCHEMAS):
         if not left:
-            return frozenset(types)
-        each = left.pop()
-        fields = cast("dict[str, Any]", each) if isinstance(each, dict) else {}
-        kind, options = fields.get("type"), fields.get("anyOf", fields.get("oneOf"))
-        if isinstance(kind, str):
-            types.add(kind)
-        elif isinstance(kind, list):
-            types.update(map(str, cast("list[Any]", kind)))
-        elif isinstance(options, list):
-            left += cast("list[Any]", options)
-        elif isinstance(fields.get("$ref"), str):
-            left.append(referred(fields["$ref"], root))
-        else:
             break
-    return frozenset()
+        each = left.pop(0)
+        if isinstance(each, dict):
+            fields = cast("dict[str, Any]", each)
+            found += _listed(fields)
+            for key in ("anyOf", "oneOf", "allOf"):
+                left += cast("list[Any]", fields[key]) if isinstance(fields.get(key), list) else []
+            if isinstance(fields.get("$ref"), str):
+                left.append(referred(fields["$ref"], root))
+    return found
 
 
-def json_of(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value that the model wrote as plain text. `types`: what it may be; empty: unknown."""
+def _listed(fields: Mapping[str, Any]) -> list[object]:
+    """Return the values of `const` or `enum`."""
+    if "const" in fields:
+        return [fields["const"]]
+    return cast("list[object]", fields["enum"]) if isinstance(fields.get("enum"), list) else []
+
+
+def _type_of(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def json_of(text: str, types: frozenset[str], values: Sequence[object] = ()) -> str:
+    """Return the JSON of a value that the model wrote as plain text. `types`: what it may be; empty: unknown. `values`:
+    some that the schema names."""
     word = text.strip()
     small = word.lower()
+    for value in values:
+        if value in (text, word) if isinstance(value, str) else json.dumps(value).lower() == small:
+            return json.dumps(value, ensure_ascii=False)
     if small in ("null", "none") and ("null" in types or "string" not in types):
         return "null"
     if small in ("true", "false") and ("boolean" in types or not types):

@@ -39,6 +39,18 @@ def test_malformed_json_is_refused(system: System, raw: bytes) -> None:
     assert body["error"]["type"] == "invalid_request_error"
 
 
+def test_a_byte_order_mark_is_passed_over_and_other_encodings_are_named(system: System) -> None:
+    text = json.dumps(OK)
+    assert system.router.request("POST", "/v1/completions", b"\xef\xbb\xbf" + text.encode())[0] == 200
+    assert (
+        system.router.request("POST", "/v1/completions", b"\xef\xbb\xbf" + text.encode()[:-1] + b', "x": null}')[0]
+        == 200
+    )
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"):
+        status, body, _ = system.router.request("POST", "/v1/completions", text.encode(encoding))
+        assert (status, body["error"]["message"]) == (400, f"the body is in {encoding[:6].upper()}; send it in UTF-8")
+
+
 def test_a_body_above_the_limit_is_refused(system: System) -> None:
     status, body, _ = system.router.request("POST", "/v1/completions", json.dumps({**OK, "prompt": "x" * 10_000_000}))
     assert (status, body["error"]["code"]) == (413, "http_error"), body

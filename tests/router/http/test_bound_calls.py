@@ -187,7 +187,8 @@ def test_every_kind_of_format_may_stand_beside_calls(make_chat: Callable[[str], 
 
 def test_calls_without_a_grammar_exclude_a_format(make_chat: Callable[[str], System]) -> None:
     system = make_chat(TEMPLATE + "{# <function= #}")
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": PATTERN}}}}
+    function = {"name": "f", "strict": True, "parameters": {"properties": {"s": PATTERN}}}
+    tool = {"type": "function", "function": function}
     for more, words in (
         (
             {},
@@ -201,6 +202,47 @@ def test_calls_without_a_grammar_exclude_a_format(make_chat: Callable[[str], Sys
         body = {"model": "fake", "messages": [USER], "tools": [tool], **JSON, **more}
         status, answer, _ = system.router.request("POST", "/v1/chat/completions", body)
         assert status == 400 and answer["error"]["message"].startswith(words), answer
+
+
+RECORD = {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": {"type": "number"}}
+LOOKAHEAD = {"type": "string", "pattern": "^(?=.*[0-9]).+$", "format": "phone"}
+PUBLISHED: dict[str, Any] = {
+    "type": "object",
+    "properties": {"r": RECORD, "s": {"type": "array", "items": LOOKAHEAD, "uniqueItems": True}},
+    "required": ["r"],
+}
+
+
+@pytest.mark.parametrize("template", ["", "<|python_start|>", "<tool_call><function="])
+def test_a_required_call_leaves_out_what_cannot_be_enforced_of_a_tool_that_is_not_strict(
+    make_chat: Callable[[str], System], template: str
+) -> None:
+    system = make_chat(TEMPLATE.replace("tool_call", "call") + f"{{# {template} #}}" if template else TEMPLATE)
+    function = {"name": "f", "parameters": PUBLISHED}
+    texts = {
+        "": call("f", {"r": {"A": 1.5}, "s": ["x", "x"]}),
+        "<|python_start|>": "[f(r={\"A\": 1.5}, s=['x', 'x'])]",
+        "<tool_call><function=": (
+            '<tool_call>\n<function=f>\n<parameter=r>\n{"A": 1.5}\n</parameter>\n</function>\n</tool_call>'
+        ),
+    }
+    tools = [NOW, {"type": "function", "function": function}]
+    grammar = grammar_of(system, texts[template], tools=tools, tool_choice="required")
+    assert accepts(system, grammar, texts[template])
+    assert not accepts(system, grammar, texts[template].replace("1.5", "true"))
+    body = {"model": "fake", "messages": [USER], "tools": [NOW, {**tools[1], "function": {**function, "strict": True}}]}
+    status, answer, _ = system.router.request("POST", "/v1/chat/completions", {**body, "tool_choice": "required"})
+    words = "tools[1].function.parameters.properties.r: \"propertyNames\" cannot be enforced; leave it out (tool 'f')"
+    assert (status, answer["error"]["message"]) == (400, words)
+
+
+def test_white_space_in_calls_is_bounded(make_chat: Callable[[str], System]) -> None:
+    system = make_chat(TEMPLATE)
+    compact, spaced = (PARIS.replace('{"city": ', before) for before in ('{"city":', '{ \n"city":'))
+    for more, may_be_indented in (({}, True), ({"structured_outputs": {"disable_any_whitespace": True}}, False)):
+        grammar = grammar_of(system, compact, tool_choice="required", **more)
+        assert accepts(system, grammar, compact) and not accepts(system, grammar, spaced)
+        assert accepts(system, grammar, PARIS) == may_be_indented
 
 
 def test_an_answer_may_begin_as_a_call_does(make_chat: Callable[[str], System]) -> None:

@@ -184,6 +184,13 @@ def test_no_output_with_echo_and_logprobs_scores_prompts(
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (num_prompt, 0, num_prompt)
 
 
+def test_a_prompt_that_is_scored_alone_may_fill_the_context(system: System) -> None:
+    for prompt_len, right in ((512, 200), (513, 400)):
+        status, body, _ = system.complete(prompt=[5] * prompt_len, max_tokens=0, echo=True, logprobs=1)
+        assert status == right, body
+        assert right == 400 or len(body["choices"][0]["logprobs"]["token_logprobs"]) == prompt_len
+
+
 def test_no_output_with_echo_alone_returns_the_prompt(system: System) -> None:
     status, body, _ = system.complete(prompt="hello", max_tokens=0, echo=True, stop=["l"])
     choice = body["choices"][0]

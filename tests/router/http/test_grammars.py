@@ -34,6 +34,14 @@ SERVED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"grammar": 'start: "a"'}}, 'start: "a"'),
     ({"structured_outputs": {"structural_tag": {"type": "structural_tag", **TAG}}}, "%json"),
     ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, "%json"),
+    ({"response_format": FORMAT}, '"whitespace_pattern": "'),
+    ({"response_format": {"type": "structural_tag", **TAG}}, '"whitespace_pattern": "'),
+    (
+        {"response_format": FORMAT, "structured_outputs": {"disable_any_whitespace": True}},
+        '"whitespace_flexible": false',
+    ),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]?"}}, '"whitespace_pattern": "[ ]?"'),
+    ({"structured_outputs": {"json_object": True, "disable_any_whitespace": False}}, '"whitespace_pattern": "'),
 ]
 
 
@@ -69,6 +77,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         'response_format.json_schema.schema.items: "uniqueItems" cannot be enforced',
     ),
     ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex: excludes response"),
+    (
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "a*"}},
+        "structured_outputs.whitespace_pattern: must be a regular expression of spaces",
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " *", "disable_any_whitespace": True}},
+        "structured_outputs.whitespace_pattern: excludes disable_any_whitespace",
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "("}},
+        "structured_outputs.whitespace_pattern: must",
+    ),
+    ({"guided_whitespace_pattern": " *"}, "guided_whitespace_pattern: the field is now structured_outputs.white"),
     ({"structured_outputs": {}}, "structured_outputs: needs one of json, json_object, regex"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice: excludes structured_outputs"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex: at 1(8): invalid regex"),

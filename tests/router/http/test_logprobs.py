@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.wire.request import TokenLogprobs
 from baton.router.http.logprobs import LegacyColumns, chat_logprobs
 from baton.router.text.detokenizer import TokenBytes, make_detokenizer, skipped_ids
 from baton.router.text.tokenizer import TextTokenizer
 
+from ..conftest import RunningRouter, System
 from ..fake_nodes import make_tokenizer
 
 CORPUS = [
@@ -156,3 +159,43 @@ def test_a_hidden_token_adds_nothing(tokenizer: TextTokenizer) -> None:
     columns = LegacyColumns(tokenizer, 0)
     columns.take(ids, entries(len(ids)), hidden=(last,))
     assert columns.take(ids, entries(len(ids))).text_offset[0] == len(tokenizer.decode(ids[:last]))
+
+
+def with_mark(data: bytes, mark: str) -> bytes:
+    """Return a tokenizer that writes a special token before each text."""
+    inner = tokenizers.Tokenizer.from_buffer(data)
+    inner.post_processor = TemplateProcessing(single=f"{mark} $A", special_tokens=[(mark, inner.token_to_id(mark))])
+    return inner.to_str().encode()
+
+
+@pytest.mark.parametrize(("kind", "mark"), [("byte", "<s>"), ("sentencepiece", "</s>")])  # token 1 ends the text
+def test_answers_have_the_bytes_of_their_text(make_router: Callable[..., RunningRouter], kind: str, mark: str) -> None:
+    """With the prompt echoed or not, and with or without special tokens."""
+    data = with_mark(make_tokenizer(kind), mark)
+    system = System(make_router(), TextTokenizer(data), data).up()
+    try:
+        said = system.tokenizer.inner.encode(f"naïve 👩 café{mark}x", add_special_tokens=False).ids
+        system.cluster.script = lambda prompt, choice: [*said, 1]
+        for more in ({}, {"skip_special_tokens": False}):
+            asked = {"logprobs": True, "top_logprobs": 2, "max_tokens": 99, "model": "fake", **more}
+            chat = {**asked, "messages": [{"role": "user", "content": "hi"}]}
+            _, body, _ = system.router.request("POST", "/v1/chat/completions", chat)
+            choice = body["choices"][0]
+            tokens = choice["logprobs"]["content"]
+            assert b"".join(bytes(each["bytes"]) for each in tokens).decode() == choice["message"]["content"]
+            assert len(tokens) == len(said) + 1 and all(each["token"] for each in tokens)
+            for prompt in ("the quick", system.tokenizer.inner.encode("the quick").ids, mark):
+                for fields in ({"echo": True}, {}):
+                    _, body, _ = system.complete(prompt=prompt, logprobs=2, **fields, **more)
+                    assert_points_into_the_text(body["choices"][0])
+    finally:
+        system.cluster.close()
+
+
+def assert_points_into_the_text(choice: dict[str, Any]) -> None:
+    """Each token stands at its offset, and the tokens leave no part of the text out."""
+    text, columns = choice["text"], choice["logprobs"]
+    ends = [*columns["text_offset"][1:], len(text)]
+    assert columns["text_offset"][0] == 0
+    for token, start, end in zip(columns["tokens"], columns["text_offset"], ends, strict=True):
+        assert text[start:end] in ("", token) or token.startswith("bytes:"), (token, text[start:end])

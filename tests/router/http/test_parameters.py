@@ -120,7 +120,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": "5"}, "min_tokens"),
     ({"seed": "x"}, "seed"),
-    ({"seed": 2**70}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
     ({"min_tokens": 101}, "min_tokens"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -148,6 +149,21 @@ def test_wrong_fields_are_refused_by_name(system: System) -> None:
         if param is not None:
             assert param in error["message"], (changes, error)
     assert system.complete()[0] == 200
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, -(2**63), 2**62, -1, 7])
+def test_any_seed_of_64_bits_is_served(system: System, seed: int) -> None:
+    """Seeds below 2^62 reach the nodes as they are; so their texts stay what they were."""
+    for path, body in BODIES.items():
+        assert system.router.request("POST", path, {"model": "fake", "max_tokens": 100, **body, "seed": seed})[0] == 200
+    asked = own(system.cluster.by_name("p0"), m.Prefill)
+    assert {message.request.params.seed for message in asked} == {seed % 2**62}
+
+
+def test_top_logprobs_of_zero_ask_for_nothing(system: System) -> None:
+    for fields in ({"logprobs": False, "top_logprobs": 0}, {"top_logprobs": 0}):
+        status, body, _ = system.router.request("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 100, **fields})
+        assert (status, body["choices"][0]["logprobs"]) == (200, None)
 
 
 @pytest.mark.parametrize(

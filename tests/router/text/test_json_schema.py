@@ -46,6 +46,10 @@ EXACT = [  # schema, what it takes, what it does not take
     ('{"type": "string", "maxLength": 18446744073709551616}', ['"abc"'], []),
     ('{"type": "array", "items": {"not": {}}}', ["[]"], ["[1]"]),
     ('{"type": "object", "properties": {"a": {}}, "unevaluatedProperties": false}', ['{"a":1}'], ['{"b":1}']),
+    ('{"type": "object", "properties": {"a": {}}}', ['{"a":1}', "{}"], ['{"b":1}', '{"a":1,"b":1}']),
+    ('{"type": "object", "properties": {"a": {}}, "additionalProperties": true}', ['{"b":1}'], []),
+    ('{"type": "object", "properties": {"a": {}}, "required": ["b"]}', ['{"b":1}'], []),
+    ('{"allOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"b": {}}}]}', ['{"a":1,"b":2}'], ['{"a":2}']),
     ('{"properties": {"maximum": {"const": 1}, "not": {"const": 2}}}', ['{"maximum":1}', '{"not":2}'], ['{"not":1}']),
 ]
 
@@ -162,7 +166,7 @@ NOT_ENFORCED = [
 def test_a_part_that_cannot_be_enforced_is_refused_or_if_loose_left_out(
     vocabulary: llguidance.LLTokenizer, part: dict[str, Any], place: str, words: str
 ) -> None:
-    schema = {"type": "object", **part}
+    schema = {"type": "object", "additionalProperties": True, **part}
     fault = convert(vocabulary, schema)
     assert isinstance(fault, GrammarFault), fault
     assert fault.place.startswith(place) and words in fault.words

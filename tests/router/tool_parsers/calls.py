@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from baton.router.tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content, Event, ToolParser
+from baton.router.tool_parsers.base import (
+    CallArguments,
+    CallBegin,
+    CallBroken,
+    CallEnd,
+    Content,
+    Event,
+    Schema,
+    ToolParser,
+)
 
 WEATHER = {
     "type": "object",
@@ -84,18 +93,18 @@ def is_json(text: str) -> bool:
     return True
 
 
-def parse(kind: type[ToolParser], parts: Sequence[str]) -> Parsed:
+def parse(kind: type[ToolParser], parts: Sequence[str], tools: Mapping[str, Schema] = TOOLS) -> Parsed:
     numbers = count()
-    parser = kind(TOOLS, lambda: f"id{next(numbers)}")
+    parser = kind(tools, lambda: f"id{next(numbers)}")
     return collect([event for part in parts for event in parser.feed(part)] + parser.finish())
 
 
-def parse_all_ways(kind: type[ToolParser], text: str) -> Parsed:
+def parse_all_ways(kind: type[ToolParser], text: str, tools: Mapping[str, Schema] = TOOLS) -> Parsed:
     """Return what the parser makes of a text. It must be the same at every division into two parts, and by characters,
     twos, threes and sevens."""
-    whole = parse(kind, [text])
+    whole = parse(kind, [text], tools)
     for place in range(1, len(text)):
-        assert parse(kind, [text[:place], text[place:]]) == whole, (text[:place], text[place:])
+        assert parse(kind, [text[:place], text[place:]], tools) == whole, (text[:place], text[place:])
     for size in (1, 2, 3, 7):
-        assert parse(kind, [text[at : at + size] for at in range(0, len(text), size)]) == whole, size
+        assert parse(kind, [text[at : at + size] for at in range(0, len(text), size)], tools) == whole, size
     return whole

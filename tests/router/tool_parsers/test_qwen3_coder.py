@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from baton.router.tool_parsers.base import CallArguments, CallBegin, CallEnd
-from baton.router.tool_parsers.qwen3_coder import Qwen3CoderParser, json_of, types_of
+from baton.router.tool_parsers.qwen3_coder import Qwen3CoderParser, json_of, types_of, values_of
 
 from ..sites import tokenizer_file
 from .calls import TOOLS, Call, Parsed, parse_all_ways
@@ -59,10 +59,75 @@ def test_unusual_texts(text: str, content: str, calls: list[Call]) -> None:
         ({"$ref": "#/$defs/nowhere"}, "[1]", [1]),
         ({}, "text", "text"),
         ({}, "false", False),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "true"}, "true", "true"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"enum": ["1", 2]}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"enum": ["true", False]}, "true", "true"),
+        ({"enum": ["true", False]}, "False", False),
+        ({"enum": ["1", None]}, "null", None),
+        ({"enum": ["1", None]}, "1", "1"),
+        ({"type": ["string", "integer"], "enum": ["1", 2]}, "1", "1"),
+        ({"anyOf": [{"const": "1"}, {"const": "2"}]}, "2", "2"),
+        ({"anyOf": [{"enum": ["1"]}, {"type": "null"}]}, "1", "1"),
+        ({"oneOf": [{"enum": ["1"]}, {"type": "null"}]}, "None", None),
+        ({"allOf": [{"enum": ["1"]}, {"description": "x"}]}, "1", "1"),
+        ({"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, "1", "1"),
+        ({"$ref": "#/$defs/code"}, "1", "1"),
+        ({"type": "integer", "nullable": True}, "null", None),
+        ({"enum": ["1"], "nullable": True}, "null", None),
+        ({"enum": ["1"], "nullable": True}, "1", "1"),
+        ({"pattern": "^[0-9]+$"}, "12", "12"),
+        ({"const": 1.5}, "1.5", 1.5),
+        ({"enum": [[1], {"a": 2}]}, '{"a": 2}', {"a": 2}),
     ],
 )
 def test_a_value_is_of_the_schemas_type(schema: dict[str, Any], text: str, value: Any) -> None:
-    assert json.loads(json_of(text, types_of(schema, TOOLS["get_weather"]))) == value
+    root = {"$defs": {**TOOLS["get_weather"]["$defs"], "code": {"enum": ["1", "2"]}}}
+    read = json.loads(json_of(text, types_of(schema, root), values_of(schema, root)))
+    assert (read, type(read)) == (value, type(value))
+
+
+UNTYPED = {
+    "q": {"type": "object", "properties": {"a": {"enum": ["1", "2"]}, "n": {"type": "integer"}, "b": {"const": "true"}}}
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<parameter=a>\n1\n</parameter>\n<parameter=b>\ntrue\n</parameter>\n", {"a": "1", "b": "true"}),
+        ("<parameter=a>\n1\n<parameter=b>\ntrue\n</parameter>\n", {"a": "1", "b": "true"}),
+        ("<parameter=n>\n1\n<parameter=b>\ntrue\n", {"n": 1, "b": "true"}),
+        ("<parameter=n>1<parameter=a>2</parameter>", {"n": 1, "a": "2"}),
+        ("<parameter=n>\n1\n", {"n": 1}),
+        ("<parameter=a>\n<parameter=b>\nx\n</parameter>\n", {"a": "", "b": "x"}),
+        ("<parameter=a>\n1\n<parameter=z>\n2\n</parameter>\n", {"a": "1\n<parameter=z>\n2"}),  # not known
+        ("<parameter=a>\n1\n<parameter=a>\n2\n</parameter>\n", {"a": "1\n<parameter=a>\n2"}),  # has come
+        ("<parameter=a>\nx <parameter=b>\n2\n</parameter>\n", {"a": "x <parameter=b>\n2"}),  # within a line
+        ("<parameter=a>\n1\n</function> 2\n</parameter>\n", {"a": "1\n</function> 2"}),
+    ],
+)
+def test_a_value_without_its_closing_mark_ends_before_the_next_known_parameter(
+    text: str, arguments: dict[str, Any]
+) -> None:
+    for before, behind in (("<tool_call>\n", "\n</tool_call>"), ("", "")):
+        whole = f"{before}<function=q>\n{text}</function>{behind}"
+        parsed = parse_all_ways(Qwen3CoderParser, whole, UNTYPED)
+        assert [(call.name, json.loads(call.arguments), call.broken) for call in parsed.calls] == [
+            ("q", arguments, None)
+        ]
+
+
+def test_a_grammar_that_may_allow_more_leaves_out_what_plain_text_cannot_tell() -> None:
+    loose = {"x-guidance": {"lenient": True}, "type": "object"}
+    properties = {"a": {"type": "string", "pattern": "x"}, "b": {"type": ["string", "null"]}, "c": {}}
+    schema = {**loose, "properties": properties, "required": ["a", "z"], "minProperties": 1}
+    rules = Qwen3CoderParser.grammar({"f": schema}, may_repeat=False, literal=json.dumps)
+    matcher = LLMatcher(LLTokenizer(tokenizer_file().decode(), n_vocab=420, eos_token=1), f"start: calls\n{rules}")
+    ids = Tokenizer.from_str(tokenizer_file().decode()).encode(written("f", a="y", b="null", c="5")).ids
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 def test_types_of_a_schema_that_names_itself_are_unknown() -> None:
