@@ -26,6 +26,7 @@ OWN = {  # fields beside those of the APIs: vLLM's names, and Baton's
     "reasoning_content",
     "speculation",
     "stop_reason",
+    "store",  # the API sends it, though the type does not name it
     "token_ids",
 }
 NULL = {  # fields that may be null; the Python types write Optional also for those that are either given or absent
