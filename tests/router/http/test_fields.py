@@ -49,9 +49,9 @@ def test_grammars_are_served_under_the_names_of_other_servers() -> None:
     for name, inner in (("guided_regex", "regex"), ("regex", "regex"), ("ebnf", "grammar"), ("grammar", "grammar")):
         given = chat(**{name: "a+"}).structured_outputs
         assert given is not None and getattr(given, inner) == "a+"
-    for name in ("guided_json", "json_schema"):
+    for name in ("guided_json", "json_schema"):  # the schema is kept as it was written
         given = chat(**{name: {"type": "object"}}).structured_outputs
-        assert given is not None and bytes(given.json) == b'{"type":"object"}'
+        assert given is not None and bytes(given.json) == b'{"type": "object"}'
 
 
 @pytest.mark.parametrize(
