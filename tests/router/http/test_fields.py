@@ -74,8 +74,12 @@ def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], words: 
 
 def test_histories_come_back_with_the_fields_of_other_servers() -> None:
     said = {
-        **{"role": "assistant", "content": [{"type": "text", "text": "a", "annotations": []}], "id": "m1"},
-        **{"type": "message", "reasoning_details": [{"type": "reasoning.text", "text": "t"}], "extra_content": {}},
+        "role": "assistant",
+        "content": [{"type": "text", "text": "a", "annotations": []}],
+        "id": "m1",
+        "type": "message",
+        "reasoning_details": [{"type": "reasoning.text", "text": "t"}],
+        "extra_content": {},
         "tool_calls": [
             {"id": "c", "type": "function", "extra_content": {}, "function": {"name": "f", "arguments": "{}", "id": 1}}
         ],

@@ -120,7 +120,13 @@ def test_each_block_has_an_index_and_its_own_deltas(thinker: System) -> None:
     starts = [block[0]["content_block"] for block in by_block]
     assert starts[0] == {"type": "thinking", "thinking": "", "signature": ""}
     assert starts[1] == starts[3] == {"type": "text", "text": ""}
-    assert {**starts[2], "id": ""} == {"type": "tool_use", "id": "", "name": "get_weather", "input": {}, "caller": {"type": "direct"}}
+    assert {**starts[2], "id": ""} == {
+        "type": "tool_use",
+        "id": "",
+        "name": "get_weather",
+        "input": {},
+        "caller": {"type": "direct"},
+    }
     for block, kind in zip(by_block, ("thinking", "text", "input_json", "text"), strict=True):
         assert [event["type"] for event in block] == [
             "content_block_start",

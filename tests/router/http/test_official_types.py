@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterator
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
-from anthropic.types import ModelInfo as AnthropicModel
-from anthropic.types.shared import ErrorResponse
-from openai.types import Completion, Model
+from anthropic.types import Message, RawMessageStreamEvent
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
