@@ -128,7 +128,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "instructions": "You code.",
             "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
-            "tools": [_FLAT_TOOL],
+            "tools": [{"type": "function", **_FUNCTION}],
             "reasoning": {"effort": "medium", "summary": "auto"},
             "include": ["reasoning.encrypted_content"],
             "prompt_cache_key": "k",

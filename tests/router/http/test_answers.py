@@ -87,7 +87,7 @@ ROUTES: dict[str, tuple[dict[str, Any], bytes, bytes]] = {  # body, what breaks 
 def test_a_stream_that_waits_is_opened_and_never_silent(
     make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch, *, is_taken: bool
 ) -> None:
-    """Nodes have taken the request, or have not for too long. Its failure is then the last event, in each API's shape."""
+    """Nodes have taken the request, or have not for too long. Its failure is the last event, in each API's shape."""
     monkeypatch.setattr(answers, "LOOK_S", 0.05 if is_taken else 10)
     monkeypatch.setattr(answers, "LONGEST_WAIT_S", 10 if is_taken else 0.05)
     monkeypatch.setattr(sse, "SILENCE_S", 0.05)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from ..conftest import System
-from .chats import TEMPLATE
+from .chats import TEMPLATE, call, say
 from .client_bodies import BODIES, MESSAGES, RESPONSES
 from .test_official_types import CASES, checked, events_of
 
 
-def test_the_requests_of_clients_are_answered(make_system: Callable[..., System]) -> None:
+@pytest.mark.parametrize("calls", [False, True])
+def test_the_requests_of_clients_are_answered(make_system: Callable[..., System], *, calls: bool) -> None:
     system = make_system(template=TEMPLATE, context_len=4096).up()
+    if calls:
+        say(system, "Look: " + call("get_weather", {"city": "Paris"}))
     types = {path: kinds for path, _, *kinds in CASES.values()}
     for name, (path, fields) in BODIES.items():
         limit = {MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}.get(path, "max_tokens")

@@ -324,6 +324,6 @@ def test_a_runner_of_tools_goes_on_without_a_thread(system: System) -> None:
 
 def test_what_no_route_has_is_refused_in_the_shape_of_the_client(system: System) -> None:
     for path in ("/v1/files", "/v1/messages/batches", "/v1/models/nope"):
-        _, answer, headers = system.router.request("GET", path, headers={"anthropic-version": "2023-06-01"})
+        _, answer, _ = system.router.request("GET", path, headers={"anthropic-version": "2023-06-01"})
         assert answer["type"] == "error" and answer["error"]["type"] == "not_found_error", answer
     assert "type" not in system.router.request("GET", "/v1/files")[1]

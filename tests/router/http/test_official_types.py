@@ -33,6 +33,7 @@ NULL = {  # fields that may be null; the Python types write Optional also for th
     "ChoiceLogprobs": {"refusal"},
     "ChatCompletionChunk": {"usage"},
     "Completion": {"usage"},
+    "FunctionTool": {"parameters", "strict"},
     "CompletionChoice": {"finish_reason", "logprobs"},
     "Delta": {"container", "stop_details", "stop_sequence"},
     "Logprobs": {"token_logprobs", "top_logprobs"},  # of a prompt's first token
