@@ -26,7 +26,9 @@ from .responses_types import (
     ResponseAnswer,
     ResponseEvent,
     ResponseFault,
+    ResponseFunction,
     ResponsesRequest,
+    ResponseTool,
     ResponseUsage,
     Status,
 )
@@ -111,7 +113,7 @@ class ResponsesFormat(AnswerFormat):
             top_p=body.top_p,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=[_shown_tool(tool) for tool in body.tools or ()],
             text={"format": {"type": "text"} if text_format is None else _shown(text_format)},
             metadata=body.metadata or {},
         )
@@ -125,6 +127,12 @@ def _shown(text_format: msgspec.Struct) -> dict[str, Any]:
     """Return a format as the client gave it."""
     fields = {name: getattr(text_format, name) for name in text_format.__struct_fields__}
     return {name: value for name, value in fields.items() if value is not None and value != msgspec.Raw()}
+
+
+def _shown_tool(tool: ResponseTool) -> dict[str, Any]:
+    """Return a tool as the client gave it. OpenAI's API gives two fields of each function, also as null."""
+    always = {"parameters": None, "strict": None} if isinstance(tool, ResponseFunction) else {}
+    return {**always, **msgspec.to_builtins(tool)}
 
 
 def _status_of(end: Delta) -> Status:

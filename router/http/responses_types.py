@@ -368,7 +368,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     previous_response_id: None = None
     store: Literal[False] = False
     tool_choice: ResponseToolChoice
-    tools: list[ResponseTool]
+    tools: list[dict[str, Any]]
     truncation: Literal["disabled"] = "disabled"
     metadata: dict[str, Any]
 

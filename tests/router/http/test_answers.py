@@ -1,15 +1,23 @@
-"""Answers that are sent whole. test_sse.py and test_completions.py test streams."""
+"""Answers that are sent whole, and streams that nodes make wait. test_sse.py and test_completions.py test others."""
 
 from __future__ import annotations
 
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.metadata.errors import Unavailable
+from baton.router.http import answers, sse
 from baton.router.http.answers import WholeAnswer
 from baton.router.request import Delta
+
+from ..conftest import System
 
 
 class FakeFormat:
@@ -58,3 +66,53 @@ async def test_the_first_error_is_raised() -> None:
         answer.on_error(requests[1], Unavailable(words))
     with pytest.raises(Unavailable, match="first"):
         await answer.answer(requests, {})
+
+
+ROUTES: dict[str, tuple[dict[str, Any], bytes, bytes]] = {  # body, what breaks a silence, and what ends a failure
+    "/v1/chat/completions": (
+        {"messages": [{"role": "user", "content": "hello"}]},
+        sse.COMMENT,
+        b'"type":"timeout_error"',
+    ),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5},
+        b'event: ping\ndata: {"type":"ping"}\n\n',
+        b"event: error\n",
+    ),
+    "/v1/responses": ({"input": "hello"}, sse.COMMENT, b"event: response.failed\n"),
+}
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_stream_that_waits_is_opened_and_never_silent(
+    make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch, *, is_taken: bool
+) -> None:
+    """Nodes have taken the request, or have not for too long. Its failure is the last event, in each API's shape."""
+    monkeypatch.setattr(answers, "LOOK_S", 0.05 if is_taken else 10)
+    monkeypatch.setattr(answers, "LONGEST_WAIT_S", 10 if is_taken else 0.05)
+    monkeypatch.setattr(sse, "SILENCE_S", 0.05)
+    system = make_system(router={"request_timeout_s": 0.6}).up()
+    system.behaviour.answer_prefill = lambda node, message: True
+    system.behaviour.answer_compute = lambda node, message: True
+    if not is_taken:
+        system.behaviour.answer_reserve = lambda node, message: True
+    for path, (body, keep_alive, failure) in ROUTES.items():
+        data = json.dumps({"model": "fake", "stream": True, **body}).encode()
+        asked = urllib.request.Request(system.router.url + path, data, {"Content-Type": "application/json"})
+        began = time.monotonic()
+        with urllib.request.urlopen(asked, timeout=10) as response:
+            assert response.status == 200 and time.monotonic() - began < 0.5
+            raw = response.read()
+        assert raw.startswith(keep_alive) and raw.count(keep_alive) >= 3 and failure in raw, raw
+        if path == "/v1/responses":
+            assert raw.index(b"event: response.created\n") < raw.index(failure)
+    system.router.wait_idle()
+
+
+def test_a_failure_before_the_headers_has_its_status(make_system: Callable[..., System]) -> None:
+    system = make_system(router={"request_timeout_s": 0.3}).up()
+    system.behaviour.answer_prefill = lambda node, message: True
+    system.behaviour.answer_compute = lambda node, message: True
+    for path, (body, _, _) in ROUTES.items():
+        assert system.router.request("POST", path, {"model": "fake", "stream": True, **body})[0] == 504
+    system.router.wait_idle()

@@ -119,8 +119,14 @@ def test_each_block_has_an_index_and_its_own_deltas(thinker: System) -> None:
     assert list(itertools.chain(*by_block)) == events[:-2]  # one block after the other
     starts = [block[0]["content_block"] for block in by_block]
     assert starts[0] == {"type": "thinking", "thinking": "", "signature": ""}
-    assert starts[1] == starts[3] == {"type": "text", "text": "", "citations": None}
-    assert {**starts[2], "id": ""} == {"type": "tool_use", "id": "", "name": "get_weather", "input": {}}
+    assert starts[1] == starts[3] == {"type": "text", "text": ""}
+    assert {**starts[2], "id": ""} == {
+        "type": "tool_use",
+        "id": "",
+        "name": "get_weather",
+        "input": {},
+        "caller": {"type": "direct"},
+    }
     for block, kind in zip(by_block, ("thinking", "text", "input_json", "text"), strict=True):
         assert [event["type"] for event in block] == [
             "content_block_start",
@@ -131,7 +137,7 @@ def test_each_block_has_an_index_and_its_own_deltas(thinker: System) -> None:
         assert kinds == {f"{kind}_delta"} | ({"signature_delta"} if kind == "thinking" else set())
     assert by_block[0][-2]["delta"] == {"type": "signature_delta", "signature": ""}
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
-    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-2]["delta"]["stop_sequence"] is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +174,7 @@ def test_calls_that_are_not_parallel_or_not_wanted(hermes: System, clients: Clie
 def test_a_call_that_is_cut_off_is_text_of_a_whole_message(hermes: System, clients: Clients) -> None:
     say(hermes, f"A\n{BROKEN}")
     answer = clients(hermes).messages.create(**body_of(tools=[NOW]))
-    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": f"A{BROKEN}", "citations": None}]
+    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": f"A{BROKEN}"}]
     assert answer.stop_reason == "end_turn"
     events = events_of(hermes, tools=[NOW])
     assert [event["type"] for event in events if event.get("index") == 1][-1] == "content_block_stop"
@@ -199,7 +205,7 @@ def test_thoughts_are_a_block_if_they_are_asked_for(
         assert "".join(stream.text_stream) == "Yes."
         final = stream.get_final_message()
     thought = {"type": "thinking", "thinking": "It may rain.", "signature": ""}
-    expected = [thought] * is_shown + [{"type": "text", "text": "Yes.", "citations": None}]
+    expected = [thought] * is_shown + [{"type": "text", "text": "Yes."}]
     for message in (answer, final):
         assert [block.to_dict() for block in message.content] == expected
         assert message.stop_reason == "end_turn"

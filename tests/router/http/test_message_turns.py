@@ -78,7 +78,7 @@ def test_a_loop_of_two_turns(system: System, client: anthropic.Anthropic, is_str
         {"role": "user", "content": [*results, {"type": "text", "text": "Well?"}]},
     ]
     final = client.messages.create(**body_of(*turns, thinking=ENABLED))
-    assert [block.to_dict() for block in final.content] == [{"type": "text", "text": "It rains.", "citations": None}]
+    assert [block.to_dict() for block in final.content] == [{"type": "text", "text": "It rains."}]
     assert final.stop_reason == "end_turn"
     shown = prompt_of(system)
     written = PARIS + call("now", {})

@@ -67,7 +67,7 @@ def test_the_official_client_streams_the_same(system: System) -> None:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == system.text
-    assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": text, "citations": None}]
+    assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": text}]
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 
@@ -79,7 +79,7 @@ def test_the_events_come_in_their_order(system: System) -> None:
     assert set(names[3:-3]) == {"content_block_delta"} and len(names) > 8
     start, end = events[0][1]["message"], events[-2][1]
     assert start["content"] == [] and start["stop_reason"] is None and start["usage"]["output_tokens"] <= 1
-    assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert (end["delta"]["stop_reason"], end["delta"]["stop_sequence"]) == ("end_turn", None)
     assert end["usage"]["output_tokens"] == len(system.say(system.text))
 
 
@@ -97,7 +97,7 @@ def test_the_reason_of_the_end(
     _, whole, _ = system.router.request("POST", "/v1/messages", {**BODY, **fields})
     assert (whole["stop_reason"], whole["stop_sequence"]) == reason
     if text is not None:
-        assert whole["content"] == [{"type": "text", "text": text, "citations": None}]
+        assert whole["content"] == [{"type": "text", "text": text}]
     events = events_of(system, **fields)
     end = dict(events)["message_delta"]
     assert (end["delta"]["stop_reason"], end["delta"]["stop_sequence"]) == reason
@@ -307,3 +307,19 @@ def test_the_key_may_come_in_x_api_key(make_router: Callable[..., RunningRouter]
         assert answer["error"]["type"] == {503: "overloaded_error", 401: "authentication_error"}[status]
     with pytest.raises(anthropic.AuthenticationError):
         client_of(router, "wrong").messages.create(**BODY)
+
+
+def test_a_runner_of_tools_goes_on_without_a_thread(system: System) -> None:
+    """The client asks for a stored conversation first, and reads in the details of the refusal that there is none."""
+    status, refused, _ = system.router.request("POST", "/v1/messages", {**BODY, "thread": {"type": "create"}})
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["threads"]}
+    assert (status, refused["error"]["details"]) == (400, details)
+    runner = client_of(system.router).beta.messages.tool_runner(**BODY, tools=[])
+    assert [message.stop_reason for message in runner] == ["end_turn"]
+
+
+def test_what_no_route_has_is_refused_in_the_shape_of_the_client(system: System) -> None:
+    for path in ("/v1/files", "/v1/messages/batches", "/v1/models/nope"):
+        _, answer, _ = system.router.request("GET", path, headers={"anthropic-version": "2023-06-01"})
+        assert answer["type"] == "error" and answer["error"]["type"] == "not_found_error", answer
+    assert "type" not in system.router.request("GET", "/v1/files")[1]

@@ -24,6 +24,7 @@ OWN = {  # fields beside those of the APIs: vLLM's names, and Baton's
     "reasoning_content",
     "speculation",
     "stop_reason",
+    "store",  # the API sends it, though the type does not name it
     "token_ids",
 }
 NULL = {  # fields that may be null; the Python types write Optional also for those that are either given or absent
@@ -32,6 +33,7 @@ NULL = {  # fields that may be null; the Python types write Optional also for th
     "ChoiceLogprobs": {"refusal"},
     "ChatCompletionChunk": {"usage"},
     "Completion": {"usage"},
+    "FunctionTool": {"parameters", "strict"},
     "CompletionChoice": {"finish_reason", "logprobs"},
     "Delta": {"container", "stop_details", "stop_sequence"},
     "Logprobs": {"token_logprobs", "top_logprobs"},  # of a prompt's first token

@@ -178,7 +178,7 @@ def test_top_logprobs_of_zero_ask_for_nothing(system: System) -> None:
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}, "chat_template_kwargs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"bad_words": ["x"]}, "bad_words"),

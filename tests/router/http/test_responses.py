@@ -237,7 +237,8 @@ def test_calls_are_items(thinker: System, caller: openai.OpenAI) -> None:
         ]
         assert (json.loads(weather.arguments), now.arguments) == ({"city": "Paris é"}, "{}")
         assert weather.call_id != now.call_id and weather.id.startswith("fc_")
-        assert [tool.to_dict() for tool in answer.tools] == [WEATHER, NOW]
+        shown = [{name: value for name, value in tool.to_dict().items() if value is not None} for tool in answer.tools]
+        assert shown == [WEATHER, NOW]
         assert (answer.tool_choice, answer.parallel_tool_calls) == ("auto", True)
     as_chat = [
         {"type": "function", "function": {k: v for k, v in each.items() if k != "type"}} for each in (WEATHER, NOW)

@@ -1,0 +1,103 @@
+"""The table of fields: what has no effect, what is served under another name, what is refused, and typing errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.metadata.errors import RequestError
+from baton.router.http.bodies import decode
+from baton.router.http.fields import Ignored, NotServed, rules_of
+from baton.router.http.messages_types import MessagesRequest
+from baton.router.http.openai_types import ChatRequest, CompletionRequest
+from baton.router.http.responses_types import ResponsesRequest
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+DOCS = Path(__file__).parents[3] / "docs" / "operations.md"
+BODIES = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return decode(json.dumps({**CHAT, **fields}).encode(), msgspec.json.Decoder(ChatRequest))
+
+
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [
+        ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"thinking_budget": 9}, {"thinking_token_budget": 9}),
+        ({"stream": True, "usage": {"include": True}}, {"stream": True, "stream_options": {"include_usage": True}}),
+        ({"nvext": {"top_k": 3, "agent_hints": {}}}, {"top_k": 3}),
+        ({"extra_body": {"repeat_penalty": 1.5}}, {"repetition_penalty": 1.5}),
+        ({"n_predict": 5, "max_tokens": 5}, {"max_tokens": 5}),
+        ({"separate_reasoning": True, "session_id": "s", "cache_prompt": True, "usage": {"include": True}}, {}),
+    ],
+)
+def test_fields_stand_for_others_or_for_nothing(fields: dict[str, Any], same: dict[str, Any]) -> None:
+    assert chat(**fields) == chat(**same)
+
+
+def test_grammars_are_served_under_the_names_of_other_servers() -> None:
+    for name, inner in (("guided_regex", "regex"), ("regex", "regex"), ("ebnf", "grammar"), ("grammar", "grammar")):
+        given = chat(**{name: "a+"}).structured_outputs
+        assert given is not None and getattr(given, inner) == "a+"
+    for name in ("guided_json", "json_schema"):  # the schema is kept as it was written
+        given = chat(**{name: {"type": "object"}}).structured_outputs
+        assert given is not None and bytes(given.json) == b'{"type": "object"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temprature": 1}, "temprature: unknown field; the nearest known field is temperature"),
+        ({"separate_reasoning": False}, "separate_reasoning: --reasoning-parser none"),
+        ({"mirostat": 2}, "mirostat: this sampler is not served"),
+        ({"n_predict": 5, "max_tokens": 6}, "n_predict: excludes max_tokens"),
+        ({"nvext": {"use_raw_prompt": True}}, "use_raw_prompt: /v1/completions"),
+        ({"nvext": 3}, "nvext: it must be an object"),
+        ({"reasoning": {"efort": "low"}}, "reasoning.efort: unknown field"),
+        ({"chat_template": "{{ x }}"}, "chat_template: the model's own"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
+        chat(**fields)
+
+
+def test_histories_come_back_with_the_fields_of_other_servers() -> None:
+    said = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "a", "annotations": []}],
+        "id": "m1",
+        "type": "message",
+        "reasoning_details": [{"type": "reasoning.text", "text": "t"}],
+        "extra_content": {},
+        "tool_calls": [
+            {"id": "c", "type": "function", "extra_content": {}, "function": {"name": "f", "arguments": "{}", "id": 1}}
+        ],
+    }
+    tools = [{"type": "function", "cache_control": {}, "function": {"name": "f", "cache_control": {}}}]
+    body = chat(messages=[CHAT["messages"][0], said], tools=tools)
+    assert body.messages[1].tool_calls is not None and body.messages[1].tool_calls[0].function.name == "f"
+    with pytest.raises(RequestError, match=r"messages\[0\]\.prefix: the field is continue_final_message"):
+        chat(messages=[{"role": "assistant", "content": "a", "prefix": True}])
+    with pytest.raises(RequestError, match=r"messages\[0\]\.contents: unknown field; .* content"):
+        chat(messages=[{"role": "user", "contents": "a"}])
+
+
+def test_the_docs_name_every_field_of_the_table() -> None:
+    text = DOCS.read_text()
+    section = text[text.index("### Fields of other servers") :]
+    named = set(re.findall(r"`([\w.]+)`", section[: section.index("\n### ", 4)]))
+    for kind in BODIES:
+        for name, rule in rules_of(kind).items():
+            is_shown = name not in kind.__struct_fields__ and isinstance(rule, Ignored | NotServed)
+            assert name in named or not is_shown, f"docs/operations.md lacks {name}"
