@@ -105,6 +105,7 @@ class Router:
         """End all requests and close all sockets."""
         self.dispatcher.close()
         self.api.grammars.close()
+        self.api.side_work.close()
         await asyncio.sleep(0)  # streams write their last event
         if self._http is not None:
             self._http.close()

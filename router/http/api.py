@@ -23,9 +23,11 @@ from ..node import ROLES, NodeGroup
 from ..runner import RunningDispatcher
 from ..text.tokenizer import TextTokenizer
 from .access import Access
-from .bodies import Bodies, decode
+from .bodies import Bodies, decoded_mended, decoded_strictly
+from .body_size import BODY_SIZE, quick_size
 from .in_flight import InFlight
 from .ledgers import Ledgers
+from .side_work import SideWork
 
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
@@ -45,6 +47,7 @@ class Api:
         self.ledgers = Ledgers(dispatcher)
         self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
+        self.side_work = SideWork()
         self._bodies = Bodies(config.max_body_bytes)
 
     async def body(self, http_request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
@@ -53,7 +56,11 @@ class Api:
             raise Unavailable("the router is shutting down")
         data = await self._bodies.read(http_request)
         http_request[ARRIVED] = time.monotonic()
-        return decode(data, decoder)
+        BODY_SIZE.set(quick_size(data) or await self.side_work.exact_size(data))
+        body = decoded_strictly(data, decoder)
+        if body is None:
+            body = decoded_mended(await self.side_work.mended(data, decoder.type), decoder)
+        return body
 
     def group_of(self, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
         """Return the group with the shortest queue that serves a model. None stands for the only model served.

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ...metadata.errors import BatonError
 from ..errors import NotFound
+from ..fair_turns import ASKER
 from .access import CALLER, KeyLevel
 from .api import Api, request_id
 from .bodies import expected
@@ -85,7 +86,8 @@ class _Wrapper:
             if request.method == "OPTIONS":
                 response = self._checks.options(request)
             else:
-                request[CALLER] = access.caller_of(request, needs)
+                caller = request[CALLER] = access.caller_of(request, needs)
+                ASKER.set(caller)
                 response = await handler(request)
         except BatonError as error:
             caller = request.get(CALLER)

@@ -72,15 +72,29 @@ async def _invite(http_request: web.Request) -> None:
         http_request.writer.output_size = 0  # the answer itself has not begun
 
 
+def decoded_strictly(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T | None:
+    """Return the decoded body, None if it is not of its type: then `mended` may leave something out, or say more.
+
+    Raises RequestError for a body that is no JSON.
+    """
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise from_malformed(data, error) from None
+
+
+def decoded_mended(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+    """Return the decoded body, after `mended`. Raises RequestError that names the field at fault."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise from_validation(error) from None
+
+
 def decode(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     """Return the decoded body, without unknown fields that are null. Raises RequestError that names the field at
     fault."""
-    try:
-        try:
-            return decoder.decode(data)
-        except msgspec.ValidationError:
-            return decoder.decode(mended(data, decoder.type))
-    except msgspec.ValidationError as error:
-        raise from_validation(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise from_malformed(data, error) from None
+    value = decoded_strictly(data, decoder)
+    return decoded_mended(mended(data, decoder.type), decoder) if value is None else value

@@ -78,9 +78,7 @@ async def test_few_grammars_are_remembered(
     assert asked == ["a", "b", "c", "b"]
 
 
-async def test_many_waiting_grammars_are_refused(
-    checks: GrammarChecks, group: NodeGroup
-) -> None:
+async def test_many_waiting_grammars_are_refused(checks: GrammarChecks, group: NodeGroup) -> None:
     checks._turns = FairTurns("grammars", 1, 2)  # type: ignore[attr-defined]
     several = [checks.checked(GrammarSource("regex", "x" * (1 + i)), group, "f") for i in range(4)]
     answers = await asyncio.gather(*several, return_exceptions=True)
@@ -125,7 +123,11 @@ async def test_nothing_runs_after_the_end(checks: GrammarChecks, group: NodeGrou
     late = [asyncio.ensure_future(checks.checked(GrammarSource("regex", text), group, "f")) for text in "bcd"]
     await asyncio.sleep(0)
     checks.close()
-    assert {type(each) for each in await asyncio.gather(*late, return_exceptions=True)} <= {RequestError, Unavailable, str}
+    assert {type(each) for each in await asyncio.gather(*late, return_exceptions=True)} <= {
+        RequestError,
+        Unavailable,
+        str,
+    }
     executor.shutdown(wait=True)
     assert not Path(f"/proc/{pid}").exists()
     assert checks._process.pid is None  # type: ignore[attr-defined]

@@ -10,10 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec import inspect
 
-from baton.router.http.responses_types import INPUT_ITEMS, ResponsesRequest
+from baton.router.http.responses_types import INPUT_ITEMS
 from baton.router.http.routes import ROUTES
 
 _HOLE = "\ue000"  # stands for the place until its value is known
@@ -130,7 +129,9 @@ def _items(kind: inspect.Type) -> Iterator[tuple[str, bytes]]:
             for item in dict.fromkeys(INPUT_ITEMS.values()):
                 yield item.__name__, json.dumps(_least(inspect.type_info(item))).encode()
         elif not isinstance(each, inspect.NoneType):
-            name = each.cls.__name__ if isinstance(each, inspect.StructType) else type(each).__name__.removesuffix("Type")
+            name = (
+                each.cls.__name__ if isinstance(each, inspect.StructType) else type(each).__name__.removesuffix("Type")
+            )
             yield name, json.dumps(_least(each), separators=(",", ":")).encode()
     yield "null", b"null"
     yield "{}", b"{}"
