@@ -104,8 +104,7 @@ class Router:
     async def stop(self) -> None:
         """End all requests and close all sockets."""
         self.dispatcher.close()
-        self.api.grammars.close()
-        self.api.side_work.close()
+        self.api.close()
         await asyncio.sleep(0)  # streams write their last event
         if self._http is not None:
             self._http.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 
 from aiohttp import web
@@ -42,6 +42,18 @@ class Caller:
 
 
 CALLER = web.RequestKey("caller", Caller)
+
+
+def label_of(caller: Caller | None) -> str:
+    """Return the words for a caller in the log; None: the request was refused before its caller was known."""
+    if caller is None:
+        return "an unknown caller"
+    return "an operator" if caller.is_admin else "a client"
+
+
+def share_of(caller: Caller) -> Hashable:
+    """Return whose share the work on a caller's requests takes: bytes of bodies, and turns at work that takes long."""
+    return caller
 
 
 class Access:

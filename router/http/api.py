@@ -62,6 +62,12 @@ class Api:
             body = decoded_mended(await self.side_work.mended(data, decoder.type), decoder)
         return body
 
+    def close(self) -> None:
+        """End the processes and threads beside the event loop."""
+        self.grammars.close()
+        self.side_work.close()
+        self._bodies.close()
+
     def group_of(self, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
         """Return the group with the shortest queue that serves a model. None stands for the only model served.
 

@@ -10,13 +10,14 @@ from aiohttp import web
 from ...metadata.errors import BatonError
 from ..errors import NotFound
 from ..fair_turns import ASKER
-from .access import CALLER, KeyLevel
+from .access import CALLER, KeyLevel, share_of
 from .api import Api, request_id
 from .bodies import expected
 from .connection import SERVER
 from .cross_origin import CrossOriginChecks
 from .encodings import too_large
 from .errors import INTERNAL, HttpRefusal, is_messages, response_of
+from .refusal_log import RefusalLog
 from .route import Handler
 from .routes import ROUTES, client_routes
 from .sse import limit_unread
@@ -32,6 +33,10 @@ _NOT_SERVED = {  # first segments of paths of OpenAI's that Baton does not have 
     "/v1/images": "images are",
     "/v1/moderations": "moderations are",
     "/v1/responses": "stored responses are",
+}
+_FIELDS = {  # of bodies and queries, which the log may name
+    *(name for route in ROUTES if route.body is not None for name in route.body.__struct_encode_fields__),
+    *(parameter.name for route in ROUTES for parameter in route.parameters),
 }
 _BY_TEMPLATE = {(route.method, route.template): route for route in ROUTES}
 
@@ -74,6 +79,7 @@ class _Wrapper:
     def __init__(self, api: Api) -> None:
         self._api = api
         self._checks = CrossOriginChecks(api.config, api.access)
+        self._refusals = RefusalLog(_FIELDS)
 
     @web.middleware
     async def handle(self, request: web.Request, handler: _AiohttpHandler) -> web.StreamResponse:
@@ -87,7 +93,7 @@ class _Wrapper:
                 response = self._checks.options(request)
             else:
                 caller = request[CALLER] = access.caller_of(request, needs)
-                ASKER.set(caller)
+                ASKER.set(share_of(caller))
                 response = await handler(request)
         except BatonError as error:
             caller = request.get(CALLER)
@@ -107,9 +113,10 @@ class _Wrapper:
             response.headers["x-request-id"] = called
         return response
 
-    @staticmethod
-    def _failed(request: web.Request, error: BatonError, *, may_operate: bool = False) -> web.StreamResponse:
-        return response_of(error, may_operate=may_operate, path=request.path, request_id=request_id(request))
+    def _failed(self, request: web.Request, error: BatonError, *, may_operate: bool = False) -> web.StreamResponse:
+        response = response_of(error, may_operate=may_operate, path=request.path, request_id=request_id(request))
+        self._refusals.add(request, error, response.status)
+        return response
 
     async def label(self, http_request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers that every answer has, streams and errors too."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 
-from ...metadata.errors import Overloaded
+from ...metadata.errors import BatonError, Overloaded
+from ..fair_turns import ASKER, FairTurns
+from .body_room import BodyRoom, ReceivedBody
 from .connection import INTERIM, reason_of
 from .encodings import decoded, encoding_of
 from .errors import HttpRefusal, from_malformed, from_validation
@@ -18,7 +21,10 @@ from .refused_bodies import mended
 logger = logging.getLogger(__name__)
 
 BODY_S = 30.0  # a body must have arrived within so many seconds
+GRACE_S = 10.0  # the first seconds of a body may be slow
+LEAST_RATE = 16 << 10  # bytes per second after them
 MAX_BODIES = 32  # of the largest size, or more of smaller sizes, that are received at the same time
+MAX_COMPRESSED = 64  # bodies of one caller that wait to be unpacked
 
 _T = TypeVar("_T")
 
@@ -28,36 +34,62 @@ class Bodies:
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
-        self._num_bytes = 0  # of bodies that are being received
+        self._room = BodyRoom(MAX_BODIES * max_body_bytes)
+        self._unpacking = FairTurns("compressed bodies", 1, MAX_COMPRESSED)
 
     async def read(self, http_request: web.Request) -> bytes:
         """Return the body, without its Content-Encoding.
 
-        Raises HttpRefusal (413, 415, 408, 400) for a body that is too large, encoded otherwise, late or broken, and
-        Overloaded if too many bodies are being received.
+        Raises HttpRefusal (413, 415, 408, 400) for a body that is too large, encoded otherwise, late, slow or broken,
+        and Overloaded if too many bodies are being received.
         """
         limit = self._max_body_bytes
         if (http_request.content_length or 0) > limit:
             raise web.HTTPRequestEntityTooLarge(limit, http_request.content_length or 0)
         encoding = encoding_of(http_request.headers.getall("Content-Encoding", ()))
-        return decoded(await self._receive(http_request), encoding, limit)
+        data = await self._receive(http_request)
+        if encoding is None:
+            return data
+        return await self._unpacking.run(partial(decoded, data, encoding, limit))
+
+    def close(self) -> None:
+        """End the thread that unpacks bodies."""
+        self._unpacking.close(lambda: None)
 
     async def _receive(self, http_request: web.Request) -> bytes:
-        size = self._max_body_bytes if http_request.content_length is None else http_request.content_length
-        if self._num_bytes + size > MAX_BODIES * self._max_body_bytes:
-            raise Overloaded("too many bodies are being received")
-        self._num_bytes += size
+        loop, parts = asyncio.get_running_loop(), list[bytes]()
+        begun = loop.time()
+        deadline = asyncio.timeout_at(begun + min(GRACE_S, BODY_S))
+        body = ReceivedBody(ASKER.get(), lambda: deadline.reschedule(loop.time()))
         try:
-            async with asyncio.timeout(BODY_S):
+            async with deadline:
                 await _invite(http_request)
-                return await http_request.read()
+                while part := await http_request.content.readany():
+                    parts.append(part)
+                    self._room.add(body, len(part))
+                    if body.num_bytes > self._max_body_bytes:
+                        raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, body.num_bytes)
+                    deadline.reschedule(begun + min(GRACE_S + body.num_bytes / LEAST_RATE, BODY_S))
         except TimeoutError:
-            raise HttpRefusal(408, f"the body did not arrive within {BODY_S:g} s") from None
+            raise self._late(body, loop.time() - begun) from None
         except web.RequestPayloadError as error:
             logger.info("a body cannot be read: %s", reason_of(error))
             raise HttpRefusal(400, "the body cannot be read: it is not what its headers say") from None
         finally:
-            self._num_bytes -= size
+            self._room.remove(body)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @staticmethod
+    def _late(body: ReceivedBody, seconds: float) -> BatonError:
+        if body.is_displaced:
+            return Overloaded("too many bodies are being received")
+        if seconds >= BODY_S:
+            return HttpRefusal(408, f"the body did not arrive within {BODY_S:g} s")
+        return HttpRefusal(
+            408,
+            f"only {body.num_bytes} bytes of the body arrived in {seconds:.0f} s; after {GRACE_S:g} s it must come at "
+            f"{LEAST_RATE} bytes per second or faster",
+        )
 
 
 async def expected(http_request: web.Request) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -238,13 +238,13 @@ class SideWork:
         for process in self._all:
             process.join()
 
-    async def _do(self, model: _Model | None, work: _Work | Callable[[], _Work]) -> _Done:
+    async def _do(self, model: _Model | None, work: _Work | partial[_Work]) -> _Done:
         """Do a piece of work, or that which a function returns, in a free process."""
 
         def run() -> _Done:
             process = self._free.pop()
             try:
-                return process.do(model, work if isinstance(work, Struct) else work())
+                return process.do(model, work() if isinstance(work, partial) else work)
             finally:
                 self._free.append(process)
 

@@ -71,7 +71,7 @@ class SideProcess(Generic[_A]):
         return True
 
     def ask(self, message: Any) -> _A:
-        """Return the answer to a message. Raises OSError if the process has ended, TimeoutError if it does not answer."""
+        """Return the answer to a message. Raises OSError if the process has ended, TimeoutError if it is silent."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         data = _encode(message)
