@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
+from .http.forwarded import trusted_networks
 from .http.origin import allowed_hosts, allowed_origins
 from .prompt_placement import LocalPrefill
 from .reasoning_parsers.registry import REASONING_PARSERS
@@ -48,6 +49,12 @@ class RouterConfig(ProcessConfig):
         "localhost is always served; repeat the flag for each name. * also serves web pages whose name resolves "
         "to loopback",
         metavar="HOST",
+    )
+    trusted_proxy: tuple[str, ...] = setting(
+        (),
+        "believe proxies in this network, like 10.0.0.0/8, which client a request comes from (X-Forwarded-For, "
+        "Forwarded); repeat the flag for each network",
+        metavar="CIDR",
     )
     max_concurrent_per_key: int | None = setting(
         None,
@@ -111,6 +118,7 @@ class RouterConfig(ProcessConfig):
                 raise ConfigError(f"{name} is empty; leave it out to serve without a key")
         allowed_origins(self.allow_origin)
         allowed_hosts(self.allow_host)
+        trusted_networks(self.trusted_proxy)
 
     @property
     def client_keys(self) -> list[str]:

@@ -23,13 +23,14 @@ from .export import TraceExport, configured_export
 from .http.api import Api
 from .http.app import application
 from .http.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
+from .http.descriptors import Descriptors, raise_limit
+from .http.listener import Listener
 from .metrics import Metrics
 from .runner import RunningDispatcher
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
 _http_logger.addFilter(ClientErrorFilter())
-BACKLOG = 1024  # connections that wait to be accepted
 _LOOK_S = 0.5  # between two looks whether garbage can be collected
 
 
@@ -41,11 +42,11 @@ class Router:
         self.metrics = Metrics()
         self.dispatcher = RunningDispatcher(config, new_epoch(), self.metrics)
         self.metrics.watch_nodes(self.dispatcher.registry, lambda: self.dispatcher.queues.num_waiting)
-        self.api = Api(config, self.dispatcher, self.metrics)
+        self.api = Api(config, self.dispatcher, self.metrics, Descriptors(raise_limit()))
         self._tracing: TraceExport | None = None
         self._hub: Hub | None = None
         self._runner: web.AppRunner | None = None
-        self._http: asyncio.Server | None = None
+        self._http: Listener | None = None
         self.url = ""
         self.node_address = ""
 
@@ -115,23 +116,24 @@ class Router:
         if self._tracing is not None:
             await self._tracing.close()
 
-    async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
+    async def _listen(self, runner: web.AppRunner) -> Listener:
         """Do what web.TCPSite does, with our own class of connections."""
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None, "the runner has been set up"
-        return await loop.create_server(
+        listener = Listener(
             lambda: Connection(
                 server,
-                loop=loop,  # pyright: ignore[reportArgumentType]
+                self.api.descriptors,
+                loop=loop,
                 keepalive_timeout=KEEP_ALIVE_S,
-                access_log=None,  # pyright: ignore[reportArgumentType]
+                access_log=None,
                 logger=_http_logger,
                 auto_decompress=False,  # encodings.py does it: aiohttp serves what libraries happen to be installed
             ),
-            self.config.host,
-            self.config.port,
-            backlog=BACKLOG,
+            self.api.descriptors,
         )
+        await listener.open(self.config.host, self.config.port)
+        return listener
 
     @property
     def is_idle(self) -> bool:

@@ -25,6 +25,7 @@ from ..text.tokenizer import TextTokenizer
 from .access import Access
 from .bodies import Bodies, decoded_mended, decoded_strictly
 from .body_size import BODY_SIZE, quick_size
+from .descriptors import Descriptors
 from .in_flight import InFlight
 from .ledgers import Ledgers
 from .side_work import SideWork
@@ -38,10 +39,13 @@ _T = TypeVar("_T")
 class Api:
     """Services of one router that handlers share."""
 
-    def __init__(self, config: RouterConfig, dispatcher: RunningDispatcher, metrics: Metrics) -> None:
+    def __init__(
+        self, config: RouterConfig, dispatcher: RunningDispatcher, metrics: Metrics, descriptors: Descriptors
+    ) -> None:
         self.config = config
         self.dispatcher = dispatcher
         self.metrics = metrics
+        self.descriptors = descriptors
         self.is_draining = False
         self.access = Access(config)
         self.ledgers = Ledgers(dispatcher)

@@ -7,16 +7,17 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from ...metadata.errors import BatonError
+from ...metadata.errors import BatonError, Overloaded
 from ..errors import NotFound
 from ..fair_turns import ASKER
 from .access import CALLER, KeyLevel, share_of
 from .api import Api, request_id
 from .bodies import expected
-from .connection import SERVER
+from .connection import SERVER, Connection
 from .cross_origin import CrossOriginChecks
 from .encodings import too_large
 from .errors import INTERNAL, HttpRefusal, is_messages, response_of
+from .forwarded import client_address, trusted_networks
 from .refusal_log import RefusalLog
 from .route import Handler
 from .routes import ROUTES, client_routes
@@ -34,6 +35,7 @@ _NOT_SERVED = {  # first segments of paths of OpenAI's that Baton does not have 
     "/v1/moderations": "moderations are",
     "/v1/responses": "stored responses are",
 }
+_STATUS = frozenset(route.template for route in ROUTES if route.tag == "status")
 _FIELDS = {  # of bodies and queries, which the log may name
     *(name for route in ROUTES if route.body is not None for name in route.body.__struct_encode_fields__),
     *(parameter.name for route in ROUTES for parameter in route.parameters),
@@ -80,6 +82,7 @@ class _Wrapper:
         self._api = api
         self._checks = CrossOriginChecks(api.config, api.access)
         self._refusals = RefusalLog(_FIELDS)
+        self._trusted = trusted_networks(api.config.trusted_proxy)
 
     @web.middleware
     async def handle(self, request: web.Request, handler: _AiohttpHandler) -> web.StreamResponse:
@@ -88,6 +91,7 @@ class _Wrapper:
         try:
             limit_unread(request, self._api.config.max_unread_s)
             needs = needs_of(request)
+            self._check_descriptor(request)
             self._checks.check(request, needs)
             if request.method == "OPTIONS":
                 response = self._checks.options(request)
@@ -112,6 +116,21 @@ class _Wrapper:
         if not response.prepared and called is not None:
             response.headers["x-request-id"] = called
         return response
+
+    def _check_descriptor(self, request: web.Request) -> None:
+        """Count the connection as the client's behind a proxy. Raises Overloaded if few descriptors are left: then only
+        the router's status is served, and the connection is closed."""
+        connection = request.protocol
+        if not isinstance(connection, Connection):
+            return
+        if self._trusted:
+            peer = request.remote or ""
+            connection.came_from(client_address(peer, request.headers, self._trusted))
+        if self._api.descriptors.is_reserved(connection.descriptor):
+            connection.keep_alive(False)
+            resource = request.match_info.route.resource
+            if resource is None or resource.canonical not in _STATUS:
+                raise Overloaded("the router has too many connections")
 
     def _failed(self, request: web.Request, error: BatonError, *, may_operate: bool = False) -> web.StreamResponse:
         response = response_of(error, may_operate=may_operate, path=request.path, request_id=request_id(request))

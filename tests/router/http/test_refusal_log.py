@@ -15,7 +15,13 @@ from ..test_runner import wait_until
 
 SECRET = "hunter2"
 CASES: list[tuple[str, str, Any, dict[str, str], str]] = [
-    ("POST", "/v1/chat/completions", {"model": SECRET, "messages": SECRET}, {}, "of an unknown caller: 401 Unauthorized"),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"model": SECRET, "messages": SECRET},
+        {},
+        "of an unknown caller: 401 Unauthorized",
+    ),
     ("GET", "/debug/nodes", None, {"Authorization": "Bearer k"}, "of an unknown caller: 403 Forbidden"),
     ("POST", "/v1/completions", {"model": "fake", SECRET: 1}, {}, "a client: 400 RequestError"),
     ("POST", "/v1/completions", {"model": "fake", "prompt": [SECRET, 3]}, {}, "400 RequestError at prompt"),
