@@ -27,6 +27,7 @@ from .http.descriptors import Descriptors, raise_limit
 from .http.listener import Listener
 from .metrics import Metrics
 from .runner import RunningDispatcher
+from .text.tokenizer import start_threads
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
@@ -53,6 +54,7 @@ class Router:
     async def start(self) -> None:
         """Listen for nodes and clients. Raises ConfigError for an address that is taken or not allowed."""
         config = self.config
+        await start_threads()
         keys = KeyPair.configured(config)
         if keys is not None and keys.name not in (None, ROUTER):
             raise ConfigError(

@@ -24,7 +24,7 @@ from ..runner import RunningDispatcher
 from ..text.tokenizer import TextTokenizer
 from .access import Access
 from .bodies import Bodies, decoded_mended, decoded_strictly
-from .body_size import BODY_SIZE, quick_size
+from .body_size import BODY_SIZE, most_plain, quick_size
 from .descriptors import Descriptors
 from .in_flight import InFlight
 from .ledgers import Ledgers
@@ -60,7 +60,8 @@ class Api:
             raise Unavailable("the router is shutting down")
         data = await self._bodies.read(http_request)
         http_request[ARRIVED] = time.monotonic()
-        BODY_SIZE.set(quick_size(data) or await self.side_work.exact_size(data))
+        most = most_plain(decoder.type)
+        BODY_SIZE.set(quick_size(data, most) or await self.side_work.exact_size(data, most))
         body = decoded_strictly(data, decoder)
         if body is None:
             body = decoded_mended(await self.side_work.mended(data, decoder.type), decoder)

@@ -7,13 +7,17 @@ with very many values are refused before anything is made of them.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
+
+from msgspec import inspect
 
 from ...metadata.errors import RequestError
 from ...metadata.wire.request import MAX_CONTEXT
 
 MAX_VALUES = 1 << 17  # texts, names of fields, lists and objects; 4,096 messages with a call each have about 80,000
-MAX_PLAIN = MAX_CONTEXT + (MAX_CONTEXT >> 1)  # all values: token ids have no other bound than the context
+MAX_PLAIN = 2 * MAX_VALUES  # commas, and so numbers and the like
+MAX_IDS = MAX_CONTEXT + MAX_VALUES  # commas of a body whose type has a list of token ids without a lower bound
 SMALL_VALUES = 1 << 12
 SMALL_BYTES = 256 << 10
 
@@ -34,21 +38,38 @@ _NO_BODY = BodySize(0, 0)
 BODY_SIZE: ContextVar[BodySize] = ContextVar("body_size", default=_NO_BODY)  # of the HTTP request being served
 
 
-def quick_size(data: bytes) -> BodySize | None:
+@cache
+def most_plain(kind: Any) -> int:
+    """Return how many commas a body of a type may have outside of its texts."""
+    described = inspect.type_info(kind)
+    fields = described.fields if isinstance(described, inspect.StructType) else ()
+    return MAX_IDS if any(_takes_ids(field.type) for field in fields) else MAX_PLAIN
+
+
+def _takes_ids(kind: inspect.Type) -> bool:
+    if isinstance(kind, inspect.UnionType):
+        return any(map(_takes_ids, kind.types))
+    if not isinstance(kind, inspect.ListType) or (kind.max_length or MAX_CONTEXT) < MAX_CONTEXT:
+        return False
+    items = kind.item_type.types if isinstance(kind.item_type, inspect.UnionType) else (kind.item_type,)
+    return any(isinstance(each, inspect.IntType) for each in items)
+
+
+def quick_size(data: bytes, most_plain: int) -> BodySize | None:
     """Return the size of a body, None if brackets and quotes in its texts must not be counted, which takes longer."""
     num_values, num_plain = _counts(data)
-    return BodySize(len(data), num_values) if num_values <= MAX_VALUES and num_plain <= MAX_PLAIN else None
+    return BodySize(len(data), num_values) if num_values <= MAX_VALUES and num_plain <= most_plain else None
 
 
-def exact_size(data: bytes) -> BodySize:
+def exact_size(data: bytes, most_plain: int) -> BodySize:
     """Return the size of a body. Raises RequestError for one with too many values."""
     num_values, num_plain = _counts(_without_texts(data))
     if num_values > MAX_VALUES:
         raise RequestError(
             f"the body has {num_values} texts, names of fields, lists and objects; at most {MAX_VALUES} are served"
         )
-    if num_plain > MAX_PLAIN:
-        raise RequestError(f"the body has {num_plain} values; at most {MAX_PLAIN} are served")
+    if num_plain > most_plain:
+        raise RequestError(f"the body has {num_plain} values; at most {most_plain} are served")
     return BodySize(len(data), num_values)
 
 

@@ -41,15 +41,22 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
-    kinds = set(map(type, prompt))  # a million ids may be in it, and this is quick
-    if kinds == {int}:
+    if isinstance(prompt[0], int):
+        try:
+            max(cast("list[int]", prompt))  # a million ids may be in it, and this is quick
+        except TypeError:
+            raise _mixed() from None
         return [cast("list[int]", prompt)]
-    if int in kinds:
-        raise RequestError("prompt: token ids and prompts are mixed in one list", param="prompt")
     prompts = cast("list[Prompt]", prompt)
     if len(prompts) > MAX_PROMPTS:
         raise RequestError(f"prompt: {len(prompts)} prompts; at most {MAX_PROMPTS} a request", param="prompt")
+    if any(isinstance(item, int) for item in prompts):
+        raise _mixed()
     return prompts
+
+
+def _mixed() -> RequestError:
+    return RequestError("prompt: token ids and prompts are mixed in one list", param="prompt")
 
 
 async def encoded_prompt(

@@ -48,6 +48,7 @@ class _Model(Struct, frozen=True, array_like=True, tag=True):
 
 class _Size(Struct, frozen=True, array_like=True, tag=True):
     body: bytes
+    most_plain: int
 
 
 class _Mend(Struct, frozen=True, array_like=True, tag=True):
@@ -172,8 +173,8 @@ class SideWork:
             process.close()
         self._turns.close(self._join)
 
-    async def exact_size(self, body: bytes) -> BodySize:
-        return BodySize(len(body), (await self._do(None, _Size(body))).num_values)
+    async def exact_size(self, body: bytes, most_plain: int) -> BodySize:
+        return BodySize(len(body), (await self._do(None, _Size(body, most_plain))).num_values)
 
     async def mended(self, body: bytes, kind: Any) -> bytes:
         if BODY_SIZE.get().is_small:
@@ -308,7 +309,7 @@ def _served(models: dict[str, _Model], served: dict[str, _ServedModel], name: st
 async def _result(work: _Work, served: Any) -> _Done:
     match work:
         case _Size():
-            return _Done(num_values=exact_size(work.body).num_values)
+            return _Done(num_values=exact_size(work.body, work.most_plain).num_values)
         case _Mend():
             return _Done(data=[mended(work.body, _kind_of(work.kind))])
         case _Input():

@@ -28,6 +28,12 @@ from ..tool_parsers.registry import parser_for_template as tool_parser_for
 MAX_TOKENIZER_BYTES = 256 << 20
 
 
+async def start_threads() -> None:
+    """Start the threads in which the tokenizers library encodes. It needs descriptors for them, and cannot go on if
+    there are none when the first text comes."""
+    await tokenizers.Tokenizer(tokenizers.models.BPE()).async_encode("")
+
+
 class TextTokenizer:
     """Text to ids and back. All groups with the same tokenizer digest share one."""
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.body_size import MAX_PLAIN, MAX_VALUES, BodySize, exact_size, quick_size
+from baton.router.http.body_size import MAX_IDS, MAX_PLAIN, MAX_VALUES, BodySize, exact_size, most_plain, quick_size
+from baton.router.http.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest
 
 MESSAGE = {"role": "user", "content": "a"}
 
@@ -30,7 +31,7 @@ MESSAGE = {"role": "user", "content": "a"}
 )
 def test_bodies_that_fit_a_context_are_served(body: dict[str, Any]) -> None:
     data = json.dumps(body, separators=(",", ":")).encode()
-    size = quick_size(data) or exact_size(data)
+    size = quick_size(data, MAX_IDS) or exact_size(data, MAX_IDS)
     assert size.num_bytes == len(data)
     assert size.num_values <= MAX_VALUES
 
@@ -40,13 +41,18 @@ def test_bodies_that_fit_a_context_are_served(body: dict[str, Any]) -> None:
 )
 def test_too_many_values_are_refused_before_decoding(value: Any) -> None:
     with pytest.raises(RequestError, match=f"at most {MAX_VALUES} are served"):
-        exact_size(json.dumps({"user": "[" * MAX_VALUES, "prompt": value}).encode())
+        exact_size(json.dumps({"user": "[" * MAX_VALUES, "prompt": value}).encode(), MAX_PLAIN)
     with pytest.raises(RequestError, match=f"at most {MAX_PLAIN} are served"):
-        exact_size(json.dumps([1] * (MAX_PLAIN + 2), separators=(",", ":")).encode())
+        exact_size(json.dumps([1] * (MAX_PLAIN + 2), separators=(",", ":")).encode(), MAX_PLAIN)
 
 
 def test_a_small_body_is_served_in_the_loop() -> None:
-    size = quick_size(json.dumps({"messages": [MESSAGE] * 500}).encode())
+    size = quick_size(json.dumps({"messages": [MESSAGE] * 500}).encode(), MAX_PLAIN)
     assert size is not None and size.is_small
-    assert quick_size(b"[" * (MAX_VALUES + 1)) is None
+    assert quick_size(b"[" * (MAX_VALUES + 1), MAX_PLAIN) is None
+    assert [most_plain(kind) for kind in (CompletionRequest, DetokenizeRequest, ChatRequest)] == [
+        MAX_IDS,
+        MAX_IDS,
+        MAX_PLAIN,
+    ]
     assert not BodySize(1 << 20, 3).is_small
