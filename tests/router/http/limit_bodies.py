@@ -27,10 +27,10 @@ class LimitBody(NamedTuple):
     data: bytes
 
 
-def limit_bodies(size: int) -> Iterator[LimitBody]:
-    """Yield bodies of about `size` bytes for all places of all routes that take one."""
+def limit_bodies(size: int, only: str = "") -> Iterator[LimitBody]:
+    """Yield bodies of about `size` bytes for all places of all routes that take one, or of the route `only`."""
     for route in ROUTES:
-        if route.body is None:
+        if route.body is None or only not in ("", route.template):
             continue
         path = route.template.replace("{id}", "p0")
         for place, kind, frame in _places(inspect.type_info(route.body), "", ()):
