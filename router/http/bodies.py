@@ -57,6 +57,9 @@ class Bodies:
         self._unpacking.close(lambda: None)
 
     async def _receive(self, http_request: web.Request) -> bytes:
+        content = http_request.content
+        if content.is_eof() and content.exception() is None:  # all of it has come with the head
+            return content.read_nowait()
         loop, parts = asyncio.get_running_loop(), list[bytes]()
         begun = loop.time()
         deadline = asyncio.timeout_at(begun + min(GRACE_S, BODY_S))
@@ -64,11 +67,13 @@ class Bodies:
         try:
             async with deadline:
                 await _invite(http_request)
-                while part := await http_request.content.readany():
+                while part := await content.readany():
                     parts.append(part)
                     self._room.add(body, len(part))
                     if body.num_bytes > self._max_body_bytes:
                         raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, body.num_bytes)
+                    if content.at_eof():
+                        break
                     deadline.reschedule(begun + min(GRACE_S + body.num_bytes / LEAST_RATE, BODY_S))
         except TimeoutError:
             raise self._late(body, loop.time() - begun) from None

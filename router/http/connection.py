@@ -11,7 +11,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import BaseRequest, RequestHandler, RequestPayloadError, Server, StreamResponse
 
 from ...metadata.errors import BatonError
-from .descriptors import Descriptors
+from .descriptors import Descriptors, group_of
 from .errors import INTERNAL, HttpRefusal, response_of
 from .half_closed import HalfClosed, can_look
 from .sse import STREAM
@@ -54,14 +54,14 @@ class Connection(RequestHandler):
         self._num_answered = 0  # of the requests received, which aiohttp counts
         self._first_request = self._loop.call_later(FIRST_REQUEST_S, self._close_without_request)
         super().connection_made(transport)
-        self._address = str((transport.get_extra_info("peername") or ("",))[0])
+        self._address = group_of(str((transport.get_extra_info("peername") or ("",))[0]))
         connected = transport.get_extra_info("socket")
         self.descriptor = 0 if connected is None else connected.fileno()
         self._descriptors.wait(self, self._address)
 
     def came_from(self, address: str) -> None:
         """Count the connection as one of this address from now on: that of the client behind a proxy."""
-        self._address = address
+        self._address = group_of(address)
         self._look()
 
     def _look(self) -> None:

@@ -97,13 +97,14 @@ class Descriptors:
             if not waiting:
                 del self._waiting[address]
 
-    def wait(self, connection: Closable, address: str) -> None:
-        """Take a connection that waits for its next request. One that waits already goes on, under this address."""
-        group = group_of(address)
-        if connection not in self._address_of:
+    def wait(self, connection: Closable, group: str) -> None:
+        """Take a connection that waits for its next request. One that waits already goes on, under this address, which
+        `group_of` has returned."""
+        before = self._address_of.get(connection)
+        if before is None:
             self._wait(connection, group, time.monotonic())
-        elif self._address_of[connection] != group:
-            since = self._waiting[self._address_of[connection]][connection]
+        elif before != group:
+            since = self._waiting[before][connection]
             self.remove(connection)
             self._wait(connection, group, since)
 
