@@ -24,7 +24,7 @@ from .http.api import Api
 from .http.app import application
 from .http.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
 from .http.descriptors import Descriptors, raise_limit
-from .http.listener import Listener
+from .http.listener import HttpListener
 from .metrics import Metrics
 from .runner import RunningDispatcher
 from .text.tokenizer import start_threads
@@ -47,7 +47,7 @@ class Router:
         self._tracing: TraceExport | None = None
         self._hub: Hub | None = None
         self._runner: web.AppRunner | None = None
-        self._http: Listener | None = None
+        self._http: HttpListener | None = None
         self.url = ""
         self.node_address = ""
 
@@ -118,11 +118,11 @@ class Router:
         if self._tracing is not None:
             await self._tracing.close()
 
-    async def _listen(self, runner: web.AppRunner) -> Listener:
+    async def _listen(self, runner: web.AppRunner) -> HttpListener:
         """Do what web.TCPSite does, with our own class of connections."""
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None, "the runner has been set up"
-        listener = Listener(
+        listener = HttpListener(
             lambda: Connection(
                 server,
                 self.api.descriptors,

@@ -18,7 +18,7 @@ BACKLOG = 1024  # connections that wait to be accepted
 _PAUSE_S = 0.02  # without a free descriptor
 
 
-class Listener:
+class HttpListener:
     """Listens on an address from `open` to `close`, in the running event loop."""
 
     def __init__(self, factory: Callable[[], asyncio.Protocol], descriptors: Descriptors) -> None:

@@ -25,8 +25,10 @@ from ..fair_turns import FairTurns
 from ..node import NodeGroup
 from ..text.side_process import SideProcess, serve
 from ..text.tokenizer import ChatTemplate, TextTokenizer
+from .admin_types import DrainRequest
 from .body_size import BODY_SIZE, BodySize, exact_size
-from .openai_types import ChatMessage, ChatRequest, TokenizeRequest
+from .messages_types import CountTokensRequest, MessagesRequest
+from .openai_types import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, tokenized
 from .refused_bodies import mended
 from .responses_input import messages_of
@@ -101,6 +103,19 @@ class _Fault(Struct, frozen=True, array_like=True, tag=True):
 _Work: TypeAlias = _Size | _Mend | _Input | _Chat | _Prompts | _Tokenize | _Decode
 _Answer: TypeAlias = _Done | _Fault
 _to_json = msgspec.json.encode
+BODIES: dict[str, type[Struct]] = {  # of all routes, by name
+    kind.__name__: kind
+    for kind in (
+        ChatRequest,
+        CompletionRequest,
+        CountTokensRequest,
+        DetokenizeRequest,
+        DrainRequest,
+        MessagesRequest,
+        ResponsesRequest,
+        TokenizeRequest,
+    )
+}
 
 
 class _Message(ChatMessage, frozen=True, forbid_unknown_fields=True):
@@ -311,7 +326,7 @@ async def _result(work: _Work, served: Any) -> _Done:
         case _Size():
             return _Done(num_values=exact_size(work.body, work.most_plain).num_values)
         case _Mend():
-            return _Done(data=[mended(work.body, _kind_of(work.kind))])
+            return _Done(data=[mended(work.body, BODIES[work.kind])])
         case _Input():
             return _Done(data=[_to_json(messages_of(msgspec.json.decode(work.body, type=ResponsesRequest)))])
         case _Chat():
@@ -336,12 +351,6 @@ async def _result(work: _Work, served: Any) -> _Done:
 def _tokenizer_of(group: NodeGroup) -> TextTokenizer:
     assert group.tokenizer is not None, "the process has it"
     return group.tokenizer
-
-
-def _kind_of(name: str) -> type[Struct]:
-    from .routes import ROUTES  # only the process needs it, and it imports this module
-
-    return next(route.body for route in ROUTES if route.body is not None and route.body.__name__ == name)
 
 
 if __name__ == "__main__":

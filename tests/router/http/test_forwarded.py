@@ -29,5 +29,5 @@ def test_the_last_untrusted_address_counts(peer: str, headers: dict[str, str], a
 
 
 def test_a_malformed_network_is_refused() -> None:
-    with pytest.raises(ConfigError, match="trusted_proxy: .*give a network"):
+    with pytest.raises(ConfigError, match=r"trusted_proxy: .*give a network"):
         trusted_networks(("10.0.0.1/8",))

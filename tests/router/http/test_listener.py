@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from baton.router.http.descriptors import Descriptors
-from baton.router.http.listener import Listener
+from baton.router.http.listener import HttpListener
 
 
 class Greeter(asyncio.Protocol):
@@ -19,7 +19,7 @@ class Greeter(asyncio.Protocol):
 
 
 async def test_it_serves_and_gives_its_address_back() -> None:
-    listener, second = Listener(Greeter, Descriptors(1000)), Listener(Greeter, Descriptors(1000))
+    listener, second = HttpListener(Greeter, Descriptors(1000)), HttpListener(Greeter, Descriptors(1000))
     await listener.open("localhost", 0)
     family, address = listener.sockets[0].family, listener.sockets[0].getsockname()
     assert family in (socket.AF_INET, socket.AF_INET6)

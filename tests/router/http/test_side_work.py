@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from baton.router.http import body_size
+from baton.router.http.routes import ROUTES
+from baton.router.http.side_work import BODIES
 
 from ..conftest import System
 from .limit_bodies import LimitBody, limit_bodies
@@ -130,6 +132,11 @@ def test_the_processes_answer_as_the_loop_does(
     assert any(pids), "a process has done it"
     for (route, _), one, other in zip(SAME, inside, outside, strict=True):
         assert _plain(one) == _plain(other), route
+
+
+def test_the_processes_know_the_bodies_of_all_routes() -> None:
+    bodies = {route.body for route in ROUTES if route.body is not None}
+    assert set(BODIES.values()) == bodies
 
 
 def _plain(answer: tuple[int, Any, Any]) -> tuple[int, Any]:
