@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, hdrs, web
@@ -122,16 +122,26 @@ def decoded_strictly(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T | Non
         raise from_malformed(data, error) from None
 
 
+def mend(data: bytes, kind: Any) -> bytes:
+    """Do the work of `mended`. Raises RequestError also for a body that is no JSON."""
+    try:
+        return mended(data, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise from_malformed(data, error) from None
+
+
 def decoded_mended(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    """Return the decoded body, after `mended`. Raises RequestError that names the field at fault."""
+    """Return the decoded body, after `mend`. Raises RequestError that names the field at fault."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise from_malformed(data, error) from None
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     """Return the decoded body, without unknown fields that are null. Raises RequestError that names the field at
     fault."""
     value = decoded_strictly(data, decoder)
-    return decoded_mended(mended(data, decoder.type), decoder) if value is None else value
+    return decoded_mended(mend(data, decoder.type), decoder) if value is None else value

@@ -53,6 +53,7 @@ class HttpListener:
             if listening.fileno() >= 0:
                 self._loop.remove_reader(listening)
                 listening.close()
+        self.sockets.clear()
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(self._descriptors.accepts_per_round):

@@ -26,11 +26,11 @@ from ..node import NodeGroup
 from ..text.side_process import SideProcess, serve
 from ..text.tokenizer import ChatTemplate, TextTokenizer
 from .admin_types import DrainRequest
+from .bodies import mend
 from .body_size import BODY_SIZE, BodySize, exact_size
 from .messages_types import CountTokensRequest, MessagesRequest
 from .openai_types import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, tokenized
-from .refused_bodies import mended
 from .responses_input import messages_of
 from .responses_types import ResponsesRequest
 from .tool_types import ToolCall
@@ -193,7 +193,7 @@ class SideWork:
 
     async def mended(self, body: bytes, kind: Any) -> bytes:
         if BODY_SIZE.get().is_small:
-            return mended(body, kind)
+            return mend(body, kind)
         return (await self._do(None, _Mend(body, kind.__name__))).data[0]
 
     async def messages_of(self, body: ResponsesRequest) -> list[ChatMessage]:
@@ -326,7 +326,7 @@ async def _result(work: _Work, served: Any) -> _Done:
         case _Size():
             return _Done(num_values=exact_size(work.body, work.most_plain).num_values)
         case _Mend():
-            return _Done(data=[mended(work.body, BODIES[work.kind])])
+            return _Done(data=[mend(work.body, BODIES[work.kind])])
         case _Input():
             return _Done(data=[_to_json(messages_of(msgspec.json.decode(work.body, type=ResponsesRequest)))])
         case _Chat():
