@@ -152,7 +152,8 @@ def _other(item: Any) -> Any:
     if item.choices:
         return item.choices[-1]
     if item.kind is tuple:
-        return ("http://one.example", "*") if item.name == "allow_origin" else ("one.example", "*")
+        others = {"allow_origin": ("http://one.example", "*"), "trusted_proxy": ("10.0.0.0/8", "::1")}
+        return others.get(item.name, ("one.example", "*"))
     return {bool: not item.default, int: 7, float: 0.5, str: "tcp://127.0.0.1:1"}[item.kind]
 
 
