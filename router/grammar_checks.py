@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import xxhash
 
-from ..metadata.errors import Overloaded, RequestError, Unavailable
+from ..metadata.errors import RequestError, Unavailable
+from .fair_turns import FairTurns
 from .needs import GRAMMAR_PROTOCOL
 from .node import NodeGroup
 from .text.grammar import Grammar, GrammarFault, GrammarSource
 from .text.grammar_process import GrammarProcess, LoadTokenizer
 
-MAX_WAITING = 64  # grammars that wait for the process
+MAX_WAITING = 64  # grammars of one caller that wait for the process
 MAX_KEPT = 256  # grammars that are remembered
 MAX_KEPT_CHARACTERS = 16 << 20  # of their texts, all together
 
@@ -27,7 +28,7 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._process = GrammarProcess()
-        self._executor: ThreadPoolExecutor | None = None
+        self._turns = FairTurns("grammars", 1, MAX_WAITING)
         self._running: dict[str, asyncio.Future[_Verdict]] = {}
         self._known: OrderedDict[str, _Verdict] = OrderedDict()
         self._num_characters = 0  # of the texts in _known
@@ -36,8 +37,8 @@ class GrammarChecks:
         """Return the text of a grammar that the group's nodes will compile. `place`: the path of the source in the
         body, such as `response_format.json_schema.schema`. `owner`: whose it is, as a refusal names it.
 
-        Raises RequestError that names the part at fault, Overloaded if too many grammars wait, and Unavailable if the
-        nodes know no grammars.
+        Raises RequestError that names the part at fault, Overloaded if too many grammars of the caller wait, and
+        Unavailable if the nodes know no grammars.
         """
         if not any(node.protocol >= GRAMMAR_PROTOCOL for node in group.nodes.values()):
             raise Unavailable(f"{place}: the model's nodes are of an earlier release, which knows no grammars")
@@ -52,10 +53,7 @@ class GrammarChecks:
     def close(self) -> None:
         """End the process."""
         self._process.close()
-        if self._executor is not None:
-            self._executor.submit(self._process.join)
-            self._executor.shutdown(wait=False)
-            self._executor = None
+        self._turns.close(self._process.join)
 
     async def _verdict(self, source: GrammarSource, group: NodeGroup) -> _Verdict:
         eos = group.card.eos_token_ids
@@ -68,13 +66,10 @@ class GrammarChecks:
             return self._known[digest]
         running = self._running.get(digest)
         if running is None:
-            if len(self._running) >= MAX_WAITING:
-                raise Overloaded(f"{MAX_WAITING} grammars wait to be checked")
             assert group.tokenizer is not None, "a group that can serve has its tokenizer"
             load = LoadTokenizer(name, group.tokenizer.data, group.card.vocab_size, tuple(eos))
-            self._executor = self._executor or ThreadPoolExecutor(1, "grammars")
-            loop = asyncio.get_running_loop()
-            running = self._running[digest] = loop.run_in_executor(self._executor, self._process.convert, load, source)
+            convert = partial(self._process.convert, load, source)
+            running = self._running[digest] = asyncio.ensure_future(self._turns.run(convert))
             running.add_done_callback(lambda done: self._learn(digest, done))
         return await asyncio.shield(running)  # others may wait for it as well
 

@@ -23,13 +23,15 @@ from .export import TraceExport, configured_export
 from .http.api import Api
 from .http.app import application, ops_application
 from .http.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
+from .http.descriptors import Descriptors, raise_limit
+from .http.listener import HttpListener
 from .metrics import Metrics
 from .runner import RunningDispatcher
+from .text.tokenizer import start_threads
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
 _http_logger.addFilter(ClientErrorFilter())
-BACKLOG = 1024  # connections that wait to be accepted
 _LOOK_S = 0.5  # between two looks whether garbage can be collected
 
 
@@ -41,7 +43,7 @@ class Router:
         self.metrics = Metrics()
         self.dispatcher = RunningDispatcher(config, new_epoch(), self.metrics)
         self.metrics.watch_nodes(self.dispatcher.registry, lambda: self.dispatcher.queues.num_waiting)
-        self.api = Api(config, self.dispatcher, self.metrics)
+        self.api = Api(config, self.dispatcher, self.metrics, Descriptors(raise_limit()))
         self.metrics.watch_service(
             self.dispatcher.registry,
             self.dispatcher.queues,
@@ -51,7 +53,7 @@ class Router:
         self._tracing: TraceExport | None = None
         self._hub: Hub | None = None
         self._runner: web.AppRunner | None = None
-        self._http: asyncio.Server | None = None
+        self._http: HttpListener | None = None
         self._ops: web.AppRunner | None = None
         self.ops_url = ""
         self.url = ""
@@ -60,6 +62,7 @@ class Router:
     async def start(self) -> None:
         """Listen for nodes and clients. Raises ConfigError for an address that is taken or not allowed."""
         config = self.config
+        await start_threads()
         keys = KeyPair.configured(config)
         if keys is not None and keys.name not in (None, ROUTER):
             raise ConfigError(
@@ -113,7 +116,7 @@ class Router:
     async def stop(self) -> None:
         """End all requests and close all sockets."""
         self.dispatcher.close()
-        self.api.grammars.close()
+        self.api.close()
         await asyncio.sleep(0)  # streams write their last event
         if self._http is not None:
             self._http.close()
@@ -133,7 +136,7 @@ class Router:
         self._ops = web.AppRunner(ops_application(self.api, address), access_log=None, shutdown_timeout=1.0)
         await self._ops.setup()
         try:
-            await web.TCPSite(self._ops, address.host, address.port, backlog=BACKLOG).start()
+            await web.TCPSite(self._ops, address.host, address.port).start()
         except OSError as error:
             await self.stop()
             raise ConfigError(f"ops_address: cannot serve on {self.config.ops_address}: {error.strerror}") from error
@@ -141,23 +144,24 @@ class Router:
         self.ops_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logger.info("serving /metrics, /health and /ready without a key on %s", self.ops_url)
 
-    async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
+    async def _listen(self, runner: web.AppRunner) -> HttpListener:
         """Do what web.TCPSite does, with our own class of connections."""
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None, "the runner has been set up"
-        return await loop.create_server(
+        listener = HttpListener(
             lambda: Connection(
                 server,
-                loop=loop,  # pyright: ignore[reportArgumentType]
+                self.api.descriptors,
+                loop=loop,
                 keepalive_timeout=KEEP_ALIVE_S,
-                access_log=None,  # pyright: ignore[reportArgumentType]
+                access_log=None,
                 logger=_http_logger,
                 auto_decompress=False,  # encodings.py does it: aiohttp serves what libraries happen to be installed
             ),
-            self.config.host,
-            self.config.port,
-            backlog=BACKLOG,
+            self.api.descriptors,
         )
+        await listener.open(self.config.host, self.config.port)
+        return listener
 
     @property
     def is_idle(self) -> bool:

@@ -12,7 +12,7 @@ the admin key    holders of the admin key; if the router has none: the callers a
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
@@ -57,6 +57,18 @@ class Caller:
 
 CALLER = web.RequestKey("caller", Caller)
 IS_OPERATOR = web.RequestKey("is_operator", bool)  # the caller may read about nodes and models
+
+
+def label_of(caller: Caller | None) -> str:
+    """Return the words for a caller in the log; None: the request was refused before its caller was known."""
+    if caller is None:
+        return "an unknown caller"
+    return "an operator" if caller.is_admin else caller.words
+
+
+def share_of(caller: Caller) -> Hashable:
+    """Return whose share the work on a caller's requests takes: bytes of bodies, and turns at work that takes long."""
+    return caller.tenant.name
 
 
 class Access:

@@ -5,6 +5,7 @@ Handlers know this file. app.py makes the aiohttp application of an Api and the 
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import time
 from collections import Counter
@@ -24,10 +25,13 @@ from ..node import ROLES, NodeGroup
 from ..runner import RunningDispatcher
 from ..text.tokenizer import TextTokenizer
 from .access import Access
-from .bodies import Bodies, decode
+from .bodies import Bodies, decoded_mended, decoded_strictly
+from .body_size import BODY_SIZE, most_plain, quick_size
 from .cache_salts import CacheSalts
+from .descriptors import Descriptors
 from .in_flight import InFlight
 from .ledgers import Ledgers
+from .side_work import SideWork
 
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
@@ -38,10 +42,13 @@ _T = TypeVar("_T")
 class Api:
     """Services of one router that handlers share."""
 
-    def __init__(self, config: RouterConfig, dispatcher: RunningDispatcher, metrics: Metrics) -> None:
+    def __init__(
+        self, config: RouterConfig, dispatcher: RunningDispatcher, metrics: Metrics, descriptors: Descriptors
+    ) -> None:
         self.config = config
         self.dispatcher = dispatcher
         self.metrics = metrics
+        self.descriptors = descriptors
         self.is_draining = False
         self.access = Access(config)
         self.salts = CacheSalts(config.cache_scope, config.cache_secret)
@@ -49,15 +56,27 @@ class Api:
         self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
         self._expected = Expected(config.expected)
+        self.side_work = SideWork()
         self._bodies = Bodies(config.max_body_bytes)
 
     async def body(self, http_request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         """Return the request's body, decoded strictly. Raises RequestError that names the field at fault."""
         if self.is_draining:
             raise Unavailable("the router is shutting down")
-        data = await self._bodies.read(http_request)
+        data = (await self._bodies.read(http_request)).removeprefix(codecs.BOM_UTF8)  # tools of Windows write it
         http_request[ARRIVED] = time.monotonic()
-        return decode(data, decoder)
+        most = most_plain(decoder.type)
+        BODY_SIZE.set(quick_size(data, most) or await self.side_work.exact_size(data, most))
+        body = decoded_strictly(data, decoder)
+        if body is None:
+            body = decoded_mended(await self.side_work.mended(data, decoder.type), decoder)
+        return body
+
+    def close(self) -> None:
+        """End the processes and threads beside the event loop."""
+        self.grammars.close()
+        self.side_work.close()
+        self._bodies.close()
 
     @property
     def joined_words(self) -> str:

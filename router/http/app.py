@@ -8,16 +8,19 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
-from ...metadata.errors import BatonError
+from ...metadata.errors import BatonError, Overloaded
 from ..errors import NotFound
-from .access import CALLER, IS_OPERATOR, KeyLevel
+from ..fair_turns import ASKER
+from .access import CALLER, IS_OPERATOR, KeyLevel, share_of
 from .api import Api, request_id
 from .bodies import expected
-from .connection import SERVER
+from .connection import SERVER, Connection
 from .cross_origin import CrossOriginChecks, Reach
 from .encodings import too_large
 from .errors import INTERNAL, HttpRefusal, is_anthropic, response_of
-from .origin import Authority, is_loopback
+from .forwarded import client_address
+from .origin import Authority, is_loopback, trusted_networks
+from .refusal_log import RefusalLog
 from .route import Handler, Route
 from .routes import ROUTES, client_routes
 from .sse import limit_unread
@@ -35,6 +38,11 @@ _NOT_SERVED = {  # first segments of paths of OpenAI's that Baton does not have 
     "/v1/responses": "stored responses are",
 }
 _PROBES = frozenset({"/health", "/metrics", "/ready"})  # the paths of --ops-address; their answers are not counted
+_STATUS = frozenset(route.template for route in ROUTES if route.tag == "status")
+_FIELDS = {  # of bodies and queries, which the log may name
+    *(name for route in ROUTES if route.body is not None for name in route.body.__struct_encode_fields__),
+    *(parameter.name for route in ROUTES for parameter in route.parameters),
+}
 _BY_TEMPLATE = {(route.method, route.template): route for route in ROUTES}
 
 
@@ -89,6 +97,8 @@ class _Wrapper:
         self._api = api
         self._checks = checks
         self._is_ops = is_ops
+        self._refusals = RefusalLog(_FIELDS)
+        self._trusted = trusted_networks(api.config.trusted_proxy)
 
     @web.middleware
     async def handle(self, request: web.Request, handler: _AiohttpHandler) -> web.StreamResponse:
@@ -97,12 +107,14 @@ class _Wrapper:
         try:
             limit_unread(request, self._api.config.max_unread_s)
             needs = KeyLevel.NOTHING if self._is_ops else needs_of(request)
+            self._check_descriptor(request)
             is_foreign = self._checks.check(request, KeyLevel.KEY if self._is_ops else needs)
             if request.method == "OPTIONS":
                 response = self._checks.options(request)
             else:
-                request[CALLER] = access.caller_of(request, needs)
-                request[IS_OPERATOR] = not (self._is_ops or is_foreign) and access.may_operate(request[CALLER])
+                caller = request[CALLER] = access.caller_of(request, needs)
+                request[IS_OPERATOR] = not (self._is_ops or is_foreign) and access.may_operate(caller)
+                ASKER.set(share_of(caller))
                 response = await handler(request)
         except BatonError as error:
             response = self._failed(request, error, may_operate=request.get(IS_OPERATOR, False))
@@ -122,10 +134,26 @@ class _Wrapper:
             response.headers["x-request-id"] = called
         return response
 
-    @staticmethod
-    def _failed(request: web.Request, error: BatonError, *, may_operate: bool = False) -> web.StreamResponse:
+    def _check_descriptor(self, request: web.Request) -> None:
+        """Count the connection as the client's behind a proxy. Raises Overloaded if few descriptors are left: then only
+        the router's status is served, and the connection is closed."""
+        connection = request.protocol
+        if not isinstance(connection, Connection):
+            return
+        if self._trusted:
+            peer = request.remote or ""
+            connection.came_from(client_address(peer, request.headers, self._trusted))
+        if self._api.descriptors.is_reserved(connection.descriptor):
+            connection.keep_alive(False)
+            resource = request.match_info.route.resource
+            if resource is None or resource.canonical not in _STATUS:
+                raise Overloaded("the router has too many connections")
+
+    def _failed(self, request: web.Request, error: BatonError, *, may_operate: bool = False) -> web.StreamResponse:
         in_anthropics, called = is_anthropic(request), request_id(request)
-        return response_of(error, may_operate=may_operate, in_anthropics=in_anthropics, request_id=called)
+        response = response_of(error, may_operate=may_operate, in_anthropics=in_anthropics, request_id=called)
+        self._refusals.add(request, error, response.status)
+        return response
 
     async def label(self, http_request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers that every answer has, streams and errors too."""

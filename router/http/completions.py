@@ -37,7 +37,7 @@ from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 from .output_readings import OutputReading, markers_of, output_reading, reasoning_parser
 from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
-from .prompts import chat_prompt, encoded_prompt, prompts_of
+from .prompts import prompts_of
 from .sessions import session_id
 from .tools import tool_use
 
@@ -54,23 +54,20 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
     group, tokenizer = api.group_of(body.model)
     prompts = prompts_of(body)
     with admitted(api, http_request, body, group, len(prompts)):
-        add_special = body.add_special_tokens is not False
-        encoded = [
-            await encoded_prompt(
-                prompt,
-                group,
-                tokenizer,
-                "prompt",
-                add_special_tokens=add_special,
-                num_kept=body.truncate_prompt_tokens,
-                is_scored_alone=body.max_tokens == 0,
-            )
-            for prompt in prompts
-        ]
+        encoded = await api.side_work.encoded_prompts(
+            prompts,
+            group,
+            tokenizer,
+            add_special_tokens=body.add_special_tokens is not False,
+            num_kept=body.truncate_prompt_tokens,
+            is_scored_alone=body.max_tokens == 0,
+        )
         rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
         echoed = None
         if body.echo:
-            texts = [tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text for prompt in encoded]
+            unread = [prompt.ids for prompt in encoded if prompt.text is None]
+            read = iter(await api.side_work.decoded(unread, group, tokenizer) if unread else ())
+            texts = [next(read) if prompt.text is None else prompt.text for prompt in encoded]
             echoed = dict(zip(rids, texts, strict=True))
         answer_format = CompletionFormat(
             rid,
@@ -125,7 +122,7 @@ async def serve_chat(
     group, tokenizer = api.group_of(body.model)
     use = tool_use(body, group.template, api.config.tool_parser)
     with admitted(api, http_request, body, group, 1):
-        prompt = await chat_prompt(body, group, tokenizer, None if use is None else use.for_template)
+        prompt = await api.side_work.chat_prompt(body, group, tokenizer, None if use is None else use.for_template)
         reasoning = None
         if not body.continue_final_message:
             reasoning = reasoning_parser(group.template, api.config.reasoning_parser)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from asyncio import BaseTransport
+from typing import Any
 
 from aiohttp import HttpVersion11, StreamReader
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.web import BaseRequest, RequestHandler, RequestPayloadError, StreamResponse
+from aiohttp.web import BaseRequest, RequestHandler, RequestPayloadError, Server, StreamResponse
 
 from ...metadata.errors import BatonError
+from .descriptors import Descriptors, group_of
 from .errors import INTERNAL, HttpRefusal, response_of
 from .half_closed import HalfClosed, can_look
 from .sse import STREAM
@@ -29,7 +31,21 @@ class Connection(RequestHandler):
     sends no request is closed: the process has only so many descriptors.
     """
 
-    __slots__ = ("_first_request", "_half_closed", "_last_body", "_num_answered")
+    __slots__ = (
+        "_address",
+        "_descriptors",
+        "_first_request",
+        "_half_closed",
+        "_last_body",
+        "_num_answered",
+        "descriptor",
+    )
+
+    def __init__(self, server: Server, descriptors: Descriptors, **settings: Any) -> None:
+        super().__init__(server, **settings)
+        self._descriptors = descriptors
+        self._address = ""
+        self.descriptor = 0
 
     def connection_made(self, transport: BaseTransport) -> None:
         """Called by asyncio when a client has connected."""
@@ -38,10 +54,27 @@ class Connection(RequestHandler):
         self._num_answered = 0  # of the requests received, which aiohttp counts
         self._first_request = self._loop.call_later(FIRST_REQUEST_S, self._close_without_request)
         super().connection_made(transport)
+        self._address = group_of(str((transport.get_extra_info("peername") or ("",))[0]))
+        connected = transport.get_extra_info("socket")
+        self.descriptor = 0 if connected is None else connected.fileno()
+        self._descriptors.wait(self, self._address)
+
+    def came_from(self, address: str) -> None:
+        """Count the connection as one of this address from now on: that of the client behind a proxy."""
+        self._address = group_of(address)
+        self._look()
+
+    def _look(self) -> None:
+        """Say whether the connection has a complete request that is not answered yet."""
+        if not self._is_idle and (self._last_body is None or self._last_body.is_eof()):
+            self._descriptors.remove(self)
+        elif self.transport is not None:
+            self._descriptors.wait(self, self._address)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Called by asyncio when the connection has ended."""
         self._first_request.cancel()
+        self._descriptors.remove(self)
         if self._half_closed is not None:
             self._half_closed.end()
         super().connection_lost(exc)
@@ -52,6 +85,7 @@ class Connection(RequestHandler):
         super().data_received(data)
         if self._messages:
             self._last_body = self._messages[-1][1]
+        self._look()
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  asyncio takes either
         """Called when the client has closed its sending side. Return whether the connection stays open for answers."""
@@ -71,6 +105,7 @@ class Connection(RequestHandler):
         """Send the rest of an answer, then close the connection if no further request can come."""
         finished, is_reset = await super().finish_response(request, resp, start_time)
         self._num_answered += 1
+        self._look()
         if self._half_closed is not None and self._is_idle:
             finished.force_close()
         return finished, is_reset

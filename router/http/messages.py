@@ -36,7 +36,6 @@ from .messages_types import (
 )
 from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from .output_reader import OutputReading
-from .prompts import chat_prompt
 from .renamed import renamed
 from .tool_types import FunctionChoice, FunctionTool, NamedTool, Tool, ToolChoice
 from .tools import check_callers, tool_use
@@ -83,7 +82,9 @@ async def count_tokens(api: Api, http_request: web.Request) -> web.StreamRespons
         asked_grammar(conversation)
         group, tokenizer = api.group_of(body.model)
         use = tool_use(conversation, group.template, api.config.tool_parser)
-        prompt = await chat_prompt(conversation, group, tokenizer, None if use is None else use.for_template)
+        prompt = await api.side_work.chat_prompt(
+            conversation, group, tokenizer, None if use is None else use.for_template
+        )
     return json_response(TokenCount(len(prompt.ids)))
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from ...metadata.errors import ConfigError
 
+Network = IPv4Network | IPv6Network
+
 ANY = "*"  # allows every origin, or every host
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -69,9 +71,9 @@ def is_header(name: str) -> bool:
     return _HEADER.fullmatch(name) is not None
 
 
-def trusted_networks(values: Iterable[str]) -> tuple[IPv4Network | IPv6Network, ...]:
+def trusted_networks(values: Iterable[str]) -> tuple[Network, ...]:
     """Return the networks of --trusted-proxy. Raises ConfigError that names the value and the fix."""
-    networks: list[IPv4Network | IPv6Network] = []
+    networks: list[Network] = []
     for value in values:
         try:
             networks.append(ip_network(value.strip(), strict=False))
@@ -81,7 +83,7 @@ def trusted_networks(values: Iterable[str]) -> tuple[IPv4Network | IPv6Network, 
     return tuple(networks)
 
 
-def is_trusted(peer: str | None, networks: Iterable[IPv4Network | IPv6Network]) -> bool:
+def is_trusted(peer: str | None, networks: Iterable[Network]) -> bool:
     """Return whether a connection from this address comes from one of the networks."""
     try:
         address = ip_address((peer or "").partition("%")[0])

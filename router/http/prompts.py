@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from msgspec.structs import replace
 
@@ -13,7 +13,15 @@ from ..node import NodeGroup
 from ..text.chat_template import ChatTemplate
 from ..text.template_form import TemplateForm
 from ..text.tokenizer import TextTokenizer
-from .openai_types import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, TextPart
+from .openai_types import (
+    MAX_PROMPTS,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    TextPart,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from .parameters import template_options
 from .tools import check_history, plain_calls
 
@@ -37,19 +45,24 @@ class EncodedPrompt(NamedTuple):
 def prompts_of(body: CompletionRequest) -> list[Prompt]:
     """Return each prompt of the body as it was given. Raises RequestError for mixed or too many prompts."""
     prompt = body.prompt
-    prompts: list[Prompt] = []
     if isinstance(prompt, str):
-        prompts = [prompt]
-    elif all(isinstance(item, int) for item in prompt):
-        prompts = [[item for item in prompt if isinstance(item, int)]]
-    else:
-        for item in prompt:
-            if isinstance(item, int):
-                raise RequestError("prompt: token ids and prompts are mixed in one list", param="prompt")
-            prompts.append(item)
+        return [prompt]
+    if isinstance(prompt[0], int):
+        try:
+            max(cast("list[int]", prompt))  # a million ids may be in it, and this is quick
+        except TypeError:
+            raise _mixed() from None
+        return [cast("list[int]", prompt)]
+    prompts = cast("list[Prompt]", prompt)
     if len(prompts) > MAX_PROMPTS:
         raise RequestError(f"prompt: {len(prompts)} prompts; at most {MAX_PROMPTS} a request", param="prompt")
+    if any(isinstance(item, int) for item in prompts):
+        raise _mixed()
     return prompts
+
+
+def _mixed() -> RequestError:
+    return RequestError("prompt: token ids and prompts are mixed in one list", param="prompt")
 
 
 async def encoded_prompt(
@@ -101,6 +114,19 @@ async def chat_prompt(
         num_kept=body.truncate_prompt_tokens,
     )
     return ChatPrompt(text, encoded.ids)
+
+
+async def tokenized(body: TokenizeRequest, group: NodeGroup, tokenizer: TextTokenizer) -> TokenizeResponse:
+    """Return the answer of /tokenize. Raises RequestError if the model cannot take the prompt or the messages."""
+    if body.messages is not None:
+        with_prompt = body.add_generation_prompt is not False
+        text = chat_text(group, body.messages, add_generation_prompt=with_prompt, options={})
+        param, add_special = "messages", bool(body.add_special_tokens)
+    else:
+        text, param, add_special = body.prompt or "", "prompt", body.add_special_tokens is not False
+    ids = await encode(tokenizer, text, group, param, add_special_tokens=add_special)
+    strings = [tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
+    return TokenizeResponse(count=len(ids), max_model_len=group.context_len, tokens=ids, token_strs=strings)
 
 
 async def encode(

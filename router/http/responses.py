@@ -12,12 +12,11 @@ from .answer_format import AnswerFormat
 from .api import Api
 from .completions import serve_chat
 from .fields import check_served
-from .openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
+from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from .output_reader import OutputReading
 from .renamed import renamed
 from .response_tools import ResponseTools, choice_for_chat
 from .responses_format import ResponsesFormat
-from .responses_input import messages_of
 from .responses_types import ResponsesRequest, TextFormat
 
 NAMES = {  # fields of a chat completion -> what they are called here
@@ -44,14 +43,15 @@ async def responses(api: Api, http_request: web.Request) -> web.StreamResponse:
         return ResponsesFormat(rid, body, tools, tokenizer, reading)
 
     with renamed({**tools.paths, **NAMES}):
-        return await serve_chat(api, http_request, _chat_request(body, tools), format_of)
+        messages = await api.side_work.messages_of(body)
+        return await serve_chat(api, http_request, _chat_request(body, messages, tools), format_of)
 
 
-def _chat_request(body: ResponsesRequest, tools: ResponseTools) -> ChatRequest:
+def _chat_request(body: ResponsesRequest, messages: list[ChatMessage], tools: ResponseTools) -> ChatRequest:
     """Return the body as that of a chat completion."""
     return ChatRequest(
         model=body.model,
-        messages=messages_of(body),
+        messages=messages,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,

@@ -7,8 +7,7 @@ from aiohttp import web
 
 from ...metadata.errors import RequestError
 from .api import Api, json_response
-from .openai_types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, TokenizerInfo
-from .prompts import chat_text, encode
+from .openai_types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizerInfo
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
@@ -20,17 +19,8 @@ async def tokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt: exactly one of prompt and messages must be given", param="prompt")
     group, tokenizer = api.group_of(body.model)
-    if body.messages is not None:
-        with_prompt = body.add_generation_prompt is not False
-        text = chat_text(group, body.messages, add_generation_prompt=with_prompt, options={})
-        param, add_special = "messages", bool(body.add_special_tokens)
-    else:
-        text, param, add_special = body.prompt or "", "prompt", body.add_special_tokens is not False
-    ids = await encode(tokenizer, text, group, param, add_special_tokens=add_special)
-    strings = [tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
-    return json_response(
-        TokenizeResponse(count=len(ids), max_model_len=group.context_len, tokens=ids, token_strs=strings)
-    )
+    answer = await api.side_work.tokenized(body, group, tokenizer)
+    return web.Response(body=answer, content_type="application/json")
 
 
 async def detokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
@@ -42,7 +32,8 @@ async def detokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
         raise RequestError(
             f"tokens: token id {worst} is out of range; the vocabulary has {group.card.vocab_size}", param="tokens"
         )
-    return json_response(DetokenizeResponse(tokenizer.decode(body.tokens)))
+    (text,) = await api.side_work.decoded([body.tokens], group, tokenizer)
+    return json_response(DetokenizeResponse(text))
 
 
 async def tokenizer_info(api: Api, http_request: web.Request) -> web.StreamResponse:

@@ -21,6 +21,12 @@ MAX_TOKENIZER_BYTES = 256 << 20
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # of vocabularies with byte fallback
 
 
+async def start_threads() -> None:
+    """Start the threads in which the tokenizers library encodes. It needs descriptors for them, and cannot go on if
+    there are none when the first text comes."""
+    await tokenizers.Tokenizer(tokenizers.models.BPE()).async_encode("")
+
+
 class TextTokenizer:
     """Text to ids and back. All groups with the same tokenizer digest share one."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from baton.metadata.errors import Overloaded, RequestError, Unavailable
 from baton.router import grammar_checks
+from baton.router.fair_turns import FairTurns
 from baton.router.grammar_checks import GrammarChecks
 from baton.router.node import Node, NodeGroup
 from baton.router.text.grammar import Grammar, GrammarFault, GrammarSource
@@ -77,10 +78,8 @@ async def test_few_grammars_are_remembered(
     assert asked == ["a", "b", "c", "b"]
 
 
-async def test_many_waiting_grammars_are_refused(
-    checks: GrammarChecks, group: NodeGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_checks, "MAX_WAITING", 3)
+async def test_many_waiting_grammars_are_refused(checks: GrammarChecks, group: NodeGroup) -> None:
+    checks._turns = FairTurns("grammars", 1, 2)  # type: ignore[attr-defined]
     several = [checks.checked(GrammarSource("regex", "x" * (1 + i)), group, "f") for i in range(4)]
     answers = await asyncio.gather(*several, return_exceptions=True)
     assert [isinstance(answer, str) for answer in answers] == [True, True, True, False]
@@ -119,12 +118,16 @@ async def test_a_model_that_ends_no_text_gets_no_grammar(checks: GrammarChecks, 
 async def test_nothing_runs_after_the_end(checks: GrammarChecks, group: NodeGroup) -> None:
     await checks.checked(GOOD, group, "f")
     pid = checks._process.pid  # type: ignore[attr-defined]
-    executor = checks._executor  # type: ignore[attr-defined]
+    executor = checks._turns._executor  # type: ignore[attr-defined]
     assert pid is not None and executor is not None
     late = [asyncio.ensure_future(checks.checked(GrammarSource("regex", text), group, "f")) for text in "bcd"]
     await asyncio.sleep(0)
     checks.close()
-    assert {type(each) for each in await asyncio.gather(*late, return_exceptions=True)} <= {RequestError, str}
+    assert {type(each) for each in await asyncio.gather(*late, return_exceptions=True)} <= {
+        RequestError,
+        Unavailable,
+        str,
+    }
     executor.shutdown(wait=True)
     assert not Path(f"/proc/{pid}").exists()
     assert checks._process.pid is None  # type: ignore[attr-defined]

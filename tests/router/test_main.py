@@ -38,6 +38,7 @@ def test_a_process_from_start_to_end(number: signal.Signals) -> None:
     ):
         end.callback(process.kill)  # or what fails here would be waited for without end
         assert process.stderr is not None
+        assert "files and connections" in process.stderr.readline()
         line = process.stderr.readline()
         assert "serving HTTP on http://127.0.0.1:" in line
         assert time.monotonic() - begun < 5, "well under a second on an idle machine"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,10 +67,19 @@ def test_a_body_that_is_announced_too_large_is_not_waited_for(system: System) ->
         assert b" 413 " in connection.recv(1000)
 
 
-def send_in_part(system: System, length: int) -> socket.socket:
+def send(system: System, data: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5)
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{" % length)
+    connection.sendall(data)
     return connection
+
+
+def send_in_part(system: System, length: int) -> socket.socket:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{"
+    return send(system, head % length)
+
+
+def _has_answer(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0.05)[0])
 
 
 def expecting(system: System, headers: bytes) -> socket.socket:
@@ -118,13 +130,46 @@ def test_a_body_that_does_not_come_is_not_waited_for(system: System, monkeypatch
     assert b"did not arrive within 0.2 s" in answer
 
 
-def test_bodies_that_are_received_at_once_are_bounded(make_system: Any) -> None:
-    system: System = make_system(router={"max_body_bytes": 1000}).up()
-    held = [send_in_part(system, 999) for _ in range(bodies.MAX_BODIES)]
-    wait_until(lambda: system.complete(prompt="a" * 100)[0] == 429)
+def test_bodies_that_are_announced_shut_nobody_out(make_system: Any) -> None:
+    """Only received bytes count. The room is full when 32 bodies have come, and small bodies still have theirs."""
+    system: System = make_system(router={"max_body_bytes": 1 << 18}).up()
+    held = [send_in_part(system, 1 << 18) for _ in range(2 * bodies.MAX_BODIES)]
+    assert system.complete(user="a" * 200_000)[0] == 200
+    for connection in held:
+        connection.sendall(b"a" * ((1 << 18) - 10))
+    wait_until(lambda: system.complete(user="a" * 200_000)[0] == 429)
+    assert system.complete()[0] == 200
     for connection in held:
         connection.close()
-    wait_until(lambda: system.complete()[0] == 200)
+    wait_until(lambda: system.complete(user="a" * 200_000)[0] == 200)
+
+
+def test_keys_share_the_room_for_bodies(make_system: Any, tmp_path: Path) -> None:
+    """A key alone may fill all of it, and gives way to another."""
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    system: System = make_system(router={"max_body_bytes": 1 << 18, "api_keys": str(keys)})
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\nContent-Length: %d\r\n\r\n" % (
+        1 << 18
+    )
+    held = [send(system, head + b"{" * ((1 << 18) - 10)) for _ in range(2 * bodies.MAX_BODIES)]
+    refused = [connection for connection in held if _has_answer(connection)]
+    assert 0 < len(refused) < len(held) - bodies.MAX_BODIES + 1
+    body = {"tokens": [], "model": "a" * 200_000}
+    status, _, _ = system.router.request("POST", "/detokenize", body, {"Authorization": "Bearer two"})
+    assert status == 503, "it was read, though all room was taken"
+    for connection in held:
+        connection.close()
+
+
+def test_a_body_that_comes_slowly_is_refused_in_words(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "GRACE_S", 0.2)
+    begun = time.monotonic()
+    with send_in_part(system, 100_000) as connection:
+        connection.sendall(b"a" * 1600)
+        answer = connection.recv(1000)
+        assert b" 408 " in answer and b"must come at 16384 bytes per second" in answer, answer
+    assert 0.25 < time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""No body takes long in the event loop, whatever route, field and fault; and the processes give the loop's answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from baton.router.http import body_size
+from baton.router.http.routes import ROUTES
+from baton.router.http.side_work import BODIES
+
+from ..conftest import System
+from .limit_bodies import LimitBody, limit_bodies
+
+MOST_CPU_S = 0.05
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or () %}<tool_call>{"name": "{{ call.function.name }}",
+"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def slowness() -> float:
+    """Return how many times longer than a usual machine this one takes now, 1 for a faster one."""
+    return max(1.0, min(_calibrated() for _ in range(3)) / 0.010)
+
+
+def _calibrated() -> float:
+    begun = time.thread_time()
+    sum(len(str(each)) for each in range(50_000))
+    return time.thread_time() - begun
+
+
+def _chosen(size: int) -> Iterator[LimitBody]:
+    """Yield one body per kind of field and fault of each route, and all those of many values."""
+    seen = set[tuple[str, str]]()
+    for each in limit_bodies(size):
+        place, _, what = each.name.partition(" ")
+        top = place.partition(".")[0].partition("[")[0]
+        key = (each.route, f"{top} {what}" if what.startswith("of") else what)
+        if key not in seen:
+            seen.add(key)
+            yield each
+
+
+def test_no_body_takes_long_in_the_event_loop(make_system: Callable[..., System], slowness: float) -> None:
+    """A MiB holds about as many values as a body may have; eight of them are only longer texts. The best of three."""
+    system = make_system(context_len=1 << 20, num_pages=1 << 20, template=TEMPLATE).up()
+    bodies, slow = list(_chosen(1 << 20)), list[tuple[float, str, str]]()
+    assert len(bodies) > 100
+    text = "the quick brown fox, " * 300_000
+    bodies += [
+        LimitBody("/v1/chat/completions", "whole", json.dumps({**CHAT, "user": text, "unknown": 1}).encode()),
+        LimitBody("/v1/completions", "whole", json.dumps({"model": "fake", "prompt": [text]}).encode()),
+    ]
+    for each in bodies:
+        share = 1.0 if each.name == "whole" or "Int" in each.name else 0.6
+        for _ in range(3):
+            before = system.router.call(time.thread_time)
+            begun = time.monotonic()
+            system.router.request("POST", each.route, each.data)
+            beside = 0.02 * (time.monotonic() - begun)  # what the loop does without requests
+            spent = system.router.call(time.thread_time) - before - beside
+            if spent < share * MOST_CPU_S * slowness:
+                break
+        else:
+            slow.append((round(spent, 4), each.route, each.name))
+    assert not slow, "\n".join(map(str, sorted(slow)[::-1]))
+
+
+CHAT = {
+    "model": "fake",
+    "messages": [
+        {"role": "system", "content": "quick", "unknown": None},
+        {"role": "user", "content": [{"type": "text", "text": "brown"}, {"type": "text", "text": "fox"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "content": "dog", "tool_call_id": "c"},
+        {"role": "user", "content": "lazy"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "max_tokens": 3,
+    "return_token_ids": True,
+}
+ITEMS = [
+    {"role": "user", "content": "quick", "unknown": None},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "dog"},
+]
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "dog"}
+TURNS = [
+    {"role": "user", "content": "quick"},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}] * 600},
+    {"role": "user", "content": [RESULT] * 600},
+]
+SAME: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}),
+    ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x", "wrong": 1}]}),
+    ("/v1/completions", {"model": "fake", "prompt": ["quick", "fox", "naïve"], "echo": True, "max_tokens": 3}),
+    ("/v1/completions", {"model": "fake", "prompt": [[40, 41], [42]], "echo": True, "max_tokens": 3}),
+    ("/v1/completions", {"model": "fake", "prompt": ["x" * 9000], "max_tokens": 3}),
+    ("/v1/messages/count_tokens", {"model": "fake", "messages": TURNS}),
+    ("/v1/responses", {"model": "fake", "input": ITEMS, "instructions": "be brief", "max_output_tokens": 3}),
+    ("/v1/responses", {"model": "fake", "input": [*ITEMS, {"role": "user", "content": 1}]}),
+    ("/tokenize", {"model": "fake", "messages": CHAT["messages"], "return_token_strs": True}),
+    ("/tokenize", {"model": "fake", "prompt": "naïve café"}),
+    ("/detokenize", {"model": "fake", "tokens": [40, 41, 42]}),
+]
+
+
+def test_the_processes_answer_as_the_loop_does(
+    make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = make_system(router={"tool_parser": "hermes"}, context_len=4096, num_pages=4096, template=TEMPLATE).up()
+    ask = partial(system.router.request, "POST")
+    inside = [ask(route, body) for route, body in SAME]
+    assert {status for status, _, _ in inside} == {200, 400}
+    monkeypatch.setattr(body_size, "SMALL_VALUES", 0)
+    outside = [ask(route, body) for route, body in SAME]
+    work = system.router.router.api.side_work
+    pids = [process.pid for process in work._all]  # type: ignore[attr-defined]
+    assert any(pids), "a process has done it"
+    for (route, _), one, other in zip(SAME, inside, outside, strict=True):
+        assert _plain(one) == _plain(other), route
+
+
+def test_the_processes_know_the_bodies_of_all_routes() -> None:
+    bodies = {route.body for route in ROUTES if route.body is not None}
+    assert set(BODIES.values()) == bodies
+
+
+def _plain(answer: tuple[int, Any, Any]) -> tuple[int, Any]:
+    status, body, _ = answer
+    left_out = ("id", "created", "created_at", "output", "usage")
+    return status, {name: value for name, value in body.items() if name not in left_out}
