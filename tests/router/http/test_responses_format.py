@@ -54,7 +54,7 @@ def test_the_end_holds_all_text_and_counts(request_: Request) -> None:
     response = data_of(answers.ended([request_], with_usage=False))[-1]["response"]
     assert response["output"][0]["content"][0]["text"] == "ab"
     assert response["usage"]["input_tokens"] == 7
-    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 5}
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 5, "cache_write_tokens": 0}
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
@@ -81,7 +81,8 @@ def test_a_response_repeats_tools_as_they_were_given(request_: Request) -> None:
 
 
 def test_a_failed_stream_ends_with_the_error(request_: Request) -> None:
-    (event,) = data_of(new_format(request_).failed(Overloaded("full")))
+    created, _, event = data_of(new_format(request_).failed(Overloaded("full")))
+    assert created["type"] == "response.created"
     assert event["type"] == "response.failed"
     assert event["response"]["error"] == {"code": "overloaded", "message": "full"}
     assert event["response"]["output"] == []
