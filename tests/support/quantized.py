@@ -41,6 +41,7 @@ class Roundings:
 
     def add(self, rows: Tensor, rounded: Tensor) -> None:
         """Add rows [num_rows, size] of an engine, and the float32 numbers that they were rounded to."""
+        rows, rounded = rows.float().clone(), rounded.clone()
         before = self._rows.get(rows.shape[1], (rows.new_empty(0, rows.shape[1]),) * 2)
         self._rows[rows.shape[1]] = (torch.cat((before[0], rows)), torch.cat((before[1], rounded)))
 
@@ -175,14 +176,14 @@ def rounding_model(plain: Path, scheme: Scheme | None, roundings: Roundings | No
 
 
 class RoundingReference(Reference):
-    """Transformers' model of a plain checkpoint that rounds as a scheme says."""
+    """Transformers' model of a plain checkpoint that rounds as a scheme says, and follows `roundings`."""
 
-    def __init__(self, plain: Path, scheme: Scheme) -> None:
-        self._scheme = scheme
+    def __init__(self, plain: Path, scheme: Scheme, roundings: Roundings | None = None) -> None:
+        self._scheme, self._roundings = scheme, roundings
         super().__init__(plain, "fp8")
 
     def __post_init__(self) -> None:
-        self.model = rounding_model(self.model_dir, self._scheme)
+        self.model = rounding_model(self.model_dir, self._scheme, self._roundings)
         self.model.generation_config.eos_token_id = None
 
 

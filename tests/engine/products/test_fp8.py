@@ -7,11 +7,11 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
-from quantized import ONLINE, SCHEMES, Roundings, Scheme, quantized, rounding_model
+from quantized import ONLINE, SCHEMES, Scheme, quantized, rounding_model
+from recorded_roundings import recorded_roundings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from baton.engine.models.decoder import DecoderModel, DecoderStack
 from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.products.base import WeightShard, WeightSource
-from baton.engine.products.fp8 import Fp8Product, Fp8ProductOnCpu, RowRounding
+from baton.engine.products.fp8 import Fp8Product, Fp8ProductOnCpu
 from baton.engine.quantization import ONLINE_FP8, Quantization
 from baton.engine.work import BatchRow
 from baton.kernels.fp8 import dequantized
@@ -65,14 +65,7 @@ def forward(model: DecoderModel, config: ModelConfig, ids: list[int], chunks: tu
 def check(model: DecoderModel, config: ModelConfig, plain: Path, scheme: Scheme) -> None:
     """Compare logits of all rows. Where either rounding is right, transformers' model takes ours."""
     ids = random.Random(0).choices(range(512), k=sum(CHUNKS))
-    roundings, numbers = Roundings(), RowRounding.numbers
-
-    def recorded(rounding: RowRounding, x: Tensor) -> Tensor:
-        rounded = numbers(rounding, x)
-        roundings.add(x, rounded if rounding.stored is None else rounded * rounding.stored)
-        return rounded
-
-    with patch.object(RowRounding, "numbers", recorded):
+    with recorded_roundings() as roundings:
         ours = forward(model, config, ids, CHUNKS)
     reference = rounding_model(plain, scheme, roundings)
     with torch.inference_mode():
