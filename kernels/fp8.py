@@ -56,9 +56,11 @@ def round_rows_ref(x: Tensor, group: int, *, has_power_of_two_scales: bool = Fal
 
 
 def scales_for(largest: Tensor) -> Tensor:
-    """Return the scales of rows or groups whose largest absolute numbers are `largest`, float32."""
+    """Return the scales of rows or groups whose largest absolute numbers are `largest`, float32. A scale that would be
+    0, of zeros or of numbers below about 2^-141, is 1: they become zeros."""
     divisor = torch.full_like(largest, LARGEST)  # torch multiplies by the reciprocal of a number on a GPU
-    return torch.where(largest > 0, largest / divisor, 1.0)
+    scales = largest / divisor
+    return torch.where(scales > 0, scales, 1.0)
 
 
 def round_to_scale_ref(x: Tensor, scale: Tensor) -> Tensor:

@@ -157,8 +157,9 @@ def quotients(x, scales):
 
 @triton.jit
 def scales_for(largest, IS_POWER: tl.constexpr):
-    """Return the scales of groups whose largest absolute numbers are `largest`, float32."""
-    scales = tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)
+    """Return the scales of groups whose largest absolute numbers are `largest`, float32: 1 for a scale of 0."""
+    scales = tl.div_rn(largest, 448.0)
+    scales = tl.where(scales > 0, scales, 1.0)
     if IS_POWER:
         bits = scales.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFFF) & -0x800000  # the next power of two

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import Literal
 
 from prometheus_client import (
@@ -21,6 +20,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..metadata.version import package_version
 from ..metadata.wire.messages import Admitted, PrefillDone
 from .fair_share import DEFAULT
 from .node import Node
@@ -240,7 +240,7 @@ class Metrics:
         registry.register(self.tenants)
         ProcessCollector(registry=registry)
         build = Gauge("baton_build_info", "1; the label is Baton's version.", ["version"], registry=registry)
-        build.labels(version("baton-serve")).set(1)
+        build.labels(package_version()).set(1)
 
     def watch_nodes(self, nodes: Registry, num_waiting: Callable[[], int]) -> None:
         """Add the metrics of nodes."""

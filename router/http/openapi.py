@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
+from ...metadata.version import package_version
 from .access import KeyLevel
 from .errors import MessagesErrorBody
 from .fields import Ignored, NotServed, rules_of
@@ -106,14 +106,6 @@ def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_ke
 
 
 @cache
-def package_version() -> str:
-    """Return the installed version of Baton."""
-    try:
-        return version("baton-serve")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 _REQUEST_ID = {
     "name": "x-request-id",
     "in": "header",

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from aiohttp import web
 from msgspec import Meta
 
+from ...metadata.version import package_version
 from ..trace import Explanation, Outcome, RecentRequests
 from . import admin, completions, explain, handoff, messages, models, requests, responses, status, tokenization
 from .access import KeyLevel
@@ -43,7 +44,7 @@ from .openai_types import (
     TokenizerInfo,
     Version,
 )
-from .openapi import document, package_version
+from .openapi import document
 from .responses_types import ResponseAnswer, ResponseEvent, ResponsesRequest
 from .route import Parameter, Route
 

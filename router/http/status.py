@@ -7,6 +7,7 @@ import time
 from aiohttp import web
 
 from ...metadata.errors import Unavailable
+from ...metadata.version import package_version
 from ..availability import degraded
 from ..errors import NoNode
 from ..metrics import CONTENT_TYPE
@@ -14,7 +15,6 @@ from .access import IS_OPERATOR
 from .admin_types import HealthAnswer, ReadyAnswer
 from .api import Api, json_response
 from .openai_types import Version
-from .openapi import package_version
 
 
 async def health(api: Api, http_request: web.Request) -> web.StreamResponse:

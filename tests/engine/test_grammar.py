@@ -81,6 +81,30 @@ def test_a_chain_has_the_masks_of_its_tokens_one_at_a_time(
                 assert (masks[:2] == -1).all()
 
 
+@pytest.mark.parametrize("num_generated", [0, 1, 2, 3])
+def test_stops_are_banned_up_to_min_tokens_exactly(num_generated: int, grammars: Grammars) -> None:
+    """The token number `min_tokens` + 1 is the first that may end the text, wherever in a draft it stands."""
+    asked = params(50, grammar=WORDS, min_tokens=3, stop_ids=(EOS, 40))
+    follower = Matcher(None, state(asked))
+    follower.accept([7] * num_generated)
+    for ahead in range(5):
+        mask = np.full(grammars.num_words, -1, np.int32)
+        follower.ban_stops(mask, ahead)
+        is_banned = num_generated + ahead < 3
+        assert (EOS not in ids_of(mask), 40 not in ids_of(mask)) == (is_banned, is_banned), ahead
+
+
+def test_a_tree_bans_stops_by_depth(model: Path, grammars: Grammars) -> None:
+    """Nodes at each depth of a tree have the masks that a chain has there, with `min_tokens` within the tree."""
+    ids = tokens(model, "abe 12 7")[:4]
+    for min_tokens in (1, 2, 3, 4):
+        follower = matcher(grammars, params(50, grammar=WORDS, min_tokens=min_tokens, stop_ids=(EOS,)))
+        chain, tree = (np.full((len(ids) + 1, grammars.num_words), -1, np.int32) for _ in range(2))
+        grammars.fill(chain, [DraftChain(follower, 0, ids)])
+        grammars.fill_tree(tree, DraftChain(follower, 0, ids), range(len(ids)))
+        np.testing.assert_array_equal(tree, chain)
+
+
 @pytest.fixture(scope="module")
 def thinker(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the tokenizer and one more token, the last one, which a grammar must name by its id."""

@@ -49,6 +49,19 @@ def test_rows_of_zeros_stay_zeros() -> None:
     assert torch.equal(values.float(), torch.zeros(2, 8)) and torch.equal(scales, torch.ones(2, 1))
 
 
+@pytest.mark.parametrize("is_power", [False, True])
+@pytest.mark.parametrize("largest", [2.0**-149, 100 * 2.0**-149, 2.0**-141, 2.0**-140, 1e-38, 1e-35, 1e-30])
+def test_the_smallest_numbers_are_rounded_to_numbers(largest: float, is_power: bool) -> None:
+    """A group whose scale would be 0 has the scale 1, and becomes zeros. Every other group keeps its largest number."""
+    x = torch.tensor([[largest, -largest / 2, 0.0, largest], [0.0, 0.0, 0.0, 0.0]])
+    values, scales = round_rows_ref(x, 4, has_power_of_two_scales=is_power)
+    assert scales is not None and (scales > 0).all() and scales[1] == 1
+    exact = torch.tensor(largest) / LARGEST
+    assert (scales[0] == 1) if exact == 0 else (exact <= scales[0] <= 2 * exact)
+    assert torch.equal(values.double(), nearest((x / scales).clamp(-LARGEST, LARGEST)))
+    assert (values[0, 0].float() == 0) == (exact == 0)
+
+
 def test_a_stored_scale_cuts_what_is_too_large() -> None:
     values = round_to_scale_ref(torch.tensor([[1.0, 1000.0, -1000.0, 0.01]]), torch.tensor(2.0))
     assert torch.equal(values.double(), nearest(torch.tensor([[0.5, LARGEST, -LARGEST, 0.005]])))

@@ -65,6 +65,15 @@ def test_a_norm_rounds_its_result(size: int, group: int, num_parts: int | None, 
     check_alike(actual, expected, group, ULP[dtype])
 
 
+@pytest.mark.parametrize("is_power", [False, True])
+@pytest.mark.parametrize("largest", [2.0**-149, 100 * 2.0**-149, 1e-35])
+def test_the_smallest_numbers_are_rounded_as_by_the_reference(largest: float, is_power: bool) -> None:
+    x = torch.tensor([[largest, -largest / 2, 0.0, largest], [0.0] * 4], device=DEVICE)
+    values, scales = triton_fp8_rows.round_rows(x, 4, has_power_of_two_scales=is_power)
+    expected, their_scales = round_rows_ref(x, 4, has_power_of_two_scales=is_power)
+    assert torch.equal(scales, their_scales) and torch.equal(values.float(), expected.float())
+
+
 def check_alike(actual: RoundedRows, expected: RoundedRows, group: int, tolerance: float) -> None:
     """Check rows that were rounded from numbers of which some differ by a last bit."""
     assert actual.scales is not None and expected.scales is not None

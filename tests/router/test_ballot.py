@@ -53,6 +53,15 @@ def test_a_single_pair_waits_for_the_answer_of_its_decode_node_alone() -> None:
     assert each.wanted(1e9) == []
 
 
+def test_a_canary_is_compared_with_what_either_of_its_nodes_computes_alone() -> None:
+    for node in (P[0], D[0]):
+        each = ballot(1, 1)
+        each.canary(P[0], D[0], WRONG)
+        each.own(node, RIGHT, 0.0)
+        verdict = each.verdict(P[0], D[0])
+        assert verdict.state == "faulty" and f"but {node} alone computes {RIGHT}" in verdict.words
+
+
 def test_if_the_two_answers_of_a_single_pair_differ_the_verdict_names_both() -> None:
     each = ballot(1, 1)
     each.canary(P[0], D[0], WRONG)

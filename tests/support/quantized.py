@@ -25,6 +25,53 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 _PROJECTIONS += _OF_LATENTS
 
 
+class Roundings:
+    """Rows that an engine has rounded, which a model in transformers follows where either result is right.
+
+    Sums in another order differ in their last bits. So a number near the middle of two e4m3 numbers becomes the one on
+    one processor and the other on another. One step is up to 1/14 of the largest number of its group, and all that
+    follows differs by a part of it, which depends on the weights. So the model takes the engine's result if the middle
+    of both results lies between the two numbers that were rounded. Nothing else is forgiven: all that follows must be
+    equal to the last bits.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # by size of a row: numbers and rounded numbers
+        self.num_rounded = self.num_followed = 0  # numbers of the model
+
+    def add(self, rows: Tensor, rounded: Tensor) -> None:
+        """Add rows [num_rows, size] of an engine, and the float32 numbers that they were rounded to."""
+        rows, rounded = rows.float().clone(), rounded.clone()
+        before = self._rows.get(rows.shape[1], (rows.new_empty(0, rows.shape[1]),) * 2)
+        self._rows[rows.shape[1]] = (torch.cat((before[0], rows)), torch.cat((before[1], rounded)))
+
+    def settled(self, row: Tensor, rounded: Tensor, group: int) -> Tensor:
+        """Return `rounded`, what the model makes of `row` [size], with the engine's results where either is right.
+        `group`: the numbers that share a scale."""
+        self.num_rounded += len(row)
+        if len(row) not in self._rows:
+            return rounded
+        given, given_rounded = self._rows[len(row)]
+        distance, index = (given - row).abs().amax(1).min(0)
+        if distance > _NEAR * row.abs().max():
+            return rounded
+        nearest = given[index], given_rounded[index]
+        parts = zip(*(each.split(group) for each in (row, rounded, *nearest)), strict=True)
+        return torch.cat([self._settled_group(*each) for each in parts])
+
+    def _settled_group(self, x: Tensor, rounded: Tensor, theirs: Tensor, their_rounded: Tensor) -> Tensor:
+        apart, largest = (x - theirs).abs(), x.abs().max()
+        scales_apart = (theirs.abs().max() - largest).abs() / largest  # both scales have roundings, and both quotients
+        middle_apart = (x - (rounded + their_rounded) / 2).abs()
+        is_other = (rounded - their_rounded).abs() > _NEAR * x.abs()
+        is_either = is_other & (middle_apart <= apart + x.abs() * (scales_apart + 4 * 2.0**-24))
+        self.num_followed += int(is_either.sum())
+        return torch.where(is_either, their_rounded, rounded)
+
+
+_NEAR = 1e-4  # how far sums in another order are apart at most, as a part of the largest number of a row
+
+
 class Scheme(NamedTuple):
     """One public form of FP8 checkpoints."""
 
@@ -107,9 +154,9 @@ def quantized(plain: Path, path: Path, scheme: Scheme) -> Path:
     return path
 
 
-def rounding_model(plain: Path, scheme: Scheme | None, **config: Any) -> Any:
-    """Return transformers' float32 model of the checkpoint `plain`, whose layers compute as `scheme` says. `config`
-    overrides config.json."""
+def rounding_model(plain: Path, scheme: Scheme | None, roundings: Roundings | None = None, **config: Any) -> Any:
+    """Return transformers' float32 model of the checkpoint `plain`, whose layers compute as `scheme` says and follow
+    `roundings`. `config` overrides config.json."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, **config).eval()
@@ -122,25 +169,25 @@ def rounding_model(plain: Path, scheme: Scheme | None, **config: Any) -> Any:
             values, scales = _weight(module.weight.detach(), scheme)
             module.weight.data = _spread(values, scales.float().double(), scheme.weight).float()
             if not name.endswith(_WITHOUT_ROUNDING):
-                module.forward = _rounded_forward(module, f"{name}.weight", scheme)
+                module.forward = _rounded_forward(module, f"{name}.weight", scheme, roundings)
         elif hasattr(module, "gate_up_proj"):
-            _round_experts(module, scheme)
+            _round_experts(module, scheme, roundings)
     return model
 
 
 class RoundingReference(Reference):
-    """Transformers' model of a plain checkpoint that rounds as a scheme says."""
+    """Transformers' model of a plain checkpoint that rounds as a scheme says, and follows `roundings`."""
 
-    def __init__(self, plain: Path, scheme: Scheme) -> None:
-        self._scheme = scheme
+    def __init__(self, plain: Path, scheme: Scheme, roundings: Roundings | None = None) -> None:
+        self._scheme, self._roundings = scheme, roundings
         super().__init__(plain, "fp8")
 
     def __post_init__(self) -> None:
-        self.model = rounding_model(self.model_dir, self._scheme)
+        self.model = rounding_model(self.model_dir, self._scheme, self._roundings)
         self.model.generation_config.eos_token_id = None
 
 
-def _round_experts(module: Any, scheme: Scheme) -> None:
+def _round_experts(module: Any, scheme: Scheme, roundings: Roundings | None) -> None:
     """Let all experts of a layer compute as `scheme` says, one after the other."""
     gates, downs = (list(getattr(module, name).detach()) for name in ("gate_up_proj", "down_proj"))
     meant = [
@@ -155,41 +202,38 @@ def _round_experts(module: Any, scheme: Scheme) -> None:
         out = torch.zeros_like(x)
         for row, (experts, own) in enumerate(zip(chosen.tolist(), shares, strict=True)):
             for expert, share in zip(experts, own, strict=True):
-                gate, up = (_row(x[row], "gate_proj", scheme) @ meant[expert][0].T).chunk(2)
+                gate, up = (_row(x[row], "gate_proj", scheme, roundings) @ meant[expert][0].T).chunk(2)
                 inner = nn.functional.silu(gate) * up
-                out[row] += share * (_row(inner, "down_proj", scheme) @ meant[expert][1].T)
+                out[row] += share * (_row(inner, "down_proj", scheme, roundings) @ meant[expert][1].T)
         return out
 
     module.forward = forward
 
 
-def _rounded_forward(module: nn.Linear, name: str, scheme: Scheme) -> Callable[[Tensor], Tensor]:
+def _rounded_forward(
+    module: nn.Linear, name: str, scheme: Scheme, roundings: Roundings | None
+) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        rounded = torch.stack([_row(row, name, scheme) for row in rows]).view(x.shape)
+        rounded = torch.stack([_row(row, name, scheme, roundings) for row in rows]).view(x.shape)
         return nn.functional.linear(rounded, module.weight, module.bias)
 
     return forward
 
 
-def _row(row: Tensor, name: str, scheme: Scheme) -> Tensor:
-    match scheme.inputs:
-        case "none":
-            return row
-        case "stored":
-            scale = _stored_scale(name).float()
-            return _nearest(row / scale).float() * scale
-        case "rows":
-            scale = row.abs().max() / 448
-            return _nearest(row / scale).float() * scale
-        case _:
-            parts = []
-            for part in row.split(128):
-                scale = part.abs().max() / 448
-                if scheme.is_power_of_two:
-                    scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
-                parts.append(_nearest(part / scale).float() * scale)
-            return torch.cat(parts)
+def _row(row: Tensor, name: str, scheme: Scheme, roundings: Roundings | None) -> Tensor:
+    """Return the numbers that a row is rounded to."""
+    if scheme.inputs == "none":
+        return row
+    group = 128 if scheme.inputs == "groups" else len(row)
+    parts = []
+    for part in row.split(group):
+        scale = _stored_scale(name).float() if scheme.inputs == "stored" else part.abs().max() / 448
+        if scheme.is_power_of_two:
+            scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
+        parts.append(_nearest(part / scale).float() * scale)
+    rounded = torch.cat(parts)
+    return rounded if roundings is None else roundings.settled(row, rounded, group)
 
 
 def _weight(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:

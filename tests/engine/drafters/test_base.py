@@ -73,6 +73,26 @@ def test_a_state_of_other_fields_or_widths_is_not_stored() -> None:
         make_state(2).store(torch.tensor([0]), wide)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        DraftState(torch.zeros(1, 1, dtype=torch.int32), hidden=torch.zeros(1, 3)),
+        DraftState(torch.zeros(1, 1, dtype=torch.int64), hidden=torch.zeros(1, 3, dtype=torch.bfloat16)),
+        DraftState(torch.zeros(1, 1, dtype=torch.int64), hidden=torch.zeros(1, 3, dtype=torch.float64)),
+        DraftState(torch.zeros(1, 1, dtype=torch.int64), hidden=torch.zeros(1, 2)),
+        DraftState(torch.zeros(1, 2, dtype=torch.int64), hidden=torch.zeros(1, 3)),
+        DraftState(torch.zeros(1, 1, dtype=torch.int64), hidden=torch.zeros(1, 3), scores=torch.zeros(1, 1)),
+    ],
+    ids=["ids", "shorter numbers", "longer numbers", "narrower", "more tokens", "more fields"],
+)
+def test_a_state_of_another_dtype_or_smaller_or_larger_is_not_stored(row: DraftState) -> None:
+    state = make_state(2)
+    before = [value.clone() for _, value in state.present()]
+    with pytest.raises(ValueError, match="does not fit"):
+        state.store(torch.tensor([1]), row)
+    assert all(torch.equal(one, value) for one, (_, value) in zip(before, state.present(), strict=True))
+
+
 def test_a_state_without_fields_has_no_rows() -> None:
     assert len(DraftState()) == 0 and DraftState().present() == []
     assert DraftState().to_host().present() == []

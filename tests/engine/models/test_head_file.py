@@ -31,6 +31,8 @@ def test_a_head_has_streams_if_its_layer_mixes_them(checkpoint: Checkpoint, tmp_
     check_state_width(wide, read_model_config(four))
     with pytest.raises(ConfigError, match=r"64 numbers \(hc_mult 1\).*256 \(hc_mult 4\)"):
         check_state_width(plain, read_model_config(four))
+    with pytest.raises(ConfigError, match=r"256 numbers \(hc_mult 4\).*64 \(hc_mult"):
+        check_state_width(wide, read_model_config(one))
 
 
 def test_a_head_of_speculators_is_read_and_other_kinds_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -1,0 +1,13 @@
+"""Version of the installed package."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def package_version() -> str:
+    """Return the installed version of Baton, "unknown" if it runs without being installed."""
+    try:
+        return version("baton-serve")
+    except PackageNotFoundError:
+        return "unknown"
