@@ -146,9 +146,9 @@ def _run(argv: list[str]) -> int:
 
 
 def _version() -> str:
-    from importlib.metadata import version
+    from ..metadata.version import package_version
 
-    return version("baton-serve")
+    return package_version()
 
 
 def _module(name: str) -> Any:

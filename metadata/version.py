@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 
+@cache
 def package_version() -> str:
     """Return the installed version of Baton, "unknown" if it runs without being installed."""
     try:

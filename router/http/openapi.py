@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -105,7 +104,6 @@ def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_ke
     }
 
 
-@cache
 _REQUEST_ID = {
     "name": "x-request-id",
     "in": "header",

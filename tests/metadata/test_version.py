@@ -16,4 +16,6 @@ def test_a_package_that_is_not_installed_has_an_unknown_version(monkeypatch: pyt
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(version, "version", fail)
+    version.package_version.cache_clear()
     assert version.package_version() == "unknown"
+    version.package_version.cache_clear()
