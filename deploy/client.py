@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -12,6 +12,7 @@ from ..metadata.errors import ConfigError, RequestError, Unavailable
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _TIMEOUT_S = 10.0
+Key = str | Callable[[], str | None] | None  # an API key, or what returns the one of the moment
 
 
 class StreamPart(NamedTuple):
@@ -24,7 +25,7 @@ class StreamPart(NamedTuple):
 class Client:
     """One router. Each call opens its own connection."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: Key = None) -> None:
         """`url` is like http://127.0.0.1:8000; a trailing /v1 is removed. Raises ConfigError if it is no such URL."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
@@ -37,10 +38,10 @@ class Client:
         self._is_secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
 
     @classmethod
-    def local(cls, host: str, port: int, api_key: str | None) -> Client:
+    def local(cls, host: str, port: int, api_key: Key) -> Client:
         """Return a client for the router on this machine that listens on `host`, which may be a wildcard address."""
         host = _WILDCARDS.get(host, host)
         return cls(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", api_key)
@@ -90,7 +91,7 @@ class Client:
         connection = self._connect(timeout_s=None)
         try:
             payload = json.dumps({**body, "stream": True})
-            headers = {"Content-Type": "application/json", **self._headers}
+            headers = {"Content-Type": "application/json", **self._headers()}
             connection.request("POST", f"{self._path}/v1/chat/completions", payload, headers)
             response = connection.getresponse()
             if response.status != 200:
@@ -104,13 +105,17 @@ class Client:
     def _call(self, method: str, path: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
         connection = self._connect(timeout_s)
         try:
-            connection.request(method, self._path + path, headers=self._headers)
+            connection.request(method, self._path + path, headers=self._headers())
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._unavailable(error) from None
         finally:
             connection.close()
+
+    def _headers(self) -> dict[str, str]:
+        key = self._api_key() if callable(self._api_key) else self._api_key
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection

@@ -11,9 +11,11 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..metadata.errors import BatonError, ConfigError, Unavailable
+from ..router.config import RouterConfig
 from .child import Child
 from .client import Client
 from .monitor import NodeNews, Snapshot, SpeculationNews, look
@@ -41,14 +43,30 @@ def run(plan: Plan) -> int:
     secured = plan.secured(run_dir)
     try:
         children = [Child(command, run_dir) for command in commands(secured, free_port(), port)]
-        key = plan.router.admin_key or next(iter(plan.router.client_keys), None)
-        client = Client.local(plan.router.host, port, key)
+        client = Client.local(plan.router.host, port, CurrentKey(plan.router))
         with Signals() as signals:
             return Launcher(secured, children, client, run_dir, signals).run()
     finally:
         (run_dir / KEY_FILE).unlink(missing_ok=True)
         if secured.keys_dir is not None:  # no process is left that reads the keys
             shutil.rmtree(secured.keys_dir, ignore_errors=True)
+
+
+class CurrentKey:
+    """A key that the router takes now. Its file of keys may change, and a mistake in it changes nothing."""
+
+    def __init__(self, router: RouterConfig) -> None:
+        """Raises ConfigError if the file cannot be read."""
+        self._router = router
+        self._key = self._read()
+
+    def __call__(self) -> str | None:
+        with suppress(ConfigError):
+            self._key = self._read()
+        return self._key
+
+    def _read(self) -> str | None:
+        return self._router.admin_key or next(iter(self._router.client_keys), None)
 
 
 class Launcher:

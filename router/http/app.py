@@ -186,4 +186,6 @@ def _refusal(http_request: web.Request, error: web.HTTPException) -> BatonError:
 def _no_route(http_request: web.Request) -> str:
     what = _NOT_SERVED.get("/".join(http_request.path.split("/")[:3]))
     words = f"there is no route {http_request.path}" if what is None else f"{what} not served"
-    return f"{words}; the routes are: {', '.join(client_routes())}"
+    here = {resource.canonical for resource in http_request.app.router.resources()}
+    routes = [route for route in client_routes() if route.split()[1] in here]
+    return f"{words}; the routes are: {', '.join(routes)}"

@@ -37,8 +37,11 @@ def chat_messages(turns: Sequence[Turn]) -> list[ChatMessage]:
                 messages.append(ChatMessage("system", content_of(turn.content)))
             continue
         if isinstance(turn, UserTurn):
-            _check_results(turn, known, f"messages[{index}]")
-            messages += _of_user(turn)
+            if isinstance(turn.content, str):
+                messages.append(ChatMessage("user", turn.content))
+            else:
+                _check_results(turn.content, known, f"messages[{index}]")
+                messages += _of_user(turn.content)
             continue
         messages.append(_of_assistant(turn))
         calls = messages[-1].tool_calls or ()
@@ -59,8 +62,8 @@ def content_of(content: str | Sequence[MessagePart]) -> str | list[TextPart]:
     return [TextPart("text", text) for text in texts] if len(texts) > 1 else "".join(texts)
 
 
-def _check_results(turn: UserTurn, known: set[str], path: str) -> None:
-    for place, block in enumerate(turn.content):
+def _check_results(content: Sequence[MessagePart], known: set[str], path: str) -> None:
+    for place, block in enumerate(content):
         if isinstance(block, ToolResultBlock) and block.tool_use_id not in known:
             raise RequestError(
                 f"{path}.content[{place}].tool_use_id: no call before it has the id {block.tool_use_id!r}",
@@ -68,11 +71,11 @@ def _check_results(turn: UserTurn, known: set[str], path: str) -> None:
             )
 
 
-def _of_user(turn: UserTurn) -> list[ChatMessage]:
-    results = [block for block in turn.content if isinstance(block, ToolResultBlock)]
+def _of_user(content: Sequence[MessagePart]) -> list[ChatMessage]:
+    results = [block for block in content if isinstance(block, ToolResultBlock)]
     messages = [ChatMessage("tool", _result_of(block), tool_call_id=block.tool_use_id) for block in results]
-    if not results or len(results) < len(turn.content):
-        messages.append(ChatMessage("user", content_of(turn.content)))
+    if not results or len(results) < len(content):
+        messages.append(ChatMessage("user", content_of(content)))
     return messages
 
 

@@ -21,7 +21,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.deploy import monitor, restarts
 from baton.deploy.child import Child, Command
 from baton.deploy.client import Client
-from baton.deploy.launcher import Launcher
+from baton.deploy.launcher import CurrentKey, Launcher
 from baton.deploy.plan import Plan, UpConfig, free_port
 from baton.deploy.terminal import Signals
 from baton.metadata.errors import Unavailable
@@ -270,3 +270,14 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 
     assert running.run(threading.Thread(target=script)) == 1
     assert time.monotonic() - times[0] < 2
+
+
+def test_the_router_is_asked_with_a_key_that_it_takes_now(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first-key-of-all\n")
+    current = CurrentKey(RouterConfig(api_keys=str(keys)))
+    assert current() == "first-key-of-all"
+    keys.write_text("ann another-key-here team\n")
+    assert current() == "another-key-here"
+    keys.write_text("a mistake in the file, of many words\n")
+    assert current() == "another-key-here"

@@ -58,6 +58,11 @@ def test_no_body_takes_long_in_the_event_loop(make_system: Callable[..., System]
     bodies += [
         LimitBody("/v1/chat/completions", "whole", json.dumps({**CHAT, "user": text, "unknown": 1}).encode()),
         LimitBody("/v1/completions", "whole", json.dumps({"model": "fake", "prompt": [text]}).encode()),
+        LimitBody(
+            "/v1/messages", "whole", json.dumps({"model": "fake", "max_tokens": 1, "messages": _says(text)}).encode()
+        ),
+        LimitBody("/v1/responses", "whole", json.dumps({"model": "fake", "input": _says(text)}).encode()),
+        LimitBody("/tokenize", "whole", json.dumps({"model": "fake", "messages": _says(text)}).encode()),
     ]
     for each in bodies:
         share = 1.0 if each.name == "whole" or "Int" in each.name else 0.6
@@ -72,6 +77,10 @@ def test_no_body_takes_long_in_the_event_loop(make_system: Callable[..., System]
         else:
             slow.append((round(spent, 4), each.route, each.name))
     assert not slow, "\n".join(map(str, sorted(slow)[::-1]))
+
+
+def _says(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
 
 
 CHAT = {

@@ -97,7 +97,8 @@ def test_the_ops_address_serves_probes_and_metrics_without_a_key_and_nothing_els
     for path in ("/health", "/metrics", f"{system.router.url}/health", f"{system.router.url}/ready"):
         assert get(path, "HEAD") == (200, b""), path
     for path in ("/v1/models", "/debug/nodes", "/admin/flush", "/"):
-        assert get(path)[0] == 404, path
+        status, body = get(path)
+        assert status == 404 and b"the routes are: GET /health, GET /ready, GET /metrics" in body, body
     assert get("/metrics", Host="evil.example")[0] == 403, "a web page may not read it by DNS rebinding"
 
 
