@@ -21,6 +21,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from .addresses import parse_address
 from .sockets import DRAIN_LIMIT, bound_address, file_descriptor, open_monitor
 from .throttle import Throttle
 
@@ -88,14 +89,15 @@ class Porter(Protocol):
 
 class ConnectionMonitor:
     """Watches the connections of a ROUTER socket, which is bound, from the running event loop. The owner closes it
-    before the socket. Without a `porter` strangers are not looked at."""
+    before the socket. Strangers are looked at with a `porter`, and at a TCP port."""
 
     def __init__(self, socket: zmq.Socket[bytes], probe: Callable[[], None], porter: Porter | None = None) -> None:
-        self._socket, self._probe, self._porter = socket, probe, porter
-        self._port = int(bound_address(socket).rpartition(":")[2])
+        self._socket, self._probe = socket, probe
+        self._port = parse_address(bound_address(socket)).port
+        self._porter = None if self._port is None else porter
         self._strangers: dict[int, Stranger] = {}  # by file descriptor
         self._loop = asyncio.get_running_loop()
-        events = zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES | (0 if porter is None else zmq.EVENT_ACCEPTED)
+        events = zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES | (0 if self._porter is None else zmq.EVENT_ACCEPTED)
         self._monitor = open_monitor(socket, events)
         self._monitor.linger = 0
         self._failed_handshakes = Throttle(_HANDSHAKE_LOG_S)
@@ -144,7 +146,7 @@ class ConnectionMonitor:
             self._wait_to_probe()
 
     def _meet(self, descriptor: int) -> None:
-        assert self._porter is not None
+        assert self._porter is not None and self._port is not None
         self.know(descriptor)  # an earlier connection, if its end was not seen
         stranger = self._strangers[descriptor] = Stranger(descriptor, self._port)
         self._porter.come(stranger)
