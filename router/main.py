@@ -23,7 +23,7 @@ from .export import TraceExport, configured_export
 from .http.api import Api
 from .http.app import application, ops_application
 from .http.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
-from .http.descriptors import Descriptors, raise_limit
+from .http.descriptors import Descriptors, NodePort, raise_limit
 from .http.listener import HttpListener
 from .metrics import Metrics
 from .runner import RunningDispatcher
@@ -43,7 +43,8 @@ class Router:
         self.metrics = Metrics()
         self.dispatcher = RunningDispatcher(config, new_epoch(), self.metrics)
         self.metrics.watch_nodes(self.dispatcher.registry, lambda: self.dispatcher.queues.num_waiting)
-        self.api = Api(config, self.dispatcher, self.metrics, Descriptors(raise_limit()))
+        self._max_descriptors = raise_limit()
+        self.api = Api(config, self.dispatcher, self.metrics, Descriptors(self._max_descriptors))
         self.metrics.watch_service(
             self.dispatcher.registry,
             self.dispatcher.queues,
@@ -76,6 +77,7 @@ class Router:
             keys,
             self.dispatcher.on_message,
             self.dispatcher.on_connection_lost,
+            NodePort(self._max_descriptors),
         )
         self.node_address = self._hub.address
         self.dispatcher.start(self._hub)

@@ -24,7 +24,7 @@ from ..wire.membership import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, Router
 from ..wire.messages import ToNode, ToRouter
 from ..wire.protocol import PROTOCOL_MIN
 from .addresses import parse_address, require_keys
-from .connection_monitor import ConnectionMonitor
+from .connection_monitor import ConnectionMonitor, Porter
 from .curve import KeyPair, secure_server
 from .sockets import (
     DRAIN_LIMIT,
@@ -49,8 +49,9 @@ class Hub:
     """Sends to and receives from all nodes. All methods run on the event loop's thread.
 
     `on_message(routing_id, message)` is called for every valid message. `on_lost(routing_id)` is called for every node
-    whose connection closed; the node may come back under the same id. Neither may block. Raises ConfigError if the
-    address is malformed or taken, or if other machines can reach it and there are no keys.
+    whose connection closed; the node may come back under the same id. Neither may block. `porter` bounds how many
+    connections there are over which no valid message has come. Raises ConfigError if the address is malformed or taken,
+    or if other machines can reach it and there are no keys.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Hub:
         keys: KeyPair | None,
         on_message: Callable[[bytes, ToRouter], None],
         on_lost: Callable[[bytes], None],
+        porter: Porter | None = None,
     ) -> None:
         require_keys(address, keys)
         self.epoch = epoch
@@ -68,6 +70,7 @@ class Hub:
         self.sent = 0
         self._on_message = on_message
         self._on_lost = on_lost
+        self._porter = porter
         self._heartbeat_frame = encode(RouterHeartbeat(router_epoch=epoch), PROTOCOL_MIN)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -93,7 +96,7 @@ class Hub:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(file_descriptor(self._socket), self._recheck)
         self._schedule_drain()
-        self._monitor = ConnectionMonitor(self._socket, self._probe)
+        self._monitor = ConnectionMonitor(self._socket, self._probe, self._porter)
         self._send_heartbeats()
 
     def send(self, peer: bytes, message: ToNode, protocol: int | None = None) -> bool:
@@ -142,7 +145,8 @@ class Hub:
             if self._socket.closed:
                 return
             try:
-                received = receive_from(self._socket, self._allow_list)
+                has_strangers = self._monitor.has_strangers
+                received = receive_from(self._socket, self._allow_list, with_descriptor=has_strangers)
             except zmq.Again:
                 self._is_drain_scheduled = False  # this recv checked for every change that sends may have consumed
                 return
@@ -168,6 +172,7 @@ class Hub:
             self._dropped.add(sender, error)
             return
         self.received += 1
+        self._monitor.know(received.descriptor)
         peer = sender.removesuffix(HEARTBEAT_SUFFIX)
         if peer == sender:
             self._peers.add(peer)

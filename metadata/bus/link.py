@@ -82,9 +82,9 @@ def router_key(keys: KeyPair | None) -> ServerKey | None:
 class Approach:
     """How far the last attempt to connect has come. `outlook`:
 
-    unreachable   nobody answers at the address, or no attempt has ended yet
+    unreachable   nobody answers at the address, or no attempt has begun yet
     refused       the other end closed the connection during the handshake, or speaks another kind of it: keys
-    too slow      the handshake was not done within HANDSHAKE_MS
+    too slow      the handshake was not done within HANDSHAKE_MS, or it is the first one and under way
     connected     the handshake is done
     """
 
@@ -96,6 +96,8 @@ class Approach:
         """Record an event of the socket's monitor."""
         if event == zmq.EVENT_CONNECTED:
             self._connected_at = now
+            if self.outlook == "unreachable":
+                self.outlook = "too slow"
             return
         begun, self._connected_at = self._connected_at, None
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

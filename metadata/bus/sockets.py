@@ -94,11 +94,12 @@ def receive_frames(socket: zmq.Socket[bytes], most: int, *, copy: bool = True) -
 
 class Received(NamedTuple):
     """A message at a ROUTER socket. `name` is the allow-list's name of the sender's key; None if there is no list, or
-    if the key is not listed (any more)."""
+    if the key is not listed (any more). `descriptor` is the file descriptor of the connection, -1 if not asked for."""
 
     sender: bytes
     bodies: list[bytes]
     name: str | None
+    descriptor: int = -1
 
     @property
     def body(self) -> bytes:
@@ -113,15 +114,16 @@ def only_frame(frames: list[bytes]) -> bytes:
     return frames[0]
 
 
-def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None) -> Received:
+def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None, *, with_descriptor: bool = False) -> Received:
     """Return the next message. A valid one has exactly one body. Raises zmq.Again if no message waits."""
-    if allow_list is None:
+    if allow_list is None and not with_descriptor:
         sender, *bodies = receive_frames(socket, 2)
         return Received(sender, bodies, None)
     frames = receive_frames(socket, 2, copy=False)
-    name = allow_list.newest_name_of(sender_key(frames[0]))
+    name = None if allow_list is None else allow_list.newest_name_of(sender_key(frames[0]))
+    descriptor = int(frames[0].get(zmq.SRCFD)) if with_descriptor else -1
     sender, *bodies = (frame.bytes for frame in frames)
-    return Received(sender, bodies, name)
+    return Received(sender, bodies, name, descriptor)
 
 
 def configure_socket(socket: zmq.Socket[bytes], address: str, *, max_frame: int) -> None:

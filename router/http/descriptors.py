@@ -4,6 +4,8 @@ The kernel gives a new connection the lowest free descriptor. So its number tell
 use. From CROWDED of the limit on, each new connection closes another one: of the address that has most connections
 without a complete request, the one that has been so for longest. A connection whose request is being answered is never
 closed. From RESERVED of the limit on, a connection is served only if it asks for the router's status.
+
+The port of nodes has a share of its own for connections over which no node has spoken yet: `NodePort`.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import time
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
+from ...metadata.bus.connection_monitor import Stranger
 from ...metadata.bus.throttle import Throttle
 
 CROWDED = 0.8
 RESERVED = 0.9
 FULL = 0.95  # from here on, a new connection is closed if no other one may be
+NODE_SHARE = 0.25  # of all, for connections at the port of nodes over which no node has spoken yet
 YOUNG_S = 1.0  # a connection this young is closed only from RESERVED on: its request may be under way
 _MOST = 1 << 20  # descriptors
 
@@ -54,10 +58,11 @@ def group_of(address: str) -> str:
 
 
 class Descriptors:
-    """The HTTP connections that wait for a complete request, by address. `limit` bounds the process's descriptors."""
+    """The HTTP connections that wait for a complete request, by address. `limit` bounds the process's descriptors.
+    `what` names the connections in the log."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, what: str = "without a complete request") -> None:
+        self._limit, self._what = limit, what
         self._waiting: dict[str, dict[Closable, float]] = {}  # since when; the longest first
         self._address_of: dict[Closable, str] = {}
         self._by_count: dict[int, dict[str, None]] = {}  # addresses by their number of waiting connections
@@ -65,6 +70,11 @@ class Descriptors:
         self._throttle = Throttle(10.0)
         self._num_closed = 0
         self.accepts_per_round = max(1, min(64, limit // 64))  # new connections before room is made for them
+
+    @property
+    def num_waiting(self) -> int:
+        """How many connections wait."""
+        return len(self._address_of)
 
     def is_reserved(self, descriptor: int) -> bool:
         """Return whether a connection with this descriptor may only ask for the router's status."""
@@ -132,13 +142,31 @@ class Descriptors:
         self._num_closed += 1
         if self._throttle.is_due():
             logger.warning(
-                "%d of %d descriptors are in use: closing connections without a complete request (%d so far); %s has "
-                "most of them, %d. Raise the hard limit (ulimit -Hn) if they are wanted",
+                "%d of %d descriptors are in use: closing connections %s (%d so far); %s has most of them, %d. Raise "
+                "the hard limit (ulimit -Hn) if they are wanted",
                 descriptor,
                 self._limit,
+                self._what,
                 self._num_closed,
                 self._address_of[connection],
                 self._most,
             )
         self.remove(connection)
         connection.force_close()
+
+
+class NodePort:
+    """Closes connections at the port of nodes over which no node has spoken yet, by the rules of `Descriptors`, when
+    they take most of NODE_SHARE of the `limit` of the process."""
+
+    def __init__(self, limit: int) -> None:
+        self._table = Descriptors(int(NODE_SHARE * limit), "at the port of nodes over which no node has spoken yet")
+
+    def come(self, stranger: Stranger) -> None:
+        """Make room for a new connection, and take it."""
+        self._table.take(self._table.num_waiting)
+        self._table.wait(stranger, group_of(stranger.address))
+
+    def go(self, stranger: Stranger) -> None:
+        """Forget a connection that is a node's or is closed."""
+        self._table.remove(stranger)

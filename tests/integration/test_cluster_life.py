@@ -124,7 +124,7 @@ def test_a_node_with_another_model_of_the_same_name_is_refused(
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ("missing", "does not exist"),
+        ("missing", "no such directory"),
         ("truncated", "cut short"),
         ("unknown", "architecture"),
     ],

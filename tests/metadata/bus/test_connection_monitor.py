@@ -3,38 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import socket as stdlib_socket
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
-from baton.metadata.bus.connection_monitor import PROBE_DELAYS_S, ConnectionMonitor
+from baton.metadata.bus.connection_monitor import PROBE_DELAYS_S, ConnectionMonitor, Porter, Stranger
 from baton.metadata.bus.curve import KeyPair, secure_server
+from baton.metadata.bus.sockets import bound_address, receive_from
 
 
 class Watched:
     """A ROUTER socket under watch, and the times of its probes."""
 
-    def __init__(self, keys: KeyPair | None = None) -> None:
+    def __init__(
+        self, keys: KeyPair | None = None, porter: Porter | None = None, address: str = "tcp://127.0.0.1:*"
+    ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         if keys is not None:
             secure_server(self.socket, keys)
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.socket.bind(address)
+        self.address = bound_address(self.socket)
         self.probes: list[float] = []
-        self.monitor = ConnectionMonitor(self.socket, lambda: self.probes.append(asyncio.get_running_loop().time()))
+        self.monitor = ConnectionMonitor(
+            self.socket, lambda: self.probes.append(asyncio.get_running_loop().time()), porter
+        )
 
     def connect(self) -> zmq.Socket[bytes]:
         peer = self.context.socket(zmq.DEALER)
         peer.linger = 0
-        peer.connect(f"tcp://127.0.0.1:{self.port}")
+        peer.connect(self.address)
         return peer
 
     def close(self) -> None:
         self.monitor.close()
         self.socket.close(linger=0)
         self.context.destroy(linger=0)
+
+
+class ListingPorter:
+    def __init__(self) -> None:
+        self.here: list[Stranger] = []
+
+    def come(self, stranger: Stranger) -> None:
+        self.here.append(stranger)
+
+    def go(self, stranger: Stranger) -> None:
+        self.here.remove(stranger)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -99,4 +118,44 @@ async def test_failed_handshakes_are_logged_once_in_a_while(caplog: pytest.LogCa
     assert caplog.text.count("at the handshake") == 1
     for peer in peers:
         peer.close()
+    watched.close()
+
+
+async def test_a_connection_is_a_stranger_until_a_message_has_come_over_it() -> None:
+    porter = ListingPorter()
+    watched = Watched(porter=porter)
+    port = int(watched.address.rpartition(":")[2])
+    silent, gone = (stdlib_socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+    peer = watched.connect()
+    await until(lambda: len(porter.here) == 3 and watched.monitor.has_strangers)
+    assert {stranger.address for stranger in porter.here} == {"127.0.0.1"}
+    gone.close()
+    await until(lambda: len(porter.here) == 2)
+    peer.send(b"hello")
+    await until(lambda: watched.socket.poll(0))
+    received = receive_from(watched.socket, None, with_descriptor=True)
+    watched.monitor.know(received.descriptor)
+    watched.monitor.know(received.descriptor)
+    assert received.body == b"hello" and len(porter.here) == 1
+    porter.here[0].force_close()
+    await until(lambda: not porter.here)
+    silent.settimeout(5)
+    while silent.recv(64):  # the greeting, then the end
+        pass
+    silent.close()
+    stranger = Stranger(watched.socket.get(zmq.FD), port)
+    stranger.force_close()
+    assert stranger.address == "" and not watched.monitor.has_strangers, "a descriptor of another use is left alone"
+    peer.close()
+    watched.close()
+
+
+async def test_a_socket_without_a_port_has_no_strangers(tmp_path: Path) -> None:
+    porter = ListingPorter()
+    watched = Watched(porter=porter, address=f"ipc://{tmp_path}/nodes")
+    peer = watched.connect()
+    await arrive(watched, peer)
+    await asyncio.sleep(0.02)
+    assert not porter.here and not watched.monitor.has_strangers
+    peer.close()
     watched.close()

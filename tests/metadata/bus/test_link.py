@@ -175,7 +175,7 @@ def test_a_node_knows_why_it_is_not_connected(
         seen.append(link.outlook)
         assert time.monotonic() < deadline, seen[-1]
         time.sleep(0.01)
-    assert set(seen) <= {"unreachable", outlook}
+    assert set(seen) <= {"unreachable", outlook} | ({"too slow"} if outlook != "unreachable" else set())
     link.close()
     mute.close()
     router.close(linger=0)
@@ -185,6 +185,7 @@ def test_a_node_knows_why_it_is_not_connected(
 @pytest.mark.parametrize(
     ("events", "outlook"),
     [
+        ([(zmq.EVENT_CONNECTED, 0.0)], "too slow"),  # so far: something answers
         ([(zmq.EVENT_CONNECTED, 0.0), (zmq.EVENT_DISCONNECTED, 0.1)], "refused"),
         ([(zmq.EVENT_CONNECTED, 0.0), (zmq.EVENT_DISCONNECTED, 10.0)], "too slow"),
         ([(zmq.EVENT_CONNECTED, 0.0), (zmq.EVENT_HANDSHAKE_SUCCEEDED, 8.0)], "connected"),

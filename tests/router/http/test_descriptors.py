@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from baton.metadata.bus.connection_monitor import Stranger
 from baton.router.http import descriptors
-from baton.router.http.descriptors import Descriptors, group_of
+from baton.router.http.descriptors import Descriptors, NodePort, group_of
 
 from ..fake_nodes import FakeCluster, make_tokenizer
 
@@ -57,6 +59,26 @@ def test_the_longest_waiting_of_the_address_with_most_is_closed(monkeypatch: pyt
     assert not any(each.is_closed for each in modest)
     table.make_room()
     assert table.is_reserved(90) and not table.is_reserved(89)
+
+
+class FakeStranger(Fake):
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.address = address
+
+
+def test_strangers_at_the_port_of_nodes_have_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "YOUNG_S", 0.0)
+    port = NodePort(400)
+    nodes, greedy = (
+        [FakeStranger(address) for _ in range(count)] for address, count in (("10.0.0.1", 30), ("10.0.0.2", 400))
+    )
+    for each in nodes + greedy:
+        port.come(cast(Stranger, each))
+    assert sum(not each.is_closed for each in greedy) == 80 - len(nodes) and not any(each.is_closed for each in nodes)
+    for each in nodes:
+        port.go(cast(Stranger, each))
+    assert all(each.is_closed for each in greedy[: 400 - 50]) and not greedy[-1].is_closed
 
 
 def test_addresses_of_one_host_are_one() -> None:
@@ -110,7 +132,7 @@ def test_half_open_connections_shut_nobody_out(tmp_path: Path) -> None:
         cluster.add("prefill", "p0")
         body = b'{"model": "fake", "prompt": "hello", "max_tokens": 3}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-        for kind in (port, node_port):
+        for kind in (node_port, port):  # at first there is no connection of a client that could make room
             held += [half_open(kind) for _ in range(2 * LIMIT)]
             begun = time.monotonic()
             assert b" 200 " in ask(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -131,4 +153,4 @@ def test_half_open_connections_shut_nobody_out(tmp_path: Path) -> None:
             router.stdout.close()
     words = log.read_text()
     assert f"may open {LIMIT} files and connections (the soft limit was 100)" in words
-    assert "127.0.0.1 has most of them" in words
+    assert "127.0.0.1 has most of them" in words and "at the port of nodes over which no node has spoken" in words
