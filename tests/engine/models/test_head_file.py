@@ -72,9 +72,20 @@ def test_a_damaged_file_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None
 def test_sizes_of_another_target_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("llama")
     target = read_model_config(model)
-    with pytest.raises(ConfigError, match="target of hidden size 32; the target has 64"):
-        read_head(write_head(tmp_path / "narrow", "eagle", model, hidden_size=32), target)
-    with pytest.raises(ConfigError, match="vocabulary of 500; the target has 512"):
-        read_head(write_head(tmp_path / "few", "eagle", model, vocab_size=500), target)
+    head = write_head(tmp_path / "head", "eagle", model)
+    path = head / "config.json"
+    settings = json.loads(path.read_text())
+    for name, right, words in (
+        ("hidden_size", 64, "head for a target of hidden size {}; the target has 64"),
+        ("target_hidden_size", 64, "head for a target of hidden size {}; the target has 64"),
+        ("vocab_size", 512, "vocabulary of {}; the target has 512"),
+    ):
+        for wrong in (right // 2, right - 4, right + 4, 2 * right):
+            path.write_text(json.dumps(settings | {name: wrong}))
+            with pytest.raises(ConfigError, match=words.format(wrong)) as raised:
+                read_head(head, target)
+            assert str(raised.value).startswith(str(head))
+        path.write_text(json.dumps(settings | {name: right}))
+        assert read_head(head, target).directory == head
     with pytest.raises(ModelError, match="nowhere"):
         read_head(tmp_path / "nowhere", target)
