@@ -31,6 +31,14 @@ MODULES = [  # each is tested in seconds by the test file of the same name
     "metadata/handoff/hidden_layout.py",
     "metadata/handoff/schema.py",
     "engine/sampling_batch.py",
+    "metadata/wire/protocol.py",
+    "router/ballot.py",
+    "engine/models/head_file.py",
+    "kernels/fp8.py",
+    "engine/latent_pieces.py",
+    "engine/models/mtp.py",
+    "engine/grammar.py",
+    "engine/drafters/mtp_layers.py",
 ]
 OUTCOMES = {0: "survived", 1: "killed", 3: "killed", 5: "survived", 33: "survived"} | dict.fromkeys(
     (-24, 24, 36, 152, 255), "timed out"

@@ -20,7 +20,7 @@ from baton.engine.models.tensors import HeadTensors
 from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, heads_out
 from baton.engine.products.linear import Linear
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
-from baton.engine.ranks import ONE_RANK, Ranks
+from baton.engine.ranks import ONE_RANK, Ranks, VocabShares
 from baton.engine.weights import CheckpointWeights
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.kv_layout import Shard
@@ -149,6 +149,35 @@ def test_ranks_find_the_best_token_without_each_others_logits(checkpoint: Callab
     assert found == [(alone.logits(x).argmax(1).tolist(), [True] * 5)] * 2
     assert [(each.name, each.width) for each in threads.traces[0]] == [("gather_columns", (5, 1))]
     assert torch.equal(model(OneOf(0, 2), RankRows()).best(x).token_ids, alone.best(x).token_ids)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_share_of_a_vocabulary_counts(size: int) -> None:
+    """The best token lies in each share, at its first and last id; padding, larger than all, is never a token. Of 5
+    ranks, the last has padding alone."""
+    vocab_size, width = 40, {2: 24, 3: 16, 4: 11, 5: 10}[size]
+    edges = [each for first in range(0, vocab_size, width) for each in (first, min(first + width, vocab_size) - 1)]
+    logits = torch.randn(len(edges) + 1, vocab_size)
+    for row, token in enumerate(edges):
+        logits[row, token] = 50.0
+    logits[-1, edges[1::2]] = 60.0  # equals: the lowest id
+    padded = torch.full((len(logits), size * width), 1e4)
+    padded[:, :vocab_size] = logits
+    lens = [len(logits) - size, *[1] * size][:size]
+    lens[-1] += len(logits) - sum(lens)
+    threads = ThreadGroup(size, timeout_s=20)
+
+    def run(rank: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        with threads.turn:
+            shares = VocabShares(threads.of(rank), vocab_size)
+            own = padded[:, rank * width : (rank + 1) * width].contiguous()
+            return shares.best(own).token_ids.tolist(), shares.whole(own), shares.rows(own, lens)
+
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(run, range(size)))
+    assert [tokens for tokens, _, _ in found] == [[*edges, edges[1]]] * size
+    assert all(torch.equal(whole, logits) for _, whole, _ in found)
+    assert torch.equal(torch.cat([rows for _, _, rows in found]), logits)
 
 
 def test_tied_heads_take_their_share_of_the_embedding() -> None:

@@ -38,16 +38,22 @@ def test_zero_tails_give_a_state_of_zero_rows_and_store_nothing(engine: Engine) 
     drafter.allocate(2).store(torch.zeros(0, dtype=torch.int64), state)  # fits the rows of slots
 
 
-def test_zero_tails_of_another_width_are_refused(engine: Engine) -> None:
+def test_zero_tails_of_another_width_or_dtype_are_refused(engine: Engine) -> None:
     drafter = engine.drafter
     assert drafter is not None
     spec = drafter.hidden.spec("extend")
     if spec is None:
         return  # no width to be wrong
-    with pytest.raises(ValueError, match=rf"extend state of .* not \(0, {spec.width + 1}\)"):
-        drafter.finish_prompt(
-            [], torch.zeros(0, dtype=torch.int64), torch.zeros(0, spec.width + 1), SamplingBatch.of([])
-        )
+    ids, sampling = torch.zeros(0, dtype=torch.int64), SamplingBatch.of([])
+    for width, dtype in (
+        (spec.width + 1, torch.float32),
+        (spec.width - 1, torch.float32),
+        (0, torch.float32),
+        (spec.width, torch.bfloat16),
+        (spec.width, torch.float64),
+    ):
+        with pytest.raises(ValueError, match=rf"extend state of .* not \(0, {width}\) {dtype}"):
+            drafter.finish_prompt([], ids, torch.zeros(0, width, dtype=dtype), sampling)
 
 
 def make_state(num_rows: int, start: float = 0.0) -> DraftState:

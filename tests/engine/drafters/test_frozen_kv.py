@@ -118,11 +118,13 @@ def test_states_have_the_targets_width_even_if_it_has_streams(make: Make) -> Non
         zeros = drafter.allocate(3).hidden
         assert zeros is not None and zeros.shape == (3, 40) and direct.draft_kv is None
         assert text.states is not None
-        text.states = text.states.repeat(1, 4)  # all streams
-        with pytest.raises(ValueError, match=r"extend state of frozen-kv-mtp is \[num_rows, 40\] float32, not"):
-            direct.finish([text])
-        with pytest.raises(ValueError, match=r"recurrent state of frozen-kv-mtp is \[num_rows, 40\] float32, not"):
-            direct.propose([text], DraftState(hidden=torch.zeros(1, 24)), 2)
+        right = text.states
+        for wrong in (right.repeat(1, 4), right[:, :24], right.double(), right.bfloat16()):  # all streams, and others
+            text.states = wrong
+            with pytest.raises(ValueError, match=r"extend state of frozen-kv-mtp is \[num_rows, 40\] float32, not"):
+                direct.finish([text])
+            with pytest.raises(ValueError, match=r"recurrent state of frozen-kv-mtp is \[num_rows, 40\] float32, not"):
+                direct.propose([text], DraftState(hidden=wrong[-1:]), 2)
 
 
 def test_another_dtype_than_the_targets_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_states_of_another_width_or_dtype_are_refused(make: Make) -> None:
     text = direct.text(4)
     assert text.states is not None
     right, words = text.states, r"extend state of mtp is \[num_rows, 40\] float32, not"
-    for wrong in (right[:, :24], right.double()):
+    for wrong in (right[:, :24], right.repeat(1, 2), right.double(), right.half()):
         text.states = wrong
         for call in (direct.prompt, direct.finish):
             with pytest.raises(ValueError, match=words):

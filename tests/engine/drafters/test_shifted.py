@@ -152,7 +152,7 @@ def test_states_of_another_width_or_dtype_are_refused(make: Make) -> None:
     text = direct.text(4)
     assert text.states is not None
     right = text.states
-    for wrong in (right[:, :24], right.double()):
+    for wrong in (right[:, :24], right.repeat(1, 2), right.double(), right.half()):
         text.states = wrong
         with pytest.raises(ValueError, match=r"extend state of eagle3 is \[num_rows, 120\] float32, not"):
             direct.prompt([text])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from heads import as_speculators, write_head
 
-from baton.engine.models.head_file import check_state_width, read_head, tensor_names, without_model
+from baton.engine.models.families import FAMILIES
+from baton.engine.models.head_file import _architecture, check_state_width, read_head, tensor_names, without_model
 from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError, ModelError
 
@@ -27,6 +28,7 @@ def test_a_head_has_streams_if_its_layer_mixes_them(checkpoint: Checkpoint, tmp_
     plain = read_head(write_head(tmp_path / "eagle", "eagle", one), read_model_config(one))
     wide = read_head(write_head(tmp_path / "hyper", "hyper-eagle", four), read_model_config(four))
     assert (plain.config.spec_hidden_size, wide.config.spec_hidden_size) == (64, 256)
+    assert (plain.config.architecture, wide.config.architecture) == ("LlamaForCausalLM", "HyperLlamaForCausalLM")
     check_state_width(plain, read_model_config(one))
     check_state_width(wide, read_model_config(four))
     with pytest.raises(ConfigError, match=r"64 numbers \(hc_mult 1\).*256 \(hc_mult 4\)"):
@@ -50,10 +52,34 @@ def test_a_head_of_speculators_is_read_and_other_kinds_are_refused(checkpoint: C
         ({"transformer_layer_config": {}}, "transformer_layer_config.num_attention_heads = None must be a whole"),
     ):
         path.write_text(json.dumps(fields | changes))
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError, match=words) as raised:
             read_head(head, target)
+        assert str(raised.value).startswith(f"{path}: ")
     with pytest.raises(ModelError, match=r"architectures = \['Eagle3Speculator'\] is not served; Baton serves"):
         read_model_config(head)
+
+
+def test_a_head_keeps_its_directory_settings_and_names(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = checkpoint("llama")
+    directory = write_head(tmp_path / "head", "eagle", model)
+    head = read_head(directory, read_model_config(model))
+    settings = json.loads((directory / "config.json").read_text())
+    assert (head.directory, head.settings, head.names) == (directory, settings, tensor_names(directory))
+    assert head.fields.integer("vocab_size", 1) == 512
+    with pytest.raises(ModelError) as raised:
+        head.fields.flag("vocab_size")
+    assert str(raised.value) == f"{directory / 'config.json'}: vocab_size = 512 must be true or false"
+
+
+def test_only_families_with_prediction_layers_of_their_own_are_read_as_themselves() -> None:
+    for name, family in FAMILIES.items():
+        own = name if family.read_mtp_layer is not None else "LlamaForCausalLM"
+        assert _architecture(frozenset(), {"architectures": ["Unknown", name]}) == own
+        mixes = frozenset({"layers.0.attn_hc.read"})
+        assert _architecture(mixes, {"architectures": [name]}) == "HyperLlamaForCausalLM"
+    assert len({family.read_mtp_layer is None for family in FAMILIES.values()}) == 2
+    for settings in ({}, {"architectures": None}, {"architectures": []}):
+        assert _architecture(frozenset({"attn_hc.read.weight"}), settings) == "LlamaForCausalLM"
 
 
 def test_a_damaged_file_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -72,9 +98,20 @@ def test_a_damaged_file_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None
 def test_sizes_of_another_target_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("llama")
     target = read_model_config(model)
-    with pytest.raises(ConfigError, match="target of hidden size 32; the target has 64"):
-        read_head(write_head(tmp_path / "narrow", "eagle", model, hidden_size=32), target)
-    with pytest.raises(ConfigError, match="vocabulary of 500; the target has 512"):
-        read_head(write_head(tmp_path / "few", "eagle", model, vocab_size=500), target)
+    head = write_head(tmp_path / "head", "eagle", model)
+    path = head / "config.json"
+    settings = json.loads(path.read_text())
+    for name, right, words in (
+        ("hidden_size", 64, "head for a target of hidden size {}; the target has 64"),
+        ("target_hidden_size", 64, "head for a target of hidden size {}; the target has 64"),
+        ("vocab_size", 512, "vocabulary of {}; the target has 512"),
+    ):
+        for wrong in (right // 2, right - 4, right + 4, 2 * right):
+            path.write_text(json.dumps(settings | {name: wrong}))
+            with pytest.raises(ConfigError, match=words.format(wrong)) as raised:
+                read_head(head, target)
+            assert str(raised.value).startswith(str(head))
+        path.write_text(json.dumps(settings | {name: right}))
+        assert read_head(head, target).directory == head
     with pytest.raises(ModelError, match="nowhere"):
         read_head(tmp_path / "nowhere", target)

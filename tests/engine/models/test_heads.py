@@ -25,6 +25,7 @@ from solo import Solo, SpyLog, spied
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
+from baton.engine.models.heads import _check_target_ids
 from baton.metadata.errors import BatonError, ConfigError, ModelError
 
 BOUND = 1e-4
@@ -264,6 +265,14 @@ REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
         ConfigError,
         ["three", "(0, 1)"],
     ),
+    (
+        "eagle3",
+        "eagle3",
+        lambda d: change(d, eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3]),
+        ConfigError,
+        ["three", "(0, 1, 2, 3)"],
+    ),
+    ("eagle", "eagle", lambda d: change(d, {"fc.weight": torch.zeros(64, 192)}), ModelError, ["fc.weight", "64, 128"]),
     ("eagle3", "eagle3", lambda d: change(d, {"d2t": None}), ModelError, ["draft_vocab_size is 256", "d2t"]),
     ("eagle3", "eagle3", lambda d: change(d, {"d2t": torch.arange(255)}), ModelError, ["d2t", "255"]),
     ("eagle3", "eagle3", lambda d: change(d, {"d2t": torch.full((256,), 400)}), ModelError, ["d2t", "511"]),
@@ -339,6 +348,29 @@ def test_a_directory_that_is_none_is_refused(asked: str, model: Path, tmp_path: 
 
 
 # --- a reduced vocabulary ---
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([0, 4, 9], None),
+        ([9, 0, 4], None),
+        ([0, 4], "d2t maps 2 ids, but draft_vocab_size is 3"),
+        ([0, 4, 7, 9], "d2t maps 4 ids, but draft_vocab_size is 3"),
+        ([], "d2t maps 0 ids"),
+        ([-1, 4, 9], "some outside 0 to 9"),
+        ([0, 4, 10], "some outside 0 to 9"),
+        ([0, 9, 9], "twice"),
+        ([0, 0, 9], "twice"),
+    ],
+)
+def test_draft_ids_are_as_many_as_the_head_has_and_each_one_of_the_targets(ids: list[int], words: str | None) -> None:
+    target_ids = torch.tensor(ids, dtype=torch.int64)
+    if words is None:
+        _check_target_ids(Path("head"), target_ids, 3, 10)
+    else:
+        with pytest.raises(ModelError, match=words):
+            _check_target_ids(Path("head"), target_ids, 3, 10)
 
 
 @pytest.mark.parametrize("num_ids", [1, 37, 512])

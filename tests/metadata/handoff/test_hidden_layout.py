@@ -57,8 +57,12 @@ def test_idle_and_live_inputs_have_the_same_width(num_rows):
 @pytest.mark.parametrize("num_rows", [0, 4])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((32,), torch.bfloat16), ((16,), torch.float32), ((32, 1), torch.float32), ((), torch.float32)],
-    ids=["dtype", "width", "too many dimensions", "too few dimensions"],
+    [
+        *(((32,), dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int32)),
+        *(((width,), torch.float32) for width in (0, 16, 31, 33, 64)),
+        ((32, 1), torch.float32),
+        ((), torch.float32),
+    ],
 )
 def test_rows_of_another_width_or_dtype_are_refused_also_when_there_are_none(num_rows, shape, dtype):
     eagle = layout("eagle")
@@ -82,7 +86,11 @@ def test_rows_of_a_phase_without_state_are_refused(phase):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((4, 16), torch.float32), ((1, 32), torch.float32), ((4, 32), torch.bfloat16)]
+    ("shape", "dtype"),
+    [
+        *((shape, torch.float32) for shape in ((4, 16), (4, 33), (4, 1), (1, 32), (5, 32), (32,), (1, 4, 32))),
+        *(((4, 32), dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+    ],
 )
 def test_copies_between_unlike_shapes_and_dtypes_raise(shape, dtype):
     with pytest.raises(ValueError, match="does not fit"):

@@ -310,6 +310,37 @@ def test_planes_that_are_no_tensor_are_refused_in_words() -> None:
     assert plane_words(UNLIKE.planes[-1]) in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"num_heads": each} for each in (1, 3)),
+        *({"head_dim": each} for each in (9, 11)),
+        *({"dtype": each} for each in ("uint8", "float16", "bfloat16", "float32")),
+        *({"extra_bytes": each} for each in (0, 3, 5)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_plane_that_is_larger_smaller_or_of_another_dtype_makes_no_tensor(
+    index: int, changes: dict[str, Any]
+) -> None:
+    planes = list(FP8.planes)
+    assert KvLayout(2, 3, tuple(planes)).stacked_shape(7) == (2, 7, 2, 2, 3, 10)
+    planes[index] = msgspec.structs.replace(planes[index], **changes)
+    with pytest.raises(ConfigError, match="not one tensor of equal heads"):
+        KvLayout(2, 3, tuple(planes)).stacked_shape(7)
+
+
+@pytest.mark.parametrize(("num_heads", "size"), [(4, 3), (3, 2), (2, 3), (3, 4), (6, 4), (4, 6), (8, 12), (12, 8)])
+def test_heads_that_are_no_divisor_and_no_multiple_of_the_ranks_are_refused(num_heads: int, size: int) -> None:
+    layout = KvLayout(1, 2, (KvPlane("k", num_heads=num_heads, head_dim=8, dtype="float32"),))
+    for rank in (0, size - 1):
+        shard = Shard(rank, size)
+        for ask in (layout.part_of, layout.blocks_of, layout.bytes_of):
+            with pytest.raises(ConfigError, match=f"{num_heads} KV heads cannot be split over {size} ranks"):
+                ask(shard)
+
+
 def test_two_planes_of_one_name_are_refused() -> None:
     plane = KvPlane("k", num_heads=1, head_dim=8, dtype="float32")
     with pytest.raises(ConfigError, match="two have one name"):

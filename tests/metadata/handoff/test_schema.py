@@ -179,6 +179,8 @@ def test_a_schema_is_described_in_words():
     ("algorithm", "draft", "of", "more", "words"),
     [
         ("none", None, "eagle", {}, "hidden layout is of algorithm 'eagle', the schema of 'none'"),
+        ("eagle", DRAFT, "eagle3", {}, "hidden layout is of algorithm 'eagle3', the schema of 'eagle'"),
+        ("eagle3", DRAFT, "eagle", {}, "hidden layout is of algorithm 'eagle', the schema of 'eagle3'"),
         (
             "ngram",
             None,
@@ -238,6 +240,35 @@ def test_differences_name_both_values(other, words):
     assert words in differences(here, other)
     assert digest(here) != digest(other)
     assert differences(here, other) != differences(other, here)
+
+
+@pytest.mark.parametrize("pool", ["target", "draft"])
+@pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "dtype"])
+def test_a_pool_that_is_larger_smaller_or_of_another_dtype_is_a_difference(pool, name):
+    own = {"target": TARGET, "draft": DRAFT}
+    value = getattr(own[pool], name)
+    others = {"float32", "bfloat16", "float16"} - {value} if name == "dtype" else {value - 1, value + 1, 2 * value}
+    here = make_schema(*own.values(), 16, "standalone")
+    for other in others:
+        changed = own | {pool: msgspec.structs.replace(own[pool], **{name: other})}
+        there = make_schema(*changed.values(), 16, "standalone")
+        assert differences(here, there) == [f"{pool}.{name}: {value} here, {other} there"]
+        assert differences(there, here) == [f"{pool}.{name}: {other} here, {value} there"]
+        assert digest(here) != digest(there)
+
+
+def test_rows_that_are_wider_or_of_another_dtype_are_a_difference_in_both_directions():
+    kinds = {
+        (width, dtype): make_schema(
+            TARGET, DRAFT, 16, "eagle", hidden("eagle", draft_hidden_size=width, draft_dtype=dtype)
+        )
+        for width in (31, 32, 33)
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    for here, one in kinds.items():
+        for there, other in kinds.items():
+            words = f"row.recurrent_hidden: {here[0]} x {here[1]} here, {there[0]} x {there[1]} there"
+            assert differences(one, other) == ([] if here == there else [words])
 
 
 def test_wider_streams_on_one_side_are_a_difference():

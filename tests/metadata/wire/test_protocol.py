@@ -42,6 +42,10 @@ class Late(Message, frozen=True, tag="late"):
     word: str = ""
 
 
+class Holder(msgspec.Struct):
+    by_name: dict[str, tuple[Row, ...]] = {}
+
+
 OUTER = Outer("n", Inner(), (Row(1, 2, 3),), {7: Inner(3, 4)}, "late")
 
 
@@ -83,6 +87,7 @@ def test_peers_agree_on_the_highest_common_protocol() -> None:
     assert agreed((7, 9)) is agreed((1, 3)) is agreed((4, 4), (5, 6)) is None
     assert [known(number) for number in (0, 3, 4, 5, 6, 99)] == [4, 4, 4, 5, 6, 6]
     assert sinces(Outer) == {5, 6} and sinces(Late) == set()
+    assert sinces(Holder) == {5, 6}  # of a struct in a list alone
     assert is_newer(Outer, 4, 5) and is_newer(Outer, 5, 6) and not is_newer(Outer, 6, 7)
 
 
