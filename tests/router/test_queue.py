@@ -113,6 +113,7 @@ def test_the_place_in_the_queue_follows_from_the_turn() -> None:
 
 class _Group:  # hashed by its identity, as groups are
     page_size = 16
+    context_len = 1 << 20
     layout = SimpleNamespace(page_size=16, key_lookahead=0)
     live = staticmethod(lambda role: [])
 
@@ -397,6 +398,7 @@ class Group:
 
     key = SimpleNamespace(model="fake")
     page_size = 16
+    context_len = 1 << 20
     layout = SimpleNamespace(page_size=16, key_lookahead=0)
     tokenizer: Any = object()
     facts = GroupFacts()

@@ -89,7 +89,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "("}},
         "structured_outputs.whitespace_pattern: must",
     ),
-    ({"guided_whitespace_pattern": " *"}, "guided_whitespace_pattern: the field is now structured_outputs.white"),
     ({"structured_outputs": {}}, "structured_outputs: needs one of json, json_object, regex"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice: excludes structured_outputs"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex: at 1(8): invalid regex"),
@@ -100,10 +99,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs.structural_tag: Expected `object`"),
     ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx: unknown field; the nearest known field is regex"),
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos: excludes structured_outputs.regex"),
-    ({"guided_json": SCHEMA}, "guided_json: the field is now structured_outputs.json"),
-    ({"guided_regex": "a"}, "guided_regex: the field is now structured_outputs.regex"),
-    ({"guided_choice": ["a"]}, "guided_choice: the field is now structured_outputs.choice"),
-    ({"guided_grammar": "a"}, "guided_grammar: the field is now structured_outputs.grammar"),
 ]
 
 

@@ -23,12 +23,12 @@ CASES: list[tuple[str, str, Any, dict[str, str], str]] = [
         "of an unknown caller: 401 Unauthorized",
     ),
     ("GET", "/debug/nodes", None, {"Authorization": "Bearer k"}, "of an unknown caller: 403 Forbidden"),
-    ("POST", "/v1/completions", {"model": "fake", SECRET: 1}, {}, "a client: 400 RequestError"),
+    ("POST", "/v1/completions", {"model": "fake", SECRET: 1}, {}, "default: 400 RequestError"),
     ("POST", "/v1/completions", {"model": "fake", "prompt": [SECRET, 3]}, {}, "400 RequestError at prompt"),
     ("POST", "/v1/messages", {"model": "fake", "max_tokens": 1, "messages": [{"role": SECRET}]}, {}, "at messages"),
     ("POST", "/v1/completions", {"model": SECRET, "prompt": SECRET}, {}, "404 NotFound at model"),
-    ("POST", f"/{SECRET}", {}, {}, "POST an unknown path of a client: 404 NotFound"),
-    ("DELETE", f"/v1/requests/{SECRET}", None, {}, "DELETE /v1/requests/{id} of a client: 404 NotFound"),
+    ("POST", f"/{SECRET}", {}, {}, "POST an unknown path of default: 404 NotFound"),
+    ("DELETE", f"/v1/requests/{SECRET}", None, {}, "DELETE /v1/requests/{id} of default: 404 NotFound"),
     ("PUT", "/v1/completions", {}, {}, "405 HttpRefusal"),
 ]
 
