@@ -12,11 +12,19 @@ from baton.kernels.fp8 import (
     LARGEST,
     Fp8Weight,
     RoundedRows,
+    add_rms_norm_round_ref_,
     dequantized,
+    fp8_gated_linear_ref,
+    fp8_linear_parts_ref,
     fp8_linear_ref,
+    gates_fp8_ref,
     round_rows_ref,
     round_to_scale_ref,
+    silu_mul_round_ref,
+    spread,
 )
+from baton.kernels.norm import add_rms_norm_
+from baton.kernels.silu import silu_mul
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -89,3 +97,47 @@ def test_a_product_is_that_of_the_numbers_that_are_meant(has_rows: bool) -> None
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
     halves = fp8_linear_ref(*given, None, torch.bfloat16)
     torch.testing.assert_close(halves.float(), expected - bias, atol=0.1, rtol=0.01)
+
+
+def test_what_stands_before_a_product_rounds_its_own_result() -> None:
+    hidden, delta, gate_up = rows(3, 256), rows(3, 256, seed=1), rows(3, 512, seed=2)
+    weight, eps = rows(256, seed=3), 0.5
+    normed = add_rms_norm_(hidden.clone(), delta, weight, eps)
+    for more in ({}, {"has_power_of_two_scales": False}, {"has_power_of_two_scales": True}):
+        out, own = torch.empty(3, 256), hidden.clone()
+        pairs = [
+            (
+                add_rms_norm_round_ref_(hidden.clone(), delta, weight, eps, 128, **more),
+                round_rows_ref(normed, 128, **more),
+            ),
+            (
+                add_rms_norm_round_ref_(own, delta, weight, eps, 128, **more, out=out),
+                round_rows_ref(normed, 128, **more),
+            ),
+            (silu_mul_round_ref(gate_up, 128, **more), round_rows_ref(silu_mul(gate_up), 128, **more)),
+        ]
+        assert torch.equal(out, normed) and torch.equal(own, hidden + delta)
+        for found, expected in pairs:
+            assert torch.equal(found.values.float(), expected.values.float())
+            assert found.scales is not None and expected.scales is not None
+            assert torch.equal(found.scales, expected.scales)
+
+
+def test_parts_and_gated_products_are_those_of_the_plain_product() -> None:
+    weight = Fp8Weight(*round_rows_ref(rows(8, 256, seed=1), 128), 128)  # type: ignore[arg-type]
+    for own in (round_rows_ref(rows(3, 256), 128), RoundedRows(rows(3, 256).bfloat16(), None)):
+        for dtype in (torch.float32, torch.bfloat16):
+            product = fp8_linear_ref(own, weight, None, dtype)
+            parts, gated = fp8_linear_parts_ref(own, weight, dtype), fp8_gated_linear_ref(own, weight, dtype)
+            assert product.dtype == parts.dtype == gated.dtype == dtype
+            assert torch.equal(parts, product) and torch.equal(gated, silu_mul(product))
+        assert not gates_fp8_ref(own, weight)
+
+
+def test_rows_are_bounded_on_both_sides_and_one_scale_stands_for_all_columns() -> None:
+    x = torch.tensor([[-1e9, -449.0, 449.0, 1e9]])
+    bounded = [[-LARGEST, -LARGEST, LARGEST, LARGEST]]
+    assert round_to_scale_ref(x, torch.tensor(1.0)).float().tolist() == bounded
+    one, two = rows(3, 1), rows(3, 2)
+    assert spread(one, 4, 7) is one  # not copied for each column
+    assert torch.equal(spread(two, 4, 7), two[:, [0, 0, 0, 0, 1, 1, 1]])

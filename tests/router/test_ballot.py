@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.router.ballot import RETRY_S, Answer, Ballot, Rival, Voter, num_independent
+from baton.router.ballot import RETRY_S, Answer, Ballot, Rival, Verdict, Voter, num_independent
 
 GAP = 1e-4
 P = [Voter("prefill", f"p{i}", b"p%d" % i) for i in range(4)]
@@ -246,6 +246,40 @@ def test_a_pair_whose_decode_node_cannot_answer_is_not_ready() -> None:
     assert "not computed alone yet: it has no room" in each.verdict(P[0], D[0]).words
     each.own(D[0], RIGHT, 3.0)
     assert each.verdict(P[0], D[0]).state == "ready"
+
+
+def test_the_verdict_on_a_node_that_computes_alone() -> None:
+    each = ballot(2, 2)
+    assert each.verdict_alone(D[0]) == Verdict("untried")
+    each.own(D[0], RIGHT, 0.0)
+    assert each.verdict_alone(D[0]) == Verdict("ready") and each.verdict_alone(D[1]) == Verdict("untried")
+    each.own(D[1], WRONG, 0.0)
+    words = f"decode node d0 gave {RIGHT}; decode node d1 gave {WRONG}"
+    undecided = Verdict("undecided", f"nodes disagree, and nobody can tell yet who is right: {words}")
+    assert each.verdict_alone(D[0]) == each.verdict_alone(D[1]) == undecided
+    each.own(P[0], RIGHT, 0.0)
+    names = "decode node d0, prefill node p0"
+    faulty = Verdict("faulty", f"its canary gave {WRONG}; {names} gave {RIGHT}")
+    assert each.verdict_alone(D[0]) == Verdict("ready") and each.verdict_alone(D[1]) == faulty
+    each.own(P[1], says(1, 2, 3), 0.0)  # ends too early
+    assert each.verdict_alone(P[1]).state == "faulty"
+
+
+def test_a_node_that_leaves_is_asked_no_more_and_its_answers_count_no_more() -> None:
+    each = ballot(1, 2)
+    each.left(P[3])  # was never here
+    each.canary(P[0], D[0], RIGHT)
+    each.unable(D[0], "no memory", 0.0)
+    each.left(D[0])
+    assert each.verdict(P[0], D[0]).state == "untried" and each.wanted(1e9) == []
+    each.own(D[0], WRONG, 0.0)  # of a node that is gone
+    each.joined(D[0], can_compute=True)
+    each.canary(P[0], D[0], RIGHT)
+    assert each.wanted(0.0) == [D[0]] and each.verdict_alone(D[0]).state == "untried"
+    each.own(D[0], WRONG, 0.0)
+    assert each.verdict_alone(D[0]).state != "untried"
+    each.left(D[0])
+    assert each.verdict_alone(D[0]).state == "untried"
 
 
 def test_answers_agree_from_their_first_tie_on() -> None:
