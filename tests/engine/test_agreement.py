@@ -114,6 +114,14 @@ def test_rounds_come_when_no_rank_has_other_work_before_them() -> None:
     assert next_works(queues) == [None] * 3
 
 
+@pytest.mark.xfail(strict=True, reason="works of one kind at a time: a chunk of one rank holds up the rounds of all")
+def test_streams_of_other_ranks_do_not_wait_for_a_chunk() -> None:
+    """On four GPUs each chunk of one rank stops all streams for 50 to 320 ms (docs/performance.md)."""
+    streams = a_round(2, CHAIN)
+    queues: list[deque[RoundWork]] = [deque([Recompute([ROW], [[1, 2, 3, 4]])]), deque([streams])]
+    assert next_works(queues)[1] is streams
+
+
 def test_chunks_have_the_bucket_of_the_longest_or_none() -> None:
     """A graph has as many rows of each rank, so a chunk that fits no graph keeps all ranks from theirs."""
     sizes = PromptSizes([4, 8], 100)
