@@ -87,6 +87,7 @@ def test_a_head_asked_to_be_right_always_is_but_for_the_token_it_never_saw(heade
     assert overall(run(solo_of(headed(1.0)), 200)) > 0.99
 
 
+@pytest.mark.whole
 def test_trees_give_the_same_text_in_fewer_rounds(headed: Headed) -> None:
     chain = run(solo_of(headed(0.6)), 100)
     tree = run(solo_of(headed(0.6), draft_topk=4, draft_tokens=16), 100)

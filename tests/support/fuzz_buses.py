@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections import deque
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
@@ -104,6 +105,7 @@ class RouterTarget(Target):
         self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self.dispatcher.on_message, self.dispatcher.on_connection_lost)
         self.hub._failures = Throttle(0.0)
         self.hub._loop = asyncio.get_running_loop()
+        self.hub._monitor = SimpleNamespace(know=lambda descriptor: None)  # type: ignore[assignment]
         self.asked: deque[tuple[bytes, Any]] = deque(maxlen=12)  # what nodes were given to do
         self.hub.send = self._send  # type: ignore[method-assign]
         self.dispatcher.start(self.hub)

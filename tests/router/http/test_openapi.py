@@ -149,10 +149,10 @@ def test_a_timeout_is_declared_as_it_is_sent() -> None:
 
 COMMAND = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 
-IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
-MAX_EXAMPLES = int(os.environ.get("BATON_SCHEMATHESIS_EXAMPLES", "6" if IS_WHOLE else "2"))  # per operation and phase
+MAX_EXAMPLES = int(os.environ.get("BATON_SCHEMATHESIS_EXAMPLES", "6"))  # per operation and phase
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(COMMAND is None, reason="schemathesis is not installed: pip install 'baton-serve[test]'")
 def test_schemathesis_finds_no_answer_that_the_document_does_not_declare(
     make_system: Callable[..., System], tmp_path: Path
