@@ -167,7 +167,7 @@ def _is_weight(name: str) -> bool:
 
 
 def _without_config(model_dir: Path, names: set[str]) -> str:
-    """Return what is in the place of a checkpoint, and what to do."""
+    """Describe a directory without config.json, and the fix."""
     if not names:
         return f"is empty; give a directory with {_NEEDED}"
     if _ADAPTER in names:

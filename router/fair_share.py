@@ -63,7 +63,7 @@ class Share:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """What the order follows; the least is served next."""
+        """Key of the order between tenants; the least is served next."""
         return self.counter, self.served_at
 
 
@@ -132,7 +132,7 @@ class FairShares:
         return tenant.weight / (self.waiting_weight + (0.0 if is_counted else tenant.weight))
 
     def turns(self, take: Callable[[Share], tuple[_T, int] | None]) -> Iterator[_T]:
-        """Yield what the tenants wait with, in the order in which it would be served.
+        """Yield the waiting items of all tenants in the order of service.
 
         `take` returns the next thing of a tenant and its number of tokens; None if it has no more. For the time of the
         iteration, what was yielded counts as served. Each step takes time in the logarithm of the number of tenants.

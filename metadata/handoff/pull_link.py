@@ -280,7 +280,7 @@ class PullLink:
         return f"it is connected and has not answered {owed} for {silent_s:.0f} s"
 
     def _doubt(self) -> str:
-        """Return what was awaited when the connection was lost, and what to look at; "" if there is nothing to say."""
+        """Return likely causes of a lost connection and the remedy, "" if none is known."""
         if self.transport is None:
             return " before its welcome: does its --allow-list know this node?" if self._allow_list is not None else ""
         if not self._is_used:

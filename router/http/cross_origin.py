@@ -40,7 +40,7 @@ _ALLOWED = web.RequestKey("allowed_origin", str)  # origin of the page, if it is
 
 
 class Reach(NamedTuple):
-    """What the checks need to know of a listener."""
+    """Facts about a listener that the checks need."""
 
     is_local: bool  # it is on loopback only
     has_api_keys: bool

@@ -61,7 +61,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ThreadDetails(msgspec.Struct, frozen=True):
-    """What Anthropic's clients read to learn that they must send whole conversations."""
+    """Details that tell Anthropic's clients to send whole conversations."""
 
     error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
     unsupported: tuple[str, ...] = ("threads",)
