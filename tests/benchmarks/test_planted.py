@@ -226,7 +226,7 @@ def test_formats_without_a_planted_text_are_refused(tmp_path: Path) -> None:
         maker(config)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.whole)])
 @pytest.mark.parametrize("architecture", ["llama-3.1-8b", "qwen3-8b", "deepseek-v2-lite"])
 def test_rounds_with_drafts_continue_as_the_rule_says(planted: Planted, architecture: str, dtype: str) -> None:
     solo = Solo(planted(architecture), speculative="ngram", dtype=dtype)

@@ -43,7 +43,10 @@ def outputs(model: Path, **settings: Any) -> list[list[int]]:
 
 
 @pytest.mark.timeout(600)  # the interpreter is slow on a busy machine
-@pytest.mark.parametrize(("has_latents", "kv_dtype"), [(False, "auto"), (True, "auto"), (False, "fp8")])
+@pytest.mark.parametrize(
+    ("has_latents", "kv_dtype"),
+    [pytest.param(False, "auto", marks=pytest.mark.whole), (True, "auto"), (False, "fp8")],
+)
 def test_output_is_that_of_the_cpu_kernels(
     has_latents: bool, kv_dtype: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
