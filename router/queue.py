@@ -214,7 +214,7 @@ class WaitingQueue:
 
     @property
     def sizes(self) -> Iterator[tuple[str, int, int]]:
-        """Of each tenant that waits for its first nodes: the name, and how many entries and prompt tokens wait."""
+        """Name, number of entries and number of prompt tokens of each tenant that waits for its first nodes."""
         for name, line in self._lines.items():
             yield name, len(line.entries), line.num_tokens
 

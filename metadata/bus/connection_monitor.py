@@ -4,7 +4,7 @@ A closed connection causes a monitor event within milliseconds, but the event na
 of the connection a moment later. Therefore `probe` is called a few times after the event: it sends a message to every
 known node, and with ROUTER_MANDATORY the send fails for exactly the node that is gone.
 
-libzmq accepts a connection before it knows who is there, and sets no bound. So whoever has not sent a valid message yet
+libzmq accepts a connection before it knows the peer, and sets no bound. So a peer that has not sent a valid message yet
 is a stranger, and the `Porter` that the router gives says which strangers are closed. An event names the connection by
 its file descriptor, and so does each message that came over it.
 """

@@ -1,7 +1,7 @@
-"""Salts of prefix caches: what keeps the caches of tenants, or of keys, apart.
+"""Salts of prefix caches, which keep the caches of tenants, or of keys, apart.
 
 A node matches only prompts of equal salt. The salt is a keyed hash of its owner and of the client's own `cache_salt`.
-Nobody who lacks the router's secret can make the salt of another owner. The tenant `default` without a `cache_salt` has
+Without the router's secret nobody can make the salt of another owner. The tenant `default` without a `cache_salt` has
 no salt.
 """
 

@@ -1,8 +1,8 @@
-"""Bodies that strict decoding refuses: what may be left out of them or renamed, and the fault of the others in words.
+"""Repair of bodies that strict decoding refuses, and the fault in words if a body cannot be repaired.
 
-Clients send fields that the types of bodies do not declare. The table of fields.py says what becomes of them. Others
-that are null ask for nothing, and are left out. This is done at any depth, and the body is decoded again. Only a body
-that strict decoding has refused is looked at here.
+Clients send fields that the types of bodies do not declare. The table of fields.py decides whether such a field is left
+out, renamed or refused. Other unknown fields are left out if they are null. This is done at any depth, and the body is
+decoded again. A body that strict decoding accepts never comes here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work on large bodies, done in processes beside the router: what takes long would hold up all streams.
+"""Work on large bodies, done in processes beside the router, because long work in the event loop holds up all streams.
 
 Small bodies are worked on in the event loop, by the same functions. Callers take turns at the processes
 (fair_turns.py). The kernel ends a process whose piece of work takes more than MAX_CPU_S of the processor.

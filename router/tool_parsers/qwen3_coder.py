@@ -75,8 +75,8 @@ class Qwen3CoderParser(ToolParser):
 
     @classmethod
     def grammar(cls, tools: Mapping[str, Schema], *, may_repeat: bool, literal: Callable[[str], str]) -> str | None:
-        """Return the rules of calls whose parameters come in the order of the schema. None if a schema demands what
-        plain text between marks cannot tell, such as a pattern of a string."""
+        """Return the rules of calls whose parameters come in the order of the schema. None if a schema has a demand
+        that plain text between marks cannot show, such as a pattern of a string."""
         calls, rules = list[str](), list[str]()
         for index, (name, schema) in enumerate(tools.items()):
             parameters = _parameter_rules(index, schema)
