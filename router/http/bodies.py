@@ -62,7 +62,8 @@ class Bodies:
             return content.read_nowait()
         loop, parts = asyncio.get_running_loop(), list[bytes]()
         begun = loop.time()
-        deadline = asyncio.timeout_at(begun + min(GRACE_S, BODY_S))
+        allowed_s = min(GRACE_S, BODY_S)
+        deadline = asyncio.timeout_at(begun + allowed_s)
         body = ReceivedBody(ASKER.get(), lambda: deadline.reschedule(loop.time()))
         try:
             async with deadline:
@@ -74,9 +75,10 @@ class Bodies:
                         raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, body.num_bytes)
                     if content.at_eof():
                         break
-                    deadline.reschedule(begun + min(GRACE_S + body.num_bytes / LEAST_RATE, BODY_S))
+                    allowed_s = min(GRACE_S + body.num_bytes / LEAST_RATE, BODY_S)
+                    deadline.reschedule(begun + allowed_s)
         except TimeoutError:
-            raise self._late(body, loop.time() - begun) from None
+            raise self._late(body, allowed_s) from None
         except web.RequestPayloadError as error:
             logger.info("a body cannot be read: %s", reason_of(error))
             raise HttpRefusal(400, "the body cannot be read: it is not what its headers say") from None
@@ -85,14 +87,14 @@ class Bodies:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @staticmethod
-    def _late(body: ReceivedBody, seconds: float) -> BatonError:
+    def _late(body: ReceivedBody, allowed_s: float) -> BatonError:
         if body.is_displaced:
             return Overloaded("too many bodies are being received")
-        if seconds >= BODY_S:
+        if allowed_s == BODY_S:
             return HttpRefusal(408, f"the body did not arrive within {BODY_S:g} s")
         return HttpRefusal(
             408,
-            f"only {body.num_bytes} bytes of the body arrived in {seconds:.0f} s; after {GRACE_S:g} s it must come at "
+            f"only {body.num_bytes} bytes of the body arrived in {allowed_s:.0f} s; after {GRACE_S:g} s it must come at "
             f"{LEAST_RATE} bytes per second or faster",
         )
 
