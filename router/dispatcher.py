@@ -254,7 +254,8 @@ class Dispatcher:
 
     def _take(self, now: float) -> list[Effect]:
         """Handle the nodes that joined or were lost, and return the effects collected so far."""
-        self._settle_nodes(now)
+        if self._comings:
+            self._settle_nodes(now)
         effects = self._effects.copy()
         self._effects.clear()
         return effects

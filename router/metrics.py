@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Literal
 
 from prometheus_client import (
@@ -207,20 +208,17 @@ class Metrics:
     def __init__(self) -> None:
         registry = CollectorRegistry()
         self._registry = registry
-        self._requests = Counter("baton_requests", "Requests by outcome.", ["model", "outcome"], registry=registry)
-        self._moved = Counter(
-            "baton_moved_requests",
-            "Times that a request went on on other nodes.",
-            ["model", "reason"],
-            registry=registry,
+        self._requests = _counter(registry, "baton_requests", "Requests by outcome.", ["model", "outcome"])
+        self._moved = _counter(
+            registry, "baton_moved_requests", "Times that a request went on on other nodes.", ["model", "reason"]
         )
-        self._placed = Counter(
+        self._placed = _counter(
+            registry,
             "baton_placed_prompts",
             "Prompts given to prefill nodes (remote) or decode nodes (local), by reason.",
             ["model", "place", "reason"],
-            registry=registry,
         )
-        self._http = Counter("baton_http_responses", "HTTP responses.", ["status"], registry=registry)
+        self._http = _counter(registry, "baton_http_responses", "HTTP responses.", ["status"])
         self._ttft = _histogram(registry, "baton_ttft_seconds", "Time to first token.")
         self._e2e = _histogram(registry, "baton_e2e_seconds", "Time from a request to its end.")
         self._queue = _histogram(registry, "baton_queue_seconds", "Time a request waited in the router for nodes.")
@@ -229,12 +227,10 @@ class Metrics:
         )
         self._compute = _histogram(registry, "baton_prefill_compute_seconds", "Time a prompt took to compute.")
         self._transfer = _histogram(registry, "baton_transfer_seconds", "Time from claim to admission on decode.")
-        self._bytes = Counter("baton_transfer_bytes", "KV bytes handed over.", ["model"], registry=registry)
-        self._pages = Counter("baton_transfer_pages", "KV pages handed over.", ["model"], registry=registry)
-        self._prompt = Counter(
-            "baton_prompt_tokens", "Prompt tokens of finished requests.", ["model"], registry=registry
-        )
-        self._cached = Counter("baton_cached_tokens", "Those found in a prefix cache.", ["model"], registry=registry)
+        self._bytes = _counter(registry, "baton_transfer_bytes", "KV bytes handed over.", ["model"])
+        self._pages = _counter(registry, "baton_transfer_pages", "KV pages handed over.", ["model"])
+        self._prompt = _counter(registry, "baton_prompt_tokens", "Prompt tokens of finished requests.", ["model"])
+        self._cached = _counter(registry, "baton_cached_tokens", "Those found in a prefix cache.", ["model"])
         self._tokens, self.tenants = TokenFigures(), TenantFigures()
         registry.register(self._tokens)
         registry.register(self.tenants)
@@ -259,30 +255,30 @@ class Metrics:
 
     def count_http(self, status: int) -> None:
         """An HTTP response was begun. Answers to probes do not count."""
-        self._http.labels(str(status)).inc()
+        self._http(status).inc()
 
     def count_request(self, model: str, outcome: str, tenant: str = DEFAULT.name) -> None:
         """A request ended: done, failed, cancelled or refused."""
-        self._requests.labels(model, outcome).inc()
-        self.tenants.of(tenant).outcomes[outcome] += 1
+        self._requests(model, outcome).inc()
+        self.tenants.counts[tenant].outcomes[outcome] += 1
 
     def moved(self, request: Request, reason: MoveReason) -> None:
         """A request goes on on other nodes."""
-        self._moved.labels(request.group.key.model, reason).inc()
+        self._moved(request.group.key.model, reason).inc()
 
     def placed(self, request: Request, place: PromptPlace) -> None:
         """A prefill or a decode node computes a prompt."""
-        self._placed.labels(request.group.key.model, place.where, place.reason).inc()
+        self._placed(request.group.key.model, place.where, place.reason).inc()
 
     def dispatched(self, request: Request, now: float) -> None:
         """A request has nodes for the first time."""
-        self._queue.labels(request.group.key.model).observe(now - request.timeline.queued_at)
+        self._queue(request.group.key.model).observe(now - request.timeline.queued_at)
 
     def tokens(self, request: Request, sequence: Output, num_tokens: int, now: float) -> None:
         """A sequence has new tokens. To be called before their time is noted."""
         model = request.group.key.model
         if request.first_token_at is None:
-            self._ttft.labels(model).observe(now - request.created_at)
+            self._ttft(model).observe(now - request.created_at)
         if num_tokens:
             self._tokens.num_tokens[model] = self._tokens.num_tokens.get(model, 0) + num_tokens
             if sequence.seen_at is not None:
@@ -291,27 +287,34 @@ class Metrics:
     def done(self, request: Request, now: float) -> None:
         """A request ended as it should."""
         model = request.group.key.model
-        self._requests.labels(model, "done").inc()
-        self._e2e.labels(model).observe(now - request.created_at)
-        self._prompt.labels(model).inc(len(request.prompt_ids))
-        self._cached.labels(model).inc(request.num_cached or 0)
-        counts = self.tenants.of(request.tenant.name)
+        self._requests(model, "done").inc()
+        self._e2e(model).observe(now - request.created_at)
+        self._prompt(model).inc(len(request.prompt_ids))
+        self._cached(model).inc(request.num_cached or 0)
+        counts = self.tenants.counts[request.tenant.name]
         counts.outcomes["done"] += 1
         counts.num_prompt += len(request.prompt_ids)
         counts.num_cached += request.num_cached or 0
 
     def prefill(self, node: Node, message: PrefillDone) -> None:
         """A prefill node has finished a prompt."""
-        self._prefill_queue.labels(node.hello.model.name).observe(message.queue_s)
-        self._compute.labels(node.hello.model.name).observe(message.compute_s)
+        self._prefill_queue(node.hello.model.name).observe(message.queue_s)
+        self._compute(node.hello.model.name).observe(message.compute_s)
 
     def transfer(self, node: Node, message: Admitted) -> None:
         """A decode node has all pages of a sequence."""
         model = node.hello.model.name
-        self._transfer.labels(model).observe(message.transfer_s)
-        self._bytes.labels(model).inc(message.num_bytes)
-        self._pages.labels(model).inc(message.num_pages)
+        self._transfer(model).observe(message.transfer_s)
+        self._bytes(model).inc(message.num_bytes)
+        self._pages(model).inc(message.num_pages)
 
 
-def _histogram(registry: CollectorRegistry, name: str, text: str) -> Histogram:
-    return Histogram(name, text, ["model"], buckets=LATENCY_S, registry=registry)
+def _counter(registry: CollectorRegistry, name: str, text: str, labels: Sequence[str]) -> Callable[..., Counter]:
+    """Register a counter. Return a function that returns its series with these values of the labels, and remembers it:
+    prometheus_client would take a lock and copy the values each time."""
+    return cache(Counter(name, text, labels, registry=registry).labels)
+
+
+def _histogram(registry: CollectorRegistry, name: str, text: str) -> Callable[[str], Histogram]:
+    """Register a histogram. Return a function that returns its series of a model, and remembers it."""
+    return cache(Histogram(name, text, ["model"], buckets=LATENCY_S, registry=registry).labels)

@@ -32,28 +32,32 @@ class TenantCounts:
         self.num_output = 0
 
 
-class TenantFigures(Collector):
-    """Requests and tokens by tenant. The first MAX_TENANTS have series of their own."""
+class CountsByTenant(dict[str, TenantCounts]):
+    """Counts of the first MAX_TENANTS tenants that are asked for. All others have the counts `rest`."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, TenantCounts] = {DEFAULT.name: TenantCounts()}
-        self._rest = TenantCounts()
-        self.num_waiting: Callable[[], Mapping[str, int]] = dict
+        super().__init__({DEFAULT.name: TenantCounts()})
+        self.rest = TenantCounts()
 
-    def of(self, tenant: str) -> TenantCounts:
-        """Return the counts of a tenant, or those of all tenants without series of their own."""
-        counts = self._counts.get(tenant)
-        if counts is None:
-            if len(self._counts) >= MAX_TENANTS or tenant == OTHER:
-                return self._rest
-            counts = self._counts[tenant] = TenantCounts()
+    def __missing__(self, tenant: str) -> TenantCounts:
+        if len(self) >= MAX_TENANTS or tenant == OTHER:
+            return self.rest
+        counts = self[tenant] = TenantCounts()
         return counts
+
+
+class TenantFigures(Collector):
+    """Requests and tokens by tenant."""
+
+    def __init__(self) -> None:
+        self.counts = CountsByTenant()
+        self.num_waiting: Callable[[], Mapping[str, int]] = dict
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
             "baton_tenant_requests", "Requests by tenant and outcome.", labels=["tenant", "outcome"]
         )
-        everyone = {**self._counts, OTHER: self._rest}
+        everyone = {**self.counts, OTHER: self.counts.rest}
         for tenant, counts in everyone.items():
             for outcome, count in counts.outcomes.items():
                 requests.add_metric([tenant, outcome], count)
@@ -61,14 +65,14 @@ class TenantFigures(Collector):
         for name, text, value in _BY_TENANT:
             family = CounterMetricFamily(f"baton_tenant_{name}", text, labels=["tenant"])
             for tenant, counts in everyone.items():
-                if counts is not self._rest or value(counts):
+                if counts is not self.counts.rest or value(counts):
                     family.add_metric([tenant], value(counts))
             yield family
         waiting = GaugeMetricFamily("baton_tenant_waiting_requests", "Requests without nodes yet.", labels=["tenant"])
         sums: Counter[str] = Counter()
         for tenant, count in self.num_waiting().items():
-            sums[tenant if tenant in self._counts else OTHER] += count
-        for tenant in (*self._counts, *({OTHER} & sums.keys())):
+            sums[tenant if tenant in self.counts else OTHER] += count
+        for tenant in (*self.counts, *({OTHER} & sums.keys())):
             waiting.add_metric([tenant], sums[tenant])
         yield waiting
 

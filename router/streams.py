@@ -181,7 +181,7 @@ class TokenStreams:
         if not request.is_canary:
             num_tokens = len(delta.token_ids)
             request.share.charge(num_tokens)
-            self._metrics.tenants.of(request.tenant.name).num_output += num_tokens
+            self._metrics.tenants.counts[request.tenant.name].num_output += num_tokens
             self._metrics.tokens(request, sequence, num_tokens, now)
         attempt = sequence.attempt
         if sequence.seen_at is None and attempt is not None and attempt.prefill is None and attempt.decode is not None:
@@ -206,7 +206,9 @@ def _check(node: Node, message: Tokens, ids: list[int], firsts: list[int], count
     if min(firsts, default=0) < 0 or min(counts, default=0) < 0 or sum(counts) != len(ids):
         lens = f"first indices {firsts[:4]}, counts {counts[:4]} and {len(ids)} ids"
         raise ProtocolError(f"Tokens: {lens} do not fit together", node=node.node_id)
-    if any(row >= len(counts) or len(column) != counts[row] for row, column in message.logprobs.items()):
+    if message.logprobs and any(
+        row >= len(counts) or len(column) != counts[row] for row, column in message.logprobs.items()
+    ):
         rows = {row: len(column) for row, column in message.logprobs.items()}
         raise ProtocolError(
             f"Tokens: log-probabilities by row {rows} do not fit counts {counts[:4]}", node=node.node_id

@@ -141,11 +141,11 @@ class Hub:
 
     def _drain(self) -> None:
         self._is_drain_scheduled = True  # sends from the callbacks need not check EVENTS
+        has_strangers = self._monitor.has_strangers
         for _ in range(DRAIN_LIMIT):
             if self._socket.closed:
                 return
             try:
-                has_strangers = self._monitor.has_strangers
                 received = receive_from(self._socket, self._allow_list, with_descriptor=has_strangers)
             except zmq.Again:
                 self._is_drain_scheduled = False  # this recv checked for every change that sends may have consumed
@@ -172,7 +172,8 @@ class Hub:
             self._dropped.add(sender, error)
             return
         self.received += 1
-        self._monitor.know(received.descriptor)
+        if received.descriptor is not None:
+            self._monitor.know(received.descriptor)
         peer = sender.removesuffix(HEARTBEAT_SUFFIX)
         if peer == sender:
             self._peers.add(peer)

@@ -25,6 +25,7 @@ ZMTP_HEARTBEAT_MS = 1000  # closes connections whose other end vanished; says no
 ZMTP_SILENCE_MS = 4000
 HEARTBEAT_SUFFIX = b":beat"  # the end of the routing id of a node's heartbeat socket
 
+_POLLIN, _FIRST = int(zmq.POLLIN), zmq.NOBLOCK | zmq.SNDMORE  # operators of these enumerations are slow
 _MAX_ROUTING_ID = 255 - len(HEARTBEAT_SUFFIX)
 _T = TypeVar("_T")
 _monitor_numbers = itertools.count()
@@ -55,15 +56,15 @@ class Wire:
     def send(self, socket: zmq.Socket[bytes], frames: Sequence[Any], *, track: bool) -> zmq.MessageTracker | None:
         """Do the work of `send_frames`."""
         for frame in frames[:-1]:
-            socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
+            socket.send(frame, _FIRST)
         if track:
             return cast(zmq.MessageTracker, socket.send(frames[-1], zmq.NOBLOCK, copy=False, track=True))
         socket.send(frames[-1], zmq.NOBLOCK)
         return None
 
-    def receive(self, socket: zmq.Socket[bytes], most: int, *, copy: bool) -> list[Any]:
+    def receive(self, socket: zmq.Socket[bytes], most: int, *, least: int, copy: bool) -> list[Any]:
         """Do the work of `receive_frames`."""
-        frames: list[Any] = [socket.recv(zmq.NOBLOCK, copy=copy)]
+        frames: list[Any] = [socket.recv(zmq.NOBLOCK, copy=copy) for _ in range(least)]
         while socket.get(zmq.RCVMORE):
             frame: Any = socket.recv(zmq.NOBLOCK, copy=copy)
             if len(frames) <= most:
@@ -85,21 +86,22 @@ def send_frames(socket: zmq.Socket[bytes], *frames: Any, track: bool = False) ->
     return wire.send(socket, frames, track=track)
 
 
-def receive_frames(socket: zmq.Socket[bytes], most: int, *, copy: bool = True) -> list[Any]:
+def receive_frames(socket: zmq.Socket[bytes], most: int, *, least: int = 1, copy: bool = True) -> list[Any]:
     """Return the frames of the next message: bytes, or `zmq.Frame` objects if `copy` is False. If it has more than
-    `most` frames, only the first `most + 1` are returned, and the caller refuses the message. Raises zmq.Again if no
-    message waits."""
-    return wire.receive(socket, most, copy=copy)
+    `most` frames, only the first `most + 1` are returned, and the caller refuses the message. Every message of the
+    socket has `least` frames: to ask libzmq whether there are more takes as long as to receive one. Raises zmq.Again if
+    no message waits."""
+    return wire.receive(socket, most, least=least, copy=copy)
 
 
 class Received(NamedTuple):
     """A message at a ROUTER socket. `name` is the allow-list's name of the sender's key; None if there is no list, or
-    if the key is not listed (any more). `descriptor` is the file descriptor of the connection, -1 if not asked for."""
+    if the key is not listed (any more). `descriptor` is the file descriptor of the connection, if asked for."""
 
     sender: bytes
     bodies: list[bytes]
     name: str | None
-    descriptor: int = -1
+    descriptor: int | None = None
 
     @property
     def body(self) -> bytes:
@@ -117,11 +119,11 @@ def only_frame(frames: list[bytes]) -> bytes:
 def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None, *, with_descriptor: bool = False) -> Received:
     """Return the next message. A valid one has exactly one body. Raises zmq.Again if no message waits."""
     if allow_list is None and not with_descriptor:
-        sender, *bodies = receive_frames(socket, 2)
+        sender, *bodies = receive_frames(socket, 2, least=2)  # a ROUTER socket puts the sender before each message
         return Received(sender, bodies, None)
-    frames = receive_frames(socket, 2, copy=False)
+    frames = receive_frames(socket, 2, least=2, copy=False)
     name = None if allow_list is None else allow_list.newest_name_of(sender_key(frames[0]))
-    descriptor = int(frames[0].get(zmq.SRCFD)) if with_descriptor else -1
+    descriptor = int(frames[0].get(zmq.SRCFD)) if with_descriptor else None
     sender, *bodies = (frame.bytes for frame in frames)
     return Received(sender, bodies, name, descriptor)
 
@@ -170,7 +172,7 @@ def file_descriptor(socket: zmq.Socket[bytes]) -> int:
 
 def has_input(socket: zmq.Socket[bytes]) -> bool:
     """Return whether a message waits. Processes libzmq's pending signals, so it re-arms the file descriptor."""
-    return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(cast(int, socket.get(zmq.EVENTS)) & _POLLIN)
 
 
 class DroppedFrames:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, get_args, get_type_hints
 
 import msgspec
@@ -38,6 +38,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     since: ClassVar[int] = PROTOCOL_MIN
 
 
+@lru_cache(1024)
 def agreed(*ranges: tuple[int, int]) -> int | None:
     """Return the highest protocol that this process and peers of these ranges (lowest, highest) know; None if there is
     none."""

@@ -48,8 +48,7 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 def unpack_ids(data: bytes) -> list[int]:
     """Return the ids in the bytes of `pack_ids`. Raises ValueError if the length is no multiple of 4."""
-    column = array("i")
-    column.frombytes(data)
+    column = array("i", data)
     if sys.byteorder == "big":
         column.byteswap()
     return column.tolist()

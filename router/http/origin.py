@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ Network = IPv4Network | IPv6Network
 ANY = "*"  # allows every origin, or every host
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_NUM_KNOWN = 256  # hosts whose parts are remembered: most clients of a router name the same one
 _DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
 _HOST = r"(\[[0-9a-f:.]+\]|[a-z0-9._~!$&'()+;=-]*)(?::([0-9]{0,5}))?"
 _AUTHORITY = re.compile(_HOST)
@@ -27,6 +29,7 @@ class Authority(NamedTuple):
     port: int | None
 
     @classmethod
+    @lru_cache(_NUM_KNOWN)
     def parse(cls, text: str) -> Authority | None:
         """Return the authority that a Host header names, None if it is malformed."""
         found = _AUTHORITY.fullmatch(text.strip().lower())
@@ -56,6 +59,7 @@ class Origin(NamedTuple):
         return cls(scheme, authority.host, None if is_default else authority.port)
 
 
+@lru_cache(_NUM_KNOWN)
 def is_loopback(host: str) -> bool:
     """Return whether a host (from an Authority) is always this machine, whatever a name server answers."""
     if host == "localhost" or host.endswith(".localhost"):

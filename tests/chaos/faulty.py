@@ -218,16 +218,16 @@ class FaultyWire(bus.Wire):
         self._send_due(socket, end)
         return None
 
-    def receive(self, socket: zmq.Socket[bytes], most: int, *, copy: bool) -> list[Any]:
+    def receive(self, socket: zmq.Socket[bytes], most: int, *, least: int, copy: bool) -> list[Any]:
         if socket.type != zmq.DEALER:
-            frames = super().receive(socket, most, copy=copy)
+            frames = super().receive(socket, most, least=least, copy=copy)
             self._watch("in", frames[1:])
             return frames
         end = self._end(socket)
         self._send_due(socket, end)
         end.coming.extend(end.due("in"))
         while not end.coming:
-            frames = super().receive(socket, most, copy=copy)
+            frames = super().receive(socket, most, least=least, copy=copy)
             end.coming.extend(self._spoilt(end, "in", frames))
         return end.coming.popleft()
 

@@ -21,9 +21,9 @@ def test_at_most_200_tenants_have_series_and_the_rest_is_counted_together() -> N
     tenants = TenantFigures()
     names = [f"t{index}" for index in range(MAX_TENANTS + 50)]
     for name in names:
-        tenants.of(name).outcomes["done"] += 1
-        tenants.of(name).num_output += 2
-    tenants.of(OTHER).num_output += 2
+        tenants.counts[name].outcomes["done"] += 1
+        tenants.counts[name].num_output += 2
+    tenants.counts[OTHER].num_output += 2
     tenants.num_waiting = lambda: {"t0": 3, names[-1]: 4, names[-2]: 5, "new": 1}
     found = figures(tenants)
     requests = {name: value for name, value in found.items() if name.startswith("baton_tenant_requests_total")}
