@@ -64,8 +64,8 @@ class Wire:
 
     def receive(self, socket: zmq.Socket[bytes], most: int, *, least: int, copy: bool) -> list[Any]:
         """Do the work of `receive_frames`."""
-        frames: list[Any] = [socket.recv(zmq.NOBLOCK, copy=copy) for _ in range(least)]
-        while socket.get(zmq.RCVMORE):
+        frames: list[Any] = [socket.recv(zmq.NOBLOCK, copy=copy)]
+        while len(frames) < least or socket.get(zmq.RCVMORE):
             frame: Any = socket.recv(zmq.NOBLOCK, copy=copy)
             if len(frames) <= most:
                 frames.append(frame)
