@@ -22,7 +22,7 @@ from own_mtp import OwnMtpOracle, with_mtp
 from quantized import SCHEMES, quantized
 from safetensors.torch import load_file, save_file
 from solo import Solo, SpyLog, spied
-from thinned import thinned
+from thinned import halved, thinned
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
@@ -46,8 +46,7 @@ def head_of(kind: str, model: Path, directory: Path, **changes: Any) -> Path:
     return write_head(directory, kind, model, **(own | changes))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", (*KINDS, HYPER, HYPER_MTP, HYPER_FROZEN))
+@pytest.mark.parametrize(("kind", "temperature"), halved((*KINDS, HYPER, HYPER_MTP, HYPER_FROZEN), [0.0, 1.0]))
 def test_states_and_logits_equal_plain_torch(
     kind: str, temperature: float, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
