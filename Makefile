@@ -53,7 +53,7 @@ test: lint types tests ## everything that must pass before a change goes in; ARG
 # The first command compiles all tests' files and, by one test, numba's kernels. Otherwise each worker would compile
 # them in a fresh clone.
 tests: setup ## the tests alone
-	@OMP_NUM_THREADS=1 $(RUN)/pytest -q -k "test_greedy_output_equals_transformers and qwen3-local" > /dev/null || true
+	@OMP_NUM_THREADS=1 $(RUN)/pytest -q -m "not integration" -k "test_greedy_output_equals_transformers and qwen3-local" > /dev/null || true
 	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not integration" $(ARGS) \
 		--beside -n 2 --dist loadfile -m integration $(ARGS)
 

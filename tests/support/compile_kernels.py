@@ -4,8 +4,8 @@ or `fp8_pages`.
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs.
 Each kernel is compiled once, with the tiles and types that come first, and 0 is printed for the others. Compilation
-ends before the assembler, which refuses nothing that the compiler takes. With BATON_WHOLE_MATRIX=1 all are compiled to
-the end."""
+ends when the bytes are known, before code of the device is written. With BATON_WHOLE_MATRIX=1 all are compiled to the
+end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
         return enough.args[0]
 
 
-def _end_before_the_assembler() -> None:
+def _end_when_bytes_are_known() -> None:
     from triton.backends.nvidia.compiler import CUDABackend
 
     add_stages = CUDABackend.add_stages
@@ -271,5 +271,5 @@ def _fp8_pages() -> None:
 
 if __name__ == "__main__":
     if not IS_WHOLE:
-        _end_before_the_assembler()
+        _end_when_bytes_are_known()
     {"latents": _latents, "fp8": _fp8, "routes": _routes, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()
