@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -55,8 +56,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
+    _let_loggers_propagate()
     if triton_device.IS_INTERPRETED and "triton" in sys.modules:
         triton_device.quicken_interpreter()
+
+
+def _let_loggers_propagate() -> None:
+    """Let the loggers of libraries pass their records on. pytest adds two handlers to each logger that does not, three
+    times per test, and torch has forty of them."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.partition(".")[0] in ("torch", "transformers"):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session")

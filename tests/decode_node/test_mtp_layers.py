@@ -17,8 +17,10 @@ import pytest
 import torch
 from drafters import target_of
 from heads import HYPER_LAYERED, LAYERED, write_head
+from matrix import rounds_paused
 from node_pair import NodePair, node_pairs, params
 from plain_heads import PlainHead
+from thinned import thinned
 
 from baton.engine import prompts as engine_prompts
 from baton.engine.batch import ForwardBatch
@@ -48,10 +50,15 @@ class Checked:
         self._submit, self._propose = pair.decode.rounds.submit, engine.drafter.propose
         pair.decode.rounds.submit, engine.drafter.propose = self._submitting, self._checked
 
-    def generate(self, name: str, max_tokens: int = 19) -> None:
+    def generate(self, name: str, max_tokens: int = 19, *, waits_until_full: bool = False) -> None:
+        """`waits_until_full`: rounds begin when all requests have begun, or the decode node has no room for more."""
+        pair = self.pair
         for i, prompt in enumerate(CASES):
-            self.pair.submit(f"{i} {name}", prompt, params(max_tokens), n=1 + i % 2)
-        results = self.pair.run()
+            pair.submit(f"{i} {name}", prompt, params(max_tokens), n=1 + i % 2)
+        if waits_until_full:
+            with rounds_paused(pair):
+                pair.step_until(lambda: pair.is_started or (pair.is_full and not pair.decode.scheduler.reserved))
+        results = pair.run()
         for (rid, _), result in results.items():
             assert result.ids == self.plain[rid.split()[0]], rid
 
@@ -126,8 +133,9 @@ def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Ma
         yield make
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 5])  # tests/seeds/test_s6_chunk_tails.py has more
-@pytest.mark.parametrize("kind", (*LAYERED, HYPER_LAYERED))
+@pytest.mark.parametrize(  # tests/seeds/test_s6_chunk_tails.py has more
+    ("kind", "chunk_tokens"), thinned(itertools.product((*LAYERED, HYPER_LAYERED), (1, 3, 5)), lambda i, *_: i % 4 == 0)
+)
 def test_layers_equal_a_recompute_after_handoff_and_partial_acceptance(
     kind: str, chunk_tokens: int, make_checked: MakeChecked
 ) -> None:
@@ -140,11 +148,12 @@ def test_layers_equal_a_recompute_after_handoff_and_partial_acceptance(
     checked.pair.check_books()
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", (*LAYERED, HYPER_LAYERED))
+@pytest.mark.parametrize(
+    ("kind", "page_size"), thinned(itertools.product((*LAYERED, HYPER_LAYERED), (1, 2, 4)), lambda i, *_: i % 4 == 0)
+)
 def test_layers_equal_a_recompute_after_preemption(kind: str, page_size: int, make_checked: MakeChecked) -> None:
     checked = make_checked(kind, {"num_pages": 1 + 100 // page_size}, page_size=page_size)
-    checked.generate("cold")
+    checked.generate("cold", waits_until_full=True)
     assert checked.pair.decode.stats().preemptions > 0
     checked.pair.check_books()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton_device
 from quantized import fp8_numbers, fp8_pool
+from thinned import halved
 
 pytest.importorskip("triton")
 
@@ -104,9 +105,9 @@ def test_pages_in_fp8_are_attended_alike(rows: str, window: int | None, checkpoi
             torch.testing.assert_close(kv[at], expected_kv[at], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["triton", "numba", "reference"])
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "window", "in_fp8"), halved(["triton", "numba", "reference"], [None, 4], [False, True])
+)
 def test_two_batches_of_one_forward_attend_as_alone(
     kind: Any, window: int | None, in_fp8: bool, checkpoint: Checkpoint
 ) -> None:

@@ -20,6 +20,7 @@ from grammars import LETTERS
 from node_pair import params
 from scratch import check_state
 from solo import POISON, Running, Solo, coach, spoil
+from thinned import thinned
 
 from baton.engine import device_executor, graphs, joint_sizes, step_graphs
 from baton.engine.batch import ForwardBatch
@@ -186,7 +187,13 @@ def count_joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [*[(name, {}) for name in ("ngram", *ORDINARY)], *[(name, TREES) for name in ("eagle", "eagle3", "frozen-kv-mtp")]],
+    thinned(
+        [
+            *[(name, {}) for name in ("ngram", *ORDINARY)],
+            *[(name, TREES) for name in ("eagle", "eagle3", "frozen-kv-mtp")],
+        ],
+        lambda i, *_: i % 2 == 0,
+    ),
     ids=lambda each: each if isinstance(each, str) else ("tree" if each else "chain"),
 )
 def test_a_joint_forward_brings_what_two_forwards_bring(
@@ -340,7 +347,10 @@ def run_watched(
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [*[(name, {}) for name in GRAPHED], ("eagle", TREES)],
+    thinned(
+        [*[(name, {}) for name in GRAPHED], ("eagle", TREES)],
+        lambda i, name, shape: name in ("eagle3", "standalone", "mtp3-deepseek") or bool(shape),
+    ),
     ids=lambda each: each if isinstance(each, str) else ("tree" if each else "chain"),
 )
 def test_graphs_of_the_steps_bring_what_two_forwards_bring(

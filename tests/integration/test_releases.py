@@ -30,8 +30,8 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("old", "transport"),
     [
         pytest.param(("router",), "local", id="old router, local"),
-        pytest.param(("router",), "zmq", id="old router, zmq"),
-        pytest.param(("prefill-1", "decode-1"), "local", id="a node of each role, local"),
+        pytest.param(("router",), "zmq", id="old router, zmq", marks=pytest.mark.whole),
+        pytest.param(("prefill-1", "decode-1"), "local", id="a node of each role, local", marks=pytest.mark.whole),
         pytest.param(("prefill-1", "decode-1"), "zmq", id="a node of each role, zmq"),
         pytest.param(("router", "prefill-1", "decode-1"), "local", id="all but a node of each role, local"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import drafters
 import pytest
 from node_pair import NodePair, node_pairs, params
+from thinned import halved
 from ties import Reference
 
 from baton.engine.pages import Owner
@@ -35,8 +36,7 @@ def most_held(pair: NodePair) -> int:
     return most
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "standalone"])
-@pytest.mark.parametrize("caches", [True, False])
+@pytest.mark.parametrize(("drafter", "caches"), halved(["none", "ngram", "standalone"], [True, False]))
 def test_pages_that_no_layer_sees_are_given_back(
     drafter: str, caches: bool, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import halved
 from triton_device import DEVICE, ULP
 
 from baton.engine.config import EngineConfig, KvDtype
@@ -60,8 +61,7 @@ CUTS = {  # lengths of prompts: (tokens, prompts) of each call where UNIT is 4 a
 }
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("lengths", CUTS)
+@pytest.mark.parametrize(("lengths", "kv_dtype"), halved(CUTS, ["auto", "fp8"]))
 def test_a_forward_is_the_same_with_it_and_without(
     lengths: tuple[int, ...], kv_dtype: KvDtype, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

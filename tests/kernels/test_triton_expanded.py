@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from thinned import halved
 from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
@@ -74,12 +75,13 @@ class Prompts:
         torch.testing.assert_close(out.float(), self.expected(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("piece", [None, 7, 32])
 @pytest.mark.parametrize(
-    ("query_lens", "seq_lens"), [((40,), (40,)), ((9, 1, 0, 37), (9, 30, 5, 60)), ((1, 16, 3), (70, 16, 33))], ids=str
+    ("lens", "piece", "dtype"),
+    halved([((40,), (40,)), ((9, 1, 0, 37), (9, 30, 5, 60)), ((1, 16, 3), (70, 16, 33))], [None, 7, 32], DTYPES),
+    ids=str,
 )
-def test_sequences_of_any_lengths(query_lens: Lens, seq_lens: Lens, piece: int | None, dtype: torch.dtype) -> None:
+def test_sequences_of_any_lengths(lens: tuple[Lens, Lens], piece: int | None, dtype: torch.dtype) -> None:
+    query_lens, seq_lens = lens
     prompts = Prompts(query_lens, seq_lens, dtype)
     prompts.check(prompts.attend(piece, block_m=16, block_n=16))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from thinned import halved
 from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
@@ -17,12 +18,15 @@ from baton.kernels.formats import SwigluClamp
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "num_experts", "num_active"), [(1, 7, 2), (33, 7, 3), (200, 3, 2)])
-@pytest.mark.parametrize(("out_size", "in_size", "group"), [(256, 256, 32), (88, 96, 32), (88, 48, 16)])
+@pytest.mark.parametrize(
+    ("routing", "sizes", "dtype"),
+    halved([(1, 7, 2), (33, 7, 3), (200, 3, 2)], [(256, 256, 32), (88, 96, 32), (88, 48, 16)], DTYPES),
+    ids=str,
+)
 def test_products_of_mxfp4_with_biases(
-    num_rows: int, num_experts: int, num_active: int, out_size: int, in_size: int, group: int, dtype: torch.dtype
+    routing: tuple[int, int, int], sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
+    (num_rows, num_experts, num_active), (out_size, in_size, group) = routing, sizes
     """All bytes, and scales from 2^-12 to 2^0, with a gate that is clamped."""
     chosen, generator = choose(num_rows, num_experts, num_active), torch.Generator().manual_seed(1)
     rows = num_experts * out_size

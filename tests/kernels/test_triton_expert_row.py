@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from thinned import halved
 from torch import Tensor
 from triton_device import DEVICE, ULP, random
 
@@ -67,14 +68,13 @@ class Row(NamedTuple):
         torch.testing.assert_close(actual, expected, atol=bound, rtol=4 * ulp)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("clamp", [None, SwigluClamp(0.5, 0.9)])
 @pytest.mark.parametrize(
-    ("num_experts", "num_active", "size", "inner_size"), [(7, 3, 88, 72), (16, 8, 128, 256), (5, 1, 200, 384)]
+    ("sizes", "clamp", "dtype"),
+    halved([(7, 3, 88, 72), (16, 8, 128, 256), (5, 1, 200, 384)], [None, SwigluClamp(0.5, 0.9)], DTYPES),
+    ids=str,
 )
-def test_experts_of_one_row(
-    num_experts: int, num_active: int, size: int, inner_size: int, clamp: SwigluClamp | None, dtype: torch.dtype
-) -> None:
+def test_experts_of_one_row(sizes: tuple[int, int, int, int], clamp: SwigluClamp | None, dtype: torch.dtype) -> None:
+    num_experts, num_active, size, inner_size = sizes
     gate_up, down = (
         ExpertWeight(random(num_experts * rows, columns, seed=rows, scale=0.2).to(dtype), None, columns)
         for rows, columns in ((2 * inner_size, size), (size, inner_size))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from compile_kernels import SHARED_BYTES, shared_bytes
+from thinned import halved
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, ULP, random
 
@@ -56,12 +57,9 @@ def check(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.float(), expected, atol=bound, rtol=ULP[actual.dtype])
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("num_rows", [1, 3, 17, 64, 65, 130])
-@pytest.mark.parametrize(("out_size", "in_size", "rows", "group"), FORMATS)
-def test_a_product_equals_the_reference(
-    num_rows: int, out_size: int, in_size: int, rows: int, group: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("sizes", "num_rows", "dtype"), halved(FORMATS, [1, 3, 17, 64, 65, 130], HALVES), ids=str)
+def test_a_product_equals_the_reference(sizes: tuple[int, int, int, int], num_rows: int, dtype: torch.dtype) -> None:
+    out_size, in_size, rows, group = sizes
     weight, bias = weight_of(out_size, in_size, rows, group), random(out_size, seed=2, dtype=dtype)
     x = fp8.round_rows_ref(random(num_rows, in_size), group)
     for given, with_bias in ((x, bias), (RoundedRows(x.values, None), None)):
@@ -79,12 +77,13 @@ def test_a_product_equals_the_reference(
             check(sum_parts_ref(parts, dtype) if parts.ndim == 3 else parts, expected)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("num_rows", [1, 3, 33, 65])
-@pytest.mark.parametrize(("out_size", "in_size", "rows", "group"), [(512, 256, BLOCK, BLOCK), *FORMATS])
+@pytest.mark.parametrize(
+    ("sizes", "num_rows", "dtype"), halved([(512, 256, BLOCK, BLOCK), *FORMATS], [1, 3, 33, 65], HALVES), ids=str
+)
 def test_a_gated_product_equals_the_reference(
-    num_rows: int, out_size: int, in_size: int, rows: int, group: int, dtype: torch.dtype
+    sizes: tuple[int, int, int, int], num_rows: int, dtype: torch.dtype
 ) -> None:
+    out_size, in_size, rows, group = sizes
     weight = weight_of(out_size, in_size, rows, group)
     given = fp8.round_rows_ref(random(num_rows, in_size), group)
     assert triton_fp8.gates_fp8(given, weight) == (num_rows <= triton_fp8.MAX_FEW)

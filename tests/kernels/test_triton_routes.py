@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from compile_kernels import SHARED_BYTES, shared_bytes
+from thinned import thinned
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, random
 
@@ -52,8 +54,12 @@ def test_routes_are_those_of_the_reference(name: str, has_bias: bool) -> None:
     check(random(5, 72, dtype=DTYPE), weight, None, bias, routing)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 17, 70, 515, 2050])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"),
+    thinned(
+        itertools.product([1, 17, 70, 515, 2050], DTYPES), lambda i, num_rows, dtype: num_rows < 515 or i in (7, 8)
+    ),
+)
 def test_any_number_of_rows(num_rows: int, dtype: torch.dtype) -> None:
     weight, product_bias = random(32, 200, seed=1, scale=0.1), random(32, seed=2)
     check(random(num_rows, 200, dtype=dtype), weight, product_bias, None, PLAIN)

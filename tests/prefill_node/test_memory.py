@@ -14,6 +14,7 @@ import pytest
 from drafters import settings, target_of
 from memory_limit import MemoryLimit
 from node_pair import NodePair, Result, node_pairs, params
+from thinned import halved
 
 from baton.engine.prompts import Prompts, SubmittedChunk
 from baton.engine.work import Chunk
@@ -150,9 +151,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("place", [0, 4])
-@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize(("kind", "place", "overlaps"), halved(LONG, [0, 4], [False, True]))
 def test_the_request_that_takes_most_of_a_chunk_ends_alone(
     kind: str, place: int, overlaps: bool, make_pair: MakePair
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.membership import IDLE, Heartbeat
@@ -586,7 +587,7 @@ def test_a_group_that_was_forgotten_begins_a_new_vote(world: World) -> None:
     assert len(world.starts("d0")) == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(st.data())
 def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer, data: st.DataObject) -> None:
     """Nodes join, die, fall silent, fill up, break and compute wrongly in any order; then one of them stays wrong."""

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 
 from baton.metadata.errors import BatonError, RequestError
 from baton.metadata.handoff.needs import decode_len, pages_of, prefill_pages
@@ -150,7 +151,7 @@ def cases(draw: st.DrawFn) -> tuple[Site, int, int, int]:
 @given(cases())
 @example((Site(16, 0, [Pool(8, 512, 3, 0)], [Pool(8, 512, 3, 0)]), 127, 2, 1))
 @example((Site(16, 1, [Pool(2, 32, 3, 0)], [Pool(6, 96, 3, 5)]), 17, 5, 3))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=num_examples(1000), deadline=None)
 def test_every_accepted_request_gets_nodes(case: tuple[Site, int, int, int]) -> None:
     site, prompt_len, max_tokens, num_choices = case
     if prompt_len + max_tokens > site.group.context_len and site.group.context_len < 512:
@@ -164,7 +165,7 @@ def test_every_accepted_request_gets_nodes(case: tuple[Site, int, int, int]) -> 
 
 
 @given(cases(), st.integers(0, 100))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=num_examples(500), deadline=None)
 def test_a_moved_request_gets_nodes_again_or_blocks_no_other(
     case: tuple[Site, int, int, int], num_received: int
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from thinned import num_examples
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
@@ -226,7 +227,7 @@ def random_stretch(rng: random.Random, traced: Traced, number: int, now: float) 
 
 def test_any_order_of_events_sums_up() -> None:
     """Random requests, with moves, refusals, lost messages and times out of order."""
-    for seed in range(100):
+    for seed in range(num_examples(100)):
         rng = random.Random(seed)
         now = 50.0
         traced = Traced(rng.randint(1, 3), begun=now)

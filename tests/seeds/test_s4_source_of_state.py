@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from drafters import ORDINARY, SHIFTED, settings, target_of
-from heads import LAYERED
+from heads import HYPER, LAYERED
 from node_pair import params
 from scratch import check_against_scratch
 from solo import Solo, caught, coach
+from thinned import thinned
 
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.rounds import Rounds
@@ -93,7 +94,12 @@ def check(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return [count for sequence in sequences for count in sequence.num_accepted]
 
 
-@pytest.mark.parametrize("name", ORDINARY)  # test_s4_buckets.py has the others
+@pytest.mark.parametrize(  # test_s4_buckets.py has the others
+    "name",
+    thinned(
+        ORDINARY, lambda i, name: name in ("standalone", "eagle3", "mtp-mimo", "mtp3-mimo", "frozen-kv-mtp", HYPER)
+    ),
+)
 def test_state_is_that_of_a_recompute_after_every_round(
     name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

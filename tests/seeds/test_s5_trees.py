@@ -19,6 +19,7 @@ from drafters import OF_FAMILIES, settings, target_of
 from node_pair import params
 from scratch import check_against_scratch
 from solo import Solo, caught, coach, spied
+from thinned import thinned
 
 from baton.engine import round as rounds
 from baton.engine import trees
@@ -142,12 +143,15 @@ def accepted_paths() -> Iterator[list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize(
     ("name", "topk"),
-    [
-        *itertools.product(NAMES, (2, 3)),
-        ("mtp-of-glm4", 3),
-        ("mtp-of-deepseek", 2),
-        ("eagle3-on-gpt-oss", 3),
-    ],
+    thinned(
+        [
+            *itertools.product(NAMES, (2, 3)),
+            ("mtp-of-glm4", 3),
+            ("mtp-of-deepseek", 2),
+            ("eagle3-on-gpt-oss", 3),
+        ],
+        lambda i, name, _: i % 4 in (0, 3) if name in NAMES else name != "mtp-of-deepseek",
+    ),
 )
 def test_kv_after_rounds_of_trees_equals_a_recompute(
     name: str, topk: int, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +161,7 @@ def test_kv_after_rounds_of_trees_equals_a_recompute(
     assert len({path for path in paths if path != tuple(range(1, len(path) + 1))}) > 4, paths
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, lambda i, _: i % 2 == 0))
 def test_an_accepted_path_that_overlaps_its_target_is_moved_whole(
     name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

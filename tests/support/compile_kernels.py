@@ -3,8 +3,9 @@ or `fp8_pages`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs.
-Each kernel is compiled once, with the tiles and types that come first, and 0 is printed for the others; with
-BATON_WHOLE_MATRIX=1 all are compiled."""
+Each kernel is compiled once, with the tiles and types that come first, and 0 is printed for the others. Compilation
+ends when the bytes are known, before code of the device is written. With BATON_WHOLE_MATRIX=1 all are compiled to the
+end."""
 
 from __future__ import annotations
 
@@ -24,6 +25,10 @@ _TYPES |= {"items": "*i64", "arrivals": "*i32", "parts": "*fp32", "stats": "*fp3
 _E4M3 = "*fp8e4nv"
 _compiled: set[Any] = set()  # kernels
 _ALIGNED = ("in_size", "part", "x_stride")  # multiples of 16, so that tiles pass through shared memory
+
+
+class _Enough(Exception):
+    """Ends a compilation. Carries the bytes of shared memory."""
 
 
 def shared_bytes(name: str, cache: Path) -> dict[str, int]:
@@ -58,7 +63,25 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
     is_aligned = (kind.startswith("*") or name in _ALIGNED for name, kind in kinds.items())
     aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(is_aligned) if each}
     source = compiler.ASTSource(fn=kernel, signature=kinds, constexprs=places, attrs=aligned)
-    return compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+    try:
+        return compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+    except _Enough as enough:
+        return enough.args[0]
+
+
+def _end_when_bytes_are_known() -> None:
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    add_stages = CUDABackend.add_stages
+
+    def end(_: Any, metadata: Mapping[str, Any]) -> None:
+        raise _Enough(metadata["shared"])
+
+    def add_and_end(self: Any, stages: dict[str, Any], *rest: Any) -> None:
+        add_stages(self, stages, *rest)
+        stages["ptx"] = end
+
+    CUDABackend.add_stages = add_and_end
 
 
 def _latents() -> None:
@@ -247,4 +270,6 @@ def _fp8_pages() -> None:
 
 
 if __name__ == "__main__":
+    if not IS_WHOLE:
+        _end_when_bytes_are_known()
     {"latents": _latents, "fp8": _fp8, "routes": _routes, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()

@@ -13,6 +13,7 @@ import torch
 from direct import Direct, Text, branches, close, close_kv
 from heads import ALGORITHM, over_all_tokens, set_draft_ids, write_head
 from plain_heads import Plain, PlainHead, grow
+from thinned import halved
 
 from baton.engine.drafters.base import DraftState
 from baton.engine.drafters.shifted import ShiftedDrafter
@@ -60,9 +61,7 @@ def check_drafts(plain: PlainHead, texts: Sequence[Text], drafted: list[list[int
         assert found == plain.chain(text.states, text.token_ids[1:], len(found), text.choose)
 
 
-@pytest.mark.parametrize("sampling", [[{}] * 3, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("chunk", [64, 5, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "chunk", "sampling"), halved(KINDS, [64, 5, 1], [[{}] * 3, SAMPLED]))
 def test_prompts_and_rounds_equal_a_recompute(
     kind: str, chunk: int, sampling: list[dict[str, Any]], make: Make
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from thinned import halved
 from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
@@ -89,8 +90,7 @@ def fp8_linear_of(out_size: int, in_size: int, dtype: torch.dtype, seed: int, *,
     return Linear(Fp8Product(Fp8Weight(values, scales, in_size), rounding, bias, in_size, out_size, dtype))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 70])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_rows", "has_bias"), halved([1, 3, 70], [False, True]))
 def test_fp8_products_take_rows_that_their_neighbours_round(num_rows: int, has_bias: bool) -> None:
     """The numbers are those of norms, roundings, products and gates one by one, but for flips to the next e4m3."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16

@@ -18,6 +18,7 @@ from mxfp4 import in_mxfp4
 from node_pair import NodePair, node_pairs, params
 from published_configs import PUBLISHED
 from safetensors.torch import load_file, save_file
+from thinned import thinned
 from ties import Reference
 
 from baton.engine.config import EngineConfig
@@ -161,14 +162,17 @@ def expected(models: dict[str, Path]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("kind", "drafter", "nodes", "tp", "transport"),
-    [
-        ("plain", "none", {"chunk_tokens": 7}, (1, 1), "local"),
-        ("plain", "eagle3", {"chunk_tokens": 9, "draft_topk": 3}, (1, 1), "zmq"),
-        ("plain", "standalone", {"chunk_tokens": 64}, (1, 1), "zmq"),
-        ("mxfp4", "none", {"chunk_tokens": 11}, (1, 2), "local"),
-        ("mxfp4", "standalone", {"chunk_tokens": 5}, (2, 1), "zmq"),
-        ("mxfp4", "eagle3", {"chunk_tokens": 64}, (1, 2), "local"),
-    ],
+    thinned(
+        [
+            ("plain", "none", {"chunk_tokens": 7}, (1, 1), "local"),
+            ("plain", "eagle3", {"chunk_tokens": 9, "draft_topk": 3}, (1, 1), "zmq"),
+            ("plain", "standalone", {"chunk_tokens": 64}, (1, 1), "zmq"),
+            ("mxfp4", "none", {"chunk_tokens": 11}, (1, 2), "local"),
+            ("mxfp4", "standalone", {"chunk_tokens": 5}, (2, 1), "zmq"),
+            ("mxfp4", "eagle3", {"chunk_tokens": 64}, (1, 2), "local"),
+        ],
+        lambda i, *_: i in (1, 3, 4),
+    ),
 )
 def test_the_text_is_that_of_transformers(
     kind: str,
@@ -221,8 +225,8 @@ def test_the_kernels_of_a_gpu_give_the_text_of_transformers(
     with preferring("triton"), node_pairs() as start:
         pair: NodePair = start(models["mxfp4"], prefill=both, decode=both, overlaps=True)
         for index, ids in enumerate(prompts):
-            pair.submit(f"{index}", ids, params(4))
+            pair.submit(f"{index}", ids, params(3))
         results = pair.run(500)
     for index, ids in enumerate(prompts):
-        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 4))
+        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 3))
     assert reference.num_ties == 0

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 
 from baton.router.http.messages_types import CountTokensRequest, MessagesRequest
 from baton.router.http.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -291,7 +292,7 @@ def target(tokenizer: TextTokenizer, tokenizer_file: bytes) -> Iterator[Target]:
 
 def test_random_requests_get_declared_answers(target: Target) -> None:
     @settings(
-        max_examples=250,  # a batch; a long run makes many
+        max_examples=num_examples(250),  # a batch; a long run makes many
         deadline=None,
         database=None,
         derandomize=not SECONDS,  # a failure must not hide when the test is repeated

@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 
 from baton.router.reasoning_parsers.harmony import HarmonyReasoningParser
 from baton.router.reasoning_parsers.think_tags import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
@@ -220,7 +221,7 @@ def written(vocabulary: llguidance.LLTokenizer, grammar: Grammar, chance: random
     return None
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(schema=schemas, one=leaves, seed=st.integers(0, 1 << 30))
 def test_what_a_model_writes_under_a_schema_satisfies_it(
     vocabulary: llguidance.LLTokenizer, schema: dict[str, Any], one: dict[str, Any], seed: int

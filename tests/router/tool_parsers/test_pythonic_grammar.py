@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 
 from baton.router.tool_parsers.base import CallArguments, CallBegin, CallEnd
 from baton.router.tool_parsers.pythonic import PythonicParser, json_of
@@ -221,7 +222,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(300), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(first=objects(values, least=0), second=objects(values, least=0), seed=st.integers(0, 1 << 30))
 def test_what_a_model_writes_is_read_as_valid_calls(first: dict[str, Any], second: dict[str, Any], seed: int) -> None:
     tools = {name: {**each, "$defs": {"place": PLACE}} for name, each in (("f", first), ("g.h-2", second))}
