@@ -265,6 +265,33 @@ def test_the_verdict_on_a_node_that_computes_alone() -> None:
     assert each.verdict_alone(P[1]).state == "faulty"
 
 
+def test_answers_of_equal_weight_are_undecided_even_when_nobody_is_left_to_ask() -> None:
+    each = ballot(0, 2)
+    each.own(D[0], RIGHT, 0.0)
+    each.own(D[1], WRONG, 0.0)
+    assert [each.verdict_alone(node).state for node in D[:2]] == ["undecided"] * 2
+
+
+def test_one_prefill_node_is_asked_to_confirm_an_answer_not_all_of_them() -> None:
+    each = ballot(3, 1)
+    for prefill in P[:3]:
+        each.canary(prefill, D[0], RIGHT)
+    each.own(D[0], RIGHT, 0.0)
+    assert len(each.wanted(0.0)) == 1 and each.wanted(0.0)[0] in P[:3]
+
+
+def test_a_verdict_names_four_witnesses_and_counts_the_others() -> None:
+    for num_right in (3, 4, 5, 7):
+        each, right = ballot(4, 4), [*D, *P][:num_right]
+        for node in right:
+            each.own(node, RIGHT, 0.0)
+        each.own(P[3], WRONG, 0.0)
+        names = sorted(map(str, right))[:4]
+        more = {5: " and 1 more", 7: " and 3 more"}.get(num_right, "")
+        words = f"its canary gave {WRONG}; {', '.join(names)}{more} gave {RIGHT}"
+        assert each.verdict_alone(P[3]) == Verdict("faulty", words)
+
+
 def test_a_node_that_leaves_is_asked_no_more_and_its_answers_count_no_more() -> None:
     each = ballot(1, 2)
     each.left(P[3])  # was never here
