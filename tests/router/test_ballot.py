@@ -292,6 +292,25 @@ def test_a_verdict_names_four_witnesses_and_counts_the_others() -> None:
         assert each.verdict_alone(P[3]) == Verdict("faulty", words)
 
 
+def test_a_canary_whose_answer_comes_after_one_of_its_nodes_left_does_not_count() -> None:
+    for gone in (P[1], D[1]):
+        each = ballot(2, 2)
+        each.left(gone)
+        each.canary(P[1], D[1], WRONG)
+        assert each.verdict(P[1], D[1]) == Verdict("untried") and each.wanted(0.0) == []
+        each.canary(P[0], D[0], RIGHT)
+        each.own(P[0], RIGHT, 0.0)
+        each.own(D[0], RIGHT, 0.0)
+        assert each.verdict(P[0], D[0]) == Verdict("ready") and each.wanted(0.0) == []
+
+
+def test_an_own_answer_that_changes_is_counted_anew() -> None:
+    each = ballot(0, 1)
+    each.own(D[0], WRONG, 0.0)
+    each.own(D[0], RIGHT, 1.0)
+    assert each.verdict_alone(D[0]) == Verdict("ready")
+
+
 def test_a_node_that_leaves_is_asked_no_more_and_its_answers_count_no_more() -> None:
     each = ballot(1, 2)
     each.left(P[3])  # was never here
