@@ -287,8 +287,8 @@ def num_independent(witnesses: Iterable[Sequence[Voter]]) -> int:
     """
     edges: dict[object, list[object]] = {}
     for number, nodes in enumerate(witnesses):
-        prefill = next((node for node in nodes if node.role == "prefill"), ("no prefill node", number))
-        decode = next((node for node in nodes if node.role == "decode"), ("no decode node", number))
+        prefill = next((node for node in nodes if node.role == "prefill"), number)  # a number is shared with no other
+        decode = next((node for node in nodes if node.role == "decode"), number)
         edges.setdefault(prefill, []).append(decode)
     partner: dict[object, object] = {}
     return sum(_pairs_up(prefill, edges, partner, set()) for prefill in edges)

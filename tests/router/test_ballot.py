@@ -45,7 +45,7 @@ def test_a_single_pair_waits_for_the_answer_of_its_decode_node_alone() -> None:
     each.canary(P[0], D[0], RIGHT)
     verdict = each.verdict(P[0], D[0])
     assert (verdict.state, each.wanted(0.0)) == ("unconfirmed", [D[0]])
-    assert "decode node d0 has not computed alone yet" in verdict.words
+    assert verdict.words == "its canary gave 1 2 3 4, which decode node d0 has not computed alone yet: it is asked to"
     each.own(D[0], RIGHT, 0.0)
     assert each.verdict(P[0], D[0]).state == "ready"
     assert each.wanted(0.0) == [P[0]], "d0 may be wrong in both answers, so a node that shares nothing with it is asked"
@@ -203,6 +203,13 @@ def test_answers_of_a_node_that_leaves_are_removed_unless_two_witnesses_agreed()
     assert each.verdict(P[0], D[2]).state == "ready", "two present witnesses outvote the remembered answer"
 
 
+def test_a_remembered_answer_is_no_further_witness_beside_the_nodes_that_gave_it() -> None:
+    each = ballot(2, 2)
+    for node, answer in ((P[0], RIGHT), (P[1], RIGHT), (D[0], WRONG), (D[1], WRONG)):
+        each.own(node, answer, 0.0)
+    assert [each.verdict_alone(node).state for node in (*P[:2], *D[:2])] == ["undecided"] * 4
+
+
 def test_an_answer_of_one_pair_is_not_remembered() -> None:
     each = ballot(2, 2)
     each.canary(P[0], D[0], WRONG)
@@ -342,6 +349,10 @@ def test_answers_agree_from_their_first_tie_on() -> None:
     assert states(each, 1, 1) == [["faulty"]], "a shorter answer is not a tie"
     each.own(D[0], says(1, 9, 8, 8, second=(Rival(2, GAP / 3),)), 0.0)
     assert states(each, 1, 1) == [["faulty"]], "a tie of other tokens is none"
+
+
+def test_words_name_the_tokens_of_an_answer_or_that_there_are_none() -> None:
+    assert (str(RIGHT), str(says())) == ("1 2 3 4", "no token")
 
 
 def test_a_token_that_is_no_rival_is_at_least_as_far_away_as_the_last_one() -> None:
