@@ -342,6 +342,8 @@ def test_answers_agree_from_their_first_tie_on() -> None:
     each.canary(P[0], D[0], near)
     each.own(D[0], other, 0.0)
     assert states(each, 1, 1) == [["ready"]]
+    each.own(D[0], says(1, 8, 8, 8, second=(Rival(2, GAP),)), 0.0)
+    assert states(each, 1, 1) == [["faulty"]], "a gap is too much, a little less is a tie"
     sure = says(1, 8, 8, 8)
     each.own(D[0], sure, 0.0)
     assert states(each, 1, 1) == [["faulty"]], "both answers must have a tie there"
