@@ -48,7 +48,7 @@ class Matcher:
         self._following = following
         self._num_generated = 0
         self._min_tokens = params.min_tokens
-        self._stop_ids = [each for each in params.stop_ids if each < state.vocab_size] if params.min_tokens else []
+        self._stop_ids = [each for each in params.stop_ids if each < state.vocab_size]
 
     @property
     def is_broken(self) -> bool:
@@ -209,7 +209,7 @@ class Grammars:
 
     def _leave_out(self) -> None:
         """Forget the grammars that were used longest ago, if there are too many originals."""
-        while len(self._compiled) > 1 and sum(each.num_coming for each in self._compiled.values()) > MAX_COMPILED:
+        while sum(each.num_coming for each in self._compiled.values()) > MAX_COMPILED:  # one has MOST_ORIGINALS
             self._compiled.popitem(last=False)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher | None:

@@ -127,7 +127,9 @@ class Ballot:
         self._count()
 
     def canary(self, prefill: Voter, decode: Voter, answer: Answer) -> None:
-        """Count the answer of a pair's canary instead of its earlier one."""
+        """Count the answer of a pair's canary instead of its earlier one. Nothing happens if one of the two is gone."""
+        if prefill not in self._can_compute or decode not in self._can_compute:
+            return
         if self._canaries.get((prefill, decode)) != answer:
             self._canaries[prefill, decode] = answer
             self._count()
@@ -136,7 +138,6 @@ class Ballot:
         """Count a node's own answer instead of its earlier one."""
         if voter not in self._can_compute:
             return
-        self._unable.pop(voter, None)
         before, self._own[voter] = self._own.get(voter), _OwnAnswer(answer, now)
         if before is None or before.answer != answer:
             self._count()
@@ -160,7 +161,7 @@ class Ballot:
         if not self._agree(self._group_answer, answer):
             names = self._names(self._group_answer)
             return Verdict("faulty", f"its canary gave {answer}; {names} gave {self._group_answer}")
-        if self._is_confirmed or decode in self._own or not self._can_compute.get(decode, False):
+        if self._is_confirmed or decode in self._own or not self._can_compute[decode]:
             return READY
         why = self._unable[decode].reason if decode in self._unable else "it is asked to"
         return Verdict("unconfirmed", f"its canary gave {answer}, which {decode} has not computed alone yet: {why}")
@@ -286,8 +287,8 @@ def num_independent(witnesses: Iterable[Sequence[Voter]]) -> int:
     """
     edges: dict[object, list[object]] = {}
     for number, nodes in enumerate(witnesses):
-        prefill = next((node for node in nodes if node.role == "prefill"), ("no prefill node", number))
-        decode = next((node for node in nodes if node.role == "decode"), ("no decode node", number))
+        prefill = next((node for node in nodes if node.role == "prefill"), number)  # a number is shared with no other
+        decode = next((node for node in nodes if node.role == "decode"), number)
         edges.setdefault(prefill, []).append(decode)
     partner: dict[object, object] = {}
     return sum(_pairs_up(prefill, edges, partner, set()) for prefill in edges)

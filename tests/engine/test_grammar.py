@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -15,7 +17,7 @@ from grammars import BUDGET, CLOSE, EOS, OBJECT, THOUGHTS, WORDS, allowed, thoug
 from node_pair import params
 
 from baton.engine import grammar as grammar_file
-from baton.engine.grammar import DraftChain, Grammars, Matcher
+from baton.engine.grammar import DraftChain, Grammars, Matcher, Originals
 from baton.engine.sampling_state import SamplingState
 from baton.metadata.wire.request import SamplingParams
 
@@ -84,14 +86,16 @@ def test_a_chain_has_the_masks_of_its_tokens_one_at_a_time(
 @pytest.mark.parametrize("num_generated", [0, 1, 2, 3])
 def test_stops_are_banned_up_to_min_tokens_exactly(num_generated: int, grammars: Grammars) -> None:
     """The token number `min_tokens` + 1 is the first that may end the text, wherever in a draft it stands."""
-    asked = params(50, grammar=WORDS, min_tokens=3, stop_ids=(EOS, 40))
+    asked = params(50, grammar=WORDS, min_tokens=3, stop_ids=(EOS, 385, VOCAB))  # a token that the model lacks, too
     follower = Matcher(None, state(asked))
-    follower.accept([7] * num_generated)
+    for _ in range(num_generated):
+        follower.accept([7])
     for ahead in range(5):
         mask = np.full(grammars.num_words, -1, np.int32)
         follower.ban_stops(mask, ahead)
         is_banned = num_generated + ahead < 3
-        assert (EOS not in ids_of(mask), 40 not in ids_of(mask)) == (is_banned, is_banned), ahead
+        assert (EOS not in ids_of(mask), 385 not in ids_of(mask)) == (is_banned, is_banned), ahead
+        assert len(ids_of(mask)) == VOCAB - 2 * is_banned
 
 
 def test_a_tree_bans_stops_by_depth(model: Path, grammars: Grammars) -> None:
@@ -206,13 +210,32 @@ def test_a_grammar_that_takes_too_much_work_breaks_its_matcher_alone(model: Path
     assert follower.is_broken
 
 
-def test_a_tokenizer_that_llguidance_does_not_know_breaks_every_matcher(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_llguidance_does_not_take_breaks_every_matcher_and_the_log_says_why(
+    tmp_path: Path, grammars: Grammars, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "Unknown"}}))
     strange = Grammars(tmp_path / "tokenizer.json", VOCAB, [EOS])
     assert matcher(strange, params(9, grammar=WORDS), [1, 2]).is_broken
-    assert "llguidance cannot use the tokenizer" in caplog.text
+    assert all(matcher(grammars, params(9, grammar="{not a grammar")).is_broken for _ in range(3))
+    assert grammars._compiled["{not a grammar"].num_coming == 1, "it is not tried again"
+    known = "no request can have a grammar: llguidance cannot use the tokenizer: ", "a grammar cannot be used: "
+    told = [record.getMessage() for record in caplog.records]
+    for message, begin in zip(told, known, strict=True):
+        assert message.startswith(begin) and message.removeprefix(begin) not in ("", "None", "%s")
+
+
+def test_a_grammar_that_is_too_much_work_from_the_start_is_broken_before_it_has_a_mask(grammars: Grammars) -> None:
+    """The bound is the one that the router refuses grammars by, well below that of llguidance."""
+    for num_letters, is_broken in ((50, False), (400, True)):
+        text = llguidance.LLMatcher.grammar_from_lark(f"start: {'x? ' * num_letters}\nx: /[a-z ]/")
+        assert matcher(grammars, params(9, grammar=text)).is_broken == is_broken
+
+
+def test_only_tokens_of_the_tokenizer_are_allowed_and_the_models_own_ends(model: Path) -> None:
+    """A model may have more logits than its tokenizer has tokens, and other ends than tokenizer.json names."""
+    wide = Grammars(model / "tokenizer.json", VOCAB + 64, [9, 11])
+    done = matcher(wide, params(50, grammar=WORDS), tokens(model, "abcd 1 2 3 444"))
+    assert next_mask(wide, done) == [9, 11]
 
 
 def test_only_so_many_grammars_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,3 +266,25 @@ def test_a_grammar_of_one_sequence_is_compiled_once(grammars: Grammars) -> None:
     grammars.prepare(WORDS)
     matcher(grammars, params(9, grammar=WORDS))
     assert grammars._compiled[WORDS].num_coming == 1
+
+
+def test_copies_are_of_each_original_in_turn_and_one_more_is_compiled_for_each_copy_beyond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_file, "MOST_ORIGINALS", 8)
+
+    class Original:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def deep_copy(self) -> int:
+            return self.number
+
+    numbers = itertools.count()
+    originals: Any = Originals(lambda: Original(next(numbers)))  # pyright: ignore[reportArgumentType]
+    for _ in range(3):
+        originals.prepare()
+        originals._coming[-1].result()
+    assert [originals.copy() for _ in range(3)] == [0, 1, 2] and originals.num_coming == 3
+    originals.copy()
+    assert originals.num_coming == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 from baton.engine import latent_pieces
 from baton.engine.attention import attend_latents, begin_attention
 from baton.engine.batch import ForwardBatch
-from baton.engine.latent_pieces import LatentPieces, is_faster
+from baton.engine.latent_pieces import LatentPieces, is_faster, piece_size
 from baton.engine.model_config import LatentConfig
 from baton.engine.models.read_config import read_model_config
 from baton.engine.rope import RotaryEmbedding
@@ -44,6 +45,59 @@ PAGE_SIZE, NUM_HEADS = 4, 3
 )
 def test_the_form_depends_on_lengths(query_lens: tuple[int, ...], prefix_lens: tuple[int, ...], expected: bool) -> None:
     assert is_faster(DEEPSEEK, query_lens, prefix_lens) == expected
+
+
+@pytest.mark.parametrize(
+    ("latent", "query_lens", "most"),  # `most`: tokens before those of the first sequence, and of the others
+    [
+        (DEEPSEEK, (64,), (19,)),
+        (DEEPSEEK, (100,), (70,)),
+        (DEEPSEEK, (90, 40), (6, 33)),
+        (LatentConfig(128, None, 64, 32, 64, is_interleaved=True, scale=1.0), (64,), (31,)),  # equally many behind 32
+        (LatentConfig(128, None, 100, 32, 60, is_interleaved=True, scale=1.0), (80,), (23,)),
+        (LatentConfig(96, None, 70, 10, 90, is_interleaved=True, scale=1.0), (80,), (7,)),
+    ],
+    ids=str,
+)
+def test_the_expanded_form_is_taken_up_to_the_last_key_for_which_it_takes_fewer_operations(
+    latent: LatentConfig, query_lens: tuple[int, ...], most: tuple[int, ...]
+) -> None:
+    """Operations counted one token and one key at a time."""
+
+    def operations(first: int) -> tuple[int, int]:
+        prefix_lens, expanded, absorbed = (first, *most[1:]), 0, 0
+        per_up = latent.rank * (latent.plain_dim + latent.value_dim)
+        for query_len, prefix_len in zip(query_lens, prefix_lens, strict=True):
+            expanded += (query_len + prefix_len) * per_up
+            absorbed += query_len * per_up
+            num_pairs = sum(prefix_len + token for token in range(query_len)) + query_len // 2  # half the token itself
+            expanded += num_pairs * (latent.plain_dim + latent.rope_dim + latent.value_dim)
+            absorbed += num_pairs * (latent.rank + latent.rope_dim + latent.rank)
+        return expanded, absorbed
+
+    for first, expected in ((0, True), (most[0], True), (most[0] + 1, False), (most[0] + 2, False)):
+        expanded, absorbed = operations(first)
+        assert is_faster(latent, query_lens, (first, *most[1:])) == (expanded < absorbed) == expected, first
+    assert is_faster(latent, (64,), (0,)) and not is_faster(latent, (63,), (0,)), "launches take longer"
+
+
+def test_a_piece_has_as_many_whole_units_as_its_memory_holds_and_one_at_least() -> None:
+    sizes = [piece_size(DEEPSEEK, *each) for each in ((128, 2), (128, 4), (3, 4), (10**4, 2), (10**6, 4))]
+    assert sizes == [4096, 2048, 87360, 64, 64]
+    assert piece_size(SMALL, 3, 4) == 508352
+
+
+def test_pieces_are_made_only_of_prompts_whose_lengths_the_host_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And if `is_faster` says so of these lengths."""
+    asked: list[Any] = []
+    monkeypatch.setattr(latent_pieces, "is_faster", lambda *given: asked.append(given) or len(asked) == 1)
+    prompts = ForwardBatch.build([BatchRow([0] * 3, 7, [5, 9, 2]), BatchRow([0] * 6, 0, [3, 8])], PAGE_SIZE, "cpu")
+    assert LatentPieces.of(prompts, SMALL, NUM_HEADS, 4) is not None
+    assert LatentPieces.of(prompts, SMALL, NUM_HEADS, 4) is None
+    assert asked == [(SMALL, (3, 6), (7, 0))] * 2
+    ones = torch.ones(1, 1, dtype=torch.int64)
+    batch = ForwardBatch.uniform(ones, ones, ones[0], ones, PAGE_SIZE)
+    assert LatentPieces.of(batch, SMALL, NUM_HEADS, 4) is None and len(asked) == 2
 
 
 @pytest.mark.parametrize("piece", [8, 20, 4096])  # keys
@@ -93,6 +147,22 @@ def test_pieces_hold_all_keys_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (second.first, second.stop, second.starts.tolist(), second.offsets.tolist()) == (8, 16, [0, 2, 8], [-1, 0])
     assert first.rows is not None and first.rows.tolist() == [20, 21, 22, 23, 36, 37, 38, 39]
     assert second.rows is not None and second.rows.tolist() == [8, 9, 12, 13, 14, 15, 32, 33]
+
+
+def test_keys_of_new_prompts_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of 3 and 6 keys, all new, need no pages; pieces of 4."""
+    monkeypatch.setattr(latent_pieces, "is_faster", lambda *_: True)
+    monkeypatch.setattr(latent_pieces, "_UNIT", 4)
+    monkeypatch.setattr(latent_pieces, "_PIECE_BYTES", 4 * NUM_HEADS * 44 * 4)
+    rows = [BatchRow([0] * 3, 0, [5]), BatchRow([0] * 6, 0, [3, 8])]
+    found = LatentPieces.of(ForwardBatch.build(rows, PAGE_SIZE, "cpu"), SMALL, NUM_HEADS, 4)
+    assert found is not None
+    assert [(each.first, each.stop, each.rows) for each in found.pieces] == [(0, 4, None), (4, 8, None), (8, 9, None)]
+    assert [each.starts.tolist() for each in found.pieces] == [[0, 3, 4], [0, 0, 4], [0, 0, 1]]
+    assert [each.offsets.tolist() for each in found.pieces] == [[0, 0], [-3, -1], [-3, -5]]
+    assert (
+        {each.starts.dtype for each in found.pieces} == {each.offsets.dtype for each in found.pieces} == {torch.int32}
+    )
 
 
 def weights_of() -> LatentWeights:

@@ -45,7 +45,7 @@ def test_a_single_pair_waits_for_the_answer_of_its_decode_node_alone() -> None:
     each.canary(P[0], D[0], RIGHT)
     verdict = each.verdict(P[0], D[0])
     assert (verdict.state, each.wanted(0.0)) == ("unconfirmed", [D[0]])
-    assert "decode node d0 has not computed alone yet" in verdict.words
+    assert verdict.words == "its canary gave 1 2 3 4, which decode node d0 has not computed alone yet: it is asked to"
     each.own(D[0], RIGHT, 0.0)
     assert each.verdict(P[0], D[0]).state == "ready"
     assert each.wanted(0.0) == [P[0]], "d0 may be wrong in both answers, so a node that shares nothing with it is asked"
@@ -203,6 +203,13 @@ def test_answers_of_a_node_that_leaves_are_removed_unless_two_witnesses_agreed()
     assert each.verdict(P[0], D[2]).state == "ready", "two present witnesses outvote the remembered answer"
 
 
+def test_a_remembered_answer_is_no_further_witness_beside_the_nodes_that_gave_it() -> None:
+    each = ballot(2, 2)
+    for node, answer in ((P[0], RIGHT), (P[1], RIGHT), (D[0], WRONG), (D[1], WRONG)):
+        each.own(node, answer, 0.0)
+    assert [each.verdict_alone(node).state for node in (*P[:2], *D[:2])] == ["undecided"] * 4
+
+
 def test_an_answer_of_one_pair_is_not_remembered() -> None:
     each = ballot(2, 2)
     each.canary(P[0], D[0], WRONG)
@@ -265,6 +272,52 @@ def test_the_verdict_on_a_node_that_computes_alone() -> None:
     assert each.verdict_alone(P[1]).state == "faulty"
 
 
+def test_answers_of_equal_weight_are_undecided_even_when_nobody_is_left_to_ask() -> None:
+    each = ballot(0, 2)
+    each.own(D[0], RIGHT, 0.0)
+    each.own(D[1], WRONG, 0.0)
+    assert [each.verdict_alone(node).state for node in D[:2]] == ["undecided"] * 2
+
+
+def test_one_prefill_node_is_asked_to_confirm_an_answer_not_all_of_them() -> None:
+    each = ballot(3, 1)
+    for prefill in P[:3]:
+        each.canary(prefill, D[0], RIGHT)
+    each.own(D[0], RIGHT, 0.0)
+    assert len(each.wanted(0.0)) == 1 and each.wanted(0.0)[0] in P[:3]
+
+
+def test_a_verdict_names_four_witnesses_and_counts_the_others() -> None:
+    for num_right in (3, 4, 5, 7):
+        each, right = ballot(4, 4), [*D, *P][:num_right]
+        for node in right:
+            each.own(node, RIGHT, 0.0)
+        each.own(P[3], WRONG, 0.0)
+        names = sorted(map(str, right))[:4]
+        more = {5: " and 1 more", 7: " and 3 more"}.get(num_right, "")
+        words = f"its canary gave {WRONG}; {', '.join(names)}{more} gave {RIGHT}"
+        assert each.verdict_alone(P[3]) == Verdict("faulty", words)
+
+
+def test_a_canary_whose_answer_comes_after_one_of_its_nodes_left_does_not_count() -> None:
+    for gone in (P[1], D[1]):
+        each = ballot(2, 2)
+        each.left(gone)
+        each.canary(P[1], D[1], WRONG)
+        assert each.verdict(P[1], D[1]) == Verdict("untried") and each.wanted(0.0) == []
+        each.canary(P[0], D[0], RIGHT)
+        each.own(P[0], RIGHT, 0.0)
+        each.own(D[0], RIGHT, 0.0)
+        assert each.verdict(P[0], D[0]) == Verdict("ready") and each.wanted(0.0) == []
+
+
+def test_an_own_answer_that_changes_is_counted_anew() -> None:
+    each = ballot(0, 1)
+    each.own(D[0], WRONG, 0.0)
+    each.own(D[0], RIGHT, 1.0)
+    assert each.verdict_alone(D[0]) == Verdict("ready")
+
+
 def test_a_node_that_leaves_is_asked_no_more_and_its_answers_count_no_more() -> None:
     each = ballot(1, 2)
     each.left(P[3])  # was never here
@@ -289,6 +342,8 @@ def test_answers_agree_from_their_first_tie_on() -> None:
     each.canary(P[0], D[0], near)
     each.own(D[0], other, 0.0)
     assert states(each, 1, 1) == [["ready"]]
+    each.own(D[0], says(1, 8, 8, 8, second=(Rival(2, GAP),)), 0.0)
+    assert states(each, 1, 1) == [["faulty"]], "a gap is too much, a little less is a tie"
     sure = says(1, 8, 8, 8)
     each.own(D[0], sure, 0.0)
     assert states(each, 1, 1) == [["faulty"]], "both answers must have a tie there"
@@ -296,6 +351,10 @@ def test_answers_agree_from_their_first_tie_on() -> None:
     assert states(each, 1, 1) == [["faulty"]], "a shorter answer is not a tie"
     each.own(D[0], says(1, 9, 8, 8, second=(Rival(2, GAP / 3),)), 0.0)
     assert states(each, 1, 1) == [["faulty"]], "a tie of other tokens is none"
+
+
+def test_words_name_the_tokens_of_an_answer_or_that_there_are_none() -> None:
+    assert (str(RIGHT), str(says())) == ("1 2 3 4", "no token")
 
 
 def test_a_token_that_is_no_rival_is_at_least_as_far_away_as_the_last_one() -> None:

@@ -41,6 +41,10 @@ def test_the_default_is_one_low_one_middle_and_one_high_layer(read: Callable[...
 def test_layers_that_the_target_lacks_and_other_numbers_are_refused(read: Callable[..., tuple[int, ...]]) -> None:
     with pytest.raises(ConfigError, match=r"layers \[7\]; the target has layers 0 to 6"):
         read(**{KEY: [0, 1, 7]})
+    with pytest.raises(ConfigError, match=r"layers \[-1\]; the target has layers 0 to 6"):
+        read(**{KEY: [-1, 0, 1]})
+    with pytest.raises(ConfigError, match=r"takes three states .* names \(0, 1, 2, 3\)"):
+        read(**{KEY: [0, 1, 2, 3]})
     with pytest.raises(ConfigError, match=r"takes three states .* names \(0, 1\)"):
         read(**{KEY: [0, 1]})
     with pytest.raises(ModelError, match=r"layer_ids = \['a', 1, 2\] must be a list of layers"):

@@ -5,6 +5,8 @@ The target's states are random numbers. tests/decode_node/test_mtp_layers.py has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from direct import Direct, Text, close_kv
 from heads import HYPER_LAYERED, LAYERED, SIX_LAYERS, write_head
 from plain_heads import Plain, PlainHead
 
-from baton.engine.drafters.base import DraftState
+from baton.engine.draft_shape import DraftShape
+from baton.engine.drafters.base import DraftState, PromptTail, RoundRows
 from baton.engine.drafters.mtp_layers import MtpLayersDrafter
+from baton.engine.sampling_batch import SamplingBatch
 
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 10}
 SAMPLED = [
@@ -142,3 +146,88 @@ def test_states_of_another_width_or_dtype_are_refused(make: Make) -> None:
         for call in (direct.prompt, direct.finish):
             with pytest.raises(ValueError, match=words):
                 call([text])
+
+
+def test_rounds_refuse_states_that_are_not_those_of_their_tokens(make: Make) -> None:
+    """One state for each token that the target sampled, and all that a state hands on from round to round."""
+    direct, _ = make("mtp3-deepseek")
+    texts = [direct.text(length) for length in (4, 6)]
+    state, targets = direct.prompt(texts), torch.ones(2, 2, dtype=torch.int64)
+    states, accepted = torch.zeros(2, 2, 40), torch.zeros(2, dtype=torch.int64)
+    assert state.rows is not None and state.recent is not None
+    wrong: list[tuple[DraftState, torch.Tensor | None]] = [
+        *((state, each) for each in (None, states[:, :1], states[:1], states.repeat(1, 2, 1), states.repeat(2, 1, 1))),
+        *((replace(state, **{name: None}), states) for name in ("rows", "recent")),
+    ]
+    for draft, hidden in wrong:
+        rows = direct._rows(RoundRows, texts, draft)
+        with pytest.raises(AssertionError), torch.inference_mode():
+            direct.drafter.observe(rows, hidden, targets, accepted)
+
+
+def test_a_state_lies_where_the_drafters_pool_does(make: Make) -> None:
+    """A pool on the device "meta" stands for one on a GPU."""
+    direct, _ = make("mtp3-deepseek")
+    assert direct.draft_kv is not None
+    direct.drafter.use_pools(direct.target_kv, direct.draft_kv.to("meta"))
+    state = direct.drafter.allocate(2)
+    assert {(name, value.device.type) for name, value in state.present()} == {
+        (name, "meta") for name in ("tokens", "rows", "recent")
+    }
+
+
+def test_layers_are_told_that_they_extend_and_how_ranks_divide_the_rows(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In prompts and in rounds: there are no other forwards."""
+    direct, _ = make("mtp3-deepseek")
+    assert isinstance(direct.drafter, MtpLayersDrafter)
+    log: list[Any] = []
+
+    class Spied:
+        def __init__(self, layer: Any) -> None:
+            self.layer = layer
+
+        def forward(self, *rows: Any, is_extend: Any) -> torch.Tensor:
+            log.append(is_extend)
+            return self.layer.forward(*rows, is_extend=is_extend)
+
+        def logits(self, rows: torch.Tensor, lens: Any) -> torch.Tensor:
+            log.append(lens)
+            return self.layer.logits(rows)
+
+    monkeypatch.setattr(SamplingBatch, "lens", lambda _, num_rows: (num_rows, 0))
+    spied: Any = [Spied(layer) for layer in direct.drafter._layers]
+    direct.drafter._layers = spied
+    texts = [direct.text(6), direct.text(7)]
+    state = direct.prompt(texts)
+    direct.observe(texts, state, direct.propose(texts, state, 2), [1, 2])
+    assert log == [True] * 3 + [True, (2, 0)] * 6
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 4])
+def test_one_step_to_one_per_layer_is_drafted(num_steps: int, make: Make) -> None:
+    drafter = make("mtp3-deepseek")[0].drafter
+    assert isinstance(drafter, MtpLayersDrafter)
+    shape = DraftShape(num_steps)
+    with nullcontext() if num_steps in (1, 3) else pytest.raises(AssertionError):
+        MtpLayersDrafter(drafter._layers, drafter._kv, drafter.hidden, shape)
+
+
+def test_a_prompt_ends_with_a_state_for_each_text_and_the_rows_before_it(make: Make) -> None:
+    direct, _ = make("mtp3-deepseek")
+    text = direct.text(5)
+    direct.prompt([text])
+    rows, bonus, sampling = torch.zeros(2, 40), torch.tensor([text.token_ids[-1]]), direct._sampling([text])
+
+    def finish(rows: torch.Tensor | None, hidden: torch.Tensor | None) -> DraftState:
+        with torch.inference_mode():
+            tail = PromptTail(text.token_ids[:-1], text.pages, rows)
+            return direct.drafter.finish_prompt([tail], bonus, hidden, sampling)
+
+    assert len(finish(rows, torch.zeros(1, 40))) == 1
+    for wrong in ((rows, None), (rows, torch.zeros(0, 40)), (rows, torch.zeros(2, 40)), (None, torch.zeros(1, 40))):
+        with pytest.raises(AssertionError):
+            finish(*wrong)
+    with pytest.raises(AssertionError):
+        finish(rows[:1], torch.zeros(1, 40))

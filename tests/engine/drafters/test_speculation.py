@@ -58,6 +58,7 @@ def test_sensible_values_where_unset(settings: dict[str, Any], shape: DraftShape
         ("eagle", {"draft_topk": 0}, ("draft_topk 0", "1 to 16")),
         ("eagle", {"draft_topk": 17}, ("draft_topk 17", "1 to 16")),
         ("eagle", {"draft_tokens": 9}, ("draft_tokens 9", "draft_topk 1", "has 5")),
+        ("eagle", {"draft_tokens": 4}, ("draft_tokens 4", "draft_topk 1", "has 5")),
         ("eagle", {"draft_topk": 2, "draft_tokens": 4}, ("draft_tokens 4", "5 to 18")),
         ("eagle", {"draft_topk": 2, "draft_tokens": 19}, ("draft_tokens 19", "5 to 18")),
         ("standalone", {"draft_topk": 2}, ("standalone", "chains only", "draft_topk is 2")),

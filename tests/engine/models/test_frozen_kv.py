@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ FITS: list[tuple[dict[str, Any], type[BatonError], str]] = [
     ({"target_layers": [-1, 0]}, ConfigError, r"target_layers \[-1, 0\]; the target has layers 0 to 2"),
     ({"target_layers": ["0", 1]}, ConfigError, r"target_layers \['0', 1\]"),
     ({"target_layers": [0]}, ModelError, r"no FROZEN_KV_MTP head: .* target_layers, one for each of 2 layers"),
+    ({"target_layers": [0, 1, 2]}, ModelError, r"no FROZEN_KV_MTP head: .* target_layers, one for each of 2 layers"),
     ({"target_layers": None}, ModelError, "no FROZEN_KV_MTP head"),
     ({"backbone_hidden_size": None}, ModelError, "no FROZEN_KV_MTP head"),
     ({"backbone_hidden_size": 32}, ConfigError, "backbone_hidden_size is 32; the target's is 40"),
@@ -144,6 +146,26 @@ def test_a_configuration_that_does_not_fit_the_target_is_refused(
     with pytest.raises(error, match=words) as raised:
         read_frozen_kv(head, read_model_config(model))
     assert str(head) in str(raised.value)
+
+
+def test_a_target_with_less_or_more_of_anything_is_refused(model: Path, tmp_path: Path) -> None:
+    head, target = write(model, tmp_path / "head"), read_model_config(model)
+    latents: Any = object()
+    with pytest.raises(ConfigError, match="attends to keys and values of heads; the target's pool has latents"):
+        read_frozen_kv(head, replace(target, latent=latents))
+    for name, field in (
+        ("backbone_hidden_size", "hidden_size"),
+        ("num_key_value_heads", "num_kv_heads"),
+        ("head_dim", "head_dim"),
+        ("vocab_size", "vocab_size"),
+        ("rope_theta", "theta"),
+    ):
+        right = target.rope.theta if field == "theta" else getattr(target, field)
+        for other in (right - 1, right + 1):
+            changed = {"rope": replace(target.rope, theta=other)} if field == "theta" else {field: other}
+            with pytest.raises(ConfigError, match=rf"{name} is {right}; the target's is {other}"):
+                read_frozen_kv(head, replace(target, **changed))
+    assert read_frozen_kv(head, target).target_layers == (2, 0)
 
 
 REFUSED: list[tuple[Callable[[Tensors], Any], list[str]]] = [

@@ -9,7 +9,9 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from thinned import halved, thinned
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
-from baton.engine.models.heads import _check_target_ids
+from baton.engine.models.heads import _check_target_ids, _embedding, _output
 from baton.metadata.errors import BatonError, ConfigError, ModelError
 
 BOUND = 1e-4
@@ -274,6 +276,13 @@ REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
     ),
     ("eagle", "eagle", lambda d: change(d, {"fc.weight": torch.zeros(64, 192)}), ModelError, ["fc.weight", "64, 128"]),
     ("eagle3", "eagle3", lambda d: change(d, {"d2t": None}), ModelError, ["draft_vocab_size is 256", "d2t"]),
+    (
+        "eagle3",
+        "eagle3",
+        lambda d: change(d, {"d2t": None}, draft_vocab_size=600),
+        ModelError,
+        ["draft_vocab_size is 600", "d2t"],
+    ),
     ("eagle3", "eagle3", lambda d: change(d, {"d2t": torch.arange(255)}), ModelError, ["d2t", "255"]),
     ("eagle3", "eagle3", lambda d: change(d, {"d2t": torch.full((256,), 400)}), ModelError, ["d2t", "511"]),
     ("eagle3", "eagle3", lambda d: change(d, {"d2t": torch.arange(256).neg()}), ModelError, ["d2t", "twice"]),
@@ -401,3 +410,17 @@ def test_ids_that_reorder_the_targets_own_output_matrix_are_refused(model: Path,
     change(head, {"d2t": torch.arange(512).flip(0) - torch.arange(512)})
     with pytest.raises(ModelError, match=r"no lm_head\.weight, but its d2t orders"):
         engine(model, head, "eagle3")
+
+
+def test_a_head_without_ends_of_its_own_takes_the_targets_only_if_all_sizes_are_equal() -> None:
+    source: Any = SimpleNamespace(has=lambda _: False)
+    target: Any = SimpleNamespace(embed="embed", logits="logits", config=SimpleNamespace(hidden_size=64))
+    for size in (32, 64, 96):
+        config: Any = SimpleNamespace(hidden_size=size, vocab_size=512)
+        file: Any = SimpleNamespace(directory=Path("head"), config=config)
+        with nullcontext() if size == 64 else pytest.raises(ModelError, match=f"hidden size {size} needs embed_tokens"):
+            assert _embedding(source, config, target) == "embed"
+        for draft_vocab in (256, 512, 600):
+            fits = (size, draft_vocab) == (64, 512)
+            with nullcontext() if fits else pytest.raises(ModelError, match=f"the draft has {draft_vocab} of {size}"):
+                assert _output(source, file, draft_vocab, None, target) == ("logits", None)

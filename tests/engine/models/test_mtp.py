@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import ForwardBatch
 from baton.engine.models.head_file import read_head
-from baton.engine.models.mtp import MtpHead, load_mtp, takes_chained_states
+from baton.engine.models.mtp import MtpHead, load_layers, load_mtp, takes_chained_states
 from baton.engine.models.mtp_names import layer_prefixes
 from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
+from baton.engine.ranks import ONE_RANK
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 
@@ -37,10 +40,10 @@ def model(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("llama", hidden_size=SIZE)
 
 
-def load(model: Path, head: Path) -> tuple[MtpHead, ...]:
+def load(model: Path, head: Path, dtype: torch.dtype = torch.float32) -> tuple[MtpHead, ...]:
     config = read_model_config(model)
     file = read_head(head, config)
-    return load_mtp(file, layer_prefixes(file.names), load_model(model, config, torch.float32, "cpu"))
+    return load_mtp(file, layer_prefixes(file.names), load_model(model, config, dtype, "cpu"))
 
 
 def change(head: Path, changed: Callable[[Tensors], object]) -> Path:
@@ -109,7 +112,10 @@ def test_several_layers_are_read_in_the_order_of_their_numbers(kind: str, model:
         assert torch.equal(layer.final_norm, plain.tensors[f"{prefix}.{names}.weight"])
 
 
-@pytest.mark.parametrize(("kind", "default"), [("mtp3-deepseek", True), ("mtp3-mimo", False), ("hyper-mtp3", True)])
+@pytest.mark.parametrize(
+    ("kind", "default"),
+    [("mtp-deepseek", True), ("mtp-mimo", False), ("mtp3-deepseek", True), ("mtp3-mimo", False), ("hyper-mtp3", True)],
+)
 def test_layers_are_chained_by_their_layout_unless_config_json_says_otherwise(
     kind: str, default: bool, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -117,6 +123,42 @@ def test_layers_are_chained_by_their_layout_unless_config_json_says_otherwise(
     for settings, expected in (({}, default), ({"mtp_chained": True}, True), ({"mtp_chained": False}, False)):
         head = write_head(tmp_path / json.dumps(settings), kind, model, **settings)
         assert takes_chained_states(read_head(head, read_model_config(model))) == expected
+
+
+def test_layers_are_read_in_the_targets_dtype_on_its_device_with_the_heads_own_format(
+    model: Path, tmp_path: Path
+) -> None:
+    """Each layer has the configuration of one full-attention layer, and the rotary share of config.json."""
+    file = read_head(write_head(tmp_path / "head", "mtp3-deepseek", model), read_model_config(model))
+    scheme: Any = object()
+    given = replace(file.config, quantization=scheme, num_layers=3, sliding_window=(5, 5, 5), rotary_dim=4)
+    target: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("meta"))
+    found: Any = load_layers(replace(file, config=given), ("p", "q"), target, ONE_RANK, lambda *read: read)
+    assert [prefix for _, prefix, *_ in found] == ["p", "q"]
+    source, _, config, rotary, ends = found[0]
+    assert (source.dtype, source.device, source.quantization, ends) == (torch.bfloat16, target.device, scheme, target)
+    assert (config.num_layers, config.sliding_window) == (1, (None,))
+    assert rotary._frequencies.device.type == "meta"
+    target.device = torch.device("cpu")
+    (_, _, _, rotary, _), *_ = load_layers(replace(file, config=given), ("p",), target, ONE_RANK, lambda *read: read)
+    cos, _ = rotary(torch.tensor([1000]), torch.float32)
+    assert (cos.flatten() == 1.0).sum() == cos.numel() - 4, "the other numbers of a head are not rotated"
+
+
+def test_a_layer_in_bfloat16_computes_in_bfloat16(model: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", "mtp-deepseek", model)
+    (layer,) = load(model, head, torch.bfloat16)
+    batch = ForwardBatch.build([BatchRow([7, 8], 0, [1])], PAGE_SIZE, "cpu")
+    with torch.inference_mode():
+        kv = make_pool(layer.config, PAGE_SIZE, torch.bfloat16)
+        assert layer.forward(batch, kv, torch.ones(2, SIZE, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_the_output_layer_is_told_how_ranks_divide_the_rows(model: Path, tmp_path: Path) -> None:
+    (layer,) = load(model, write_head(tmp_path / "head", "mtp-mimo", model))
+    target: Any = SimpleNamespace(logits=lambda *given: given)
+    lens: Any = object()
+    assert replace(layer, target=target).logits(torch.ones(1, SIZE), lens)[1] is lens
 
 
 @pytest.mark.parametrize("kind", PREFIX)
