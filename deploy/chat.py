@@ -103,8 +103,9 @@ def run(config: ChatConfig) -> int:
     client = Client(config.url, config.api_key)
     conversation = Conversation(client, config.model or client.model_names()[0], config)
     conversation.reset()
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is no text becomes U+FFFD; no request could hold it
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # no request can hold a byte that is no text; terminals show "?"
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         import readline  # noqa: F401  (line editing and history for input())

@@ -12,12 +12,16 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+import torch
 import triton_device  # before triton is imported, by transformers for one
 from checkpoints import make_checkpoint
 
 CheckpointFactory = Callable[..., Path]
 
 _INTEGRATION = "mark.integration"
+
+# Results do not depend on the number of cores then. Threads of many tests at once would wait for each other.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; processes started here inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -207,8 +207,9 @@ def test_the_boxes_hold_the_steps_of_their_folders() -> None:
     assert numbers == steps
 
 
-def test_the_quick_tests_are_there() -> None:
-    lines = [line.split("#")[0].strip() for line in (ROOT / "tests/quick.txt").read_text().splitlines()]
+@pytest.mark.parametrize("tests", ["quick", "exactness", "other_processor"])
+def test_the_tests_of_a_list_are_there(tests: str) -> None:
+    lines = [line.split("#")[0].strip() for line in (ROOT / f"tests/{tests}.txt").read_text().splitlines()]
     wrong = []
     for line in filter(None, lines):
         path, _, name = line.partition("::")

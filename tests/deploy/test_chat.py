@@ -51,6 +51,11 @@ def test_bytes_that_are_no_text_are_replaced(server: Server, errors: str) -> Non
     assert server.requests[-1]["messages"][0]["content"] == "caf\ufffd"
 
 
+def test_a_terminal_that_cannot_show_a_character_shows_another(server: Server) -> None:
+    result = chat(server, "one\nend length\n", PYTHONIOENCODING="ascii")
+    assert (result.returncode, result.stdout) == (0, "answer 1 ?\nanswer 2 ?\n"), result.stderr
+
+
 @pytest.mark.parametrize(
     ("reason", "words"),
     [

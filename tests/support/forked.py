@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 FAULT_PLAN = "BATON_FAULT_PLAN"  # names a file (tests/chaos/faulty.py) that says what is wrong with the process
+ROUNDINGS_FOLDER = "BATON_ROUNDINGS_FOLDER"  # names the folder in which a rank records its roundings
 _PRELOAD = [f"baton.{name}" for name in ("prefill_node.main", "decode_node.main", "router.main", "deploy.cli")]
 _PRELOAD += ["baton.kernels.numba_kernels", "pytest"]  # pytest: a child imports its parent's main module
 
@@ -117,4 +118,9 @@ def _run_rank(environ: dict[str, str], target: Callable[..., None], *args: Any) 
     os.environ.clear()
     os.environ.update(environ)
     rank_processes.die_with = lambda parent: None
-    target(*args)
+    if ROUNDINGS_FOLDER not in environ:
+        return target(*args)
+    from recorded_roundings import written_roundings
+
+    with written_roundings(environ[ROUNDINGS_FOLDER]):
+        return target(*args)

@@ -7,8 +7,11 @@ all e4m3 numbers.
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,29 +38,51 @@ class Roundings:
     equal to the last bits.
     """
 
-    def __init__(self) -> None:
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # by size of a row: numbers and rounded numbers
+    def __init__(self, folder: Path) -> None:
+        """`folder` holds a file for each process (recorded_roundings.py)."""
+        self._folder = folder
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # by size: rows [num_rows, size], and what they became
         self.num_rounded = self.num_followed = 0  # numbers of the model
 
-    def add(self, rows: Tensor, rounded: Tensor) -> None:
-        """Add rows [num_rows, size] of an engine, and the float32 numbers that they were rounded to."""
-        rows, rounded = rows.float().clone(), rounded.clone()
-        before = self._rows.get(rows.shape[1], (rows.new_empty(0, rows.shape[1]),) * 2)
-        self._rows[rows.shape[1]] = (torch.cat((before[0], rows)), torch.cat((before[1], rounded)))
+    def read(self) -> None:
+        """Take the rows that the processes have written so far."""
+        found = defaultdict[int, list[tuple[Tensor, Tensor]]](list)
+        for path in sorted(self._folder.iterdir()):
+            with path.open("rb") as file, suppress(EOFError):
+                while True:
+                    rows, rounded = map(torch.from_numpy, pickle.load(file))
+                    found[rows.shape[1]].append((rows, rounded))
+        for size, parts in found.items():
+            rows, rounded = map(torch.cat, zip(*parts, strict=True))
+            self._rows[size] = rows, rounded
+
+    def forget(self) -> None:
+        """Let the model round by itself again."""
+        self._rows = {}
 
     def settled(self, row: Tensor, rounded: Tensor, group: int) -> Tensor:
         """Return `rounded`, what the model makes of `row` [size], with the engine's results where either is right.
         `group`: the numbers that share a scale."""
         self.num_rounded += len(row)
-        if len(row) not in self._rows:
+        theirs = self._found(row)
+        if theirs is None:
             return rounded
-        given, given_rounded = self._rows[len(row)]
-        distance, index = (given - row).abs().amax(1).min(0)
-        if distance > _NEAR * row.abs().max():
-            return rounded
-        nearest = given[index], given_rounded[index]
-        parts = zip(*(each.split(group) for each in (row, rounded, *nearest)), strict=True)
+        parts = zip(*(each.split(group) for each in (row, rounded, *theirs)), strict=True)
         return torch.cat([self._settled_group(*each) for each in parts])
+
+    def _found(self, row: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the engine's row, and what it became. Each rank of an engine may have a part of the columns. If the
+        engine computed a row several times, this is the last one."""
+        bound = _NEAR * row.abs().max()
+        for size in sorted(self._rows, reverse=True):
+            if len(row) % size:
+                continue
+            rows, rounded = self._rows[size]
+            near = [_near(rows, part, bound) for part in row.split(size)]
+            if all(len(each) for each in near):
+                last = torch.stack([each[-1] for each in near])
+                return rows[last].flatten(), rounded[last].flatten()
+        return None
 
     def _settled_group(self, x: Tensor, rounded: Tensor, theirs: Tensor, their_rounded: Tensor) -> Tensor:
         apart, largest = (x - theirs).abs(), x.abs().max()
@@ -67,6 +92,12 @@ class Roundings:
         is_either = is_other & (middle_apart <= apart + x.abs() * (scales_apart + 4 * 2.0**-24))
         self.num_followed += int(is_either.sum())
         return torch.where(is_either, their_rounded, rounded)
+
+
+def _near(rows: Tensor, row: Tensor, bound: Tensor) -> Tensor:
+    """Return the indices of the rows whose numbers are all within `bound` of those of `row`."""
+    index = ((rows[:, 0] - row[0]).abs() <= bound).nonzero()[:, 0]  # few: the rest is looked at for these alone
+    return index[(rows[index] - row).abs().amax(1) <= bound]
 
 
 _NEAR = 1e-4  # how far sums in another order are apart at most, as a part of the largest number of a row
@@ -176,15 +207,24 @@ def rounding_model(plain: Path, scheme: Scheme | None, roundings: Roundings | No
 
 
 class RoundingReference(Reference):
-    """Transformers' model of a plain checkpoint that rounds as a scheme says, and follows `roundings`."""
+    """Transformers' model of a plain checkpoint that rounds as a scheme says. If the text of an engine differs from the
+    model's, the model follows the engine's `roundings`, and then only a tie of float32 passes."""
 
-    def __init__(self, plain: Path, scheme: Scheme, roundings: Roundings | None = None) -> None:
+    def __init__(self, plain: Path, scheme: Scheme, roundings: Roundings) -> None:
         self._scheme, self._roundings = scheme, roundings
-        super().__init__(plain, "fp8")
+        super().__init__(plain)
 
     def __post_init__(self) -> None:
         self.model = rounding_model(self.model_dir, self._scheme, self._roundings)
         self.model.generation_config.eos_token_id = None
+
+    def assert_greedy(self, prompt_ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
+        if list(ours) == list(theirs):
+            return super().assert_greedy(prompt_ids, ours, theirs)
+        self._roundings.read()
+        super().assert_greedy(prompt_ids, ours, self.generate(prompt_ids, len(theirs)))
+        self._roundings.forget()
+        return None
 
 
 def _round_experts(module: Any, scheme: Scheme, roundings: Roundings | None) -> None:

@@ -1,11 +1,16 @@
-"""The roundings of an engine in this process, which transformers' model follows (quantized.py)."""
+"""The roundings of an engine, which transformers' model follows (quantized.py)."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
+from forked import ROUNDINGS_FOLDER
 from quantized import Roundings
 from torch import Tensor
 
@@ -14,13 +19,27 @@ from baton.engine.products.fp8 import RowRounding
 
 @contextmanager
 def recorded_roundings() -> Iterator[Roundings]:
-    """Record the rows that the block rounds to e4m3."""
-    roundings, numbers = Roundings(), RowRounding.numbers
+    """Record the rows that the block rounds to e4m3, here and in the ranks that start in the block (forked.py)."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, {ROUNDINGS_FOLDER: folder}),
+        written_roundings(folder),
+    ):
+        yield Roundings(Path(folder))
 
-    def recorded(rounding: RowRounding, x: Tensor) -> Tensor:
-        rounded = numbers(rounding, x)
-        roundings.add(x, rounded if rounding.stored is None else rounded * rounding.stored)
-        return rounded
 
-    with patch.object(RowRounding, "numbers", recorded):
-        yield roundings
+@contextmanager
+def written_roundings(folder: str) -> Iterator[None]:
+    """Write the rows that this process rounds to a file in `folder`."""
+    numbers = RowRounding.numbers
+    with (Path(folder) / str(os.getpid())).open("ab") as file:
+
+        def recorded(rounding: RowRounding, x: Tensor) -> Tensor:
+            rounded = numbers(rounding, x)
+            meant = rounded if rounding.stored is None else rounded * rounding.stored
+            pickle.dump((x.float().numpy(), meant.numpy()), file)
+            file.flush()
+            return rounded
+
+        with patch.object(RowRounding, "numbers", recorded):
+            yield

@@ -15,6 +15,7 @@ import pytest
 import torch
 from node_pair import node_pairs, params
 from quantized import SCHEMES, RoundingReference, quantized
+from recorded_roundings import recorded_roundings
 from safetensors.torch import load_file, save_file
 from solo import Solo
 from ties import Reference
@@ -170,20 +171,17 @@ def test_ranks_and_fp8_give_the_text_of_transformers(
     plain = checkpoint(family, **config, **heads)
     if family not in ("qwen3_moe", "gpt_oss"):
         plain = with_biases(plain, tmp_path / "biased")
-    if scheme is None:
-        model, reference = plain, Reference(plain)
-    else:
-        model = quantized(plain, tmp_path / "fp8", SCHEMES[scheme])
-        reference = RoundingReference(plain, SCHEMES[scheme])
+    model = plain if scheme is None else quantized(plain, tmp_path / "fp8", SCHEMES[scheme])
     prompts = [prompt(length, seed) for seed, length in enumerate((3, 21, 40))]
     both = {"page_size": 4, "num_pages": 120, "chunk_tokens": 9}
-    with node_pairs() as start:
+    with recorded_roundings() as roundings, node_pairs() as start:
         pair = start(model, prefill=both | prefill, decode=both | decode)
         for index, ids in enumerate(prompts):
             pair.submit(f"{index}", ids, params(16))
         results = pair.run()
-    for index, ids in enumerate(prompts):
-        reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 16))
+        reference = Reference(plain) if scheme is None else RoundingReference(plain, SCHEMES[scheme], roundings)
+        for index, ids in enumerate(prompts):
+            reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 16))
     assert reference.num_ties <= 1, reference.num_ties
 
 

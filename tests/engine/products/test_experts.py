@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
+from quantized import Roundings
+from recorded_roundings import recorded_roundings
 from torch import Tensor
 
 from baton.engine.products.base import GivenWeight, WeightSource
 from baton.engine.products.experts import ExpertSources, GroupedExperts, TorchExperts, choose_experts_product
+from baton.engine.products.fp8 import RowRounding
 from baton.engine.quantization import ONLINE_FP8, Quantization
 from baton.kernels.formats import SwigluClamp
 from baton.kernels.fp8 import E4M3, RoundedRows
@@ -85,7 +92,33 @@ def test_both_ways_give_the_same(kind: str, num_rows: int) -> None:
     x, generator = numbers(num_rows, SIZE, seed=3), torch.Generator().manual_seed(4)
     chosen = torch.rand(num_rows, NUM_EXPERTS, generator=generator).topk(2).indices
     shares = torch.rand(num_rows, 2, generator=generator)
-    torch.testing.assert_close(grouped(x, chosen, shares), ours(x, chosen, shares), atol=1e-3, rtol=1e-4)
+    with recorded_roundings() as roundings:
+        expected = ours(x, chosen, shares)
+        roundings.read()
+    with following(roundings):
+        torch.testing.assert_close(grouped(x, chosen, shares), expected, atol=1e-3, rtol=1e-4)
+    assert roundings.num_followed <= 1  # of at most 1,152 numbers
+
+
+@contextmanager
+def following(roundings: Roundings) -> Iterator[None]:
+    """Let rows be rounded as `roundings` says where a last bit decides."""
+    rounded = RowRounding.__call__
+
+    def settled(rounding: RowRounding, x: Tensor) -> RoundedRows:
+        values, scales = rounded(rounding, x)
+        if not rounding.group or not len(x):
+            return RoundedRows(values, scales)
+        scale, num_before = rounding.stored if scales is None else scales, roundings.num_followed
+        assert scale is not None
+        pairs = zip(x, values.float() * scale, strict=True)
+        rows = torch.stack([roundings.settled(row, numbers, len(row)) for row, numbers in pairs])
+        if roundings.num_followed == num_before:
+            return RoundedRows(values, scales)
+        return RoundedRows(rows if rounding.stored is None else rows / rounding.stored, None)
+
+    with patch.object(RowRounding, "__call__", settled):
+        yield
 
 
 @pytest.mark.parametrize("kind", ["plain", "stored", "online"])

@@ -67,6 +67,7 @@ def check(model: DecoderModel, config: ModelConfig, plain: Path, scheme: Scheme)
     ids = random.Random(0).choices(range(512), k=sum(CHUNKS))
     with recorded_roundings() as roundings:
         ours = forward(model, config, ids, CHUNKS)
+        roundings.read()
     reference = rounding_model(plain, scheme, roundings)
     with torch.inference_mode():
         theirs = reference(torch.tensor([ids])).logits[0]
