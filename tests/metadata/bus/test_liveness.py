@@ -183,8 +183,8 @@ class Clock:
         return self.now
 
 
-def heartbeat(age_s: float = 0.0, limit_s: float = 1.0) -> Heartbeat:
-    return Heartbeat(5, "step", age_s, limit_s, LOAD, NodeStats())
+def heartbeat(age_s: float = 0.0, limit_s: float = 1.0, round_trip_s: float = 0.0) -> Heartbeat:
+    return Heartbeat(5, "step", age_s, limit_s, LOAD, NodeStats(), round_trip_s=round_trip_s)
 
 
 @pytest.fixture
@@ -216,6 +216,20 @@ def test_silence_is_death_once(clock: Clock, peers: PeerLiveness[str]) -> None:
     assert (change.peer, change.state) == ("n", "dead")
     assert change.reason in ("silent for 1.5 s", "silent for 1.6 s")
     assert peers.state("n") == "dead"
+
+
+@pytest.mark.parametrize(("round_trip_s", "limit_s"), [(0.04, PEER_SILENCE_S), (2.0, 8.0)])
+def test_a_node_behind_a_slow_network_may_be_silent_for_longer(
+    clock: Clock, peers: PeerLiveness[str], round_trip_s: float, limit_s: float
+) -> None:
+    for _ in range(20):
+        peers.hear("n", heartbeat(round_trip_s=round_trip_s))
+        assert not peers.check()
+        clock.now += 0.2
+    silent_s = 0.2
+    while not peers.check():
+        clock.now, silent_s = clock.now + 0.1, silent_s + 0.1
+    assert limit_s <= silent_s <= limit_s + 0.2
 
 
 def test_a_beat_brings_the_dead_back(clock: Clock, peers: PeerLiveness[str]) -> None:
