@@ -3,13 +3,14 @@
 libzmq accepts a connection before it knows the peer, and sets no bound. So a `Porter` says which strangers are closed.
 An event of the monitor names the connection by its file descriptor, and so does each message that came over it.
 
-The router looks at the events in its event loop (connection_monitor.py). A node computes for seconds between two looks,
-and a flood takes less to use all descriptors. So a thread looks at the port of its data links: `PortWatch`.
+A flood takes milliseconds to use all descriptors, and a loop may look at the events only after seconds. So a thread
+looks at them: `PortWatch`.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -61,18 +62,32 @@ class Strangers:
 
 
 class PortWatch:
-    """A thread that watches the strangers at a bound socket, if it listens at a TCP port. The owner closes it before
-    the socket."""
+    """A thread that watches the connections of a bound socket. The owner closes it before the socket.
 
-    def __init__(self, socket: zmq.Socket[bytes], porter: Porter) -> None:
+    Strangers are looked at with a `porter`, and at a TCP port. The thread calls `on_event` with each of these `events`.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        porter: Porter | None,
+        events: int = 0,
+        on_event: Callable[[int], None] | None = None,
+    ) -> None:
         self._socket, self._lock = socket, threading.Lock()
+        self._events, self._on_event = events, on_event
         port = parse_address(bound_address(socket)).port
-        self._strangers = None if port is None else Strangers(port, porter)
-        if self._strangers is None:
-            return
-        self._monitor = open_monitor(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
-        self._thread = threading.Thread(target=self._run, args=(self._strangers,), name="baton-port", daemon=True)
+        self._strangers = None if port is None or porter is None else Strangers(port, porter)
+        if self._strangers is not None:
+            events |= zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        self._monitor = open_monitor(socket, events | zmq.EVENT_MONITOR_STOPPED)
+        self._thread = threading.Thread(target=self._run, name="baton-port", daemon=True)
         self._thread.start()
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether `know` has anything to do."""
+        return bool(self._strangers)
 
     def know(self, descriptor: int) -> None:
         """Take the connection with this file descriptor for a node's: a valid message has come over it."""
@@ -82,14 +97,21 @@ class PortWatch:
 
     def close(self) -> None:
         """Stop watching."""
-        if self._strangers is not None:
-            if not self._socket.closed:
-                self._socket.disable_monitor()
-            self._thread.join()
-            self._monitor.close(linger=0)
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._thread.join()
+        self._monitor.close(linger=0)
 
-    def _run(self, strangers: Strangers) -> None:
+    def _run(self) -> None:
         with suppress(zmq.ZMQError):  # the context is over
             while (event := recv_monitor_message(self._monitor))["event"] != zmq.EVENT_MONITOR_STOPPED:
-                with self._lock:
-                    (strangers.meet if event["event"] == zmq.EVENT_ACCEPTED else strangers.know)(event["value"])
+                self._take(event["event"], event["value"])
+
+    def _take(self, event: int, descriptor: int) -> None:
+        if self._strangers is not None and event == zmq.EVENT_ACCEPTED:
+            with self._lock:
+                self._strangers.meet(descriptor)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.know(descriptor)
+        if event & self._events and self._on_event is not None:
+            self._on_event(event)
