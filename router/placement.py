@@ -3,9 +3,10 @@
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
 probably has in its cache need not be computed. Requests of one session go to the nodes of the one before: to its
 prefill node, unless another would finish the prompt before this one begins it; to its decode node, unless another is
-less loaded by a tenth of its places, also if that one computes the prompt itself. If the prompt is local, or if either
-role may compute it, prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A node that ran out of
-memory for the request gets it again only if no other node of the role could take it, however busy they are.
+less loaded by a tenth of its places, also if decode nodes compute the prompts. If the prompt is local, or if either
+role may compute it, prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A
+node that ran out of memory for the request gets it again only if no other node of the role could take it, however busy
+they are.
 
 Nodes compute prompts in the order in which they get them. So where several tenants share a group, prompts wait in the
 router, whose order is fair, and a node of either role gets the next one shortly before it has none left to compute.

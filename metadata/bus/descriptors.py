@@ -97,11 +97,16 @@ class Descriptors:
             self._close(connection, descriptor)
         return True
 
-    def make_room(self) -> None:
-        """Close connections that wait for a request, since no descriptor is free."""
-        for _ in range(self.accepts_per_round):
+    def make_room(self) -> bool:
+        """Close connections that wait for a request, since no descriptor is free. Return whether any is closed.
+
+        As many are closed as are reserved: a descriptor that becomes free has a low number, so `take` does not see any
+        more how many are in use."""
+        is_any = self._most > 0
+        for _ in range(max(self.accepts_per_round, int((1 - RESERVED) * self._limit))):
             if self._most:
                 self._close(self._longest()[0], self._limit)
+        return is_any
 
     def remove(self, connection: Closable) -> None:
         """Forget a connection that is closed or that has a complete request. A second call does nothing."""

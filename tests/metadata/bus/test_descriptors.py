@@ -47,7 +47,7 @@ def test_the_longest_waiting_of_the_address_with_most_is_closed(monkeypatch: pyt
     assert table.take(90)
     assert len(table._waiting["10.0.0.4"]) == 2  # type: ignore[attr-defined]
     assert not any(each.is_closed for each in modest)
-    table.make_room()
+    assert table.make_room() and not Descriptors(100).make_room()
     assert table.is_reserved(90) and not table.is_reserved(89)
 
 
