@@ -2,7 +2,7 @@
 
 A server of the event loop accepts all connections that wait before any of them is looked at. A flood would then take
 all descriptors of the process at once. Here few are accepted in each round of the loop, so that room for them can be
-made in time (descriptors.py).
+made in time (metadata/bus/descriptors.py).
 """
 
 from __future__ import annotations
