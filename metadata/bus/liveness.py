@@ -186,15 +186,16 @@ class _Peer:
     heard_at: float
     state: PeerState
     gap_s: float = HEARTBEAT_INTERVAL_S  # between heartbeats, the mean of the last few
-    round_trip_s: float = 0.0  # to the node, as it says
+    round_trip_s: float | None = None  # to the node, as it says; None: no heartbeat has come yet
 
 
 class PeerLiveness(Generic[_K]):
     """The router's view of its nodes: alive, stuck (a phase took longer than its own limit) or dead (silent).
 
     On a starved machine heartbeats come late, and on a slow network a lost packet holds them up for round trips. So a
-    node whose last heartbeats were far apart, or that measures a long round trip, may be silent for longer. A node that
-    starts is not stuck, however long that takes.
+    node whose last heartbeats were far apart, or that measures a long round trip, may be silent for longer. So may
+    a node whose first heartbeat has not come, since it has another connection than the Hello. A node that starts is not
+    stuck, however long that takes.
 
     The router calls `check` a few times per second. If the router itself was held up, its nodes get that time on top,
     because their heartbeats lie unread in its socket.
@@ -238,7 +239,9 @@ class PeerLiveness(Generic[_K]):
         for peer, entry in self._peers.items():
             entry.heard_at = min(entry.heard_at + max(0.0, gap_s - _MAX_CHECK_GAP_S), now)
             silence_s = now - entry.heard_at
-            limit_s = time_limit_s(self._silence_s, entry.round_trip_s)
+            limit_s = MAX_SILENCE_S
+            if entry.round_trip_s is not None:
+                limit_s = time_limit_s(self._silence_s, entry.round_trip_s)
             if silence_s > max(limit_s, min(MEAN_GAPS * entry.gap_s, MAX_SILENCE_S)):
                 change = self._change(peer, entry, "dead", f"silent for {silence_s:.1f} s")
                 changes += [change] if change else []
