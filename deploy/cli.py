@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ..metadata.errors import BatonError
 from .child import die_with_parent
@@ -73,6 +73,8 @@ _CONFIGS = {  # command (also the name of its TOML table): module and name of it
 }
 _PROCESSES = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
 
+_LEAVE_AGAIN_S = 0.2
+
 _RID_HELP = "show this request: the x-request-id header of its answer, or `id` in the body (default: list recent ones)"
 
 
@@ -99,11 +101,19 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at its end
         return 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _leave(_number: int, _frame: object) -> NoReturn:
-    """End a process that serves nothing yet, in order: it holds no request, so it has nothing to finish."""
-    raise SystemExit(0)
+def _leave(_number: int, _frame: object) -> None:
+    """End a process that serves nothing yet, in order: it holds no request, so it has nothing to finish.
+
+    A library that is being imported may catch the exception. So it is raised again, unless it is under way.
+    """
+    signal.signal(signal.SIGALRM, _leave)
+    signal.setitimer(signal.ITIMER_REAL, _LEAVE_AGAIN_S)
+    if not isinstance(sys.exc_info()[1], SystemExit):
+        raise SystemExit(0)
 
 
 def _is_debug(argv: list[str]) -> bool:

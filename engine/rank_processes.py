@@ -47,7 +47,6 @@ class RankProcesses:
         pipe for reports of handoffs. `run` and `args` must be importable and picklable by the spawn of multiprocessing.
         A report that rank 0 waits for longer than `timeout_s` raises, or before `watch` longer than
         `start_timeout_s`."""
-        context = multiprocessing.get_context("spawn")
         self.size = size
         self._timeout_s, self._service_timeout_s = start_timeout_s, timeout_s
         self._processes: list[Any] = []
@@ -58,22 +57,32 @@ class RankProcesses:
         self._on_loss: Callable[[], None] | None = None
         self._on_watch: Callable[[], None] | None = None
         beats: list[Connection] = []
-        for rank in range(1, size):
-            ours, theirs = cast(tuple[Connection, Connection], context.Pipe())
-            reports, reporter = cast(tuple[Connection, Connection], context.Pipe(duplex=False))
-            hears, says = cast(tuple[Connection, Connection], context.Pipe(duplex=False))
-            target_args = (run, theirs, reporter, says, os.getpid(), rank, *args)
-            process = context.Process(target=_run_rank, args=target_args, name=f"rank {rank}")
-            process.daemon = True
-            process.start()
-            for end in (theirs, reporter, says):  # so that its end is seen here
-                end.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-            self.handoff_reports.append(reports)
-            beats.append(hears)
+        # if nobody calls `stop`, since an exit of multiprocessing would wait for the ranks
+        atexit.register(self._kill)
+        try:
+            for rank in range(1, size):
+                beats.append(self._start(run, rank, args))
+        except BaseException:  # a signal ends the start
+            self._kill()
+            raise
         self._watch = RankWatch(beats, self._kill_silent, self._lose)
-        atexit.register(self._kill)  # if nobody has called `stop`; an exit of multiprocessing would wait for the ranks
+
+    def _start(self, run: Callable[..., None], rank: int, args: tuple[Any, ...]) -> Connection:
+        """Start the process of a rank. Return the pipe from which its beats come."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = cast(tuple[Connection, Connection], context.Pipe())
+        reports, reporter = cast(tuple[Connection, Connection], context.Pipe(duplex=False))
+        hears, says = cast(tuple[Connection, Connection], context.Pipe(duplex=False))
+        target_args = (run, theirs, reporter, says, os.getpid(), rank, *args)
+        process = context.Process(target=_run_rank, args=target_args, name=f"rank {rank}")
+        process.daemon = True
+        self._processes.append(process)
+        process.start()
+        for end in (theirs, reporter, says):  # so that its end is seen here
+            end.close()
+        self._pipes.append(ours)
+        self.handoff_reports.append(reports)
+        return hears
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -224,6 +233,8 @@ class RankProcesses:
 
     def _kill(self) -> None:
         for process in self._processes:
+            if process.pid is None:
+                continue  # it was not started
             if process.exitcode is None:
                 process.kill()  # a stopped process ends by no other signal
             process.join()

@@ -14,6 +14,7 @@ from ..engine.ranked_engine import RankedEngine, start_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.addresses import address_of_rank, any_port_of, parse_address
 from ..metadata.bus.curve import KeyPair
+from ..metadata.bus.descriptors import raise_limit
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
@@ -34,6 +35,7 @@ def run(config: PrefillConfig) -> int:
         )
     ends = (address_of_rank(config.bind_host, rank) for rank in (0, config.tp - 1))
     keys = load_keys(config, *map(any_port_of, ends))
+    raise_limit()
     if config.num_ranks == 1:
         engine = load_engine(config, _rehearse)
         return _serve(config, name, keys, engine, _parts(config, engine, Prompts(engine)))

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from ..metadata.bus.allow_list import ROUTER
 from ..metadata.bus.curve import KeyPair
+from ..metadata.bus.descriptors import Descriptors, NodePort, raise_limit
 from ..metadata.bus.hub import Hub
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
@@ -23,7 +24,6 @@ from .export import TraceExport, configured_export
 from .http.api import Api
 from .http.app import application, ops_application
 from .http.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
-from .http.descriptors import Descriptors, NodePort, raise_limit
 from .http.listener import HttpListener
 from .metrics import Metrics
 from .runner import RunningDispatcher

@@ -3,12 +3,13 @@
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
 probably has in its cache need not be computed. Requests of one session go to the nodes of the one before: to its
 prefill node, unless another would finish the prompt before this one begins it; to its decode node, unless another is
-less loaded by a tenth of its places. If the prompt is local, or if either role may compute it,
-prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A node that ran out of
-memory for the request gets it again only if no other node of the role could take it, however busy they are.
+less loaded by a tenth of its places, also if decode nodes compute the prompts. If the prompt is local, or if either
+role may compute it, prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A
+node that ran out of memory for the request gets it again only if no other node of the role could take it, however busy
+they are.
 
 Nodes compute prompts in the order in which they get them. So where several tenants share a group, prompts wait in the
-router, whose order is fair, and a prefill node gets the next one shortly before it has nothing left to compute.
+router, whose order is fair, and a node of either role gets the next one shortly before it has none left to compute.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from typing import NamedTuple
 
 from .affinity import PrefixAffinity, SessionAffinity, page_hashes
 from .node import Node, NodeGroup
-from .prompt_placement import LocalFigures, PromptPlace, RemoteFigures, choose_local, place_sooner
+from .prompt_placement import (
+    SESSION_SLACK,
+    LocalFigures,
+    PromptPlace,
+    RemoteFigures,
+    choose_local,
+    place_sooner,
+)
 from .queue import Entry
 from .request import Sequence as Output
 
-SESSION_SLACK = 0.1  # of its places: so much fuller may the decode node of a session be
 SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
 
@@ -104,7 +111,7 @@ class Placement:
         )
 
     def take_held(self) -> set[NodeGroup]:
-        """Return the groups in which a request waits for a prefill node to compute what it has. Forgets them."""
+        """Return the groups in which a request waits for a node to compute the prompts that it has. Forgets them."""
         held, self._held = self._held, set()
         return held
 
@@ -147,6 +154,9 @@ class Placement:
         if decode is not None or not entry.needs_decode:
             prefills = self._free_prefill_nodes(entry, decode, has_others=has_others)
         locals_ = self._local_nodes(entry, has_others=bool(prefills))
+        if self._is_held(entry, [*prefills, *locals_], now):
+            return None
+        prefills, locals_ = self._short(entry, prefills, now), self._short(entry, locals_, now)
         prompt, index = place_sooner(
             [self._remote_figures(node, decode, entry, now) for node in prefills],
             [self._local_figures(node, entry, now) for node in locals_],
@@ -178,6 +188,9 @@ class Placement:
     def _choose_local(self, entry: Entry, prompt: PromptPlace, now: float) -> Place | None:
         """Return a decode node that computes the prompt."""
         nodes = self._local_nodes(entry, has_others=False)
+        if self._is_held(entry, nodes, now):
+            return None
+        nodes = self._short(entry, nodes, now)
         figures = [self._local_figures(node, entry, now) for node in nodes]
         index = choose_local(figures)
         return self._place_local(entry, prompt, None if index is None else nodes[index])
@@ -216,6 +229,7 @@ class Placement:
             0 if node.is_full(now) else node.room,
             entry.need.local_pages,
             entry.request.group.errors["local"].factor(now),
+            self._decode_sessions.node_of(entry.request.session) == node.routing_id,
         )
 
     def _remote_figures(self, node: Node, decode: Node | None, entry: Entry, now: float) -> RemoteFigures:
@@ -279,18 +293,30 @@ class Placement:
         nodes = self._prefill_nodes(entry, decode, has_others=has_others)
         return [node for node in nodes if node.num_prompts < QUEUED_PER_SLOT * node.max_running]
 
+    def _short(self, entry: Entry, nodes: list[Node], now: float) -> list[Node]:
+        """Return the nodes that may get one more prompt: those with a short queue if several tenants share the
+        group."""
+        if entry.pair is not None or not self._is_shared(entry.request.group):
+            return nodes
+        return [node for node in nodes if self._has_short_queue(node, now)]
+
+    def _is_held(self, entry: Entry, nodes: list[Node], now: float) -> bool:
+        """Whether an entry waits until one of these nodes has computed most of its prompts. Notes its group then."""
+        is_held = bool(nodes) and not self._short(entry, nodes, now)
+        if is_held:
+            self._held.add(entry.request.group)
+        return is_held
+
     def _has_short_queue(self, node: Node, now: float) -> bool:
-        """Whether a prefill node will soon have nothing left to compute. True if it has measured no times yet."""
+        """Whether a node will soon have no prompts left to compute. True if it has measured no times yet."""
         num_tokens = node.num_queued_tokens(now)
         return not num_tokens or node.prompt_times.token_s * num_tokens < SHORT_QUEUE_S
 
     def _choose_prefill(self, entry: Entry, decode: Node | None, now: float) -> Node | None:
         request, nodes = entry.request, self._prefill_nodes(entry, decode)
-        if entry.pair is None and self._is_shared(request.group):
-            short = [node for node in nodes if self._has_short_queue(node, now)]
-            if nodes and not short:
-                self._held.add(request.group)
-            nodes = short
+        if self._is_held(entry, nodes, now):
+            return None
+        nodes = self._short(entry, nodes, now)
         last = self._prefill_sessions.node_of(request.session)
         figures = [
             PrefillFigures(

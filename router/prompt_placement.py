@@ -31,6 +31,7 @@ Reason = Literal[
 
 LOST_S = 1.0  # without a prefill node or a working handoff, after a group has had one, until decode nodes compute
 BUSY_STREAMS = 160  # on a node with so many, one second of waiting of a stream costs one second (`stall_s`)
+SESSION_SLACK = 0.1  # of its places: so much fuller may the decode node of a session be
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
 
 
@@ -146,11 +147,12 @@ class LocalFigures(NamedTuple):
     room: int  # free pages of its largest pool, without those of reservations under way
     num_pages: int  # that the request needs there
     error: float = 1.0  # estimates are multiplied by it (estimate_error.py)
+    is_sessions: bool = False  # it served the request's session last
 
     @property
     def share(self) -> float:
-        """The load: the share of the sequences that it can run."""
-        return self.num_running / self.max_running if self.max_running else 1.0
+        """The load: the share of the sequences that it can run. The session's node may be fuller by SESSION_SLACK."""
+        return (self.num_running / self.max_running if self.max_running else 1.0) - SESSION_SLACK * self.is_sessions
 
     @property
     def is_full(self) -> bool:
@@ -167,6 +169,16 @@ class LocalFigures(NamedTuple):
     def load_s(self) -> float:
         """Return the price of its sequences, in seconds until the first two tokens."""
         return LOAD_ROUNDS * self.num_running * self.round_s
+
+    @property
+    def cost_s(self) -> float:
+        """Return the seconds until the first two tokens and the price of its sequences. The node of the session counts
+        as if it had the whole prompt in its cache."""
+        if not self.is_sessions:
+            return self.two_tokens_s + self.load_s
+        num_free = min(self.num_running, SESSION_SLACK * self.max_running)
+        cached_s = self._replace(num_uncached_tokens=0).two_tokens_s
+        return cached_s + self.load_s - LOAD_ROUNDS * num_free * self.round_s
 
     def stall_s(self, token_s: float) -> float:
         """Return the price, in the same seconds, of the waiting of its streams for the chunks of this prompt. It rises
@@ -251,8 +263,8 @@ def choose_local(figures: Sequence[LocalFigures]) -> int | None:
     """Return the index of the best decode node for a local prompt. None: all nodes are full.
 
     Nodes come first that have told their times and have room within their bound on gaps. Among these, the node with the
-    smallest sum wins: the seconds until the first two tokens, plus a price for each sequence that the node holds
-    (`load_s`). The price is there because a sequence runs for much longer than its prompt is computed. Without it, a
+    smallest sum wins (`cost_s`): the seconds until the first two tokens, plus a price for each sequence that the node
+    holds. The price is there because a sequence runs for much longer than its prompt is computed. Without it, a
     short queue, or a prefix that all requests share, would bring all prompts to one node. A long history in a node's
     prefix cache still outweighs a few sequences."""
     able = [(index, each) for index, each in enumerate(figures) if not each.is_full]
@@ -261,7 +273,7 @@ def choose_local(figures: Sequence[LocalFigures]) -> int | None:
         key=lambda each: (
             not (each[1].times.are_known and each[1].has_room),
             not each[1].times.are_known,
-            each[1].two_tokens_s + each[1].load_s if each[1].times.are_known else 0.0,
+            each[1].cost_s if each[1].times.are_known else 0.0,
             each[1].share,
             -each[1].room,
         ),

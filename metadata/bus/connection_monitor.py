@@ -4,9 +4,8 @@ A closed connection causes a monitor event within milliseconds, but the event na
 of the connection a moment later. Therefore `probe` is called a few times after the event: it sends a message to every
 known node, and with ROUTER_MANDATORY the send fails for exactly the node that is gone.
 
-libzmq accepts a connection before it knows the peer, and sets no bound. So a peer that has not sent a valid message yet
-is a stranger, and the `Porter` that the router gives says which strangers are closed. An event names the connection by
-its file descriptor, and so does each message that came over it.
+A peer that has not sent a valid message yet is a stranger, and a porter says which strangers are closed. A thread looks
+at the events (strangers.py), and calls the event loop if a connection has closed.
 """
 
 from __future__ import annotations
@@ -14,15 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket as sockets
 from collections.abc import Callable
-from typing import Protocol
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from .addresses import parse_address
-from .sockets import DRAIN_LIMIT, bound_address, file_descriptor, open_monitor
+from .strangers import Porter, PortWatch
 from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -32,127 +27,57 @@ _HANDSHAKE_LOG_S = 5.0  # a node with wrong keys tries again every second
 _HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # _AUTH: see curve.py
 
 
-class Stranger:
-    """An accepted connection over which no valid message has come yet. `port` is the one that the socket listens at."""
-
-    def __init__(self, descriptor: int, port: int) -> None:
-        self._descriptor, self._port = descriptor, port
-
-    @property
-    def address(self) -> str:
-        """The host at the other end; "" if the connection is closed."""
-        connection = self._open()
-        if connection is None:
-            return ""
-        try:
-            return str(connection.getpeername()[0])
-        except OSError:
-            return ""
-        finally:
-            connection.detach()
-
-    def force_close(self) -> None:
-        """Shut the connection down, so that libzmq closes it."""
-        connection = self._open()
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(sockets.SHUT_RDWR)
-            connection.detach()
-
-    def _open(self) -> sockets.socket | None:
-        """Return the connection, which is libzmq's, so it must be detached; None if the descriptor is of another use by
-        now."""
-        try:
-            connection = sockets.socket(fileno=self._descriptor)
-        except OSError:
-            return None
-        try:
-            if connection.getsockname()[1] == self._port:
-                return connection
-        except (OSError, IndexError):
-            pass
-        connection.detach()
-        return None
-
-
-class Porter(Protocol):
-    """Decides which strangers are closed."""
-
-    def come(self, stranger: Stranger) -> None:
-        """A stranger has connected."""
-        ...
-
-    def go(self, stranger: Stranger) -> None:
-        """A stranger is known now, or its connection is closed."""
-        ...
-
-
 class ConnectionMonitor:
-    """Watches the connections of a ROUTER socket, which is bound, from the running event loop. The owner closes it
+    """Watches the connections of a ROUTER socket, which is bound, for the running event loop. The owner closes it
     before the socket. Strangers are looked at with a `porter`, and at a TCP port."""
 
     def __init__(self, socket: zmq.Socket[bytes], probe: Callable[[], None], porter: Porter | None = None) -> None:
-        self._socket, self._probe = socket, probe
-        self._port = parse_address(bound_address(socket)).port
-        self._porter = None if self._port is None else porter
-        self._strangers: dict[int, Stranger] = {}  # by file descriptor
+        self._probe = probe
         self._loop = asyncio.get_running_loop()
-        events = zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES | (0 if self._porter is None else zmq.EVENT_ACCEPTED)
-        self._monitor = open_monitor(socket, events)
-        self._monitor.linger = 0
         self._failed_handshakes = Throttle(_HANDSHAKE_LOG_S)
+        self._is_told = False  # the loop knows of a closed connection, and has not begun to probe for it
         self._probe_delays: list[float] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._loop.add_reader(file_descriptor(self._monitor), self._drain)
-        self._drain()
+        self._is_closed = False
+        self._watch = PortWatch(socket, porter, zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES, self._on_event)
 
     @property
     def has_strangers(self) -> bool:
         """Whether `know` has anything to do."""
-        return bool(self._strangers)
+        return self._watch.has_strangers
 
     def know(self, descriptor: int) -> None:
         """Take the connection with this file descriptor for a node's: a valid message has come over it."""
-        stranger = self._strangers.pop(descriptor, None)
-        if stranger is not None and self._porter is not None:
-            self._porter.go(stranger)
+        self._watch.know(descriptor)
 
     def close(self) -> None:
         """Stop watching."""
-        self._loop.remove_reader(file_descriptor(self._monitor))
-        self._socket.disable_monitor()
-        self._monitor.close()
+        self._is_closed = True
+        self._watch.close()
         if self._timer is not None:
             self._timer.cancel()
 
-    def _drain(self) -> None:
-        if self._monitor.closed:
-            return
-        with contextlib.suppress(zmq.Again):
-            for _ in range(DRAIN_LIMIT):
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                if event["event"] == zmq.EVENT_ACCEPTED:
-                    self._meet(event["value"])
-                elif event["event"] == zmq.EVENT_DISCONNECTED:
-                    self.know(event["value"])
-                    self._probe_delays = list(PROBE_DELAYS_S)
-                elif self._failed_handshakes.is_due():
-                    logger.warning(
-                        "hub: refused a peer at the handshake: it does not know the router's key, or is no node (%s)",
-                        zmq.Event(event["event"]).name,
-                    )
-            self._loop.call_soon(self._drain)
+    def _on_event(self, event: int) -> None:
+        """Handle an event, in the thread of the watch."""
+        if event == zmq.EVENT_DISCONNECTED:
+            if not self._is_told:
+                self._is_told = True
+                with contextlib.suppress(RuntimeError):  # the loop is over
+                    self._loop.call_soon_threadsafe(self._begin_to_probe)
+        elif self._failed_handshakes.is_due():
+            logger.warning(
+                "hub: refused a peer at the handshake: it does not know the router's key, or is no node (%s)",
+                zmq.Event(event).name,
+            )
+
+    def _begin_to_probe(self) -> None:
+        self._is_told = False
+        self._probe_delays = list(PROBE_DELAYS_S)
         if self._timer is None:
             self._wait_to_probe()
 
-    def _meet(self, descriptor: int) -> None:
-        assert self._porter is not None and self._port is not None
-        self.know(descriptor)  # an earlier connection, if its end was not seen
-        stranger = self._strangers[descriptor] = Stranger(descriptor, self._port)
-        self._porter.come(stranger)
-
     def _wait_to_probe(self) -> None:
-        if self._probe_delays:
+        if self._probe_delays and not self._is_closed:
             self._timer = self._loop.call_later(self._probe_delays.pop(0), self._run_probe)
 
     def _run_probe(self) -> None:

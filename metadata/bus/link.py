@@ -19,6 +19,7 @@ from .curve import KeyPair, secure_client
 from .sockets import (
     DRAIN_LIMIT,
     HANDSHAKE_MS,
+    UNACKNOWLEDGED_S,
     DroppedFrames,
     configure_socket,
     connect_socket,
@@ -28,6 +29,8 @@ from .sockets import (
     routing_id,
     send_frames,
 )
+from .tcp_connection import TcpConnection
+from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +126,8 @@ class Link:
         self._router_key = router_key(keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._approach = Approach()
+        self._connection: TcpConnection | None = None
+        self._looks = Throttle()
         try:
             self.socket, self._monitor = self._connect()
         except BaseException:
@@ -145,6 +150,7 @@ class Link:
             logger.warning("the router has another key now: connecting anew")
             self._close_sockets()
             self.socket, self._monitor = self._connect()
+            self._connection = None
         self._watch()
         messages: list[ToNode] = []
         for _ in range(limit):
@@ -183,9 +189,16 @@ class Link:
     def _watch(self) -> None:
         try:
             for _ in range(DRAIN_LIMIT):
-                self._approach.take(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"], time.monotonic())
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                self._approach.take(event["event"], time.monotonic())
+                if event["event"] == zmq.EVENT_CONNECTED:
+                    self._connection = TcpConnection(event["value"])
+                elif event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._connection = None
         except zmq.Again:
             pass
+        if self._connection is not None and self._looks.is_due():
+            self._connection.follow_round_trip(UNACKNOWLEDGED_S)
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Return the socket and its monitor."""

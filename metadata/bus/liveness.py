@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ..wire.frames import encode
 from ..wire.membership import Heartbeat
@@ -25,7 +26,8 @@ from ..wire.node_info import Load, NodeStats
 from ..wire.protocol import PROTOCOL_MIN
 from .curve import KeyPair
 from .link import connect_dealer, router_key
-from .sockets import HEARTBEAT_SUFFIX, open_monitor, routing_id, send_frames
+from .sockets import HEARTBEAT_SUFFIX, UNACKNOWLEDGED_S, open_monitor, routing_id, send_frames
+from .tcp_connection import TcpConnection, time_limit_s
 
 HEARTBEAT_INTERVAL_S = 0.2
 PEER_SILENCE_S = 1.5
@@ -81,6 +83,8 @@ class HeartbeatThread:
         self._figures = (load, NodeStats())
         self._agreed = _Agreed(PROTOCOL_MIN, 0)
         self._num_lost = 0  # welcomes of routers whose connection has closed
+        self._connection: TcpConnection | None = None
+        self.round_trip_s = 0.0  # to the router
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="baton-heartbeat", daemon=True)
 
@@ -120,7 +124,7 @@ class HeartbeatThread:
             self._context, self._address, self._identity, self._keys, max_frame=_MAX_FRAME_BYTES, is_immediate=True
         )
         try:
-            return socket, open_monitor(socket, zmq.EVENT_DISCONNECTED)
+            return socket, open_monitor(socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         except BaseException:
             socket.close()
             raise
@@ -132,12 +136,15 @@ class HeartbeatThread:
         self._socket.close()
 
     def _protocol(self) -> int:
-        """Return the protocol in which the router is addressed now."""
+        """Return the protocol in which the router is addressed now. Takes the monitor's events."""
         agreed = self._agreed
         with contextlib.suppress(zmq.Again):
             while True:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-                self._num_lost = agreed.num_welcomes
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                if event["event"] == zmq.EVENT_CONNECTED:
+                    self._connection = TcpConnection(event["value"])
+                else:
+                    self._num_lost, self._connection = agreed.num_welcomes, None
         return agreed.protocol if agreed.num_welcomes > self._num_lost else PROTOCOL_MIN
 
     def _run(self) -> None:
@@ -145,13 +152,18 @@ class HeartbeatThread:
             if self._router_key is not None and self._router_key.is_replaced():
                 self._close_sockets()
                 self._socket, self._monitor = self._open()
-                self._num_lost = self._agreed.num_welcomes
+                self._num_lost, self._connection = self._agreed.num_welcomes, None
+            protocol = self._protocol()
+            if self._connection is not None:
+                self.round_trip_s = self._connection.follow_round_trip(UNACKNOWLEDGED_S)
             phase, (load, stats) = self._phase, self._figures
             age_s = time.monotonic() - phase.since
             silences_s = self._rank_silences_s()
-            heartbeat = Heartbeat(phase.step, phase.name, max(age_s, 0.0), phase.limit_s, load, stats, silences_s)
+            heartbeat = Heartbeat(
+                phase.step, phase.name, max(age_s, 0.0), phase.limit_s, load, stats, silences_s, self.round_trip_s
+            )
             with contextlib.suppress(zmq.Again):  # no router at present; the socket keeps trying to connect
-                send_frames(self._socket, encode(heartbeat, self._protocol()))
+                send_frames(self._socket, encode(heartbeat, protocol))
             if self._is_stopped.wait(self._interval_s):
                 return
 
@@ -174,13 +186,16 @@ class _Peer:
     heard_at: float
     state: PeerState
     gap_s: float = HEARTBEAT_INTERVAL_S  # between heartbeats, the mean of the last few
+    round_trip_s: float | None = None  # to the node, as it says; None: no heartbeat has come yet
 
 
 class PeerLiveness(Generic[_K]):
     """The router's view of its nodes: alive, stuck (a phase took longer than its own limit) or dead (silent).
 
-    On a starved machine heartbeats come late. So a node whose last heartbeats were far apart may be silent for longer.
-    A node that starts is not stuck, however long that takes.
+    On a starved machine heartbeats come late, and on a slow network a lost packet holds them up for round trips. So a
+    node whose last heartbeats were far apart, or that measures a long round trip, may be silent for longer. So may
+    a node whose first heartbeat has not come, since it has another connection than the Hello. A node that starts is not
+    stuck, however long that takes.
 
     The router calls `check` a few times per second. If the router itself was held up, its nodes get that time on top,
     because their heartbeats lie unread in its socket.
@@ -208,7 +223,7 @@ class PeerLiveness(Generic[_K]):
             return None
         now = self._clock()
         entry.gap_s += _NEW_SHARE * (now - entry.heard_at - entry.gap_s)
-        entry.heard_at = now
+        entry.heard_at, entry.round_trip_s = now, heartbeat.round_trip_s
         if heartbeat.step == 0 or heartbeat.phase_age_s <= heartbeat.phase_limit_s:
             return self._change(peer, entry, "alive", f"in {heartbeat.phase!r}, step {heartbeat.step}")
         reason = (
@@ -224,7 +239,10 @@ class PeerLiveness(Generic[_K]):
         for peer, entry in self._peers.items():
             entry.heard_at = min(entry.heard_at + max(0.0, gap_s - _MAX_CHECK_GAP_S), now)
             silence_s = now - entry.heard_at
-            if silence_s > max(self._silence_s, min(MEAN_GAPS * entry.gap_s, MAX_SILENCE_S)):
+            limit_s = MAX_SILENCE_S
+            if entry.round_trip_s is not None:
+                limit_s = time_limit_s(self._silence_s, entry.round_trip_s)
+            if silence_s > max(limit_s, min(MEAN_GAPS * entry.gap_s, MAX_SILENCE_S)):
                 change = self._change(peer, entry, "dead", f"silent for {silence_s:.1f} s")
                 changes += [change] if change else []
         return changes

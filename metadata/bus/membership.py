@@ -68,6 +68,10 @@ class DataLink(Protocol):
         """Return the sockets, or their file descriptors, that wake the node besides the router's."""
         ...
 
+    def allow_for(self, round_trip_s: float) -> None:
+        """Give peers more time, since a message to the router and back takes so long."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -114,7 +118,9 @@ class Membership:
         self._heartbeat = HeartbeatThread(
             router_address, hello.node_id, hello.epoch, keys, load=load, rank_silences_s=rank_silences_s
         )
-        self._session = RouterSession(hello, self._link.send, tokenizer)
+        self._session = RouterSession(
+            hello, self._link.send, tokenizer, round_trip_s=lambda: self._heartbeat.round_trip_s
+        )
         self._num_welcomes = 0
         self._router_address = router_address
         self._node_id, self._keys = hello.node_id, keys
@@ -188,6 +194,7 @@ class Membership:
         if now - self._reported_at >= REPORT_INTERVAL_S:
             self._reported_at = now
             self._heartbeat.report(self.member.load(), self.member.stats())
+            self.member.handoff.allow_for(self._heartbeat.round_trip_s)
 
     def wait(self) -> None:
         """Sleep until a message, a signal or the node's deadline."""

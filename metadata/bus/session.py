@@ -25,6 +25,7 @@ import msgspec
 
 from ..wire.membership import Drain, Flush, Hello, HelloAgain, Inspect, Refusal, RouterHeartbeat, TokenizerFile, Welcome
 from ..wire.messages import Cancel, Compute, Prefill, Resend, Reserve, ToNode, ToRouter
+from .tcp_connection import time_limit_s
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,9 @@ class RouterSession:
     """A node's session. The node passes every message of `Link.receive` to `take`, and acts on what `take` returns, in
     order.
 
-    `send(message, protocol)` is `Link.send`. `tokenizer` makes the file that a router may ask for in its Welcome. The
-    node calls `take([])` at least every second, so that the session keeps its deadlines.
+    `send(message, protocol)` is `Link.send`. `tokenizer` makes the file that a router may ask for in its Welcome.
+    `round_trip_s` returns the measured round trip to the router. The node calls `take([])` at least every second, so
+    that the session keeps its deadlines.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class RouterSession:
         send: Callable[[ToRouter, int], bool],
         tokenizer: Callable[[], TokenizerFile],
         clock: Callable[[], float] = time.monotonic,
+        round_trip_s: Callable[[], float] = float,
     ) -> None:
+        self._round_trip_s = round_trip_s
         self._hello = hello
         self._send = send
         self._tokenizer = tokenizer
@@ -117,7 +121,7 @@ class RouterSession:
             self._take(message, todo)
         now = self._clock()
         silence_s = now - self._heard_at
-        if self._router_epoch is not None and silence_s > ROUTER_SILENCE_S:
+        if self._router_epoch is not None and silence_s > self._limit_s:
             logger.warning("no message from the router for %.1f s", silence_s)
             self._router_epoch = None
             self._part()
@@ -125,6 +129,11 @@ class RouterSession:
         elif self._is_hello_due or (self._is_unanswered and now - self._hello_at > WELCOME_TIMEOUT_S):
             self._say_hello(self._hello_protocol if self._is_hello_due else self._hello.protocol_min)
         return todo
+
+    @property
+    def _limit_s(self) -> float:
+        """How long the router may be silent."""
+        return time_limit_s(ROUTER_SILENCE_S, self._round_trip_s())
 
     @property
     def _is_unanswered(self) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import zmq
@@ -22,7 +23,8 @@ DRAIN_LIMIT = 256  # messages read from a socket before other work gets its turn
 QUEUE_LEN = 8192  # messages queued per peer and direction
 HANDSHAKE_MS = 10_000  # greeting and keys take four round trips, each of which may take two seconds
 ZMTP_HEARTBEAT_MS = 1000  # closes connections whose other end vanished; says nothing about the process
-ZMTP_SILENCE_MS = 4000
+ZMTP_SILENCE_MS = 10_000  # cannot be changed while a connection stands, so it is long enough for slow networks
+UNACKNOWLEDGED_S = 4.0  # a node that connects gives sent bytes so long to be acknowledged, longer on slow networks
 HEARTBEAT_SUFFIX = b":beat"  # the end of the routing id of a node's heartbeat socket
 
 _POLLIN, _FIRST = int(zmq.POLLIN), zmq.NOBLOCK | zmq.SNDMORE  # operators of these enumerations are slow
@@ -123,7 +125,10 @@ def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None, *, wit
         return Received(sender, bodies, None)
     frames = receive_frames(socket, 2, least=2, copy=False)
     name = None if allow_list is None else allow_list.newest_name_of(sender_key(frames[0]))
-    descriptor = int(frames[0].get(zmq.SRCFD)) if with_descriptor else None
+    descriptor = None
+    if with_descriptor:
+        with suppress(zmq.ZMQError):  # it came from this process
+            descriptor = int(frames[0].get(zmq.SRCFD))
     sender, *bodies = (frame.bytes for frame in frames)
     return Received(sender, bodies, name, descriptor)
 

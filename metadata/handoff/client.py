@@ -102,7 +102,9 @@ class HandoffClient:
             return transfer is not None
         link = self._links.by_epoch[transfer.epoch]
         transfer.num_asked += 1
-        transfer.num_passed_over += transfer.asked_at is not None and link.last_message > transfer.asked_at
+        transfer.num_passed_over += (
+            transfer.asked_at is not None and link.last_message > transfer.asked_at + link.round_trip_s
+        )
         transfer.asked_at = self.end.clock()
         link.send(Claim(unit=unit, num_cached_pages=transfer.num_cached_pages))
         return transfer.num_passed_over < MAX_ASKED and transfer.num_asked <= MAX_ASKED_SILENT
@@ -137,6 +139,10 @@ class HandoffClient:
         if of_ranks is not None:
             waits.append(of_ranks)
         return max(0.0, min(waits)) if waits else None
+
+    def allow_for(self, round_trip_s: float) -> None:
+        """Give new links more time, since a message to the router and back takes so long."""
+        self._links.allow_for(round_trip_s)
 
     def tickets(self) -> list[Unit]:
         """Return the units whose pages have not all arrived."""

@@ -6,17 +6,20 @@ import zmq
 
 from ..bus.addresses import any_port_of, parse_address, require_keys
 from ..bus.curve import KeyPair, secure_client, secure_server
-from ..bus.sockets import ZMTP_SILENCE_MS, configure_socket, connect_socket
+from ..bus.sockets import HANDSHAKE_MS, ZMTP_SILENCE_MS, configure_socket, connect_socket
+from ..bus.tcp_connection import MAX_ROUND_TRIP_S
 from ..errors import ConfigError
 from ..wire.node_info import Peer
 
 # A cut network shows as bytes that the other host's kernel does not acknowledge. That is found soon, however slowly
-# pages travel. ZeroMQ's own heartbeat notices a stopped process too, but not a main loop that hangs.
-_UNACKNOWLEDGED_MS = 1500
+# pages travel. Until the handshake is done, nobody knows how long a round trip takes, so the limit is the handshake's.
+# ZeroMQ's own heartbeat notices a stopped process too, but not a main loop that hangs.
+UNACKNOWLEDGED_S = 1.5
 _ZMTP_HEARTBEAT_MS = 200
 SILENCE_S = 1.0  # of ZeroMQ's heartbeat, on the decode node's end
 MAX_SILENCE_S = 6.0
 _HANDSHAKES = 8  # of its time, a connection may be silent for
+_ROUND_TRIPS = 10  # for which a new connection may be silent, while TCP finds out how fast a page may be sent
 _CONTROL_FRAME_BYTES = 8 << 20
 
 
@@ -65,14 +68,16 @@ def connect_data_socket(
     return server_key
 
 
-def silence_s(handshake_s: float) -> float:
-    """Return how long a connection may be silent whose handshake took so long. On a slow network a heartbeat waits
-    behind a message of pages, which takes several times as long as it would if it were small."""
-    return min(max(SILENCE_S, _HANDSHAKES * handshake_s), MAX_SILENCE_S)
+def silence_s(handshake_s: float, round_trip_s: float = 0.0) -> float:
+    """Return how long a connection may be silent if the handshake of the last one to the peer took so long, or a round
+    trip does. On a slow network a heartbeat waits behind a message of pages, which takes several times as long as it
+    would if it were small."""
+    of_handshake_s = min(max(SILENCE_S, _HANDSHAKES * handshake_s), MAX_SILENCE_S)
+    return max(of_handshake_s, _ROUND_TRIPS * min(round_trip_s, MAX_ROUND_TRIP_S))
 
 
 def _configure(socket: zmq.Socket[bytes], address: str, max_frame: int, silence_ms: int) -> None:
     configure_socket(socket, address, max_frame=max_frame)
     socket.set(zmq.HEARTBEAT_IVL, _ZMTP_HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, silence_ms)
-    socket.set(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
+    socket.set(zmq.TCP_MAXRT, HANDSHAKE_MS)

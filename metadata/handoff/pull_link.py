@@ -22,6 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, open_monitor, receive_frames, send_frames
+from ..bus.tcp_connection import TcpConnection
 from ..errors import ConfigError, ProtocolError, StaleMessage, TransferError
 from ..wire.data_link import LinkHello, LinkWelcome
 from ..wire.frames import decode_frame, encode
@@ -29,7 +30,7 @@ from ..wire.messages import DATA_FRAME_BYTES, Pages, Renew, ToDecode, ToPrefill,
 from ..wire.node_info import Peer
 from ..wire.protocol import known
 from ..wire.request import MAX_BATCH, Unit
-from .data_socket import connect_data_socket, silence_s
+from .data_socket import UNACKNOWLEDGED_S, connect_data_socket, silence_s
 from .descriptors import DescriptorInbox
 from .endpoint import Endpoint
 from .shards import PagePart
@@ -72,9 +73,11 @@ class PullLink:
         team: PullTeam | None = None,
         part: PagePart | None = None,
         handshake_s: float = 0.0,
+        round_trip_s: float = 0.0,
     ) -> None:
-        """Connect and say hello. `handshake_s`: how long the handshake of the last link to the peer took. Raises
-        TransferError if the address cannot be used."""
+        """Connect and say hello. `handshake_s`: how long the handshake of the last link to the peer took.
+        `round_trip_s`: of the connection to the router, until this one is measured. Raises TransferError if the address
+        cannot be used."""
         self.peer = peer
         self.protocol = known(peer.protocol)  # the peer is addressed in it
         self.transport: Transport | None = None
@@ -83,7 +86,8 @@ class PullLink:
         self.num_pages = 0  # in the peer's pool
         self.lease_s = 1.0  # told by the welcome
         self.last_heard = self.last_message = self._last_renewed = self._greeted_at = end.clock()
-        self.handshake_s = handshake_s
+        self.handshake_s, self.round_trip_s = handshake_s, round_trip_s
+        self._connection: TcpConnection | None = None
         self._reached_at: float | None = None  # when the handshake began
         self._is_used = False
         self._factor = 1  # of ANSWER_S: how long the peer may owe an answer, by how far the connection has come
@@ -145,6 +149,7 @@ class PullLink:
         for start in range(0, len(units), MAX_BATCH):
             self.send(Renew(units=tuple(units[start : start + MAX_BATCH])))
         self._last_renewed = now
+        self._measure()
 
     def receive(self) -> tuple[ToDecode, memoryview | None] | None:
         """Return the next message, and the data frame of a Pages message; None if no message has arrived.
@@ -217,6 +222,8 @@ class PullLink:
             except zmq.Again:
                 return
             kind = zmq.Event(event["event"])
+            if kind == zmq.EVENT_CONNECTED:
+                self._connection = TcpConnection(event["value"])
             if kind in _STEPS:
                 self._advance(_STEPS[kind])
                 continue
@@ -269,7 +276,13 @@ class PullLink:
         now = self._clock()
         if factor == BUSY_FACTOR and self._reached_at is not None:
             self.handshake_s = now - self._reached_at
+            self._measure()
         self._reached_at, self._factor, self.last_heard = now, factor, max(self.last_heard, now)
+
+    def _measure(self) -> None:
+        """Measure the round trip, and let the time in which a cut network is noticed follow it."""
+        if self._connection is not None:
+            self.round_trip_s = self._connection.follow_round_trip(UNACKNOWLEDGED_S) or self.round_trip_s
 
     def _silence_words(self, silent_s: float) -> str:
         """Return why a link is lost whose peer has been silent for so long."""
@@ -303,7 +316,11 @@ class PullLink:
                 socket,
                 monitor,
                 connect_data_socket(
-                    socket, peer, end.keys, max_frame=self._max_frame(), silence_s=silence_s(self.handshake_s)
+                    socket,
+                    peer,
+                    end.keys,
+                    max_frame=self._max_frame(),
+                    silence_s=silence_s(self.handshake_s, self.round_trip_s),
                 ),
             )
         except (zmq.ZMQError, ConfigError) as error:  # a ZMQError also if no file descriptor is left

@@ -48,6 +48,7 @@ class PullLinks:
         self.hello = end.hello(inbox) if source is None else end.rank_hello(inbox, source)
         self.by_epoch: dict[str, PullLink] = {}
         self._handshakes_s: dict[str, float] = {}  # of the last link, by the peer's name
+        self._router_round_trip_s = 0.0
         self._polled_at = end.clock()
 
     def __iter__(self) -> Iterator[PullLink]:
@@ -68,8 +69,13 @@ class PullLinks:
                 team=self._team,
                 part=self._part,
                 handshake_s=self._handshakes_s.get(peer.node_id, 0.0),
+                round_trip_s=self._router_round_trip_s,
             )
         return link
+
+    def allow_for(self, round_trip_s: float) -> None:
+        """Give new links more time, since a message to the router and back takes so long."""
+        self._router_round_trip_s = round_trip_s
 
     def other_epochs(self, peer: Peer) -> list[PullLink]:
         """Return the links to other epochs of the peer."""

@@ -13,7 +13,10 @@ from typing import Any
 import zmq
 
 from ..bus.addresses import address_of_rank
+from ..bus.descriptors import NodePort, limit_of_descriptors
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
+from ..bus.strangers import PortWatch
+from ..bus.tcp_connection import TcpConnection
 from ..errors import ProtocolError
 from ..wire.data_link import LinkHello, LinkRefused
 from ..wire.frames import decode_frame, encode
@@ -55,8 +58,15 @@ class ServedLinks:
         self.dropped = DroppedFrames(logger, "data link")
         self.socket = bind_data_socket(address_of_rank(bind_host, end.shard.rank), end.keys, end.context)
         self.address = bound_address(self.socket)
+        self._watch = PortWatch(self.socket, NodePort(limit_of_descriptors()))
+        self._connections: dict[Holder, TcpConnection] = {}  # of open links
         self.peers = DecodePeers(end, pages, lease_s, (self.address, *rank_addresses))
         self._closed: deque[Holder] = deque(maxlen=MAX_LINKS)  # what was under way on these still arrives
+
+    @property
+    def round_trip_s(self) -> float:
+        """The longest round trip that the kernel measures on an open link, seconds."""
+        return max((connection.round_trip_s for connection in self._connections.values()), default=0.0)
 
     def close_unlisted(self) -> None:
         """Close the links to decode nodes that are not in the allow-list any more."""
@@ -76,7 +86,7 @@ class ServedLinks:
         num_bytes = 0
         for _ in range(DRAIN_LIMIT):
             try:
-                received = receive_from(self.socket, self._end.allow_list)
+                received = receive_from(self.socket, self._end.allow_list, with_descriptor=True)
             except zmq.Again:
                 return True
             try:
@@ -85,6 +95,8 @@ class ServedLinks:
                     self._refuse(received.sender)
                 else:
                     num_bytes += answer(received.sender, message)
+                    if isinstance(message, LinkHello) and received.sender in self.peers.by_link:
+                        self._know(received)
             except ProtocolError as error:
                 self.dropped.add(received.sender, error)
             if num_bytes > POLL_BYTES:
@@ -144,11 +156,19 @@ class ServedLinks:
         """Close a link."""
         if self.peers.by_link.pop(holder, None) is not None:
             self._closed.append(holder)
+        self._connections.pop(holder, None)
         self._on_closed(holder, reason)
 
     def close(self) -> None:
         """Close the socket. No decode node is told, because this epoch is over."""
+        self._watch.close()
         self.socket.close(linger=0)
+
+    def _know(self, received: Received) -> None:
+        """Take the connection of an open link for a decode node's."""
+        if received.descriptor is not None:
+            self._watch.know(received.descriptor)
+            self._connections[received.sender] = TcpConnection(received.descriptor)
 
     def _is_closed(self, holder: Holder) -> bool:
         """Whether this link was open. The router may say that a node is gone before its last messages are read."""

@@ -21,6 +21,7 @@ from contextlib import suppress
 import zmq
 
 from ..bus.sockets import DroppedFrames
+from ..bus.throttle import Throttle
 from ..errors import ConfigError, OutOfMemory, ProtocolError
 from ..wire.data_link import LinkHello
 from ..wire.messages import Ack, Claim, Drop, Pull, Renew, Revoke, RevokeAck, ToPrefill, UnknownClaim
@@ -70,6 +71,7 @@ class HandoffServer:
         )
         self._ranks = RankDigests(line, end.schema) if line is not None else None
         self._has_more = False
+        self._looks = Throttle(clock=end.clock)
         self._failed: dict[Unit, TicketFailed] = {}  # since the last poll
 
     @property
@@ -177,6 +179,11 @@ class HandoffServer:
         if self._has_more or self._failed:
             return 0.0
         return None if deadline is None else max(0.0, deadline - self.end.clock())
+
+    def allow_for(self, round_trip_s: float) -> None:
+        """Let leases last longer, since a message to the router and back takes so long, or one to a decode node."""
+        if self._looks.is_due():
+            self._book.allow_for(max(round_trip_s, self._links.round_trip_s))
 
     def tickets(self) -> list[Unit]:
         """Return the units of the tickets that have not ended."""

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from ..bus.tcp_connection import MAX_ROUND_TRIP_S
 from ..errors import ProtocolError
 from ..wire.request import Unit
 
@@ -34,6 +35,7 @@ Holder = bytes  # the claiming link
 
 MAX_PARKED = 4096
 MAX_PARKED_OF_ONE = 1024  # per link
+LINK_ROUND_TRIPS = 8  # until a claim arrives on a link that is opened for it: six, and two for a lost packet
 
 
 class Claimed(NamedTuple):
@@ -116,13 +118,17 @@ class TicketBook:
 
     def __init__(self, clock: Callable[[], float], lease_s: float = 1.0) -> None:
         self._clock = clock
-        self._lease_s = lease_s
+        self._lease_s = self._term_s = lease_s
         self._tickets: dict[Unit, Ticket] = {}
         self._parked: dict[Unit, dict[Holder, ParkedClaim]] = {}
         # the answer, for which claimant (None: any), until when
         self._ended: dict[Unit, tuple[EndedTicket, str | None, float]] = {}
         self._events: list[Claimed | TicketEnded] = []
         self._expired_at = clock()
+
+    def allow_for(self, round_trip_s: float) -> None:
+        """Let new and renewed leases last longer, since a message to a peer and back takes so long."""
+        self._term_s = self._lease_s + LINK_ROUND_TRIPS * min(round_trip_s, MAX_ROUND_TRIP_S)
 
     @property
     def units(self) -> list[Unit]:
@@ -146,7 +152,7 @@ class TicketBook:
         """
         assert unit not in self._tickets and num_pages > 0, (unit, num_pages)
         self._ended.pop(unit, None)
-        ticket = self._tickets[unit] = Ticket(unit, num_pages, self._clock() + self._lease_s, claimant)
+        ticket = self._tickets[unit] = Ticket(unit, num_pages, self._clock() + self._term_s, claimant)
         for holder, parked in self._parked.pop(unit, {}).items():
             if ticket.holder is None and parked.num_cached_pages < num_pages and claimant in (None, parked.claimant):
                 self._take(ticket, holder, parked.num_cached_pages, parked.claimant)
@@ -175,12 +181,12 @@ class TicketBook:
             return None  # a decode node that was held up asks again
         if len(held) >= MAX_PARKED or held.count(holder) >= MAX_PARKED_OF_ONE or holder in claims:
             raise ProtocolError(f"claim of {unit} cannot be parked", rid=unit.rid)
-        self._parked[unit] = claims | {holder: ParkedClaim(num_cached_pages, claimant, self._clock() + self._lease_s)}
+        self._parked[unit] = claims | {holder: ParkedClaim(num_cached_pages, claimant, self._clock() + self._term_s)}
         return None
 
     def renew(self, units: Iterable[Unit], holder: Holder) -> list[Unit]:
         """Prolong the leases. Return the units of which `holder` has neither a ticket nor a parked claim."""
-        lease_end = self._clock() + self._lease_s
+        lease_end = self._clock() + self._term_s
         unknown: list[Unit] = []
         for unit in units:
             ticket = self._tickets.get(unit)
@@ -199,7 +205,7 @@ class TicketBook:
             return None
         if ticket.holder is None:
             self._end(ticket, "revoked", reason)
-            self._ended[unit] = (EndedTicket(finished, reason), ticket.claimant, self._clock() + self._lease_s)
+            self._ended[unit] = (EndedTicket(finished, reason), ticket.claimant, self._clock() + self._term_s)
             return None
         ticket.revoked = EndedTicket(finished, reason)
         return ticket
@@ -255,10 +261,10 @@ class TicketBook:
             if not is_sure and not ticket.is_overdue:
                 ticket.lease_end, ticket.is_overdue = now + self._lease_s / 4, True
                 continue
-            reason = f"lease of {self._lease_s:g} s ended"
+            reason = f"lease of {self._term_s:g} s ended"
             if ticket.holder is None:
-                reason = f"nobody claimed it within {self._lease_s:g} s"
-                self._ended[ticket.unit] = (EndedTicket(False, reason), ticket.claimant, now + self._lease_s)
+                reason = f"nobody claimed it within {self._term_s:g} s"
+                self._ended[ticket.unit] = (EndedTicket(False, reason), ticket.claimant, now + self._term_s)
             elif not ticket.is_revoked:
                 lapsed.append(UnitClaim(ticket.unit, ticket.holder))
             self._end(ticket, "lease", reason)
@@ -277,7 +283,7 @@ class TicketBook:
 
     def _take(self, ticket: Ticket, holder: Holder, num_cached_pages: int, claimant: str) -> None:
         if ticket.holder == holder:
-            ticket.lease_end, ticket.is_overdue = self._clock() + self._lease_s, False
+            ticket.lease_end, ticket.is_overdue = self._clock() + self._term_s, False
             return
         if ticket.holder is not None:
             raise ProtocolError(f"{ticket.unit} is claimed already", rid=ticket.unit.rid)
@@ -291,7 +297,7 @@ class TicketBook:
                 rid=ticket.unit.rid,
             )
         ticket.holder, ticket.num_cached_pages, ticket.is_overdue = holder, num_cached_pages, False
-        ticket.lease_end = self._clock() + self._lease_s
+        ticket.lease_end = self._clock() + self._term_s
         self._events.append(Claimed(ticket.unit, num_cached_pages))
 
     def _unpark(self, unit: Unit, holder: Holder) -> bool:

@@ -61,6 +61,7 @@ class Heartbeat(Message, frozen=True, tag="beat"):
     stats: NodeStats
     # since ranks 1 and above last said that their processes run
     rank_silences_s: Annotated[tuple[Seconds, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
+    round_trip_s: Annotated[Seconds, Since(6)] = 0.0  # to the router, as the node's kernel measures it
 
 
 class LedgerReport(Message, frozen=True, tag="ledger"):

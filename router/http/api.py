@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from ...metadata.bus.descriptors import Descriptors
 from ...metadata.errors import RequestError, Unavailable
 from ...metadata.wire.node_info import Role
 from ..availability import Expected, no_node
@@ -28,7 +29,6 @@ from .access import Access
 from .bodies import Bodies, decoded_mended, decoded_strictly
 from .body_size import BODY_SIZE, most_plain, quick_size
 from .cache_salts import CacheSalts
-from .descriptors import Descriptors
 from .in_flight import InFlight
 from .ledgers import Ledgers
 from .side_work import SideWork

@@ -2,7 +2,7 @@
 
 A server of the event loop accepts all connections that wait before any of them is looked at. A flood would then take
 all descriptors of the process at once. Here few are accepted in each round of the loop, so that room for them can be
-made in time (descriptors.py).
+made in time (metadata/bus/descriptors.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from .descriptors import Descriptors
+from ...metadata.bus.descriptors import Descriptors
 
 BACKLOG = 1024  # connections that wait to be accepted
-_PAUSE_S = 0.02  # without a free descriptor
+_PAUSE_S = 0.02  # without a free descriptor, and none that could become free
+_CLOSING_S = 0.001  # until connections are closed that were told to
 
 
 class HttpListener:
@@ -62,9 +63,9 @@ class HttpListener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # no descriptor is free, or the network has failed
-                self._descriptors.make_room()
+                pause_s = _CLOSING_S if self._descriptors.make_room() else _PAUSE_S
                 self._loop.remove_reader(listening)
-                self._loop.call_later(_PAUSE_S, self._go_on, listening)
+                self._loop.call_later(pause_s, self._go_on, listening)
                 return
             if not self._descriptors.take(connection.fileno()):
                 connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -50,6 +51,21 @@ def test_the_loss_of_a_rank_is_told_at_once_and_ends_the_node() -> None:
         assert told.wait(2.0)
         with pytest.raises(RankLost, match=r"rank 1 .*exit code -9"), processes.surviving():
             raise RuntimeError("rank 0 waited too long")
+
+
+def test_a_start_that_is_interrupted_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal ends the node while it starts its ranks, which ignore signals: the exit would wait for them."""
+    begin = RankProcesses._start
+
+    def start(processes: RankProcesses, run: Callable[..., None], rank: int, args: tuple[Any, ...]) -> Any:
+        if rank == 2:
+            raise SystemExit(0)
+        return begin(processes, run, rank, args)
+
+    monkeypatch.setattr(RankProcesses, "_start", start)
+    with forked_ranks(), pytest.raises(SystemExit):
+        RankProcesses(3, echo, timeout_s=5.0)
+    assert not multiprocessing.active_children()
 
 
 def test_ranks_get_frames_in_order_and_leave_with_the_pipe() -> None:

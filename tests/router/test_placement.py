@@ -18,6 +18,7 @@ from baton.router.placement import (
     choose_decode,
     choose_prefill,
 )
+from baton.router.prompt_placement import GroupFacts, LocalPrefill
 from baton.router.queue import Entry
 
 from .conftest import System
@@ -108,6 +109,31 @@ def test_a_prefill_node_gets_the_next_prompt_shortly_before_it_is_idle_if_tenant
     assert is_placed(1000) and not placement.take_held()
     is_shared[0] = True
     assert is_placed(140) and is_placed(1000, token_s=0.0) and not placement.take_held()
+    assert not is_placed(160)
+    assert placement.take_held() == {group} and not placement.take_held()
+
+
+@pytest.mark.parametrize("mode", ["always", "auto"])
+def test_a_decode_node_gets_the_next_local_prompt_shortly_before_it_has_none_if_tenants_share_it(
+    mode: LocalPrefill,
+) -> None:
+    group = make_group()
+    group.facts = GroupFacts(mode, decodes_compute=True)
+    nodes = [add_node(group, "decode", "d0"), *([add_node(group, "prefill", "p0")] if mode == "auto" else ())]
+    is_shared = [False]
+    placement = Placement(lambda *_: True, lambda _: is_shared[0])
+    entry = Entry(make_request(group, prompt_len=20), (0,))
+
+    def is_placed(queued_tokens: int) -> bool:
+        for node in nodes:
+            node.report(Load(100, 0, 0, queued_tokens=queued_tokens, prompt_token_s=1e-3, round_s=1e-3), 10.0)
+        return placement.choose(entry, 10.0) is not None
+
+    for node in nodes:
+        node.begin_prompt("other", 0, 1000, 0.0)
+    assert is_placed(1000) and not placement.take_held()
+    is_shared[0] = True
+    assert is_placed(140) and not placement.take_held()
     assert not is_placed(160)
     assert placement.take_held() == {group} and not placement.take_held()
 

@@ -186,6 +186,20 @@ def test_a_history_in_the_cache_outweighs_a_few_sequences_of_load() -> None:
     assert choose_local([idle._replace(num_queued_tokens=490), idle._replace(num_running=1)]) == 1
 
 
+def test_the_local_prompts_of_a_session_go_to_its_node_unless_others_are_much_sooner() -> None:
+    """The session's node counts as if it had the prompt, and a tenth of its places as free: 1.6 sequences."""
+    idle, last = DECODE._replace(num_running=0), DECODE._replace(num_running=2, is_sessions=True)
+    assert choose_local([idle, last]) == 1
+    other = idle._replace(num_uncached_tokens=100)
+    assert choose_local([other, last._replace(num_running=1)]) == 1
+    assert choose_local([other, last]) == 0, "it has the history too, and is less loaded"
+    assert choose_local([idle, last._replace(num_queued_tokens=5000)]) == 0
+    assert choose_local([idle, last._replace(num_running=16)]) == 0, "it is full"
+    unknown = DECODE._replace(times=PromptTimes())
+    assert choose_local([unknown, unknown._replace(num_running=4, is_sessions=True)]) == 1
+    assert choose_local([unknown, unknown._replace(num_running=5, is_sessions=True)]) == 0
+
+
 def test_a_node_with_room_and_known_times_comes_first() -> None:
     unknown = DECODE._replace(times=PromptTimes(), num_running=0)
     assert choose_local([unknown, DECODE._replace(has_room=False), DECODE]) == 2

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import zmq
 
-from baton.metadata.bus.connection_monitor import PROBE_DELAYS_S, ConnectionMonitor, Porter, Stranger
+from baton.metadata.bus.connection_monitor import PROBE_DELAYS_S, ConnectionMonitor
 from baton.metadata.bus.curve import KeyPair, secure_server
 from baton.metadata.bus.sockets import bound_address, receive_from
+from baton.metadata.bus.strangers import Porter, Stranger
 
 
 class Watched:

@@ -12,7 +12,7 @@ import pytest
 
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
-from baton.metadata.bus.liveness import PEER_SILENCE_S, Change, HeartbeatThread, PeerLiveness
+from baton.metadata.bus.liveness import MAX_SILENCE_S, PEER_SILENCE_S, Change, HeartbeatThread, PeerLiveness
 from baton.metadata.wire.membership import Heartbeat
 from baton.metadata.wire.messages import Cancelled, ToRouter
 from baton.metadata.wire.node_info import Load, NodeStats
@@ -183,8 +183,8 @@ class Clock:
         return self.now
 
 
-def heartbeat(age_s: float = 0.0, limit_s: float = 1.0) -> Heartbeat:
-    return Heartbeat(5, "step", age_s, limit_s, LOAD, NodeStats())
+def heartbeat(age_s: float = 0.0, limit_s: float = 1.0, round_trip_s: float = 0.0) -> Heartbeat:
+    return Heartbeat(5, "step", age_s, limit_s, LOAD, NodeStats(), round_trip_s=round_trip_s)
 
 
 @pytest.fixture
@@ -196,6 +196,7 @@ def clock() -> Clock:
 def peers(clock: Clock) -> PeerLiveness[str]:
     peers = PeerLiveness[str](clock)
     peers.add("n")
+    peers.hear("n", heartbeat())
     return peers
 
 
@@ -216,6 +217,28 @@ def test_silence_is_death_once(clock: Clock, peers: PeerLiveness[str]) -> None:
     assert (change.peer, change.state) == ("n", "dead")
     assert change.reason in ("silent for 1.5 s", "silent for 1.6 s")
     assert peers.state("n") == "dead"
+
+
+def test_a_node_has_time_for_its_first_heartbeat(clock: Clock, peers: PeerLiveness[str]) -> None:
+    """It has another connection than the Hello, whose handshake may end seconds later."""
+    peers.add("new")
+    changes = pass_time(clock, peers, MAX_SILENCE_S - 0.1)
+    assert [change.peer for change in changes] == ["n"]
+    assert [change.peer for change in pass_time(clock, peers, 0.3)] == ["new"]
+
+
+@pytest.mark.parametrize(("round_trip_s", "limit_s"), [(0.04, PEER_SILENCE_S), (2.0, 8.0)])
+def test_a_node_behind_a_slow_network_may_be_silent_for_longer(
+    clock: Clock, peers: PeerLiveness[str], round_trip_s: float, limit_s: float
+) -> None:
+    for _ in range(20):
+        peers.hear("n", heartbeat(round_trip_s=round_trip_s))
+        assert not peers.check()
+        clock.now += 0.2
+    silent_s = 0.2
+    while not peers.check():
+        clock.now, silent_s = clock.now + 0.1, silent_s + 0.1
+    assert limit_s <= silent_s <= limit_s + 0.2
 
 
 def test_a_beat_brings_the_dead_back(clock: Clock, peers: PeerLiveness[str]) -> None:

@@ -38,7 +38,8 @@ class Node:
         self.said: list[ToRouter] = []
         self.spoken: list[int] = []  # the protocol of each
         self.is_full = False
-        self.session = RouterSession(hello, self._send, lambda: FILE, lambda: self.now)
+        self.round_trip_s = 0.0
+        self.session = RouterSession(hello, self._send, lambda: FILE, lambda: self.now, lambda: self.round_trip_s)
         self.session.start()
 
     def _send(self, message: ToRouter, protocol: int) -> bool:
@@ -200,6 +201,14 @@ def test_a_silent_router_is_reported_lost_once(joined: Node) -> None:
     assert joined.take(RouterHeartbeat(router_epoch="a"), work()) == []  # nothing is held, so nothing to free
     assert joined.hellos() == 1
     assert joined.take(welcome(), work()) == [Joined("a", PROTOCOL_MAX), work()]
+
+
+def test_a_router_behind_a_slow_network_may_be_silent_for_longer(joined: Node) -> None:
+    joined.round_trip_s = 2.0
+    joined.now += 7.9
+    assert joined.take() == []
+    joined.now += 0.2
+    assert joined.take() == [RouterLost(pytest.approx(8.1))]
 
 
 def test_a_node_that_was_held_up_itself_reads_before_it_judges(joined: Node) -> None:

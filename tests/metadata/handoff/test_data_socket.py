@@ -41,6 +41,7 @@ def test_both_ends_of_a_link_connect(context: Context, has_keys: bool) -> None:
 def test_a_slow_handshake_gives_the_next_connection_time() -> None:
     """A page of 1 MiB keeps heartbeats waiting for seconds if a message takes 300 ms each way."""
     assert [silence_s(each) for each in (0.0, 0.1, 0.5, 2.0)] == [1.0, 1.0, 4.0, 6.0]
+    assert [silence_s(0.1, each) for each in (0.0, 0.04, 2.0)] == [1.0, 1.0, 20.0], "the router is as far away"
 
 
 def test_without_keys_no_socket_is_opened_to_other_machines(context: Context) -> None:

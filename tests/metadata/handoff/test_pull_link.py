@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,6 +95,20 @@ def test_hello_is_repeated_until_the_welcome(line: Line) -> None:
     line.welcome()
     line.link.greet_again(200.0)
     assert line.hears_nothing() and not line.link.is_waiting
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels tell no round trip")
+def test_the_time_to_notice_a_cut_network_follows_the_measured_round_trip(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the handshake nobody knows the round trip: at a second each way, 1.5 s would end each new link."""
+    opened = dict[str, int]()
+    monkeypatch.setattr("baton.metadata.bus.tcp_connection.TcpConnection.round_trip_s", 2.0)
+    monkeypatch.setattr("socket.socket.setsockopt", lambda *given: opened.update(limit=given[-1]))
+    line.heard()
+    line.link.check(100.0)
+    assert line.link.socket.get(zmq.TCP_MAXRT) == 10_000
+    assert line.link.round_trip_s == 2.0 and opened == {"limit": 8000}
 
 
 def test_only_hello_is_sent_before_the_welcome(line: Line) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,28 @@ def test_a_closed_peer_is_forgotten_with_a_reason(of: Links) -> None:
     assert of.closed == []
     of.links.close_peer(of.client.end.epoch)
     assert of.closed == [(of.holder, "decode node d0 is gone")] and not of.links.peers.by_link
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels tell no round trip")
+def test_an_open_link_is_no_stranger_and_leases_allow_for_its_round_trip(
+    of: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not of.links._watch.has_strangers
+    assert 0 < of.links.round_trip_s < 1
+    monkeypatch.setattr("baton.metadata.bus.tcp_connection.TcpConnection.round_trip_s", 2.0)
+    of.server.allow_for(0.1)
+    of.server.open(unit("late"), 4)
+    assert of.server._book.next_deadline() == pytest.approx(of.server.end.clock() + 16 + 2.0, abs=1.5)
+    of.links.close_peer(of.client.end.epoch)
+    assert of.links.round_trip_s == 0
+
+
+def test_new_links_allow_for_the_round_trip_to_the_router(of: Links) -> None:
+    of.client.allow_for(2.0)
+    of.client.close_peer(of.server.end.epoch)
+    of.client.claim(unit("later"), peer_of(of.server), 0, [3])
+    [link] = of.client._links.by_epoch.values()
+    assert link.round_trip_s == 2.0 and link.socket.get(zmq.HEARTBEAT_TIMEOUT) == 20_000
 
 
 def test_a_link_whose_socket_takes_no_message_is_closed(of: Links, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,14 @@ def test_a_lease_ends_unless_it_is_renewed(book, clock):
     assert book.renew([U], LINK) == [U]
 
 
+def test_leases_allow_for_the_round_trip(book, clock):
+    book.allow_for(2.0)
+    book.open(U, 4)
+    assert watch(book, clock, 16.9) == ([], []) and book.take_events() == []
+    assert watch(book, clock, 0.2) == ([], [])
+    assert [event.reason for event in book.take_events()] == ["nobody claimed it within 17 s"]
+
+
 def test_an_unclaimed_ticket_ends_and_a_late_claim_is_answered(book, clock):
     book.open(U, 4)
     assert watch(book, clock, 1.0) == ([], [])  # no holder to tell

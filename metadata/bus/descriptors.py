@@ -1,11 +1,11 @@
-"""File descriptors of the router: as many as the system allows, and always some left for nodes and for /health.
+"""File descriptors of a process: as many as the system allows, and always some left for nodes and for /health.
 
 The kernel gives a new connection the lowest free descriptor. So its number tells, without counting, how many are in
 use. From CROWDED of the limit on, each new connection closes another one: of the address that has most connections
 without a complete request, the one that has been so for longest. A connection whose request is being answered is never
 closed. From RESERVED of the limit on, a connection is served only if it asks for the router's status.
 
-The port of nodes has a share of its own for connections over which no node has spoken yet: `NodePort`.
+A port to which nodes connect has a share of its own for connections over which no node has spoken yet: `NodePort`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import time
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
-from ...metadata.bus.connection_monitor import Stranger
-from ...metadata.bus.throttle import Throttle
+from .strangers import Stranger
+from .throttle import Throttle
 
 CROWDED = 0.8
 RESERVED = 0.9
 FULL = 0.95  # from here on, a new connection is closed if no other one may be
-NODE_SHARE = 0.25  # of all, for connections at the port of nodes over which no node has spoken yet
+NODE_SHARE = 0.25  # of all, for connections at a port of nodes over which no node has spoken yet
 YOUNG_S = 1.0  # a connection this young is closed only from RESERVED on: its request may be under way
 _MOST = 1 << 20  # descriptors
 
@@ -44,6 +44,12 @@ def raise_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     logger.info("this process may open %d files and connections (the soft limit was %d)", limit, soft)
     return limit
+
+
+def limit_of_descriptors() -> int:
+    """Return how many descriptors this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else soft
 
 
 def group_of(address: str) -> str:
@@ -91,11 +97,16 @@ class Descriptors:
             self._close(connection, descriptor)
         return True
 
-    def make_room(self) -> None:
-        """Close connections that wait for a request, since no descriptor is free."""
-        for _ in range(self.accepts_per_round):
+    def make_room(self) -> bool:
+        """Close connections that wait for a request, since no descriptor is free. Return whether any is closed.
+
+        As many are closed as are reserved: a descriptor that becomes free has a low number, so `take` does not see any
+        more how many are in use."""
+        is_any = self._most > 0
+        for _ in range(max(self.accepts_per_round, int((1 - RESERVED) * self._limit))):
             if self._most:
                 self._close(self._longest()[0], self._limit)
+        return is_any
 
     def remove(self, connection: Closable) -> None:
         """Forget a connection that is closed or that has a complete request. A second call does nothing."""
@@ -156,8 +167,8 @@ class Descriptors:
 
 
 class NodePort:
-    """Closes connections at the port of nodes over which no node has spoken yet, by the rules of `Descriptors`, when
-    they take most of NODE_SHARE of the `limit` of the process."""
+    """Closes connections at a port of nodes over which no node has spoken yet, by the rules of `Descriptors`, when they
+    take most of NODE_SHARE of the `limit` of the process."""
 
     def __init__(self, limit: int) -> None:
         self._table = Descriptors(int(NODE_SHARE * limit), "at the port of nodes over which no node has spoken yet")
