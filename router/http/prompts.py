@@ -23,7 +23,7 @@ from .openai_types import (
     TokenizeResponse,
 )
 from .parameters import template_options
-from .tools import check_history, plain_calls
+from .tools import check_history, in_current_form, plain_calls
 
 Prompt = str | list[int]  # text, or token ids
 
@@ -160,6 +160,7 @@ def chat_text(
     the model has no chat template, if the tool calls of the messages do not fit together, if the template refuses
     the messages, or if the final message cannot be continued.
     """
+    messages = in_current_form(messages)
     check_history(messages)
     template = group.template
     if template is None:
@@ -257,6 +258,7 @@ def _plain(message: ChatMessage, template: ChatTemplate, form: TemplateForm) -> 
     texts = message.content
     if isinstance(texts, list):
         texts = [part.text for part in texts]
+    assert message.role != "function", "it has been made one of a tool"
     plain = form.message("calls" if message.tool_calls else message.role, message.role, texts)
     if message.name is not None:
         plain["name"] = message.name
