@@ -115,7 +115,8 @@ def _conversation(body: MessagesInput) -> ChatRequest:
     for index, tool in enumerate(body.tools or ()):
         check_callers(f"tools[{index}]", tool.allowed_callers)
     tools = [
-        Tool(function=FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in body.tools or ()
+        Tool(function=FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))
+        for tool in body.tools or ()
     ]
     is_parallel = None
     if choice is not None and not isinstance(choice, NoChoice):

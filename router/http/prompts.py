@@ -25,20 +25,20 @@ from .openai_types import (
 from .parameters import template_options
 from .tools import check_history, in_current_form, plain_calls
 
-Prompt = str | list[int]  # text, or token ids
+Prompt = str | Sequence[int]  # text, or token ids
 
 
 class ChatPrompt(NamedTuple):
     """The prompt of a conversation."""
 
     text: str  # whole, also if the beginning of its tokens was cut off
-    ids: list[int]
+    ids: Sequence[int]
 
 
 class EncodedPrompt(NamedTuple):
     """The token ids of a prompt. `text` is None if the prompt was given as ids, or if its beginning was cut off."""
 
-    ids: list[int]
+    ids: Sequence[int]
     text: str | None
 
 
@@ -47,7 +47,7 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
-    if isinstance(prompt[0], int):
+    if isinstance(prompt[0], int):  # else its ids may be columns (side_work.py)
         try:
             max(cast("list[int]", prompt))  # a million ids may be in it, and this is quick
         except TypeError:
