@@ -83,7 +83,9 @@ async def encoded_prompt(
     text = prompt if isinstance(prompt, str) else None
     ids = prompt
     if isinstance(ids, str):
-        ids = await encode(tokenizer, ids, group, param, add_special_tokens=add_special_tokens)
+        if num_kept is None:
+            _check_length(tokenizer, ids, group, param)
+        ids = await tokenizer.encode(ids, add_special_tokens=add_special_tokens)
     if num_kept is not None and len(ids) > num_kept:
         ids = ids[-num_kept:]
         if text is not None:
@@ -124,15 +126,14 @@ async def tokenized(body: TokenizeRequest, group: NodeGroup, tokenizer: TextToke
         param, add_special = "messages", bool(body.add_special_tokens)
     else:
         text, param, add_special = body.prompt or "", "prompt", body.add_special_tokens is not False
-    ids = await encode(tokenizer, text, group, param, add_special_tokens=add_special)
+    _check_length(tokenizer, text, group, param)
+    ids = await tokenizer.encode(text, add_special_tokens=add_special)
     strings = [tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
     return TokenizeResponse(count=len(ids), max_model_len=group.context_len, tokens=ids, token_strs=strings)
 
 
-async def encode(
-    tokenizer: TextTokenizer, text: str, group: NodeGroup, param: str, *, add_special_tokens: bool
-) -> list[int]:
-    """Return the token ids of a text. Raises RequestError, without encoding, if it cannot possibly fit the context."""
+def _check_length(tokenizer: TextTokenizer, text: str, group: NodeGroup, param: str) -> None:
+    """Raise RequestError, without encoding, for a text that cannot possibly fit the context."""
     at_least = len(text) // max(1, tokenizer.longest_token)
     if at_least > group.context_len:
         raise RequestError(
@@ -140,7 +141,6 @@ async def encode(
             f"{group.context_len}",
             param=param,
         )
-    return await tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def chat_text(
