@@ -80,7 +80,8 @@ class _Chat(Struct, frozen=True, array_like=True, tag=True):
 class _Prompts(Struct, frozen=True, array_like=True, tag=True):
     name: str
     context_len: int
-    texts: list[str]
+    texts: list[str | None]  # None: the next of `ids`
+    ids: list[bytes]
     add_special_tokens: bool
     num_kept: int | None
     is_scored_alone: bool
@@ -241,23 +242,20 @@ class SideWork:
         is_scored_alone: bool = False,
     ) -> list[EncodedPrompt]:
         """Return the prompts of a body of /v1/completions as token ids."""
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encode = partial(
-            encoded_prompt,
-            add_special_tokens=add_special_tokens,
-            num_kept=num_kept,
-            is_scored_alone=is_scored_alone,
-        )
-        if not texts or BODY_SIZE.get().is_small:
+        if BODY_SIZE.get().is_small:
+            encode = partial(
+                encoded_prompt,
+                add_special_tokens=add_special_tokens,
+                num_kept=num_kept,
+                is_scored_alone=is_scored_alone,
+            )
             return [await encode(prompt, group, tokenizer, "prompt") for prompt in prompts]
         model = _model_of(group, tokenizer)
-        work = _Prompts(model.name, group.context_len, texts, add_special_tokens, num_kept, is_scored_alone)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        ids = [pack_ids(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        work = _Prompts(model.name, group.context_len, texts, ids, add_special_tokens, num_kept, is_scored_alone)
         done = await self._do(model, work)
-        of_texts = map(EncodedPrompt, map(ids_column, done.data), done.texts)
-        return [
-            next(of_texts) if isinstance(prompt, str) else await encode(prompt, group, tokenizer, "prompt")
-            for prompt in prompts
-        ]
+        return list(map(EncodedPrompt, map(ids_column, done.data), done.texts))
 
     async def tokenized(self, body: TokenizeRequest, group: NodeGroup, tokenizer: TextTokenizer) -> bytes:
         """Return the answer of /tokenize as JSON."""
@@ -368,7 +366,9 @@ async def _result(work: _Work, served: Any) -> _Done:
                 num_kept=work.num_kept,
                 is_scored_alone=work.is_scored_alone,
             )
-            encoded = [await encode(text, group, _tokenizer_of(group), "prompt") for text in work.texts]
+            ids = map(unpack_ids, work.ids)
+            prompts = [next(ids) if text is None else text for text in work.texts]
+            encoded = [await encode(prompt, group, _tokenizer_of(group), "prompt") for prompt in prompts]
             return _Done(texts=[each.text for each in encoded], data=[pack_ids(each.ids) for each in encoded])
         case _Tokenize():
             group = served(work.name, work.context_len)
