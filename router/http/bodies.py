@@ -94,8 +94,8 @@ class Bodies:
             return HttpRefusal(408, f"the body did not arrive within {BODY_S:g} s")
         return HttpRefusal(
             408,
-            f"only {body.num_bytes} bytes of the body arrived in {allowed_s:.0f} s; after {GRACE_S:g} s it must come at "
-            f"{LEAST_RATE} bytes per second or faster",
+            f"only {body.num_bytes} bytes of the body arrived in {allowed_s:.0f} s; after {GRACE_S:g} s it must come "
+            f"at {LEAST_RATE} bytes per second or faster",
         )
 
 
