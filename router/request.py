@@ -10,6 +10,7 @@ Messages name a sequence by its index, `choice`.
 
 from __future__ import annotations
 
+from array import array
 from collections import abc
 from typing import NamedTuple, Protocol
 
@@ -352,7 +353,7 @@ class Request:
         self,
         rid: str,
         group: NodeGroup,
-        prompt_ids: list[int],
+        prompt_ids: abc.Iterable[int],
         params: SamplingParams,
         listener: Listener,
         *,
@@ -373,7 +374,7 @@ class Request:
         name the `sender`."""
         self.rid = rid
         self.group = group
-        self.prompt_ids = prompt_ids
+        self.prompt_ids = array("i", prompt_ids)  # a million of them may wait here
         self.params = params
         self.listener: Listener = listener
         self.cache_salt = cache_salt
@@ -399,7 +400,7 @@ class Request:
         self._next_attempt = 0
         self._out_of_memory: dict[str, int] = {}  # by node id: the first attempt that began after it ran out
         self.sequences = [Sequence(self, index, options) for index in range(num_choices)]
-        self.timeline = TraceRecorder(rid, group.key.model, len(prompt_ids), num_choices, now)
+        self.timeline = TraceRecorder(rid, group.key.model, len(self.prompt_ids), num_choices, now)
 
     def release(self) -> None:
         """The request is over, and nobody reads its output any more. Forget the listener and the sequences, which refer

@@ -48,10 +48,15 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 def unpack_ids(data: bytes) -> list[int]:
     """Return the ids in the bytes of `pack_ids`. Raises ValueError if the length is no multiple of 4."""
+    return ids_column(data).tolist()
+
+
+def ids_column(data: bytes) -> array[int]:
+    """Return the same as a column, which takes a fraction of the time and memory if the ids are many."""
     column = array("i", data)
     if sys.byteorder == "big":
         column.byteswap()
-    return column.tolist()
+    return column
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -217,7 +217,7 @@ class CompletionFormat(AnswerFormat):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._with_ids else None,
-            prompt_token_ids=request.prompt_ids if self._with_ids and is_first else None,
+            prompt_token_ids=request.prompt_ids.tolist() if self._with_ids and is_first else None,
         )
 
     def _logprobs(
@@ -234,7 +234,9 @@ class CompletionFormat(AnswerFormat):
             entries = [None, *(request.prompt_logprobs or ())]
             if len(entries) != len(request.prompt_ids):
                 return None
-            hidden = _added_places(self._tokenizer, request.prompt_ids) if request.rid in self._given_texts else ()
+            hidden = (
+                _added_places(self._tokenizer, request.prompt_ids.tolist()) if request.rid in self._given_texts else ()
+            )
             prompt = columns.take(request.prompt_ids, entries, hidden)
             columns.follow(self._prompt_texts[request.rid], sequence.new_token_bytes(self._tokenizer))
         if len(delta.logprobs) != len(delta.token_ids):
@@ -332,7 +334,7 @@ class ChatFormat(AnswerFormat):
             model=self._model,
             choices=choices,
             usage=usage,
-            prompt_token_ids=outputs[0][0].request.prompt_ids if self._with_ids else None,
+            prompt_token_ids=outputs[0][0].request.prompt_ids.tolist() if self._with_ids else None,
         )
         return _encode(body)
 
@@ -361,7 +363,7 @@ class ChatFormat(AnswerFormat):
     def _opening(self, index: int, sequence: Sequence, usage: Usage | UnsetType | None) -> bytes:
         delta = ChatDelta(content="" if self._reading is None else None, role="assistant")
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
-        prompt_ids = sequence.request.prompt_ids if self._with_ids else None
+        prompt_ids = sequence.request.prompt_ids.tolist() if self._with_ids else None
         return event(self._body([choice], None if usage is not UNSET else UNSET, prompt_ids))
 
     def _body(

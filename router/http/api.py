@@ -27,7 +27,7 @@ from ..runner import RunningDispatcher
 from ..text.tokenizer import TextTokenizer
 from .access import Access
 from .bodies import Bodies, decoded_mended, decoded_strictly
-from .body_size import BODY_SIZE, most_plain, quick_size
+from .body_size import BODY_SIZE, most_plain, quick_size, takes_ids
 from .cache_salts import CacheSalts
 from .in_flight import InFlight
 from .ledgers import Ledgers
@@ -67,6 +67,8 @@ class Api:
         http_request[ARRIVED] = time.monotonic()
         most = most_plain(decoder.type)
         BODY_SIZE.set(quick_size(data, most) or await self.side_work.exact_size(data, most))
+        if takes_ids(decoder.type) and not BODY_SIZE.get().is_small:
+            return await self.side_work.body_of_ids(data, decoder)
         body = decoded_strictly(data, decoder)
         if body is None:
             body = decoded_mended(await self.side_work.mended(data, decoder.type), decoder)

@@ -41,9 +41,15 @@ BODY_SIZE: ContextVar[BodySize] = ContextVar("body_size", default=_NO_BODY)  # o
 @cache
 def most_plain(kind: Any) -> int:
     """Return how many commas a body of a type may have outside of its texts."""
+    return MAX_IDS if takes_ids(kind) else MAX_PLAIN
+
+
+@cache
+def takes_ids(kind: Any) -> bool:
+    """Return whether a body of a type may have a prompt's token ids."""
     described = inspect.type_info(kind)
     fields = described.fields if isinstance(described, inspect.StructType) else ()
-    return MAX_IDS if any(_takes_ids(field.type) for field in fields) else MAX_PLAIN
+    return any(_takes_ids(field.type) for field in fields)
 
 
 def _takes_ids(kind: inspect.Type) -> bool:

@@ -16,6 +16,7 @@ When the handler ends, it cancels the Requests that still run.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
 from functools import partial
 
@@ -146,7 +147,7 @@ async def _serve(
     body: CommonRequest,
     group: NodeGroup,
     answer_format: AnswerFormat,
-    prompts: list[tuple[str, list[int]]],
+    prompts: abc.Sequence[tuple[str, abc.Sequence[int]]],
     *,
     wants_prompt_logprobs: bool = False,
     markers: frozenset[str] = frozenset(),

@@ -28,6 +28,7 @@ from .messages_types import (
     MessageBlock,
     MessagesInput,
     MessagesRequest,
+    OutputConfig,
     SystemTurn,
     UserTurn,
 )
@@ -46,12 +47,15 @@ from .responses_types import (
     CustomCallItem,
     InputPart,
     MessageItem,
+    ReasoningConfig,
     ReasoningItem,
+    ResponseCustomTool,
     ResponseFunction,
+    ResponseNamedTool,
     ResponsesRequest,
     TextConfig,
 )
-from .tool_types import CalledFunction, FunctionTool, Tool, ToolCall
+from .tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoiceObject
 
 
 class Ignored(NamedTuple):
@@ -258,7 +262,7 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             NotServed("web_search_options", "there is no web search"),
             NotServed("enable_search", "there is no web search", (None, False)),
             NotServed("search_parameters", "there is no web search", (None, {})),
-            NotServed("modalities", "only text is served", (None, ["text"])),
+            NotServed("modalities", "only text is served", (None, [], ["text"])),
             NotServed("separate_reasoning", "--reasoning-parser none leaves thoughts in the text", (None, True)),
             NotServed("stream_reasoning", "thoughts are streamed as they come", (None, True)),
             NotServed("include_reasoning", "thoughts are part of every answer", (None, True)),
@@ -270,6 +274,7 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             NotServed("documents", "documents are given in a message"),
             NotServed("chat_template", "the model's own template is used", (None,)),
             NotServed("tool_prompt", "the model's own template is used", (None,)),
+            NotServed("prompt_mode", "the model's own template is used; reasoning_effort and thinking set it", (None,)),
             NotServed("safe_prompt", "the system's message is not changed", (None, False)),
             NotServed("parse_tool_calls", "tool_choice: none leaves calls unread", (None, True)),
         ),
@@ -335,6 +340,7 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             Ignored("caller toolset_name", _HISTORY),
         ),
     ),
+    ((TextPart, InputPart), (Renamed("refusal", "text"),)),
     (
         (ToolCall, CalledFunction),
         (
@@ -343,13 +349,35 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
         ),
     ),
     (
-        (Tool, FunctionTool, CustomTool, ResponseFunction),
+        (Tool, FunctionTool, CustomTool, ResponseFunction, ResponseCustomTool),
         (
             Ignored("cache_control copilot_cache_control", _CACHE),
             Ignored("strict", _STRICT),
             Ignored("defer_loading eager_input_streaming", "the model sees every tool at once"),
             Ignored("input_examples output_schema", "chat templates have no place for it"),
             NotServed("allowed_callers", "only the model calls tools; add 'direct'", (None, ["direct"])),
+            NotServed("async", "a call is answered before the model goes on", (None, False)),
+        ),
+    ),
+    (
+        (Tool,),
+        (
+            Renamed("name", "function.name"),
+            Renamed("description", "function.description"),
+            Renamed("parameters", "function.parameters"),
+            Renamed("input_schema", "function.parameters"),
+        ),
+    ),
+    ((ResponseFunction, ResponseNamedTool), (Merged("function"),)),
+    (
+        (ToolChoiceObject,),
+        (
+            Renamed("name", "function.name"),
+            NotServed(
+                "disable_parallel_tool_use",
+                "set parallel_tool_calls of the body to false",
+                (None, False),
+            ),
         ),
     ),
     (
@@ -360,6 +388,12 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
         ),
     ),
     ((TextConfig,), (Ignored("verbosity", "models have no such setting"),)),
+    (
+        (ReasoningConfig,),
+        (NotServed("mode", "there is one mode; effort sets the thoughts", (None, "standard")),),
+    ),
+    ((OutputConfig,), (NotServed("task_budget", "the model knows no budget; max_tokens bounds an answer", (None,)),)),
+    ((CallOutputItem,), (Ignored("name", "the call before it has the name"),)),
     (
         (MessageItem, ReasoningItem, CallItem, CustomCallItem, CallOutputItem),
         (

@@ -37,7 +37,7 @@ from .messages_types import (
 from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from .output_reader import OutputReading
 from .renamed import renamed
-from .tool_types import FunctionChoice, FunctionTool, NamedTool, Tool, ToolChoice
+from .tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
 from .tools import check_callers, tool_use
 
 NAMES = {  # fields of a chat completion -> what they are called here
@@ -115,7 +115,7 @@ def _conversation(body: MessagesInput) -> ChatRequest:
     for index, tool in enumerate(body.tools or ()):
         check_callers(f"tools[{index}]", tool.allowed_callers)
     tools = [
-        Tool("function", FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))
+        Tool(function=FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))
         for tool in body.tools or ()
     ]
     is_parallel = None
@@ -152,7 +152,7 @@ def _tool_choice(choice: ChoiceOfTools | None) -> ToolChoice | None:
         case AnyChoice():
             return "required"
         case OneChoice():
-            return NamedTool("function", FunctionChoice(choice.name))
+            return ToolChoiceObject("function", FunctionChoice(choice.name))
         case NoChoice():
             return "none"
         case None:

@@ -16,6 +16,8 @@ StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", 
 class MessageText(TextPart, frozen=True, forbid_unknown_fields=True):
     """A block where all are text."""
 
+    type: Literal["text"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    text: str
     citations: list[Any] | None = None
 
 

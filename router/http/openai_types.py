@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from ...metadata.wire.request import MAX_CHOICES, MAX_CONTEXT, MAX_DRAFT_STEPS, MAX_TOP_LOGPROBS, TokenId
-from .tool_types import MAX_CALLS, ToolCall, ToolCallDelta, ToolChoice, Tools
+from .tool_types import MAX_CALLS, CalledFunction, ToolCall, ToolCallDelta, ToolChoice, Tools
 
 MAX_STOPS = 16
 MAX_PROMPTS = 256
@@ -218,25 +218,28 @@ class MessagePart(Struct, frozen=True):
 
 
 class TextPart(MessagePart, frozen=True, forbid_unknown_fields=True):
-    """A part of a message; only text. `cache_control` has no effect: prefixes are cached by themselves."""
+    """A part of a message; only text. The types are all read alike: clients of /v1/responses send the types of its
+    parts, and `refusal` is what a model said instead of an answer. `cache_control` has no effect: prefixes are cached
+    by themselves."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
     cache_control: dict[str, Any] | None = None
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One message. Clients send the fields typed `null`, `parsed` and `provider_specific_fields` back with an
-    assistant's message. `reasoning` is another name of `reasoning_content`."""
+    assistant's message. `reasoning` is another name of `reasoning_content`. A `refusal` is read as text.
+    `function_call` and the role `function` are the deprecated forms of `tool_calls` and the role `tool`."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: CalledFunction | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

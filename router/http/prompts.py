@@ -23,22 +23,22 @@ from .openai_types import (
     TokenizeResponse,
 )
 from .parameters import template_options
-from .tools import check_history, plain_calls
+from .tools import check_history, in_current_form, plain_calls
 
-Prompt = str | list[int]  # text, or token ids
+Prompt = str | Sequence[int]  # text, or token ids
 
 
 class ChatPrompt(NamedTuple):
     """The prompt of a conversation."""
 
     text: str  # whole, also if the beginning of its tokens was cut off
-    ids: list[int]
+    ids: Sequence[int]
 
 
 class EncodedPrompt(NamedTuple):
     """The token ids of a prompt. `text` is None if the prompt was given as ids, or if its beginning was cut off."""
 
-    ids: list[int]
+    ids: Sequence[int]
     text: str | None
 
 
@@ -47,7 +47,7 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
-    if isinstance(prompt[0], int):
+    if isinstance(prompt[0], int):  # else its ids may be columns (side_work.py)
         try:
             max(cast("list[int]", prompt))  # a million ids may be in it, and this is quick
         except TypeError:
@@ -83,7 +83,9 @@ async def encoded_prompt(
     text = prompt if isinstance(prompt, str) else None
     ids = prompt
     if isinstance(ids, str):
-        ids = await encode(tokenizer, ids, group, param, add_special_tokens=add_special_tokens)
+        if num_kept is None:
+            _check_length(tokenizer, ids, group, param)
+        ids = await tokenizer.encode(ids, add_special_tokens=add_special_tokens)
     if num_kept is not None and len(ids) > num_kept:
         ids = ids[-num_kept:]
         if text is not None:
@@ -124,15 +126,14 @@ async def tokenized(body: TokenizeRequest, group: NodeGroup, tokenizer: TextToke
         param, add_special = "messages", bool(body.add_special_tokens)
     else:
         text, param, add_special = body.prompt or "", "prompt", body.add_special_tokens is not False
-    ids = await encode(tokenizer, text, group, param, add_special_tokens=add_special)
+    _check_length(tokenizer, text, group, param)
+    ids = await tokenizer.encode(text, add_special_tokens=add_special)
     strings = [tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
     return TokenizeResponse(count=len(ids), max_model_len=group.context_len, tokens=ids, token_strs=strings)
 
 
-async def encode(
-    tokenizer: TextTokenizer, text: str, group: NodeGroup, param: str, *, add_special_tokens: bool
-) -> list[int]:
-    """Return the token ids of a text. Raises RequestError, without encoding, if it cannot possibly fit the context."""
+def _check_length(tokenizer: TextTokenizer, text: str, group: NodeGroup, param: str) -> None:
+    """Raise RequestError, without encoding, for a text that cannot possibly fit the context."""
     at_least = len(text) // max(1, tokenizer.longest_token)
     if at_least > group.context_len:
         raise RequestError(
@@ -140,7 +141,6 @@ async def encode(
             f"{group.context_len}",
             param=param,
         )
-    return await tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def chat_text(
@@ -160,6 +160,7 @@ def chat_text(
     the model has no chat template, if the tool calls of the messages do not fit together, if the template refuses
     the messages, or if the final message cannot be continued.
     """
+    messages = in_current_form(messages)
     check_history(messages)
     template = group.template
     if template is None:
@@ -257,6 +258,7 @@ def _plain(message: ChatMessage, template: ChatTemplate, form: TemplateForm) -> 
     texts = message.content
     if isinstance(texts, list):
         texts = [part.text for part in texts]
+    assert message.role != "function", "it has been made one of a tool"
     plain = form.message("calls" if message.tool_calls else message.role, message.role, texts)
     if message.name is not None:
         plain["name"] = message.name

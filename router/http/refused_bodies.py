@@ -157,7 +157,7 @@ def _kind_of(fields: dict[str, Raw], kinds: list[inspect.StructType], path: str)
     else:
         words = f"{path}.{name}: {said[:_LONGEST_NAME]!r} is not served; served are: {served}"
         if issubclass(kinds[0].cls, ClientTool):
-            words += "; leave it out: the server runs no tools"
+            words += "; leave it out: the server runs no tools, and one that the client runs is given with its schema"
     raise RequestError(words, param=_top(path))
 
 

@@ -20,7 +20,7 @@ from .responses_types import (
     ResponseToolChoice,
     ToolNamespace,
 )
-from .tool_types import FunctionChoice, FunctionTool, NamedTool, Tool, ToolChoice
+from .tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
 from .tools import check_callers
 
 _INPUT = {
@@ -58,7 +58,7 @@ class ResponseTools:
             called = CalledTool(tool.name, namespace, isinstance(tool, ResponseCustomTool))
             name = name_for_chat(tool.name, namespace)
             self.paths[f"tools[{len(self.for_chat)}].function"] = path
-            self.for_chat.append(Tool("function", _function(name, tool)))
+            self.for_chat.append(Tool(function=_function(name, tool)))
             self._called[name] = called
 
     def called(self, name: str) -> CalledTool:
@@ -68,7 +68,9 @@ class ResponseTools:
 
 def choice_for_chat(choice: ResponseToolChoice | None) -> ToolChoice | None:
     """Return a choice of tools as that of a chat completion."""
-    return NamedTool("function", FunctionChoice(choice.name)) if isinstance(choice, ResponseNamedTool) else choice
+    return (
+        ToolChoiceObject("function", FunctionChoice(choice.name)) if isinstance(choice, ResponseNamedTool) else choice
+    )
 
 
 def name_for_chat(name: str, namespace: str | None) -> str:

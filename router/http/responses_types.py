@@ -14,9 +14,10 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 class InputPart(MessagePart, frozen=True, forbid_unknown_fields=True):
     """A part of a message or of a function's output; only text. The fields beside it come back with messages that the
-    model wrote; `parsed` is what OpenAI's client has read of one."""
+    model wrote; `parsed` is what OpenAI's client has read of one. A part of type `refusal` is what a model said instead
+    of an answer."""
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "refusal"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 import xxhash
@@ -20,18 +20,18 @@ from msgspec import Struct
 
 from ...metadata.errors import BatonError, RequestError, Unavailable
 from ...metadata.wire.node_info import ModelCard
-from ...metadata.wire.request import pack_ids, unpack_ids
+from ...metadata.wire.request import ids_column, pack_ids, unpack_ids
 from ..fair_turns import FairTurns
 from ..node import NodeGroup
 from ..text.chat_template import ChatTemplate
 from ..text.side_process import SideProcess, serve
 from ..text.tokenizer import TextTokenizer
 from .admin_types import DrainRequest
-from .bodies import mend
+from .bodies import decoded_mended, decoded_strictly, mend
 from .body_size import BODY_SIZE, BodySize, exact_size
 from .messages_types import CountTokensRequest, MessagesRequest
 from .openai_types import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, tokenized
+from .prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, prompts_of, tokenized
 from .responses_input import messages_of
 from .responses_types import ResponsesRequest
 from .tool_types import ToolCall
@@ -40,6 +40,8 @@ MAX_CPU_S = 15.0  # seconds of the processor per piece of work
 MAX_WAITING = 256  # pieces of work of one caller
 MAX_MODELS = 8
 NUM_PROCESSES = min(2, os.cpu_count() or 1)
+
+_T = TypeVar("_T")
 
 
 class _Model(Struct, frozen=True, array_like=True, tag=True):
@@ -59,6 +61,11 @@ class _Mend(Struct, frozen=True, array_like=True, tag=True):
     kind: str  # name of a route's type of body
 
 
+class _Body(Struct, frozen=True, array_like=True, tag=True):
+    body: bytes
+    kind: str  # CompletionRequest or DetokenizeRequest
+
+
 class _Input(Struct, frozen=True, array_like=True, tag=True):
     body: bytes  # a ResponsesRequest of model, instructions and input
 
@@ -73,7 +80,8 @@ class _Chat(Struct, frozen=True, array_like=True, tag=True):
 class _Prompts(Struct, frozen=True, array_like=True, tag=True):
     name: str
     context_len: int
-    texts: list[str]
+    texts: list[str | None]  # None: the next of `ids`
+    ids: list[bytes]
     add_special_tokens: bool
     num_kept: int | None
     is_scored_alone: bool
@@ -102,7 +110,7 @@ class _Fault(Struct, frozen=True, array_like=True, tag=True):
     is_ours: bool = False
 
 
-_Work: TypeAlias = _Size | _Mend | _Input | _Chat | _Prompts | _Tokenize | _Decode
+_Work: TypeAlias = _Size | _Mend | _Body | _Input | _Chat | _Prompts | _Tokenize | _Decode
 _Answer: TypeAlias = _Done | _Fault
 _to_json = msgspec.json.encode
 BODIES: dict[str, type[Struct]] = {  # of all routes, by name
@@ -198,6 +206,15 @@ class SideWork:
             return mend(body, kind)
         return (await self._do(None, _Mend(body, kind.__name__))).data[0]
 
+    async def body_of_ids(self, body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+        """Return a body of completions or of /detokenize, decoded. Its ids are columns."""
+        done = await self._do(None, _Body(body, decoder.type.__name__))
+        ids = map(ids_column, done.data[1:])
+        prompts = [next(ids) if text is None else text for text in done.texts]
+        value: Any = decoder.decode(done.data[0])
+        given = {"prompt": prompts} if isinstance(value, CompletionRequest) else {"tokens": prompts[0]}
+        return cast("_T", msgspec.structs.replace(value, **given))
+
     async def messages_of(self, body: ResponsesRequest) -> list[ChatMessage]:
         """Return the messages of a body of /v1/responses."""
         if BODY_SIZE.get().is_small:
@@ -212,7 +229,7 @@ class SideWork:
             return await chat_prompt(body, group, tokenizer, tools)
         model = _model_of(group, tokenizer)
         done = await self._do(model, partial(_chat_work, model.name, group.context_len, body, tools))
-        return ChatPrompt(done.texts[0] or "", unpack_ids(done.data[0]))
+        return ChatPrompt(done.texts[0] or "", ids_column(done.data[0]))
 
     async def encoded_prompts(
         self,
@@ -225,23 +242,20 @@ class SideWork:
         is_scored_alone: bool = False,
     ) -> list[EncodedPrompt]:
         """Return the prompts of a body of /v1/completions as token ids."""
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encode = partial(
-            encoded_prompt,
-            add_special_tokens=add_special_tokens,
-            num_kept=num_kept,
-            is_scored_alone=is_scored_alone,
-        )
-        if not texts or BODY_SIZE.get().is_small:
+        if BODY_SIZE.get().is_small:
+            encode = partial(
+                encoded_prompt,
+                add_special_tokens=add_special_tokens,
+                num_kept=num_kept,
+                is_scored_alone=is_scored_alone,
+            )
             return [await encode(prompt, group, tokenizer, "prompt") for prompt in prompts]
         model = _model_of(group, tokenizer)
-        work = _Prompts(model.name, group.context_len, texts, add_special_tokens, num_kept, is_scored_alone)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        ids = [pack_ids(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        work = _Prompts(model.name, group.context_len, texts, ids, add_special_tokens, num_kept, is_scored_alone)
         done = await self._do(model, work)
-        of_texts = map(EncodedPrompt, map(unpack_ids, done.data), done.texts)
-        return [
-            next(of_texts) if isinstance(prompt, str) else await encode(prompt, group, tokenizer, "prompt")
-            for prompt in prompts
-        ]
+        return list(map(EncodedPrompt, map(ids_column, done.data), done.texts))
 
     async def tokenized(self, body: TokenizeRequest, group: NodeGroup, tokenizer: TextTokenizer) -> bytes:
         """Return the answer of /tokenize as JSON."""
@@ -250,7 +264,7 @@ class SideWork:
         model = _model_of(group, tokenizer)
         return (await self._do(model, _Tokenize(model.name, group.context_len, _to_json(body)))).data[0]
 
-    async def decoded(self, prompts: Sequence[list[int]], group: NodeGroup, tokenizer: TextTokenizer) -> list[str]:
+    async def decoded(self, prompts: Sequence[Sequence[int]], group: NodeGroup, tokenizer: TextTokenizer) -> list[str]:
         """Return the text of each list of ids."""
         if BODY_SIZE.get().is_small:
             return [tokenizer.decode(ids) for ids in prompts]
@@ -335,6 +349,8 @@ async def _result(work: _Work, served: Any) -> _Done:
             return _Done(num_values=exact_size(work.body, work.most_plain).num_values)
         case _Mend():
             return _Done(data=[mend(work.body, BODIES[work.kind])])
+        case _Body():
+            return _without_ids(work.body, BODIES[work.kind])
         case _Input():
             return _Done(data=[_to_json(messages_of(msgspec.json.decode(work.body, type=ResponsesRequest)))])
         case _Chat():
@@ -350,7 +366,9 @@ async def _result(work: _Work, served: Any) -> _Done:
                 num_kept=work.num_kept,
                 is_scored_alone=work.is_scored_alone,
             )
-            encoded = [await encode(text, group, _tokenizer_of(group), "prompt") for text in work.texts]
+            ids = map(unpack_ids, work.ids)
+            prompts = [next(ids) if text is None else text for text in work.texts]
+            encoded = [await encode(prompt, group, _tokenizer_of(group), "prompt") for prompt in prompts]
             return _Done(texts=[each.text for each in encoded], data=[pack_ids(each.ids) for each in encoded])
         case _Tokenize():
             group = served(work.name, work.context_len)
@@ -359,6 +377,22 @@ async def _result(work: _Work, served: Any) -> _Done:
         case _Decode():
             tokenizer = _tokenizer_of(served(work.name, 0))
             return _Done(texts=[tokenizer.decode(unpack_ids(ids)) for ids in work.ids])
+
+
+def _without_ids(body: bytes, kind: type[Struct]) -> _Done:
+    """Return a body in which one id stands for all ids of its prompts, and then the prompts."""
+    decoder = msgspec.json.Decoder(kind)
+    value: Any = decoded_strictly(body, decoder)
+    if value is None:
+        body = mend(body, kind)
+        value = decoded_mended(body, decoder)
+    is_completion = isinstance(value, CompletionRequest)
+    prompts = prompts_of(value) if is_completion else [value.tokens]
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields["prompt" if is_completion else "tokens"] = msgspec.Raw(b"[0]")
+    ids = [pack_ids(prompt) for prompt in prompts if not isinstance(prompt, str)]
+    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+    return _Done(texts=texts, data=[_to_json(fields), *ids])
 
 
 def _tokenizer_of(group: NodeGroup) -> TextTokenizer:

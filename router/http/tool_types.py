@@ -28,10 +28,11 @@ class FunctionTool(ClientTool, frozen=True, forbid_unknown_fields=True, omit_def
     strict: bool | None = None
 
 
-class Tool(ClientTool, frozen=True, forbid_unknown_fields=True):
-    """A tool. Only functions are served."""
+class Tool(ClientTool, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tool. Only functions are served. Clients may also write the fields of `function` beside `type`, or leave `type`
+    out."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionTool
 
 
@@ -41,14 +42,15 @@ class FunctionChoice(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
 
-class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """A choice of one tool, which must be called once."""
+class ToolChoiceObject(Struct, frozen=True, forbid_unknown_fields=True):
+    """A choice as an object. `function`, or `tool`, names the one that must be called once; its name may also stand
+    beside `type`. The other types are the same choices as the texts."""
 
-    type: Literal["function"]
-    function: FunctionChoice
+    type: Literal["function", "tool", "none", "auto", "required", "any"]
+    function: FunctionChoice | None = None
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required", "any"] | ToolChoiceObject  # any: Anthropic's and Mistral's required
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from ...metadata.errors import RequestError
 from ..text.chat_template import ChatTemplate
 from ..tool_parsers.base import ToolParser
 from ..tool_parsers.registry import TOOL_PARSERS
-from .openai_types import ChatMessage, ChatRequest
-from .tool_types import CalledFunction, FunctionTool, NamedTool, Tool
+from .openai_types import ChatMessage, ChatRequest, TextPart
+from .tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoice, ToolChoiceObject
 
 NO_PARSER = "none"  # value of --tool-parser and --reasoning-parser that turns them off
 
@@ -54,25 +55,46 @@ class ToolUse(NamedTuple):
         return [to_builtins(tool) for tool in self.tools]
 
 
+class _Choice(NamedTuple):
+    """A choice of tools. If it is neither none nor required, and names no tool, the model may call."""
+
+    is_none: bool = False
+    is_required: bool = False
+    name: str | None = None  # of the tool that must be called
+
+
+def _choice_of(choice: ToolChoice | None) -> _Choice:
+    """Return a choice that a client wrote as a text or as an object."""
+    if not isinstance(choice, ToolChoiceObject):
+        return _Choice(is_none=choice == "none", is_required=choice in ("required", "any"))
+    names_one = choice.type in ("function", "tool")
+    if names_one != (choice.function is not None):
+        words = f"type {choice.type!r} {'needs the name of a tool' if names_one else 'excludes a name'}"
+        raise RequestError(f"tool_choice: {words}", param="tool_choice")
+    if choice.function is None:
+        return _choice_of(cast("ToolChoice", choice.type))
+    return _Choice(name=choice.function.name)
+
+
 def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None) -> ToolUse | None:
     """Return the tools that the model may call; None if there are none. `flag`: the value of --tool-parser, if given.
 
     Raises RequestError for tools that exclude each other or other fields, a choice that is none of them, and a model
     whose calls cannot be read.
     """
-    tools, choice = body.tools or [], body.tool_choice
+    tools, choice = body.tools or [], _choice_of(body.tool_choice)
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise RequestError(f"tools[{index}].function.name: {name!r} is there twice", param="tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
+    if choice.name is not None and choice.name not in names:
         known = ", ".join(names) or "none"
         raise RequestError(
-            f"tool_choice: there is no tool {choice.function.name!r}; the tools are: {known}", param="tool_choice"
+            f"tool_choice: there is no tool {choice.name!r}; the tools are: {known}", param="tool_choice"
         )
-    if choice == "required" and not tools:
+    if choice.is_required and not tools:
         raise RequestError("tool_choice: a required call needs tools", param="tool_choice")
-    if not tools or choice == "none":
+    if not tools or choice.is_none:
         return None
     if template is None or not template.knows_tools:
         raise RequestError("tools: the model's chat template has no place for tools", param="tools")
@@ -85,15 +107,15 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
             param="tools",
         )
     forced: Sequence[Tool] = []
-    if choice == "required":
+    if choice.is_required:
         forced = tools
-    elif isinstance(choice, NamedTool):
-        forced = [tool for tool in tools if tool.function.name == choice.function.name]
+    elif choice.name is not None:
+        forced = [tool for tool in tools if tool.function.name == choice.name]
     if forced and body.ignore_eos:
         raise RequestError(
             "ignore_eos: excludes a tool_choice that forces calls, whose end is the end of the text", param="ignore_eos"
         )
-    is_parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+    is_parallel = body.parallel_tool_calls is not False and choice.name is None
     return ToolUse(tools, TOOL_PARSERS[parser_name], parser_name, forced, is_parallel)
 
 
@@ -101,6 +123,32 @@ def check_callers(path: str, allowed_callers: Sequence[str] | None) -> None:
     """Raise RequestError for the tool at a path of the body that the model may not call itself."""
     if allowed_callers is not None and "direct" not in allowed_callers:
         raise RequestError(f"{path}.allowed_callers: only the model calls tools; add 'direct'", param="tools")
+
+
+def in_current_form(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return messages in which calls and results of functions, which OpenAI's API has deprecated, are those of tools,
+    and refusals are texts. Raises RequestError for a result without a call before it."""
+    current, last_id = list[ChatMessage](), None
+    for index, message in enumerate(messages):
+        if message.function_call is not None:
+            last_id = f"call_{index}"
+            calls = [*(message.tool_calls or ()), ToolCall(last_id, message.function_call)]
+            message = replace(message, function_call=None, tool_calls=calls)
+        if message.role == "function":
+            if last_id is None:
+                raise _history_error(f"messages[{index}].role: no message before this one of a function has a call")
+            message = replace(message, role="tool", tool_call_id=last_id)
+        if message.refusal:
+            message = replace(message, refusal=None, content=_with_text(message.content, message.refusal))
+        current.append(message)
+    return current
+
+
+def _with_text(content: str | list[TextPart] | None, text: str) -> str | list[TextPart]:
+    """Return a content with a text behind it."""
+    if not content:
+        return text
+    return [*([TextPart("text", content)] if isinstance(content, str) else content), TextPart("text", text)]
 
 
 def check_history(messages: Sequence[ChatMessage]) -> None:

@@ -136,6 +136,113 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
             "store": False,
         },
     ),
+    "codex turn 2": (
+        RESPONSES,
+        {
+            "input": [
+                {
+                    "type": "message",
+                    "id": "msg_0",
+                    "role": "developer",
+                    "content": [{"type": "input_text", "text": "You code."}, {"type": "input_text", "text": "Rules."}],
+                },
+                {
+                    "type": "message",
+                    "id": "msg_1",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "How is the weather?"}],
+                },
+                {
+                    "type": "message",
+                    "status": "completed",
+                    "id": "msg_2",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}],
+                },
+                {**_ITEM_CALL, "id": "fc_1", "status": "completed"},
+                {**_ITEM_RESULT, "id": "fco_1"},
+            ],
+            "tools": [
+                _FLAT_TOOL,
+                {"type": "namespace", "name": "agents", "description": "Other agents", "tools": [_FLAT_TOOL]},
+            ],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "reasoning": {"summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "k",
+            "client_metadata": {"session_id": "s"},
+            "store": False,
+        },
+    ),
+    "claude code turn 2": (
+        MESSAGES,
+        {
+            "system": [
+                {"type": "text", "text": "billing: x"},
+                {"type": "text", "text": "You code.", "cache_control": {"type": "ephemeral"}},
+            ],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Reminder."}, {"type": "text", "text": "Go."}]},
+                {"role": "system", "content": "Kinds of agents: none"},
+                {"role": "assistant", "content": [{"type": "text", "text": "I look."}, _USE]},
+                {
+                    "role": "user",
+                    "content": [
+                        {**_USED["content"][0], "is_error": False, "cache_control": {"type": "ephemeral"}},
+                    ],
+                },
+            ],
+            "tools": [_CLAUDE_TOOL],
+            "metadata": {"user_id": '{"device_id": "d"}'},
+            "thinking": {"type": "adaptive"},
+            "output_config": {"effort": "high"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        },
+    ),
+    "openai agents": (
+        CHAT,
+        {"messages": [{"role": "system", "content": "be brief"}, *_history({})], "tools": [_TOOL]},
+    ),
+    "openai agents responses": (
+        RESPONSES,
+        {
+            "input": [_ASKED, {**_ITEM_CALL, "id": "fc_1", "status": "completed"}, _ITEM_RESULT],
+            "instructions": "be brief",
+            "include": [],
+            "tools": [{**_FLAT_TOOL, "strict": True}],
+        },
+    ),
+    "autogen": (
+        CHAT,
+        {"messages": [{**_ASKED, "name": "user"}, *_history({})[1:]], "tools": [_TOOL], "tool_choice": "auto"},
+    ),
+    "mistral": (
+        CHAT,
+        {
+            "messages": _history({"index": 0}, prefix=False),
+            "tools": [_TOOL],
+            "tool_choice": "any",
+            "random_seed": 3,
+            "safe_prompt": False,
+        },
+    ),
+    "langchain anthropic": (
+        MESSAGES,
+        {"messages": [_ASKED], "tools": [_CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}},
+    ),
+    "a responses client on chat": (
+        CHAT,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "hi", "annotations": []}]},
+                _ASKED,
+            ],
+            "tools": [_FLAT_TOOL],
+            "tool_choice": {"type": "function", "name": "get_weather"},
+        },
+    ),
     "openrouter": (
         CHAT,
         {

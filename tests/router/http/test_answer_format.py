@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from baton.router.request import Delta
 
 REQUEST: Any = SimpleNamespace(
     rid="r",
-    prompt_ids=[7, 8],
+    prompt_ids=array("i", [7, 8]),
     prompt_logprobs=None,
     num_generated=3,
     num_cached=None,

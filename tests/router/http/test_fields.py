@@ -65,6 +65,8 @@ def test_grammars_are_served_under_the_names_of_other_servers() -> None:
         ({"nvext": 3}, "nvext: it must be an object"),
         ({"reasoning": {"efort": "low"}}, "reasoning.efort: unknown field"),
         ({"chat_template": "{{ x }}"}, "chat_template: the model's own"),
+        ({"prompt_mode": "reasoning"}, "prompt_mode: the model's own"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "one that the client runs is given with its schema"),
     ],
 )
 def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema: "),
     ({"output_config": {"effort": "very high"}}, "output_config.effort: Invalid enum value"),
-    ({"output_config": {"task_budget": {}}}, "output_config.task_budget: unknown field"),
+    ({"output_config": {"task_budget": {}}}, "output_config.task_budget: the model knows no budget"),
     (
         {"context_management": {"edits": [{"type": "compact_20260112"}]}},
         "context_management.edits[0].type: 'compact_20260112' is not served; served are: clear_thinking_20251015, ",

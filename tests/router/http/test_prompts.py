@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.errors import RequestError
 from baton.router.http.openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
-from baton.router.http.prompts import EncodedPrompt, chat_text, encode, encoded_prompt, prompts_of
+from baton.router.http.prompts import EncodedPrompt, chat_text, encoded_prompt, prompts_of
 from baton.router.http.tool_types import CalledFunction, ToolCall
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.tokenizer import TextTokenizer
@@ -85,10 +85,16 @@ async def test_a_text_that_is_cut_keeps_the_special_token_that_is_added(tokenize
         assert kept == EncodedPrompt(expected, None)
 
 
+async def test_a_text_beyond_the_context_is_cut(tokenizer: TextTokenizer) -> None:
+    text = "hello there " * 2000
+    kept = await encoded_prompt(text, GROUP, tokenizer, "prompt", add_special_tokens=False, num_kept=5)
+    assert kept == EncodedPrompt(tokenizer.inner.encode(text).ids[-5:], None)
+
+
 async def test_a_text_that_cannot_fit_is_not_encoded() -> None:
     tokenizer: Any = SimpleNamespace(longest_token=2)  # without a method to encode
     with pytest.raises(RequestError, match="at least 65 tokens"):
-        await encode(tokenizer, "a" * 130, GROUP, "prompt", add_special_tokens=False)
+        await encoded_prompt("a" * 130, GROUP, tokenizer, "prompt", add_special_tokens=False)
 
 
 def test_a_conversation_becomes_text() -> None:

@@ -106,7 +106,8 @@ def test_parts_that_are_not_text_are_refused_as_what_they_are(system: System, pa
     status, answer, _ = system.router.request("POST", "/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "messages"), answer
     assert answer["error"]["message"] == (
-        f"messages[0].content[1]: {PARTS_NOT_SERVED[part]} are not served ({part}); only parts of type text are"
+        f"messages[0].content[1]: {PARTS_NOT_SERVED[part]} are not served ({part}); only parts of type "
+        "input_text, output_text, refusal, text are"
     )
 
 

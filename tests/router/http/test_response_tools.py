@@ -21,7 +21,7 @@ from baton.router.http.responses_types import (
     ResponseNamedTool,
     ToolNamespace,
 )
-from baton.router.http.tool_types import FunctionChoice, FunctionTool, NamedTool
+from baton.router.http.tool_types import FunctionChoice, FunctionTool, ToolChoiceObject
 
 GRAMMAR = CustomFormat(type="grammar", syntax="regex", definition="x+")
 
@@ -70,5 +70,5 @@ def test_other_arguments_are_the_input_themselves(arguments: str) -> None:
 def test_choices() -> None:
     for kind in ("function", "custom"):
         choice = ResponseNamedTool(name="f", type=kind)  # type: ignore[arg-type]
-        assert choice_for_chat(choice) == NamedTool("function", FunctionChoice("f"))
+        assert choice_for_chat(choice) == ToolChoiceObject("function", FunctionChoice("f"))
     assert choice_for_chat("required") == "required" and choice_for_chat(None) is None

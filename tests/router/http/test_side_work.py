@@ -67,6 +67,11 @@ def test_no_body_takes_long_in_the_event_loop(make_system: Callable[..., System]
         LimitBody("/v1/responses", "whole", json.dumps({"model": "fake", "input": _says(text)}).encode()),
         LimitBody("/tokenize", "whole", json.dumps({"model": "fake", "messages": _says(text)}).encode()),
     ]
+    ids = json.dumps([40 + place % 300 for place in range((1 << 20) - 40)]).encode()
+    bodies += [
+        LimitBody("/v1/completions", "ids", b'{"model": "fake", "max_tokens": 2, "prompt": [%b]}' % ids),
+        LimitBody("/detokenize", "ids", b'{"model": "fake", "tokens": %b}' % ids),
+    ]
     for each in bodies:
         for _ in range(3):
             before = system.router.call(time.thread_time)

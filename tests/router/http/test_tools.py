@@ -10,7 +10,10 @@ import openai
 import pydantic
 import pytest
 
+from baton.metadata.wire import messages
+
 from ..conftest import System
+from ..test_runner import own
 from .chats import NOW, TEMPLATE, USER, WEATHER, call, prompt_of, say
 
 PARIS = call("get_weather", {"city": "Paris é"})
@@ -219,6 +222,18 @@ def function(parameters: Any) -> Any:
         ({"tool_choice": "always"}, "tool_choice", "always"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "there is no tool 'f'"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "needs the name of a tool"),
+        ({"tool_choice": {"type": "auto", "name": "now"}}, "tool_choice", "excludes a name"),
+        (
+            {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+            "tool_choice",
+            "set parallel_tool_calls of the body to false",
+        ),
+        (
+            {"messages": [USER, {"role": "function", "name": "now", "content": "x"}]},
+            "messages",
+            "messages[1].role: no message before this one of a function has a call",
+        ),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
         (
             {"response_format": {"type": "json_object"}, "tools": [NOW, function({"type": "objekt"})]},
@@ -371,3 +386,66 @@ def test_what_libraries_send_is_served(hermes: System, body: Any) -> None:
     status, answer, _ = hermes.router.request("POST", "/v1/chat/completions", body)
     assert status == 200, answer
     assert f"{call('now', {})}<|im_end|>\n<|im_start|>tool\nnoon" in prompt_of(hermes)
+
+
+_CALLED: Any = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function"}]}
+_CALLED["tool_calls"][0]["function"] = {"name": "now", "arguments": '{"a": 1}'}
+_TOLD: Any = {"role": "tool", "content": "noon", "name": "now", "tool_call_id": "c"}
+_ONE: Any = {"type": "function", "function": {"name": "now"}}
+_CLAUDE: Any = {"name": "get_weather", "description": "Weather of a city"}
+
+
+@pytest.mark.parametrize(
+    ("given", "usual"),
+    [
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": None, "function_call": _CALLED["tool_calls"][0]["function"]},
+                    {"role": "function", "name": "now", "content": "noon"},
+                ]
+            },
+            {"messages": [USER, _CALLED, _TOLD]},
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "output_text", "text": "a", "id": "1"}]}]},
+            {"messages": [USER, {"role": "assistant", "content": "a"}]},
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
+            {"messages": [USER, {"role": "assistant", "content": "no"}]},
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}]},
+            {"messages": [USER, {"role": "assistant", "content": "no"}]},
+        ),
+        ({"tools": [{**_CLAUDE, "input_schema": WEATHER["function"]["parameters"]}]}, {"tools": [WEATHER]}),
+        ({"tools": [{"type": "function", **WEATHER["function"]}]}, {"tools": [WEATHER]}),
+        ({"tool_choice": {"type": "auto"}}, {"tool_choice": "auto"}),
+        ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+        ({"tool_choice": {"type": "required"}}, {"tool_choice": "required"}),
+        ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
+        ({"tool_choice": "any"}, {"tool_choice": "required"}),
+        ({"tool_choice": {"type": "tool", "name": "now"}}, {"tool_choice": _ONE}),
+        ({"tool_choice": {"type": "function", "name": "now"}}, {"tool_choice": _ONE}),
+        ({"modalities": []}, {}),
+    ],
+)
+def test_deprecated_and_other_forms_are_the_usual_ones(hermes: System, given: Any, usual: Any) -> None:
+    """The prompt and the grammar that the nodes get are the same."""
+    sent = [sent_for(hermes, each) for each in (given, usual)]
+    assert sent[0] == sent[1]
+
+
+def sent_for(hermes: System, fields: dict[str, Any]) -> tuple[str, str | None]:
+    say(hermes, call("now", {}))
+    body = {"model": "fake", "messages": [USER], "tools": [NOW], **fields}
+    status, answer, _ = hermes.router.request("POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    request = own(hermes.cluster.by_name("p0"), messages.Prefill)[-1].request
+    return prompt_of(hermes), request.params.grammar
