@@ -21,6 +21,7 @@ from baton.engine.model_config import LatentConfig
 from baton.engine.models.read_config import read_model_config
 from baton.engine.rope import RotaryEmbedding
 from baton.engine.work import BatchRow
+from baton.kernels import triton_expanded
 from baton.kernels.latents import LatentWeights
 from baton.kernels.norm import Norm
 from baton.kernels.operations import preferring
@@ -163,6 +164,30 @@ def test_keys_of_new_prompts_are_read_as_they_come(monkeypatch: pytest.MonkeyPat
     assert (
         {each.starts.dtype for each in found.pieces} == {each.offsets.dtype for each in found.pieces} == {torch.int32}
     )
+
+
+def test_pieces_are_summed_in_float32_with_the_given_tiles_and_returned_in_the_models_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(latent_pieces, "is_faster", lambda *_: True)
+    monkeypatch.setattr(latent_pieces, "_UNIT", 4)
+    monkeypatch.setattr(latent_pieces, "_PIECE_BYTES", 4 * NUM_HEADS * 44 * 4)
+    log: list[Any] = []
+    monkeypatch.setattr(
+        triton_expanded,
+        "expanded_attention",
+        lambda q, keys, starts, plain_dim, scale, out, lse, tiles: log.append((out.dtype, lse.dtype, tiles)),
+    )
+    batch, tiles = ForwardBatch.build([BatchRow([0] * 6, 0, [3, 8])], PAGE_SIZE, "cpu"), object()
+    found = LatentPieces.of(batch, SMALL, NUM_HEADS, 4)
+    assert found is not None
+    q, latents = torch.ones(6, NUM_HEADS, 36).bfloat16(), torch.ones(6, 56).bfloat16()
+    up = torch.ones(NUM_HEADS, SMALL.plain_dim + SMALL.value_dim, SMALL.rank).bfloat16()
+    weights = LatentWeights(Norm(torch.ones(SMALL.rank), 1e-6), up, SMALL.plain_dim, is_interleaved=True)
+    given: Any = tiles
+    out = found.attend(q, latents, torch.ones(9, 1, 1, PAGE_SIZE, 56).bfloat16(), weights, 0.1, given)
+    assert (out.dtype, out.shape) == (torch.bfloat16, (6, NUM_HEADS * SMALL.value_dim))
+    assert log == [(torch.float32, torch.float32, tiles)] * 2
 
 
 def weights_of() -> LatentWeights:

@@ -162,7 +162,9 @@ def test_a_target_with_less_or_more_of_anything_is_refused(model: Path, tmp_path
     ):
         right = target.rope.theta if field == "theta" else getattr(target, field)
         for other in (right - 1, right + 1):
-            changed = {"rope": replace(target.rope, theta=other)} if field == "theta" else {field: other}
+            changed: dict[str, Any] = (
+                {"rope": replace(target.rope, theta=other)} if field == "theta" else {field: other}
+            )
             with pytest.raises(ConfigError, match=rf"{name} is {right}; the target's is {other}"):
                 read_frozen_kv(head, replace(target, **changed))
     assert read_frozen_kv(head, target).target_layers == (2, 0)
