@@ -13,13 +13,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 FAULT_PLAN = "BATON_FAULT_PLAN"  # names a file (tests/chaos/faulty.py) that says what is wrong with the process
-ROUNDINGS_FOLDER = "BATON_ROUNDINGS_FOLDER"  # names the folder in which a rank records its roundings
+RANK_CONTEXT = "BATON_RANK_CONTEXT"  # a context in which ranks run: "module function argument"
 _PRELOAD = [f"baton.{name}" for name in ("prefill_node.main", "decode_node.main", "router.main", "deploy.cli")]
 _PRELOAD += ["baton.kernels.numba_kernels", "pytest"]  # pytest: a child imports its parent's main module
 
@@ -118,9 +119,12 @@ def _run_rank(environ: dict[str, str], target: Callable[..., None], *args: Any) 
     os.environ.clear()
     os.environ.update(environ)
     rank_processes.die_with = lambda parent: None
-    if ROUNDINGS_FOLDER not in environ:
-        return target(*args)
-    from recorded_roundings import written_roundings
+    with _rank_context(environ):
+        target(*args)
 
-    with written_roundings(environ[ROUNDINGS_FOLDER]):
-        return target(*args)
+
+def _rank_context(environ: dict[str, str]) -> AbstractContextManager[None]:
+    if RANK_CONTEXT not in environ:
+        return nullcontext()
+    module, function, argument = environ[RANK_CONTEXT].split(" ", 2)
+    return getattr(import_module(module), function)(argument)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from forked import ROUNDINGS_FOLDER
+from forked import RANK_CONTEXT
 from quantized import Roundings
 from torch import Tensor
 
@@ -22,7 +22,7 @@ def recorded_roundings() -> Iterator[Roundings]:
     """Record the rows that the block rounds to e4m3, here and in the ranks that start in the block (forked.py)."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.dict(os.environ, {ROUNDINGS_FOLDER: folder}),
+        patch.dict(os.environ, {RANK_CONTEXT: f"{__name__} {written_roundings.__name__} {folder}"}),
         written_roundings(folder),
     ):
         yield Roundings(Path(folder))
