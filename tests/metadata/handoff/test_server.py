@@ -190,7 +190,7 @@ def test_a_pull_outside_the_ticket_is_dropped_and_the_link_goes_on(server, decod
 def test_pulls_that_nobody_reads_are_bounded(nodes):
     """A decode node that asks for ever and takes nothing costs a bounded amount of memory."""
     layout = PoolLayout(num_layers=1, num_kv_heads=1, head_dim=1 << 16, dtype="float32")
-    server, memory = make_server(make_schema(layout, None, 8), num_pages=8)
+    server, memory = make_server(make_schema(layout, None, 8), num_pages=8, lease_s=30.0)
     nodes += [*memory, server]
     decode = Decode(server.address, hello=False)
     decode.socket.set(zmq.RCVHWM, 1)
