@@ -17,6 +17,7 @@ from rig import Rig, Sharing
 from run import check_clean
 from scenarios import RANKS, Scenario
 from tally import Tally
+from thinned import is_whole
 
 pytestmark = pytest.mark.integration
 
@@ -30,14 +31,14 @@ SET = (
 )
 
 
-# in a cluster where prefill-1 and decode-1 have two ranks, with --tp
+# in a cluster where prefill-1 and decode-1 have two ranks, with --tp; the gate runs two of them
 RANK_SET = (
     Scenario(0, 22, "page flip", "pulling", "decode-1"),
     Scenario(1, 31, "rank kill", "pulling", "decode-1"),  # with this seed, at the first page that a rank has pulled
     Scenario(2, 42, "rank kill", "pulling", "prefill-1"),  # and here at the first pull that comes
     Scenario(3, 26, "partition cut", "pulling", "decode-1"),
     Scenario(4, 25, "rank stop", "decoding", "prefill-1"),
-)
+)[: 5 if is_whole() else 2]
 
 
 # the same with --dp-attention
@@ -66,7 +67,10 @@ CASES = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.whole] * (name == "dp-attention")) for name, case in CASES.items()],
+)
 def test_streams_survive_with_their_tokens(case: Case, tmp_path: Path) -> None:
     target = make_target(tmp_path)
     answers, scenarios, tally = known_answers(target), case.scenarios, Tally()

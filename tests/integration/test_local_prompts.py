@@ -94,7 +94,7 @@ def test_requests_go_on_when_the_only_prefill_node_is_killed_and_return_when_one
     assert 'place="local",reason="no prefill node"} 1.0' in page and 'place="remote",reason="never"} 2.0' in page
 
 
-@pytest.mark.parametrize("flags", [[], ["--max-gap-ms", "1"]])
+@pytest.mark.parametrize("flags", [[], pytest.param(["--max-gap-ms", "1"], marks=pytest.mark.whole)])
 def test_auto_gives_the_text_of_never_wherever_a_prompt_is_computed(
     flags: list[str], new_cluster: Callable[..., Cluster]
 ) -> None:

@@ -1,14 +1,12 @@
 """Nodes with ranks give the tokens of nodes with one rank, with every drafter and between unlike numbers of ranks.
 
 Each case runs all requests of tests/support/matrix.py: greedy and seeded, with penalties, log-probabilities, several
-choices and stops; together, with late ones, with prefix hits, and preempted. The last three cases run with
-BATON_WHOLE_MATRIX=1 alone.
+choices and stops; together, with late ones, with prefix hits, and preempted. The gate runs two of the cases.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from drawn_places import Place
 from heads import ALGORITHM, HYPER, HYPERS
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
 from node_pair import node_pairs
+from thinned import is_whole
 
 from baton.engine import known_tokens
 
@@ -49,7 +48,7 @@ CASES = (
     Case("frozen-kv-mtp", 3, THREE, 1, 3, "mixed"),
     Case("eagle3", 1, TWO, 2, 1, "remote"),
     Case(HYPER, 2, TWO, 1, 2, "mixed"),
-)[: None if "BATON_WHOLE_MATRIX" in os.environ else 3]
+)[slice(None) if is_whole() else slice(1, 3)]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("old", "transport"),
     [
-        pytest.param(("router",), "local", id="old router, local"),
+        pytest.param(("router",), "local", id="old router, local", marks=pytest.mark.whole),
         pytest.param(("router",), "zmq", id="old router, zmq", marks=pytest.mark.whole),
         pytest.param(("prefill-1", "decode-1"), "local", id="a node of each role, local", marks=pytest.mark.whole),
         pytest.param(("prefill-1", "decode-1"), "zmq", id="a node of each role, zmq"),

@@ -26,7 +26,12 @@ def halved(*axes: Iterable[Any]) -> list[Any]:
 
 def num_examples(count: int) -> int:
     """Return how many random examples a test draws: a third of `count` in the gate."""
-    return count if "BATON_WHOLE_MATRIX" in os.environ else count // 3
+    return count if is_whole() else count // 3
+
+
+def is_whole() -> bool:
+    """Return whether tests marked `whole` run."""
+    return "BATON_WHOLE_MATRIX" in os.environ
 
 
 def _whole(cell: Any) -> Any:
