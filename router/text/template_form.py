@@ -90,7 +90,10 @@ def _with_calls(render: Render) -> TemplateForm:
     for text_arguments in (False, True):
         for null in _NULLS:
             form = TemplateForm({"calls": ContentForm(null=null)}, text_arguments)
-            text = render(_conversation(form, "calls", None))
+            conversation = _conversation(form, "calls", None)
+            text = render(conversation)
+            if text is None:  # some templates know no results of tools
+                text = render(conversation[:-1])
             is_read |= text is not None
             if text is None or _KEY not in text or _VALUE not in text:  # Kimi-K2 names the call by its id alone
                 continue

@@ -67,6 +67,15 @@ def test_the_form_of_calls(body: str, arguments: str, as_text: bool, null: str, 
     assert (form.text_arguments, calls.null, calls.takes_empty) == (as_text, null, takes_empty)
 
 
+def test_a_template_that_shows_no_call_and_knows_no_tool_does_not_get_an_empty_text_instead() -> None:
+    """It refuses such a message, as with transformers. The prompt would lack the call without a word."""
+    refusing = "{{ raise_exception('who?') if m.role == 'tool' else '' + m.content }}"
+    form = form_of(refusing)
+    assert form.of("calls").null == "absent" and form.of("assistant").null == "empty"
+    shown = form_of(refusing + "CALLS", OBJECT)
+    assert shown.of("calls").null == "empty", "it shows calls beside a text alone"
+
+
 def test_content_is_given_in_the_form_that_is_read() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert ContentForm().content(["a", "b"]) == "a\nb"
