@@ -4,8 +4,8 @@
 
 The operator gives the bound in seconds, or it is DEFAULT_GAP rounds at the present batch. A chunk is as long as the
 bound allows. The times are those of the forwards that will run: a chunk shares the round's forward, or it has one of
-its own (engine/joint_sizes.py). Without streams a chunk has its full length. Prompts must advance even if the bound
-leaves no room for LEAST_TOKENS beside a round. The rules for that are:
+its own (engine/pace/joint_sizes.py). Without streams a chunk has its full length. Prompts must advance even if the
+bound leaves no room for LEAST_TOKENS beside a round. The rules for that are:
 
 - The operator gave the bound. A chunk of full length runs beside one round of RARE. So 1 gap in RARE is longer than the
   bound, and the 99th percentile of the gaps holds. The node reports that it has no room, and the router sends prompts
@@ -37,8 +37,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..engine.chunk_costs import ChunkCosts
-from ..engine.joint_sizes import EVERY_SIZE, JointSizes
+from ..engine.pace.chunk_costs import ChunkCosts
+from ..engine.pace.joint_sizes import EVERY_SIZE, JointSizes
 from ..engine.work import BatchRow
 from .round_seconds import RoundSeconds
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ..engine.device_executor import DeviceExecutor
 from ..engine.engine import Engine
-from ..engine.graphs import graph_sizes
-from ..engine.own_work_executor import OwnWorkExecutor
-from ..engine.rank_executor import RankExecutor
-from ..engine.rank_handoffs import make_client
-from ..engine.rank_processes import RankProcesses
-from ..engine.ranked_engine import RankedEngine, start_ranks
+from ..engine.ranks.executor import RankExecutor
+from ..engine.ranks.handoffs import make_client
+from ..engine.ranks.own_work_executor import OwnWorkExecutor
+from ..engine.ranks.processes import RankProcesses
+from ..engine.ranks.ranked_engine import RankedEngine, start_ranks
+from ..engine.rounds.device_executor import DeviceExecutor
+from ..engine.rounds.graphs import graph_sizes
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Membership

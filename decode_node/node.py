@@ -17,10 +17,10 @@ has several choices, the first choice computes the prompt, and the others take i
 request asks for log-probabilities of the prompt, the first choice computes every position, also those that are cached,
 and the node sends PrefillDone when it has them all.
 
-The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
-processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
-tokens. While pages of a prompt are on the way, the node submits the next round as late as it can, so that the sequence
-joins it. If the device is a GPU, the node does not sleep then, so that it submits no round too late.
+The node submits a round to its executor (engine/rounds/executor.py). It settles the round later: it waits for the
+results and processes them. On a GPU the node submits the next round in between, so the device computes while the host
+processes tokens. While pages of a prompt are on the way, the node submits the next round as late as it can, so that the
+sequence joins it. If the device is a GPU, the node does not sleep then, so that it submits no round too late.
 
 If the device has no memory for a round, the node tries again without drafts. If it has none for that either, the
 sequence that asks for most ends with an error, and the node tries again with the others.
@@ -37,14 +37,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.adaptive import DOUBT, StepChooser
-from ..engine.chunk_timing import measure_costs
-from ..engine.draft_shape import DraftShape
-from ..engine.executor import Executor
+from ..engine.pace.adaptive import DOUBT, StepChooser
+from ..engine.pace.chunk_timing import measure_costs
+from ..engine.pace.round_timing import measure_round
+from ..engine.pace.step_times import StepTimes
 from ..engine.progress import ProgressBar
-from ..engine.round_timing import measure_round
-from ..engine.rounds import LocalChunk, Submitted
-from ..engine.step_times import StepTimes
+from ..engine.rounds.draft_shape import DraftShape
+from ..engine.rounds.executor import Executor
+from ..engine.rounds.rounds import LocalChunk, Submitted
 from ..engine.work import Accepted, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
@@ -64,7 +64,7 @@ from .scheduler import StepPlan
 from .sequence import Sequence
 
 if TYPE_CHECKING:
-    from ..metadata.handoff.buffers import Sampled
+    from ..metadata.handoff.schema.buffers import Sampled
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..engine.draft_shape import DraftShape
-from ..engine.executor import Executor, WaitingExecutor
-from ..engine.prefix_cache import PrefixCache
-from ..engine.ranked_cache import NodeCache, RankedCache
-from ..engine.round_stats import RoundStats
-from ..engine.rounds import LocalChunk, Rounds, Submitted
-from ..engine.sampling_state import Needs
+from ..engine.rounds.draft_shape import DraftShape
+from ..engine.rounds.executor import Executor, WaitingExecutor
+from ..engine.rounds.rounds import LocalChunk, Rounds, Submitted
+from ..engine.rounds.stats import RoundStats
+from ..engine.sampling.state import Needs
+from ..engine.state.prefix_cache import PrefixCache
+from ..engine.state.ranked_cache import NodeCache, RankedCache
 from ..engine.work import BatchRow, RoundTokens, Scores
 from ..metadata.wire.node_info import RankLoad
 from ..metadata.wire.request import Unit
@@ -83,7 +83,7 @@ class NodeScheduler(Protocol):
 
 
 class NodeRounds(Protocol):
-    """Makes the work of executors from sequences, and gives them its results (engine/rounds.py)."""
+    """Makes the work of executors from sequences, and gives them its results (engine/rounds/rounds.py)."""
 
     @property
     def stats(self) -> RoundStats: ...

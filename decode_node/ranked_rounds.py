@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from ..engine.draft_shape import DraftShape
-from ..engine.executor import WaitingExecutor
-from ..engine.round_stats import RoundStats
-from ..engine.rounds import LocalChunk, Rounds, Running, Submitted
-from ..engine.sampling_state import Needs, covering
+from ..engine.rounds.draft_shape import DraftShape
+from ..engine.rounds.executor import WaitingExecutor
+from ..engine.rounds.rounds import LocalChunk, Rounds, Running, Submitted
+from ..engine.rounds.stats import RoundStats
+from ..engine.sampling.state import Needs, covering
 from ..engine.work import BatchRow, RoundTokens, Scores
 from ..metadata.wire.request import TokenLogprobs
 from .sequence import Sequence

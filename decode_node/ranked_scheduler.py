@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
-from ..engine.draft_shape import NO_DRAFTS, DraftShape
+from ..engine.rounds.draft_shape import NO_DRAFTS, DraftShape
 from ..metadata.wire.node_info import RankLoad
 from ..metadata.wire.request import Unit
 from .rank_choice import RankRoom, preferred_ranks

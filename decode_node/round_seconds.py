@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine.step_times import KEPT
+from ..engine.pace.step_times import KEPT
 
 
 class RoundSeconds:

@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..engine.draft_shape import NO_DRAFTS, DraftShape
-from ..engine.joint_sizes import NO_SIZE, JointSizes
-from ..engine.pages import Owner
-from ..engine.prefix_cache import PrefixCache
+from ..engine.pace.joint_sizes import NO_SIZE, JointSizes
+from ..engine.rounds.draft_shape import NO_DRAFTS, DraftShape
+from ..engine.state.pages import Owner
+from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import decode_len, pages_of

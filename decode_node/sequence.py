@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..engine.prefix_cache import Lease
-from ..engine.sampling_state import SamplingState
-from ..engine.stopping import ended
+from ..engine.sampling.state import SamplingState
+from ..engine.sampling.stopping import ended
+from ..engine.state.prefix_cache import Lease
 from ..engine.work import MAX_MISSED, Accepted
 from ..metadata.wire.messages import Compute, Dispatch
 from ..metadata.wire.request import Ended, GenerationRequest, TokenLogprobs, Unit

@@ -220,7 +220,7 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
 def _run_process(name: str, config: Any) -> int:
     """Run a router or a node in this process. Its log starts here."""
     if name != "router":
-        _module("engine.model_check").check_model(config)  # before torch is loaded
+        _module("engine.checkpoint.model_check").check_model(config)  # before torch is loaded
     # OpenMP threads that spin while they wait take the cores of the other processes on this host. Must be set before
     # torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

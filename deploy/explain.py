@@ -12,7 +12,7 @@ import msgspec
 
 from ..metadata.config import setting
 from ..metadata.errors import RequestError, Unavailable
-from ..router.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
+from ..router.requests.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
 from .client import Client, failure
 
 BAR = 24  # characters that stand for the whole time

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..decode_node.config import DecodeConfig
+from ..engine.checkpoint.model_check import check_model, resolve_model
 from ..engine.config import MEMORY_SHARE, EngineConfig
 from ..engine.drafters.choice import find_drafter, settle
 from ..engine.drafters.registry import describe
-from ..engine.model_check import check_model, resolve_model
 from ..metadata.bus.allow_list import ROUTER, add_line, line_of
 from ..metadata.bus.curve import KeyPair
 from ..metadata.config import ProcessConfig, at_least, setting

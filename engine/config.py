@@ -39,7 +39,7 @@ class EngineConfig(NodeConfig):
         "safetensors",
         "dummy: make random weights instead of reading files, to measure a model of which only config.json and the "
         "tokenizer are here; the text is noise; MODULE:FUNCTION: make them by a function of your own "
-        "(engine/made_checkpoint.py)",
+        "(engine/checkpoint/made_checkpoint.py)",
     )
     quantization: Literal["auto", "fp8"] = setting(
         "auto",

@@ -15,52 +15,52 @@ from pathlib import Path
 import torch
 from msgspec import structs
 
-from ..kernels import history, prompt_attention
+from ..kernels.attention import history, prompt_attention
 from ..kernels.operations import captures
-from ..kernels.rows import gather_rows
-from ..kernels.trees import move_slots_
+from ..kernels.state.rows import gather_rows
+from ..kernels.state.trees import move_slots_
 from ..metadata.errors import ConfigError
-from ..metadata.handoff.hidden_layout import HiddenDtype
-from ..metadata.handoff.kv_layout import DTYPE_BYTES, KvLayout, Shard
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
-from ..metadata.handoff.schema import kv_layouts, on_gpu, page_bytes
+from ..metadata.handoff.schema.hidden_layout import HiddenDtype
+from ..metadata.handoff.schema.kv_layout import DTYPE_BYTES, KvLayout, Shard
+from ..metadata.handoff.schema.schema import kv_layouts, on_gpu, page_bytes
 from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
-from .attention import AttentionContext
+from .attention.attention import AttentionContext
+from .attention.latent_pieces import is_faster, piece_size
 from .background import begin
-from .batch import Computed, ForwardBatch, JointBatch
+from .checkpoint.fingerprint import fingerprint, fingerprint_of
+from .checkpoint.made_checkpoint import FILES
+from .checkpoint.model_card import read_card
+from .checkpoint.model_check import longest_context, resolve_model
+from .checkpoint.model_config import ModelConfig
+from .checkpoint.quantization import chosen
+from .checkpoint.read_config import read_model_config
 from .config import SHARING, DtypeChoice, EngineConfig
-from .cuda_memory import pool_zeros
-from .cuda_pool import CudaPool
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.family import Speculation
 from .drafters.speculation import read_speculation
-from .fingerprint import fingerprint, fingerprint_of
-from .grammar import Grammars
-from .host_memory import available_memory
-from .latent_pieces import is_faster, piece_size
-from .logprobs import Logprobs, compute_logprobs
-from .made_checkpoint import FILES
-from .model_card import read_card
-from .model_check import longest_context, resolve_model
-from .model_config import ModelConfig
 from .models.decoder import DecoderModel
-from .models.read_config import read_model_config
 from .models.registry import load_model
-from .own_cuda_pools import OwnCudaPools, share_own_pools
-from .own_pools import OwnPages, share_pools
-from .pages import Owner, PagePool
-from .prefix_cache import PrefixCache
 from .progress import Progress
-from .prompt_graphs import PromptGraphs
-from .prompt_sizes import NO_PROMPT_SIZES, PromptSizes, bucket_sizes
-from .quantization import chosen
-from .ranks import ONE_RANK, Ranks
-from .row_shares import RowShares
-from .sampling import SubmittedSample
-from .sampling_batch import SamplingBatch
-from .sampling_state import SamplingState, each_kind
+from .prompts.graphs import PromptGraphs
+from .prompts.sizes import NO_PROMPT_SIZES, PromptSizes, bucket_sizes
+from .ranks.ranks import ONE_RANK, Ranks
+from .rounds.batch import Computed, ForwardBatch, JointBatch
+from .sampling.batch import SamplingBatch
+from .sampling.grammar import Grammars
+from .sampling.logprobs import Logprobs, compute_logprobs
+from .sampling.row_shares import RowShares
+from .sampling.sampling import SubmittedSample
+from .sampling.state import SamplingState, each_kind
+from .state.cuda_memory import pool_zeros
+from .state.cuda_pool import CudaPool
+from .state.host_memory import available_memory
+from .state.own_cuda_pools import OwnCudaPools, share_own_pools
+from .state.own_pools import OwnPages, share_pools
+from .state.pages import Owner, PagePool
+from .state.prefix_cache import PrefixCache
 from .work import BatchRow
 
 logger = logging.getLogger(__name__)
@@ -378,7 +378,7 @@ class Engine:
     @property
     def kv(self) -> torch.Tensor:
         """The target's pool, [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim]. If it is of e4m3,
-        its scales lie behind it (kernels/fp8_pages.py)."""
+        its scales lie behind it (kernels/state/fp8_pages.py)."""
         return self._kvs[0]
 
     def forward(self, rows: Sequence[BatchRow]) -> torch.Tensor:

@@ -20,14 +20,14 @@ from ..metadata.handoff.transports.registry import TRANSPORTS
 from ..metadata.wire.membership import Hello
 from ..metadata.wire.node_info import Capacity, Role
 from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
+from .checkpoint.model_card import read_tokenizer
 from .config import EngineConfig
 from .engine import Engine, choose_device, default_node_id, use_threads
-from .memory_share import fit_pools, memory_to_start, rehearsal_pages
-from .model_card import read_tokenizer
 from .progress import ProgressBar
-from .rank_processes import RankProcesses
-from .ranks import ONE_RANK, Ranks
-from .tuning import share_choices, tune, use_file
+from .ranks.processes import RankProcesses
+from .ranks.ranks import ONE_RANK, Ranks
+from .state.memory_share import fit_pools, memory_to_start, rehearsal_pages
+from .tuning.tuning import share_choices, tune, use_file
 
 logger = logging.getLogger(__name__)
 

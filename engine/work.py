@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
-from .draft_shape import DraftShape
-from .sampling_state import Needs, SamplingState
+from .rounds.draft_shape import DraftShape
+from .sampling.state import Needs, SamplingState
 
 
 @dataclass(frozen=True, slots=True)

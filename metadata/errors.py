@@ -1,6 +1,6 @@
 """Errors that Baton raises for faults of the world outside. `assert` is for our own defects.
 
-The router maps these to HTTP in one place (`router/http/errors.py`); a node maps them to one `Failed` message.
+The router maps these to HTTP in one place (`router/http/server/errors.py`); a node maps them to one `Failed` message.
 """
 
 from __future__ import annotations

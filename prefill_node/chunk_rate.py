@@ -7,7 +7,7 @@ takes besides its tokens.
 
 from __future__ import annotations
 
-from ..engine.step_times import KEPT
+from ..engine.pace.step_times import KEPT
 
 
 class ChunkRate:

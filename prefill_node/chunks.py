@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..engine.prompt_executor import BegunChunk, PromptExecutor
+from ..engine.prompts.executor import BegunChunk, PromptExecutor
 from ..engine.work import Chunk, ChunkRow
 from .prompt_ends import PromptEnd, batches, tails
 from .scheduler import PlannedChunk, StepPlan

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ..engine.engine import Engine
-from ..engine.own_work_executor import OwnWorkExecutor
-from ..engine.own_work_prompts import OwnWorkPrompts
-from ..engine.prompt_executor import PromptExecutor
-from ..engine.prompts import Prompts
-from ..engine.rank_executor import RankPrompts
-from ..engine.rank_handoffs import make_server
-from ..engine.rank_processes import RankProcesses
-from ..engine.ranked_engine import RankedEngine, start_ranks
+from ..engine.prompts.executor import PromptExecutor
+from ..engine.prompts.prompts import Prompts
+from ..engine.ranks.executor import RankPrompts
+from ..engine.ranks.handoffs import make_server
+from ..engine.ranks.own_work_executor import OwnWorkExecutor
+from ..engine.ranks.own_work_prompts import OwnWorkPrompts
+from ..engine.ranks.processes import RankProcesses
+from ..engine.ranks.ranked_engine import RankedEngine, start_ranks
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.addresses import address_of_rank, any_port_of, parse_address
 from ..metadata.bus.curve import KeyPair

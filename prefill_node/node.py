@@ -31,8 +31,8 @@ import time
 from dataclasses import dataclass
 
 from ..engine.progress import ProgressBar
-from ..engine.prompt_executor import BegunTails
-from ..engine.stopping import ended
+from ..engine.prompts.executor import BegunTails
+from ..engine.sampling.stopping import ended
 from ..engine.work import FirstTokens, HandoffRows, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork

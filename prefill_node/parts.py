@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..engine.prefix_cache import PrefixCache
-from ..engine.prompt_executor import OwnPromptExecutor, PromptExecutor, PromptStates
-from ..engine.prompt_timing import measure_prompt
-from ..engine.ranked_cache import NodeCache, RankedCache
+from ..engine.pace.prompt_timing import measure_prompt
+from ..engine.prompts.executor import OwnPromptExecutor, PromptExecutor, PromptStates
+from ..engine.state.prefix_cache import PrefixCache
+from ..engine.state.ranked_cache import NodeCache, RankedCache
 from ..metadata.wire.node_info import RankLoad
 from . import chunks, ranked_chunks
 from .chunk_sharing import sharing_limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..engine.sampling_state import SamplingState
+from ..engine.sampling.state import SamplingState
 from ..engine.work import CopyPages, Tail, Tails
 from ..metadata.wire.request import Unit
 from .request import Request

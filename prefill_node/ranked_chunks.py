@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.prompt_executor import OwnPromptExecutor
+from ..engine.prompts.executor import OwnPromptExecutor
 from ..engine.work import ChunkReport, FirstTokens, HandoffRows, Scores
 from .chunks import ChunkUnderWay, note_submitted, work_of
 from .scheduler import StepPlan

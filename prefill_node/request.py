@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..engine.prefix_cache import Lease
-from ..engine.sampling_state import SamplingState
+from ..engine.sampling.state import SamplingState
+from ..engine.state.prefix_cache import Lease
 from ..metadata.wire.messages import Prefill
 from ..metadata.wire.node_info import Peer
 from ..metadata.wire.request import GenerationRequest, TokenLogprobs, Unit

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..engine.pages import Owner
-from ..engine.prefix_cache import PrefixCache
+from ..engine.state.pages import Owner
+from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages

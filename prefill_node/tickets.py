@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..engine.ranked_cache import NodePool
+from ..engine.state.ranked_cache import NodePool
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.tickets import TicketEnded, TicketFailed
 from ..metadata.wire.request import Unit

@@ -8,12 +8,12 @@ from typing import Literal, get_args
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
 from ..metadata.wire.node_info import Role
-from .fair_share import CacheScope
-from .http.origin import Authority, allowed_hosts, allowed_origins, is_header, trusted_networks
+from .http.server.origin import Authority, allowed_hosts, allowed_origins, is_header, trusted_networks
 from .keys import read_keys
-from .prompt_placement import LocalPrefill
+from .placement.prompt_placement import LocalPrefill
 from .reasoning_parsers.registry import REASONING_PARSERS
 from .tool_parsers.registry import TOOL_PARSERS
+from .waiting.fair_share import CacheScope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,23 +41,23 @@ from ..metadata.wire.messages import (
     ToNode,
     ToRouter,
 )
-from .cancels import Cancels
 from .config import RouterConfig
-from .drains import Drains
 from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnknown
 from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
-from .health import Effect as HealthEffect
-from .health import GiveUpCanary, PairHealth, PairsReady, StartCanary
-from .metrics import Metrics
-from .node import Node, NodeGroup
-from .placement import Placement
-from .queue import Asked, Bounds, Entry, PairFull, Pinned, Queues, RefusedRequest
-from .registry import Registry
-from .request import Attempt, Request, Sequence
-from .rescheduling import Rescheduling
-from .reservations import Reservations
-from .streams import SequenceEnded, TokenStreams
-from .trace import FinishedTraces, Outcome
+from .figures.metrics import Metrics
+from .health.health import Effect as HealthEffect
+from .health.health import GiveUpCanary, PairHealth, PairsReady, StartCanary
+from .nodes.drains import Drains
+from .nodes.node import Node, NodeGroup
+from .nodes.registry import Registry
+from .placement.placement import Placement
+from .placement.reservations import Reservations
+from .requests.cancels import Cancels
+from .requests.request import Attempt, Request, Sequence
+from .requests.rescheduling import Rescheduling
+from .requests.streams import SequenceEnded, TokenStreams
+from .requests.trace import FinishedTraces, Outcome
+from .waiting.queue import Asked, Bounds, Entry, PairFull, Pinned, Queues, RefusedRequest
 
 logger = logging.getLogger(__name__)
 

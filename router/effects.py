@@ -9,9 +9,9 @@ from msgspec import Struct
 from ..metadata.errors import BatonError
 from ..metadata.wire.membership import LedgerReport
 from ..metadata.wire.messages import ToNode
-from .node import Node
-from .request import Delta, Request, Sequence
-from .trace import TraceRecorder
+from .nodes.node import Node
+from .requests.request import Delta, Request, Sequence
+from .requests.trace import TraceRecorder
 
 
 class Send(NamedTuple):

@@ -20,12 +20,12 @@ from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.garbage import Garbage
 from .config import RouterConfig
-from .export import TraceExport, configured_export
-from .http.api import Api
-from .http.app import application, ops_application
-from .http.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
-from .http.listener import HttpListener
-from .metrics import Metrics
+from .figures.export import TraceExport, configured_export
+from .figures.metrics import Metrics
+from .http.server.api import Api
+from .http.server.app import application, ops_application
+from .http.server.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
+from .http.server.listener import HttpListener
 from .runner import RunningDispatcher
 from .text.tokenizer import start_threads
 

@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping
 from ..metadata.bus.hub import Hub
 from ..metadata.wire.membership import LedgerReport
 from ..metadata.wire.messages import ToRouter
-from .cancels import Cancels
 from .config import RouterConfig
 from .dispatcher import Dispatcher
 from .effects import Done, Effect, Error, Ledger, Output, Over, Send, SendUnknown
-from .health import PairHealth
-from .metrics import Metrics
-from .node import Node, NodeGroup
-from .queue import Asked, Queues
-from .registry import Registry
-from .request import Request
-from .trace import FinishedTraces, TraceRecorder
+from .figures.metrics import Metrics
+from .health.health import PairHealth
+from .nodes.node import Node, NodeGroup
+from .nodes.registry import Registry
+from .requests.cancels import Cancels
+from .requests.request import Request
+from .requests.trace import FinishedTraces, TraceRecorder
+from .waiting.queue import Asked, Queues
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,6 @@ latencies and goodput.
                                                      v
                                                figures: percentiles, goodput
 
-The router here keeps simple books, but takes its decisions by the product's own functions (router/placement.py,
-router/prompt_placement.py). Nothing here imports torch.
+The router here keeps simple books, but takes its decisions by the product's own functions
+(router/placement/placement.py, router/placement/prompt_placement.py). Nothing here imports torch.
 """

@@ -6,7 +6,7 @@
     handoff    by the tokens of the last chunk, since the pages before it are pulled while that is computed
 
 Bases are linear between measured sizes, those of the smallest size below it, and go on as the last two sizes say above
-the largest. A graph of a round serves batches up to its bucket (engine/round_sizes.py).
+the largest. A graph of a round serves batches up to its bucket (engine/rounds/sizes.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from ...engine.draft_shape import NO_DRAFTS
-from ...engine.joint_sizes import JointSize, JointSizes
-from ...engine.round_sizes import round_sizes
+from ...engine.pace.joint_sizes import JointSize, JointSizes
+from ...engine.rounds.draft_shape import NO_DRAFTS
+from ...engine.rounds.sizes import round_sizes
 from .times import ChunkPoint, RoundPoint, Times
 
 

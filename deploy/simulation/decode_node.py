@@ -19,9 +19,9 @@ from typing import Protocol
 
 from ...decode_node.chunk_budget import ChunkBudget, ChunkRoom, ChunksAlone, PromptRate, PromptTokens, Queue
 from ...decode_node.round_seconds import RoundSeconds
-from ...engine.chunk_costs import ChunkCosts
-from ...router.placement import DecodeFigures
-from ...router.prompt_placement import LocalFigures, PromptTimes
+from ...engine.pace.chunk_costs import ChunkCosts
+from ...router.placement.placement import DecodeFigures
+from ...router.placement.prompt_placement import LocalFigures, PromptTimes
 from .agenda import Agenda
 from .costs import ChunkPart, Costs
 from .request import SLACK, SimulatedRequest

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from ...prefill_node.chunk_rate import ChunkRate
 from ...prefill_node.chunk_sharing import may_share, sharing_limit
 from ...prefill_node.tails import PromptTails
-from ...router.placement import QUEUED_PER_SLOT, PrefillFigures
-from ...router.prompt_placement import PromptTimes, RemoteFigures
+from ...router.placement.placement import QUEUED_PER_SLOT, PrefillFigures
+from ...router.placement.prompt_placement import PromptTimes, RemoteFigures
 from .agenda import Agenda
 from .costs import ChunkPart, Costs
 from .request import SimulatedRequest

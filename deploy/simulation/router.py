@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ...router.handoff_times import HandoffTimes
-from ...router.placement import choose_decode, choose_prefill
-from ...router.prompt_placement import GroupFacts, choose_local, place_prompt, place_sooner
+from ...router.placement.handoff_times import HandoffTimes
+from ...router.placement.placement import choose_decode, choose_prefill
+from ...router.placement.prompt_placement import GroupFacts, choose_local, place_prompt, place_sooner
 from .agenda import Agenda
 from .costs import Costs
 from .decode_node import SimulatedDecodeNode

@@ -9,7 +9,7 @@ pages (history.py).
 If pages are in FP8, a token sees its own keys and values as they are stored, or the text would depend on the division
 into chunks. So a CPU gathers all pages. On CUDA the store of a whole prompt's keys and values also writes the stored
 numbers over them, and the copy of pages behind which a chunk stands returns these numbers. They are exact in 16 bits
-(kernels/fp8_pages.py), so all ways see the same ones.
+(kernels/state/fp8_pages.py), so all ways see the same ones.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..kernels import history, prompt_attention
-from ..kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
-from ..kernels.latents import LatentWeights, join_latents, latent_values
-from ..kernels.norm import rms_norm
-from ..kernels.operations import captures, reads_pages
-from ..kernels.paged_rows import PagedRows, attend
-from ..kernels.rotary import apply_rotary_
-from .batch import ForwardBatch, JointBatch, upload
+from ...kernels.attention import history, prompt_attention
+from ...kernels.attention.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
+from ...kernels.attention.latents import LatentWeights, join_latents, latent_values
+from ...kernels.attention.paged_rows import PagedRows, attend
+from ...kernels.operations import captures, reads_pages
+from ...kernels.products.norm import rms_norm
+from ...kernels.products.rotary import apply_rotary_
+from ..checkpoint.model_config import ModelConfig
+from ..rounds.batch import ForwardBatch, JointBatch, upload
 from .latent_pieces import LatentPieces
-from .model_config import ModelConfig
 from .rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from ..kernels.triton_attention import TritonPlan
-    from ..kernels.triton_latent_heads import Turns
+    from ...kernels.attention.triton_attention import TritonPlan
+    from ...kernels.attention.triton_latent_heads import Turns
 
 _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
 
@@ -75,7 +75,7 @@ def begin_attention(
     dtype: torch.dtype,
 ) -> AttentionContext:
     """Return the context of a forward over `kv` [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim],
-    of the model's device, and of `dtype` or e4m3 (kernels/fp8_pages.py). `dtype` is that of the model."""
+    of the model's device, and of `dtype` or e4m3 (kernels/state/fp8_pages.py). `dtype` is that of the model."""
     if isinstance(batch, JointBatch):
         first, second = (begin_attention(config, rotary, part, kv, dtype) for part in (batch.first, batch.second))
         if isinstance(first, _TritonAttention) and isinstance(second, _TritonAttention):
@@ -187,7 +187,7 @@ def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> TritonPlan:
     """Return the plan of the kernels on CUDA. Prompts and chunks of any lengths share one kernel; rounds have another.
 
     `is_stored`: the queries have no KV of their own, all that they see is in pages already."""
-    from ..kernels.triton_attention import TritonPlan
+    from ...kernels.attention.triton_attention import TritonPlan
 
     table, seq_lens = batch.block_table, batch.seq_lens
     if batch.starts is not None:
@@ -227,7 +227,7 @@ class PromptPieces:
     def of(cls, batch: ForwardBatch, kv: torch.Tensor, dtype: torch.dtype) -> PromptPieces | None:
         """Return None if the whole batch is the rest, or fused attention does not serve on this device. Arguments are
         as in `begin_attention`."""
-        from ..kernels.triton_attention import TritonPlan
+        from ...kernels.attention.triton_attention import TritonPlan
 
         if not batch.prefix_lens:  # a round
             return None
@@ -284,7 +284,7 @@ class _TritonAttention:
         window: int | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from ..kernels.triton_store import norm_rotate_store
+        from ...kernels.state.triton_store import norm_rotate_store
 
         assert self.plan.rows is not None
         kv_layer, eps = self.kv_layers[index], self.config.rms_norm_eps
@@ -305,8 +305,8 @@ class _TritonAttention:
     ) -> torch.Tensor:
         """Return the attention of `q` [num_tokens, num_heads, head_dim], whose KV is stored: `out`, or a new tensor of
         q's shape."""
-        from ..kernels.triton_attention import decode_attention
-        from ..kernels.triton_extend import extend_attention
+        from ...kernels.attention.triton_attention import decode_attention
+        from ...kernels.attention.triton_extend import extend_attention
 
         attend = decode_attention if self.plan.starts is None else extend_attention
         return attend(q, kv_layer, self.plan, window, out=out, sinks=sinks)
@@ -314,7 +314,7 @@ class _TritonAttention:
     def _attend_prompts(
         self, prompts: PromptPieces, q: torch.Tensor, qkv: torch.Tensor, kv_layer: torch.Tensor
     ) -> torch.Tensor:
-        from ..kernels.triton_extend import extend_attention
+        from ...kernels.attention.triton_extend import extend_attention
 
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         k, v = qkv.unflatten(1, (-1, self.config.head_dim))[:, num_heads:].split(num_kv_heads, dim=1)
@@ -349,7 +349,7 @@ class _TritonLatents:
     def of(
         cls, config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> _TritonLatents:
-        from ..kernels.triton_latent_heads import Turns
+        from ...kernels.attention.triton_latent_heads import Turns
 
         latent, plan = config.latent, triton_plan(batch)
         assert latent is not None and plan.rows is not None, config
@@ -361,8 +361,8 @@ class _TritonLatents:
 
     def attend(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
         """Do the work of `attend_latents`."""
-        from ..kernels.triton_latent_heads import absorb_latents, turn_latents
-        from ..kernels.triton_latents import latent_attention
+        from ...kernels.attention.triton_latent_heads import absorb_latents, turn_latents
+        from ...kernels.attention.triton_latents import latent_attention
 
         kv_layer = self.kv_layers[index]
         if self.pieces is not None:
@@ -398,7 +398,7 @@ class _JointTritonAttention:
         window: int | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from ..kernels.triton_store import norm_rotate_store
+        from ...kernels.state.triton_store import norm_rotate_store
 
         kv_layer, eps = self.first.kv_layers[index], self.first.config.rms_norm_eps
         q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.rows, norms, eps)

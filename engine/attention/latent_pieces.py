@@ -1,4 +1,4 @@
-"""Attention of a batch of prompts to latents in the expanded form (kernels/latents.py), on CUDA.
+"""Attention of a batch of prompts to latents in the expanded form (kernels/attention/latents.py), on CUDA.
 
 All keys that the batch sees, sequence after sequence, are cut into pieces. The keys and values of one piece are made of
 latents, and all tokens attend to them, before those of the next piece are made. So the working memory has a bound.
@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.latents import LatentWeights
-from .batch import ForwardBatch, upload
-from .model_config import LatentConfig
+from ...kernels.attention.latents import LatentWeights
+from ..checkpoint.model_config import LatentConfig
+from ..rounds.batch import ForwardBatch, upload
 
 if TYPE_CHECKING:
-    from ..kernels.triton_expanded import ExpandedTiles
+    from ...kernels.attention.triton_expanded import ExpandedTiles
 
 _LEAST = 64  # tokens of a batch; for fewer, launches take longer than what they save
 _PIECE_BYTES = 256 << 20  # of the keys and values of a piece
@@ -66,7 +66,7 @@ class LatentPieces:
 
         `q` [num_tokens, num_heads, plain_dim + rope_dim] is rotated. The latents of the batch, `latents` [num_tokens,
         rank + rope_dim], are stored in `kv_layer` [num_pages, 1, 1, page_size, rank + rope_dim]."""
-        from ..kernels.triton_expanded import Keys, expanded_attention
+        from ...kernels.attention.triton_expanded import Keys, expanded_attention
 
         rank, is_whole = weights.rank, len(self.pieces) == 1
         shape = (*q.shape[:2], weights.up.shape[1] - weights.plain_dim)

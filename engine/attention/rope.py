@@ -12,8 +12,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from ..kernels.rotary import turns
-from .rope_config import RopeConfig
+from ...kernels.products.rotary import turns
+from ..checkpoint.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from ..metadata.errors import ModelError
+from ...metadata.errors import ModelError
 from .model_files import safetensors_files, stored_tensors
 from .text_tensors import text_tensors
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ..metadata.errors import ModelError
+from ...metadata.errors import ModelError
 
 TEXT, HEAD_LAYER = _INNER = ("text_config", "transformer_layer_config")
 _TEXT_TYPES = {  # model_type of a model with images: that of its text model, if the file does not say

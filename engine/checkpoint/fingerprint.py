@@ -14,14 +14,14 @@ import xxhash
 from .checkpoint import tensor_digests
 from .model_config import ExpertsConfig, ModelConfig
 from .model_files import safetensors_files
-from .models.read_config import read_model_config
+from .read_config import read_model_config
 
 _EARLY = ("hc_mult", "hands_over_collapsed")  # fields with defaults that the digests of all releases hold
 
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
     """Return a fingerprint that is equal for equal models, on every host and however the files are split: 32
-    hexadecimal digits, and the words of the quantization if there is one (metadata/handoff/weights.py).
+    hexadecimal digits, and the words of the quantization if there is one (metadata/handoff/schema/weights.py).
 
     XXH3-128 over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read.
     `config`: as read already, for a drafter's head. Raises ModelError as loading does."""

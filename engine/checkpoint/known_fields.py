@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..config_file import ConfigFile, Fields
-from .family import ModelFamily
+from ..models.family import ModelFamily
+from .config_file import ConfigFile, Fields
 
 _BOOKKEEPING = """
     architectures auto_map base_model cache_implementation dtype finetuning_task head_dtype id2label internal_version

@@ -16,8 +16,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..kernels.mxfp4 import GROUP
-from ..metadata.errors import ConfigError
+from ...kernels.experts.mxfp4 import GROUP
+from ...metadata.errors import ConfigError
 from .checkpoint import Checkpoint, TensorSpec
 from .model_check import FILES
 from .model_config import ModelConfig

@@ -12,10 +12,10 @@ import msgspec
 import tokenizers
 import xxhash
 
-from ..metadata.errors import ModelError
-from ..metadata.wire.membership import TokenizerFile
-from ..metadata.wire.node_info import MAX_SPECIAL_TOKENS, ModelCard
-from ..metadata.wire.request import SamplingParams
+from ...metadata.errors import ModelError
+from ...metadata.wire.membership import TokenizerFile
+from ...metadata.wire.node_info import MAX_SPECIAL_TOKENS, ModelCard
+from ...metadata.wire.request import SamplingParams
 from .model_config import ModelConfig
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

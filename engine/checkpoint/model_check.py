@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..metadata.errors import ConfigError, ModelError
-from .config import EngineConfig
-from .drafters.choice import find_drafter, settle
+from ...metadata.errors import ConfigError, ModelError
+from ..config import EngineConfig
+from ..drafters.choice import find_drafter, settle
+from ..ranks.shares import check_shares
 from .model_config import ModelConfig
 from .model_files import check_directory
-from .models.read_config import read_model_config
 from .quantization import chosen
-from .rank_shares import check_shares
+from .read_config import read_model_config
 
 FILES = "safetensors"  # value of --load-format; with others the weights are made
-DEMO = Path(__file__).parent.parent / "deploy" / "demo"
+DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 
 
 def resolve_model(model: str | None) -> Path:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
-from ..metadata.errors import ConfigError
-from ..metadata.handoff.kv_layout import pool_of
-from ..metadata.wire.node_info import KvPlane, PoolLayout
-from .config import KvDtype
+from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
+from ...metadata.errors import ConfigError
+from ...metadata.handoff.schema.kv_layout import pool_of
+from ...metadata.wire.node_info import KvPlane, PoolLayout
+from ..config import KvDtype
 from .quantization import Quantization
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
-    from ..metadata.handoff.hidden_layout import HiddenDtype
+    from ...metadata.handoff.schema.hidden_layout import HiddenDtype
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -93,7 +93,9 @@ class ModelConfig:
     @property
     def spec_hidden_size(self) -> int:
         """Width of all residual streams side by side; with one stream, `hidden_size`."""
-        from ..metadata.handoff.hidden_layout import spec_hidden_size  # imports torch, which a configuration does not
+        from ...metadata.handoff.schema.hidden_layout import (
+            spec_hidden_size,  # imports torch, which a configuration does not
+        )
 
         return spec_hidden_size(self.hidden_size, self.hc_mult)
 

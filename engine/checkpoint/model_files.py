@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..metadata.errors import ModelError
+from ...metadata.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"(?:(?:https?://)?(?:huggingface\.co|hf\.co)/|hf://)?([\w-][\w.-]*/[\w.-]*\w)/?")

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..metadata.errors import ConfigError
+from ...metadata.errors import ConfigError
 
 WeightScale = Literal["blocks", "rows", "tensor", "mxfp4"]
 Rounding = Literal["groups", "rows", "stored", "none"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 from ...kernels.formats import SwigluClamp
-from ..config_file import ConfigFile
-from ..model_config import ExpertsConfig, Scoring
-from .family import NUM_EXPERTS
+from ..models.family import NUM_EXPERTS
+from .config_file import ConfigFile
+from .model_config import ExpertsConfig, Scoring
 
 _ALPHA = 1.702  # of published files of gpt-oss, which do not name it
 # how experts are chosen by scores of each kind: topk_method of config.json, first what it means if it is missing

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..config_file import ConfigFile
-from ..model_config import LatentConfig
+from .config_file import ConfigFile
+from .model_config import LatentConfig
 
 
 def read_latent(raw: ConfigFile) -> LatentConfig:

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from ...kernels.formats import BLOCK
 from ...metadata.errors import ModelError
-from ..config_file import ConfigFile, Fields
-from ..quantization import Quantization, Rounding
+from .config_file import ConfigFile, Fields
+from .quantization import Quantization, Rounding
 
 _KEY = "quantization_config"
 _LISTS = "exclude_modules ignore ignored_layers modules_to_not_convert targets"  # tensors tell what is quantized

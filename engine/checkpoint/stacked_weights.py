@@ -3,7 +3,7 @@
     NAME           [num_experts, in_size, num_parts * out_size]
     NAME_bias      [num_experts, num_parts * out_size]
 
-or, in MXFP4 (kernels/mxfp4.py),
+or, in MXFP4 (kernels/experts/mxfp4.py),
 
     NAME_blocks    [num_experts, num_parts * out_size, in_size / 32, 16] uint8
     NAME_scales    [num_experts, num_parts * out_size, in_size / 32] uint8
@@ -18,10 +18,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels.mxfp4 import GROUP
-from ..metadata.errors import ModelError
+from ...kernels.experts.mxfp4 import GROUP
+from ...metadata.errors import ModelError
+from ..products.base import Split, WeightSource
 from .checkpoint import FLOATS, TensorSpec
-from .products.base import Split, WeightSource
 from .weights import Weights
 
 _ENDS = {"weight": "", "bias": "_bias", "blocks": "_blocks", "scales": "_scales"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..metadata.errors import ModelError
+from ...metadata.errors import ModelError
 
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",

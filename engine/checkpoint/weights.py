@@ -13,15 +13,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..metadata.errors import ModelError
+from ...metadata.errors import ModelError
+from ..products.base import GivenWeight, Split, StoredTensor, WeightShard, WeightSource
+from ..products.linear import Linear
+from ..products.registry import choose, stored_tensors
+from ..progress import Progress
+from ..ranks.ranks import ONE_RANK, Ranks
 from .checkpoint import Checkpoint, TensorSpec
 from .model_config import ModelConfig
-from .products.base import GivenWeight, Split, StoredTensor, WeightShard, WeightSource
-from .products.linear import Linear
-from .products.registry import choose, stored_tensors
-from .progress import Progress
 from .quantization import Quantization
-from .ranks import ONE_RANK, Ranks
 
 RowOrders = Mapping[str, Tensor]  # projection -> [out_size] int64: row `order[i]` of the checkpoint becomes row i
 NO_ORDERS: RowOrders = MappingProxyType({})

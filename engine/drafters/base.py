@@ -35,14 +35,14 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from ...kernels.rows import assign_rows_, gather_rows, packed, unpacked
-from ...metadata.handoff.hidden_layout import HiddenLayout, assign
-from ..constants import counted
-from ..copies import to_device, to_host
-from ..draft_shape import DraftShape
-from ..executor import HostProposer
-from ..sampling_batch import SamplingBatch
-from ..trees import Drafts
+from ...kernels.state.rows import assign_rows_, gather_rows, packed, unpacked
+from ...metadata.handoff.schema.hidden_layout import HiddenLayout, assign
+from ..rounds.draft_shape import DraftShape
+from ..rounds.executor import HostProposer
+from ..rounds.trees import Drafts
+from ..sampling.batch import SamplingBatch
+from ..state.constants import counted
+from ..state.copies import to_device, to_host
 
 
 @dataclass(frozen=True, slots=True, eq=False)

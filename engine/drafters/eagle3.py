@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...metadata.errors import ConfigError, ModelError
-from ..config_file import HEAD_LAYER, Fields
-from ..model_config import ModelConfig
+from ..checkpoint.config_file import HEAD_LAYER, Fields
+from ..checkpoint.model_config import ModelConfig
 from ..models.head_file import HeadFile, read_head, without_model
 from ..models.heads import load_eagle3
 from .family import Family, Speculation, Wanted

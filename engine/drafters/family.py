@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from ...metadata.handoff.hidden_layout import TORCH_DTYPES, HiddenDtype, HiddenLayout, Source
-from ...metadata.handoff.schema import make_schema
+from ...metadata.handoff.schema.hidden_layout import TORCH_DTYPES, HiddenDtype, HiddenLayout, Source
+from ...metadata.handoff.schema.schema import make_schema
 from ...metadata.wire.node_info import HandoffSchema, PoolLayout
+from ..checkpoint.fingerprint import fingerprint
+from ..checkpoint.model_config import ModelConfig
 from ..config import KvDtype
-from ..draft_shape import DraftShape
-from ..fingerprint import fingerprint
-from ..model_config import ModelConfig
 from ..models.decoder import DecoderModel
 from ..models.target_ends import TargetEnds, ends_in
 from ..progress import Progress
-from ..ranks import Ranks
+from ..ranks.ranks import Ranks
+from ..rounds.draft_shape import DraftShape
 from .base import Drafter
 from .registry import describe
 

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.rows import gather_rows
+from ...kernels.state.rows import gather_rows
 from ...metadata.errors import ConfigError
-from ...metadata.handoff.hidden_layout import HiddenLayout
-from ..batch import ForwardBatch
-from ..constants import counted
-from ..draft_shape import DraftShape
+from ...metadata.handoff.schema.hidden_layout import HiddenLayout
 from ..models.frozen_kv import FrozenKvFile, FrozenKvHead, read_frozen_kv
-from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, grow_tree, sample_ahead, top_of
+from ..rounds.batch import ForwardBatch
+from ..rounds.draft_shape import DraftShape
+from ..rounds.trees import Drafts, grow_tree, sample_ahead, top_of
+from ..sampling.batch import SamplingBatch
+from ..state.constants import counted
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Loading, Speculation, Wanted
 

@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.rows import gather_rows
-from ...metadata.handoff.hidden_layout import HiddenLayout
-from ..batch import ForwardBatch
-from ..constants import counted
-from ..copies import to_device
-from ..draft_shape import DraftShape
+from ...kernels.state.rows import gather_rows
+from ...metadata.handoff.schema.hidden_layout import HiddenLayout
 from ..models.heads import DraftHead
-from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, sample_ahead
+from ..rounds.batch import ForwardBatch
+from ..rounds.draft_shape import DraftShape
+from ..rounds.trees import Drafts, sample_ahead
+from ..sampling.batch import SamplingBatch
+from ..state.constants import counted
+from ..state.copies import to_device
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 

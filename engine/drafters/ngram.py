@@ -12,10 +12,10 @@ from typing import Self
 
 from torch import Tensor
 
-from ...metadata.handoff.hidden_layout import HiddenLayout
-from ..draft_shape import DraftShape
-from ..sampling_batch import SamplingBatch
-from ..trees import Drafts
+from ...metadata.handoff.schema.hidden_layout import HiddenLayout
+from ..rounds.draft_shape import DraftShape
+from ..rounds.trees import Drafts
+from ..sampling.batch import SamplingBatch
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Speculation, Wanted
 from .suffixes import MAX_MATCH, MIN_MATCH, OwnSuffixes, SharedSuffixes

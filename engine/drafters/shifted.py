@@ -18,18 +18,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...kernels.attention import Tree
-from ...kernels.rows import gather_rows
-from ...metadata.handoff.hidden_layout import HiddenLayout
-from ..batch import ForwardBatch
-from ..constants import counted
-from ..draft_shape import DraftShape
+from ...kernels.attention.attention import Tree
+from ...kernels.state.rows import gather_rows
+from ...metadata.handoff.schema.hidden_layout import HiddenLayout
 from ..models.head_file import HeadFile
 from ..models.heads import DraftHead
 from ..models.target_ends import TargetEnds
-from ..ranks import Ranks
-from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, grow_tree, sample_ahead, top_of
+from ..ranks.ranks import Ranks
+from ..rounds.batch import ForwardBatch
+from ..rounds.draft_shape import DraftShape
+from ..rounds.trees import Drafts, grow_tree, sample_ahead, top_of
+from ..sampling.batch import SamplingBatch
+from ..state.constants import counted
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Loading, Speculation, Wanted

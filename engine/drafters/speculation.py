@@ -6,11 +6,11 @@ from importlib import import_module
 from pathlib import Path
 
 from ...metadata.errors import ConfigError, ModelError
-from ...metadata.handoff.hidden_layout import HiddenDtype
+from ...metadata.handoff.schema.hidden_layout import HiddenDtype
+from ..checkpoint.model_config import ModelConfig
 from ..config import EngineConfig
-from ..draft_shape import DraftShape
-from ..model_config import ModelConfig
 from ..models.head_file import tensor_names
+from ..rounds.draft_shape import DraftShape
 from .choice import find_drafter, settle
 from .family import Family, Speculation, Wanted
 from .registry import DRAFTERS

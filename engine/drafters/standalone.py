@@ -14,16 +14,16 @@ import xxhash
 from torch import Tensor
 
 from ...metadata.errors import ConfigError
-from ...metadata.handoff.hidden_layout import HiddenLayout
-from ..batch import ForwardBatch
-from ..constants import counted
-from ..draft_shape import DraftShape
-from ..model_config import ModelConfig
+from ...metadata.handoff.schema.hidden_layout import HiddenLayout
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.read_config import read_model_config
 from ..models.decoder import DecoderModel
-from ..models.read_config import read_model_config
 from ..models.registry import load_model
-from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, sample_ahead
+from ..rounds.batch import ForwardBatch
+from ..rounds.draft_shape import DraftShape
+from ..rounds.trees import Drafts, sample_ahead
+from ..sampling.batch import SamplingBatch
+from ..state.constants import counted
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Loading, Speculation, Wanted

@@ -8,10 +8,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..attention import AttentionContext, HeadNorms
-from ..group import Group
+from ..attention.attention import AttentionContext, HeadNorms
 from ..products.base import Rows, WeightShard
 from ..products.linear import Linear
+from ..ranks.group import Group
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.rows import gather_rows
+from ...kernels.state.rows import gather_rows
 from ..products.base import VOCAB
 from ..products.linear import Linear
-from ..ranks import ONE_RANK, Ranks, VocabShares
-from ..row_shares import Lens
+from ..ranks.ranks import ONE_RANK, Ranks, VocabShares
+from ..sampling.row_shares import Lens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.norm import add_rms_norm_
-from ..attention import AttentionContext
+from ...kernels.products.norm import add_rms_norm_
+from ..attention.attention import AttentionContext
 from .decoder import DecoderLayer
 
 

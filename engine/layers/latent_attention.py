@@ -4,7 +4,7 @@
     c | r = latent_down(x)                  of each token; the pool holds norm(c) | rotate(r)
     k, v = W_K c | r, W_V c                 of each head, with the c and r of the pool
 
-Keys and values are not stored. kernels/latents.py says how attention does without them.
+Keys and values are not stored. kernels/attention/latents.py says how attention does without them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.latents import LatentWeights
-from ...kernels.norm import Norm, rms_norm
-from ..attention import AttentionContext, attend_latents
-from ..model_config import LatentConfig
+from ...kernels.attention.latents import LatentWeights
+from ...kernels.products.norm import Norm, rms_norm
+from ..attention.attention import AttentionContext, attend_latents
+from ..checkpoint.model_config import LatentConfig
 from ..products.base import Rows
 from ..products.linear import Linear
 

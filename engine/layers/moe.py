@@ -2,7 +2,7 @@
 
 y = sum over the chosen experts e of share_e * expert_e(x), and + shared(x) if some experts are for all tokens
 
-kernels/routes.py says which experts are chosen, and what their shares are.
+kernels/experts/routes.py says which experts are chosen, and what their shares are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.routes import Routes, Routing, routes
-from ..model_config import ExpertsConfig
+from ...kernels.experts.routes import Routes, Routing, routes
+from ..checkpoint.model_config import ExpertsConfig
 from ..products.base import Rows, Sum
 from ..products.experts import Experts
 from ..products.ranked import OwnRowsSum

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.linear import sum_parts
-from ...kernels.norm import Norm, add_rms_norm_
+from ...kernels.products.linear import sum_parts
+from ...kernels.products.norm import Norm, add_rms_norm_
 from ..products.base import Rows, Sum
 from ..products.experts import Experts
 from ..products.linear import Linear

@@ -16,16 +16,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.fp8 import E4M3
-from ...kernels.sample import Choice, perturbed_argmax
-from ..attention import AttentionContext, begin_attention
-from ..batch import ForwardBatch, JointBatch
+from ...kernels.products.fp8 import E4M3
+from ...kernels.sampling.sample import Choice, perturbed_argmax
+from ..attention.attention import AttentionContext, begin_attention
+from ..attention.rope import RotaryEmbedding
+from ..checkpoint.model_config import ModelConfig
 from ..layers.decoder import DecoderLayer
 from ..layers.embedding import Embedding, LmHead
 from ..layers.residual import Residual
-from ..model_config import ModelConfig
-from ..rope import RotaryEmbedding
-from ..row_shares import Lens
+from ..rounds.batch import ForwardBatch, JointBatch
+from ..sampling.row_shares import Lens
 
 
 class TargetStates(NamedTuple):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..checkpoint.model_config import LatentConfig, ModelConfig
+from ..checkpoint.weights import Weights
 from ..layers.decoder import DecoderLayer
 from ..layers.latent_attention import LatentAttention
-from ..model_config import LatentConfig, ModelConfig
 from ..products.base import HEADS_IN, HEADS_OUT, Split
 from ..products.registry import plain_numbers
-from ..weights import Weights
 from .decoder import DecoderModel
 from .llama import read_layer, read_model
 from .mixtures import read_mixture

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from .family import ModelFamily
-from .read_experts import (
+from ..checkpoint.read_experts import (
     read_glm_experts,
     read_gpt_oss_experts,
     read_latent_experts,
@@ -16,7 +15,8 @@ from .read_experts import (
     read_qwen3_experts,
     read_v2_experts,
 )
-from .read_latent import read_latent
+from ..checkpoint.read_latent import read_latent
+from .family import ModelFamily
 
 _WIDTHS = ("head_dim", "qk_head_dim")  # sums of widths that are read
 _LATENT_NEEDS = (

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..config_file import ConfigFile
-from ..model_config import ExpertsConfig, LatentConfig, ModelConfig
+from ..checkpoint.config_file import ConfigFile
+from ..checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig
 
 if TYPE_CHECKING:
+    from ..checkpoint.weights import Weights
     from ..layers.decoder import DecoderLayer
-    from ..weights import Weights
     from .decoder import DecoderModel
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # spellings of one key of config.json

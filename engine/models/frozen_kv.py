@@ -18,24 +18,24 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels.attention import paged_attention
-from ...kernels.norm import rms_norm
+from ...kernels.attention.attention import paged_attention
+from ...kernels.attention.paged_rows import attend_stored
 from ...kernels.operations import captures, reads_pages
-from ...kernels.paged_rows import attend_stored
-from ...kernels.rotary import apply_rotary_
+from ...kernels.products.norm import rms_norm
+from ...kernels.products.rotary import apply_rotary_
 from ...metadata.errors import ConfigError, ModelError
-from ..attention import triton_plan
-from ..batch import ForwardBatch
+from ..attention.attention import triton_plan
+from ..attention.rope import RotaryEmbedding
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.read_config import read_model_config
 from ..layers.embedding import LmHead
 from ..layers.mlp import Mlp
-from ..model_config import ModelConfig
 from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, VOCAB
 from ..products.linear import Linear
-from ..ranks import ONE_RANK, Ranks
-from ..rope import RotaryEmbedding
-from ..row_shares import Lens
+from ..ranks.ranks import ONE_RANK, Ranks
+from ..rounds.batch import ForwardBatch
+from ..sampling.row_shares import Lens
 from .decoder import DecoderModel
-from .read_config import read_model_config
 from .tensors import HeadTensors
 
 
@@ -123,7 +123,7 @@ class FrozenKvHead:
     def _attention(self, batch: ForwardBatch, kv: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
         """Return the function that attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""
         if captures(kv.device):
-            from ...kernels.triton_attention import decode_attention
+            from ...kernels.attention.triton_attention import decode_attention
 
             on_gpu = triton_plan(batch, is_stored=True)
             return lambda q, layer: decode_attention(q, kv[layer], on_gpu)

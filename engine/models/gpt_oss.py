@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.stacked_weights import StackedWeight
+from ..checkpoint.weights import Weights
 from ..layers.moe import ExpertRouter, MoeMlp
-from ..model_config import ModelConfig
 from ..products.base import INNER_IN, INNER_OUT
 from ..products.experts import ExpertSources, choose_experts_product
-from ..stacked_weights import StackedWeight
-from ..weights import Weights
 from .decoder import DecoderModel
 from .llama import read_layer, read_model
 

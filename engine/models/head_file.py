@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ...metadata.errors import ConfigError, ModelError
-from ..checkpoint import Checkpoint
-from ..config_file import HEAD_LAYER, Fields, read_object
-from ..model_config import ModelConfig
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.config_file import HEAD_LAYER, Fields, read_object
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.read_config import read_model_config
 from .families import FAMILIES
-from .read_config import read_model_config
 
 
 @dataclass(frozen=True, slots=True)

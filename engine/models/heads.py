@@ -14,18 +14,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.norm import rms_norm
+from ...kernels.products.norm import rms_norm
 from ...metadata.errors import ModelError
-from ..attention import AttentionContext, begin_attention
-from ..batch import ForwardBatch
+from ..attention.attention import AttentionContext, begin_attention
+from ..attention.rope import RotaryEmbedding
+from ..checkpoint.model_config import ModelConfig
 from ..layers.decoder import DecoderBody, DecoderLayer
 from ..layers.embedding import Embedding, LmHead
 from ..layers.residual import Residual
-from ..model_config import ModelConfig
 from ..products.linear import Linear
-from ..ranks import ONE_RANK, Ranks
-from ..rope import RotaryEmbedding
-from ..row_shares import Lens
+from ..ranks.ranks import ONE_RANK, Ranks
+from ..rounds.batch import ForwardBatch
+from ..sampling.row_shares import Lens
 from .head_file import HeadFile
 from .hyper_eagle import load_hyper_eagle
 from .llama import read_body, read_layer

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.norm import add_rms_norm_, rms_norm
-from ..attention import begin_attention
-from ..batch import ForwardBatch
+from ...kernels.products.norm import add_rms_norm_, rms_norm
+from ..attention.attention import begin_attention
+from ..attention.rope import RotaryEmbedding
+from ..checkpoint.model_config import ModelConfig
 from ..layers.hyper_decoder import HyperDecoderLayer
-from ..model_config import ModelConfig
 from ..products.linear import Linear
-from ..rope import RotaryEmbedding
-from ..row_shares import Lens
+from ..rounds.batch import ForwardBatch
+from ..sampling.row_shares import Lens
 from .hyper_llama import read_hyper_layer
 from .target_ends import TargetEnds
 from .tensors import HeadTensors

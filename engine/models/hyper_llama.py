@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.norm import add_rms_norm_
-from ..attention import AttentionContext
+from ...kernels.products.norm import add_rms_norm_
+from ..attention.attention import AttentionContext
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Weights
 from ..layers.hyper_decoder import HyperDecoderLayer, StreamSite
-from ..model_config import ModelConfig
-from ..weights import Weights
 from .decoder import DecoderModel, TargetStates
 from .llama import read_ends, read_layer, read_llama, read_norm
 

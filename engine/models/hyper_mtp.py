@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.norm import add_rms_norm_, rms_norm
-from ..attention import begin_attention
-from ..batch import ForwardBatch
+from ...kernels.products.norm import add_rms_norm_, rms_norm
+from ..attention.attention import begin_attention
+from ..attention.rope import RotaryEmbedding
+from ..checkpoint.model_config import ModelConfig
 from ..layers.hyper_decoder import HyperDecoderLayer
-from ..model_config import ModelConfig
 from ..products.linear import Linear
-from ..ranks import ONE_RANK, Ranks
-from ..rope import RotaryEmbedding
-from ..row_shares import Lens
+from ..ranks.ranks import ONE_RANK, Ranks
+from ..rounds.batch import ForwardBatch
+from ..sampling.row_shares import Lens
 from .head_file import HeadFile
 from .hyper_llama import read_hyper_layer
 from .mtp import load_layers

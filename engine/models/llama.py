@@ -11,15 +11,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..attention import HeadNorms
+from ..attention.attention import HeadNorms
+from ..attention.rope import rotary_order
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Weights
 from ..layers.attention import Attention, WideNorms
 from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward, SelfAttention
 from ..layers.embedding import Embedding, LmHead
 from ..layers.mlp import Mlp
-from ..model_config import ModelConfig
 from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, VOCAB, WeightShard, heads_out
-from ..rope import rotary_order
-from ..weights import Weights
 from .decoder import DecoderModel, DecoderStack
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..model_config import ModelConfig
-from ..weights import Weights
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Weights
 from .decoder import DecoderModel
 from .llama import read_layer, read_model
 from .mixtures import MixtureNames, read_mixture

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Weights
 from ..layers.decoder import DecoderLayer
 from ..layers.mlp import Mlp
 from ..layers.moe import ExpertRouter, MoeMlp
-from ..model_config import ModelConfig
 from ..products.base import INNER_IN, INNER_OUT
 from ..products.experts import ExpertSources, choose_experts_product
-from ..weights import Weights
 from .llama import read_layer, read_mlp
 
 

@@ -12,15 +12,15 @@ from typing import TypeVar
 
 import torch
 
-from ...kernels.norm import rms_norm
-from ..attention import begin_attention
-from ..batch import ForwardBatch
+from ...kernels.products.norm import rms_norm
+from ..attention.attention import begin_attention
+from ..attention.rope import RotaryEmbedding
+from ..checkpoint.model_config import ModelConfig
 from ..layers.decoder import DecoderLayer
-from ..model_config import ModelConfig
 from ..products.linear import Linear
-from ..ranks import ONE_RANK, Ranks
-from ..rope import RotaryEmbedding
-from ..row_shares import Lens
+from ..ranks.ranks import ONE_RANK, Ranks
+from ..rounds.batch import ForwardBatch
+from ..sampling.row_shares import Lens
 from .families import FAMILIES
 from .head_file import HeadFile
 from .heads import run_body

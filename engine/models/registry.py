@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from ...metadata.errors import ModelError
-from ..checkpoint import Checkpoint, TensorSpec
-from ..made_checkpoint import FILES, EveryName, MadeCheckpoint, maker
-from ..model_config import ModelConfig
+from ..checkpoint.checkpoint import Checkpoint, TensorSpec
+from ..checkpoint.made_checkpoint import FILES, EveryName, MadeCheckpoint, maker
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import UNUSED, CheckpointWeights, ListedWeights
 from ..progress import Progress
-from ..ranks import ONE_RANK, Ranks
-from ..weights import UNUSED, CheckpointWeights, ListedWeights
+from ..ranks.ranks import ONE_RANK, Ranks
 from .decoder import DecoderModel
 from .families import FAMILIES
 from .family import ModelFamily

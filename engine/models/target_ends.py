@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..model_config import ModelConfig
-from ..row_shares import Lens
+from ..checkpoint.model_config import ModelConfig
+from ..sampling.row_shares import Lens
 from .decoder import DecoderModel
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from ...metadata.errors import ModelError
-from ..checkpoint import Checkpoint
-from ..model_config import ModelConfig
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.quantization import Quantization
+from ..checkpoint.weights import UNUSED, CheckpointWeights
 from ..products.base import VOCAB
 from ..products.linear import Linear
-from ..quantization import Quantization
-from ..ranks import ONE_RANK, Ranks
-from ..weights import UNUSED, CheckpointWeights
+from ..ranks.ranks import ONE_RANK, Ranks
 
 
 class HeadTensors(CheckpointWeights):

@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 
-from .draft_shape import DraftShape
+from ..rounds.draft_shape import DraftShape
 from .step_times import MEMORY, SHARE, StepTimes
 
 LOAN = 2.5  # rounds without drafts

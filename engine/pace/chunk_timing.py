@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from ..rounds.executor import Executor
+from ..work import BatchRow, Recompute
 from .chunk_costs import ChunkCosts
-from .executor import Executor
 from .round_timing import measure_round, padding_round
-from .work import BatchRow, Recompute
 
 _NUM_SEQS = 16  # of a round with a chunk beside it: a larger one takes longer to measure
 _LEAST_S = 1e-6  # of a chunk

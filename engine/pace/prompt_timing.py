@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from .prompt_executor import PromptExecutor
-from .work import BatchRow, Chunk, ChunkRow
+from ..prompts.executor import PromptExecutor
+from ..work import BatchRow, Chunk, ChunkRow
 
 _KEY = -1  # of the padding's prompt; no request has it
 _STEP = 7919  # between token ids; a prime, so that the ids are spread over the vocabulary

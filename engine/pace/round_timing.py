@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from .draft_shape import DraftShape
-from .executor import Executor
-from .sampling_state import Needs
-from .work import CatchUp, Round
+from ..rounds.draft_shape import DraftShape
+from ..rounds.executor import Executor
+from ..sampling.state import Needs
+from ..work import CatchUp, Round
 
 
 def padding_round(slot: int, num_seqs: int, shape: DraftShape) -> Round:

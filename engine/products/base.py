@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from ...kernels.norm import Norm, add_rms_norm_
-from ...kernels.silu import silu_mul
+from ...kernels.products.norm import Norm, add_rms_norm_
+from ...kernels.products.silu import silu_mul
 from ...metadata.errors import ModelError
-from ..checkpoint import FLOATS
-from ..group import Group
-from ..quantization import Quantization
+from ..checkpoint.checkpoint import FLOATS
+from ..checkpoint.quantization import Quantization
+from ..ranks.group import Group
 
 
 class StoredTensor(NamedTuple):

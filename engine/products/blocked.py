@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ...kernels.norm import Norm
+from ...kernels.products.norm import Norm
 from .base import Product, WeightSource
 
 _BLOCKED_FOR_ROWS = 32  # the number of rows that oneDNN chooses its blocking for

@@ -1,4 +1,5 @@
-"""Products of plain weights: torch's, and on CUDA the Triton kernels for few rows (kernels/triton_linear.py)."""
+"""Products of plain weights: torch's, and on CUDA the Triton kernels for few rows
+(kernels/products/triton_linear.py)."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from typing import Self
 
 from torch import Tensor
 
-from ...kernels.linear import fuses, gated_linear, linear, linear_parts
-from ...kernels.norm import Norm
-from ...kernels.silu import silu_mul
+from ...kernels.products.linear import fuses, gated_linear, linear, linear_parts
+from ...kernels.products.norm import Norm
+from ...kernels.products.silu import silu_mul
 from .base import Product, WeightSource
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...kernels import mxfp4
-from ...kernels.experts import (
+from ...kernels.experts import mxfp4
+from ...kernels.experts.experts import (
     ExpertWeight,
     experts_linear,
     experts_of_row,
@@ -29,10 +29,10 @@ from ...kernels.experts import (
     place_experts,
 )
 from ...kernels.formats import SwigluClamp
-from ...kernels.fp8 import RoundedRows, add_rms_norm_round_
-from ...kernels.norm import Norm, add_rms_norm_
 from ...kernels.operations import captures
-from ...kernels.silu import clamped_silu_mul
+from ...kernels.products.fp8 import RoundedRows, add_rms_norm_round_
+from ...kernels.products.norm import Norm, add_rms_norm_
+from ...kernels.products.silu import clamped_silu_mul
 from .base import GivenWeight, Product, Rows, WeightSource
 from .fp8 import RowRounding, read_fp8
 from .registry import choose

@@ -1,4 +1,4 @@
-"""Products of FP8 weights (kernels/fp8.py), in the formats that engine/quantization.py lists."""
+"""Products of FP8 weights (kernels/products/fp8.py), in the formats that engine/checkpoint/quantization.py lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...kernels.fp8 import (
+from ...kernels.products.fp8 import (
     BLOCK,
     E4M3,
     Fp8Weight,
@@ -26,10 +26,10 @@ from ...kernels.fp8 import (
     silu_mul_round,
     spread,
 )
-from ...kernels.norm import Norm, add_rms_norm_
-from ...kernels.silu import silu_mul
-from ..group import Group
-from ..quantization import Quantization
+from ...kernels.products.norm import Norm, add_rms_norm_
+from ...kernels.products.silu import silu_mul
+from ..checkpoint.quantization import Quantization
+from ..ranks.group import Group
 from .base import GivenWeight, Product, StoredTensor, WeightSource
 from .blocked import BlockedProduct
 from .dense import DenseProduct

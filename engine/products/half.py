@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...kernels.norm import Norm
+from ...kernels.products.norm import Norm
 from .base import Product, WeightSource
 
 # Rounding of weights to half precision that disappears in the rounding of a float32 sum of a few hundred products.

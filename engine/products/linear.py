@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...kernels.norm import Norm
+from ...kernels.products.norm import Norm
 from .base import GivenWeight, Product, Rows
 from .dense import DenseProduct
 from .registry import choose

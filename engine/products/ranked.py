@@ -16,8 +16,8 @@ from typing import Self
 
 from torch import Tensor
 
-from ...kernels.norm import Norm
-from ..group import Group
+from ...kernels.products.norm import Norm
+from ..ranks.group import Group
 from .base import Product, Sum, WeightSource
 
 

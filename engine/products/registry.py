@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from ...metadata.errors import ModelError
-from ..quantization import Quantization
+from ..checkpoint.quantization import Quantization
 from .base import Product, StoredTensor, WeightSource
 from .blocked import BlockedProduct
 from .dense import DenseProduct

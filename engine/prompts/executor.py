@@ -2,7 +2,7 @@
 
     PrefillNode --Chunk, Forget--> PromptExecutor --Scores, FirstTokens, HandoffRows--> PrefillNode
 
-prompts.py has the executor for this process's device, rank_executor.py that for several ranks. Ranks that have
+prompts.py has the executor for this process's device, ranks/executor.py that for several ranks. Ranks that have
 sequences of their own take a chunk each (own_work_prompts.py).
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from .progress import Progress
-from .work import Chunk, ChunkReport, FirstTokens, HandoffRows, Scores
+from ..progress import Progress
+from ..work import Chunk, ChunkReport, FirstTokens, HandoffRows, Scores
 
 
 class BegunTails(Protocol):

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import Computed, ForwardBatch, aligned
-from .capture import captured
-from .progress import Progress, tracked
-from .prompt_sizes import MAX_SEQS, PromptSizes, bucket
-from .work import BatchRow
+from ..progress import Progress, tracked
+from ..rounds.batch import Computed, ForwardBatch, aligned
+from ..rounds.capture import captured
+from ..work import BatchRow
+from .sizes import MAX_SEQS, PromptSizes, bucket
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
-from .work import BatchRow
+from ..work import BatchRow
 
 MARGIN = (
     65  # a drafter reads as many tokens ahead as an MTP head may have layers, 64, and the sampled token is one more

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .copies import to_device
-from .drafters.base import PromptChunk, PromptTail
-from .engine import Engine
-from .prompt_scores import SubmittedScores
-from .sampling_batch import SamplingBatch
-from .slots import Slots
-from .work import BatchRow, LocalRow, Recompute
+from ..drafters.base import PromptChunk, PromptTail
+from ..engine import Engine
+from ..rounds.slots import Slots
+from ..sampling.batch import SamplingBatch
+from ..state.copies import to_device
+from ..work import BatchRow, LocalRow, Recompute
+from .scores import SubmittedScores
 
 
 class _Kept(NamedTuple):

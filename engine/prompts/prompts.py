@@ -24,18 +24,18 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ..metadata.errors import OutOfMemory
-from ..metadata.handoff.buffers import MetadataBuffers, Sampled
-from .batch import Computed
-from .copies import recorded_event, to_device
-from .draft_row import set_draft
-from .drafters.base import DraftState, PromptChunk, PromptTail
-from .engine import Engine
-from .progress import Progress
-from .prompt_scores import SubmittedScores
-from .sampling import SubmittedSample
-from .sampling_batch import SamplingBatch
-from .work import Chunk, ChunkRow, FirstTokens, HandoffRows, Scores, Tail, Tails
+from ...metadata.errors import OutOfMemory
+from ...metadata.handoff.schema.buffers import MetadataBuffers, Sampled
+from ..drafters.base import DraftState, PromptChunk, PromptTail
+from ..engine import Engine
+from ..progress import Progress
+from ..rounds.batch import Computed
+from ..rounds.draft_row import set_draft
+from ..sampling.batch import SamplingBatch
+from ..sampling.sampling import SubmittedSample
+from ..state.copies import recorded_event, to_device
+from ..work import Chunk, ChunkRow, FirstTokens, HandoffRows, Scores, Tail, Tails
+from .scores import SubmittedScores
 
 
 class Prompts:

@@ -11,11 +11,11 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..metadata.wire.request import TokenLogprobs
-from .copies import to_device
-from .engine import Engine
-from .logprobs import Logprobs
-from .work import BatchRow
+from ...metadata.wire.request import TokenLogprobs
+from ..engine import Engine
+from ..sampling.logprobs import Logprobs
+from ..state.copies import to_device
+from ..work import BatchRow
 
 
 class SubmittedScores(NamedTuple):

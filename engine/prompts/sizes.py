@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .joint_sizes import MAX_PROMPTS
-from .work import BatchRow
+from ..pace.joint_sizes import MAX_PROMPTS
+from ..work import BatchRow
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)  # tokens; cuBLAS is slow at 448
 MAX_PRODUCTS = 1.2e11  # of one layer over a bucket: 0.4 ms on an H200, as long as the launches of its kernels take

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .draft_shape import NO_DRAFTS, DraftShape
-from .prompt_sizes import NO_PROMPT_SIZES, PromptSizes
-from .sampling_state import Needs
-from .work import BatchRow, CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundWork, WarmUp, catch_up_sizes
+from ..prompts.sizes import NO_PROMPT_SIZES, PromptSizes
+from ..rounds.draft_shape import NO_DRAFTS, DraftShape
+from ..sampling.state import Needs
+from ..work import BatchRow, CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundWork, WarmUp, catch_up_sizes
 
 OwnWork = RoundWork | Chunk | Forget | WarmUp
 _ORDER = (Forget, LoadSlot, Chunk, Recompute, CatchUp, Round)  # a round comes when no rank has other work before it

@@ -1,5 +1,5 @@
 """Collective operations over ranks on GPUs of one host, by kernels that read each other's memory
-(kernels/triton_all_reduce.py). A CUDA graph can hold them.
+(kernels/ranks/triton_all_reduce.py). A CUDA graph can hold them.
 
 Numbers of the host (tensors on the CPU) go another way, which needs no GPU.
 """
@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.all_reduce import CONTROL, PeerBlocks
-from ..kernels.linear import sum_parts
-from ..kernels.norm import add_rms_norm_
+from ...kernels.products.linear import sum_parts
+from ...kernels.products.norm import add_rms_norm_
+from ...kernels.ranks.all_reduce import CONTROL, PeerBlocks
 from .group import Group
 
 
@@ -44,12 +44,12 @@ class CudaGroup:
             return self._host.sum(x)
         if not x.is_floating_point():
             return self._all(x).sum(0, dtype=x.dtype)
-        from ..kernels.triton_all_reduce import all_reduce
+        from ...kernels.ranks.triton_all_reduce import all_reduce
 
         return all_reduce(x, self._blocks)
 
     def sum_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from ..kernels.triton_all_reduce import all_reduce_norm_, serves_norm
+        from ...kernels.ranks.triton_all_reduce import all_reduce_norm_, serves_norm
 
         if serves_norm(hidden, weight):
             return all_reduce_norm_(hidden, delta, weight, eps, self._blocks)
@@ -59,7 +59,7 @@ class CudaGroup:
     def max(self, x: Tensor) -> Tensor:
         if not self._is_here(x):
             return self._host.max(x)
-        from ..kernels.triton_all_reduce import all_max
+        from ...kernels.ranks.triton_all_reduce import all_max
 
         return all_max(x, self._blocks)
 
@@ -76,7 +76,7 @@ class CudaGroup:
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
         if not self._is_here(x):
             return self._host.gather_columns(x, num_columns)
-        from ..kernels.triton_all_reduce import all_gather_columns
+        from ...kernels.ranks.triton_all_reduce import all_gather_columns
 
         return all_gather_columns(x, num_columns, self._blocks)
 
@@ -90,7 +90,7 @@ class CudaGroup:
             return self._host.reduce_scatter(x, lens)
         if not x.is_floating_point():
             return self.sum(x).split(list(lens))[self.rank].clone()
-        from ..kernels.triton_reduce_scatter import reduce_scatter
+        from ...kernels.ranks.triton_reduce_scatter import reduce_scatter
 
         if len(set(lens)) == 1:
             return reduce_scatter(x.unflatten(0, (self.size, lens[0])), self._blocks)
@@ -102,7 +102,7 @@ class CudaGroup:
     def reduce_scatter_norm_(
         self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, lens: Sequence[int]
     ) -> Tensor:
-        from ..kernels.triton_reduce_scatter import reduce_scatter_norm_, serves_norm
+        from ...kernels.ranks.triton_reduce_scatter import reduce_scatter_norm_, serves_norm
 
         if len(set(lens)) == 1 and serves_norm(hidden, weight, self.size):
             return reduce_scatter_norm_(hidden, delta, weight, eps, self._blocks)
@@ -134,6 +134,6 @@ class CudaGroup:
 
     def _all(self, x: Tensor) -> Tensor:
         """Return all ranks' `x`: [num_ranks, ...]."""
-        from ..kernels.triton_all_reduce import all_gather
+        from ...kernels.ranks.triton_all_reduce import all_gather
 
         return all_gather(x, self._blocks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ..metadata.errors import ConfigError
+from ...metadata.errors import ConfigError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .config import EngineConfig
-from .engine import choose_device, read_target
-from .model_check import resolve_model
-from .rank_devices import check_devices
+from ..checkpoint.model_check import resolve_model
+from ..config import EngineConfig
+from ..engine import choose_device, read_target
+from .devices import check_devices
 from .ranks import check_shares
 
 

@@ -11,14 +11,14 @@ of its own (own_work_executor.py).
 
 from __future__ import annotations
 
-from ..metadata.handoff.buffers import Sampled
-from .draft_shape import DraftShape
-from .executor import HostProposer
-from .joint_sizes import JointSizes
-from .progress import Progress
-from .prompts import Prompts, SubmittedChunk
+from ...metadata.handoff.schema.buffers import Sampled
+from ..pace.joint_sizes import JointSizes
+from ..progress import Progress
+from ..prompts.prompts import Prompts, SubmittedChunk
+from ..rounds.draft_shape import DraftShape
+from ..rounds.executor import HostProposer
+from ..work import Chunk, Forget, LoadSlot, RoundTokens, RoundWork, Scores, WarmUp
 from .ranked_engine import RankedEngine, executor_of
-from .work import Chunk, Forget, LoadSlot, RoundTokens, RoundWork, Scores, WarmUp
 
 
 class RankExecutor:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from ..kernels.linear import sum_parts
-from ..kernels.norm import add_rms_norm_
+from ...kernels.products.linear import sum_parts
+from ...kernels.products.norm import add_rms_norm_
 
 _LOOPBACK = "lo"
 TIMEOUT_S = 60.0  # an operation that waits longer for another rank raises RuntimeError

@@ -5,7 +5,7 @@
     or HandoffClient  <-reports-- HandoffLine.receive   <--pipe of reports--- RankHandoff        or RankPuller
 
 Orders take the way of all other work, so they are done in its order. Reports have a pipe of their own per rank, because
-they come at any time. metadata/handoff/rank_orders.py lists both.
+they come at any time. metadata/handoff/ranks/orders.py lists both.
 
 A rank never waits until a report is read: rank 0 may wait in an operation of the group for this rank.
 """
@@ -21,12 +21,12 @@ from typing import Any, Protocol
 
 import zmq
 
-from ..metadata.errors import RankLost
+from ...metadata.errors import RankLost
 from .work_frames import HandoffOrder, HandoffReport, decode, encode
 
 
 class HandoffLine:
-    """Rank 0's end (metadata/handoff/rank_orders.py: RankLine). `send_order(rank, order)` sends an order behind all
+    """Rank 0's end (metadata/handoff/ranks/orders.py: RankLine). `send_order(rank, order)` sends an order behind all
     work that the rank was sent before. `reports` are the pipes from ranks 1 and above, in order. `lost` makes the error
     of a rank that is gone."""
 

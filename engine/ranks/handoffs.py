@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 
-from ..metadata.bus.curve import KeyPair
-from ..metadata.errors import ConfigError
-from ..metadata.handoff.client import HandoffClient
-from ..metadata.handoff.endpoint import Endpoint
-from ..metadata.handoff.page_server import PageServer
-from ..metadata.handoff.rank_orders import BeginPulling, BeginServing
-from ..metadata.handoff.rank_puller import RankPuller
-from ..metadata.handoff.server import HandoffServer
-from .config import EngineConfig
-from .engine import Engine
+from ...metadata.bus.curve import KeyPair
+from ...metadata.errors import ConfigError
+from ...metadata.handoff.client import HandoffClient
+from ...metadata.handoff.endpoint import Endpoint
+from ...metadata.handoff.page_server import PageServer
+from ...metadata.handoff.ranks.orders import BeginPulling, BeginServing
+from ...metadata.handoff.ranks.puller import RankPuller
+from ...metadata.handoff.server import HandoffServer
+from ..config import EngineConfig
+from ..engine import Engine
+from ..startup import make_endpoint
 from .handoff_line import HandoffLine, RankHandoff
-from .rank_processes import REPORT, RankProcesses
-from .startup import make_endpoint
+from .processes import REPORT, RankProcesses
 from .work_frames import HandoffStart, encode
 
 

@@ -10,8 +10,8 @@ without rows (agreement.py).
 
 On GPUs a round may be begun while the one before runs. A sequence may have ended in that one; then the round writes a
 page that is free by now. Rank 0 lets nothing be copied into a page before its own GPU has done the rounds that it was
-given (`expect` of engine/cuda_pool.py). That holds for pages of other ranks, too: in every forward the last layer's
-operation over all ranks comes after the KV of that layer.
+given (`expect` of engine/state/cuda_pool.py). That holds for pages of other ranks, too: in every forward the last
+layer's operation over all ranks comes after the KV of that layer.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ..metadata.handoff.buffers import Sampled
+from ...metadata.handoff.schema.buffers import Sampled
+from ..pace.chunk_timing import padding_chunk
+from ..pace.joint_sizes import NO_SIZE, JointSizes
+from ..pace.round_timing import padding_catch_up, padding_round
+from ..progress import Progress
+from ..rounds.draft_shape import DraftShape
+from ..rounds.executor import HostProposer
+from ..work import Round, RoundTokens, RoundWork, Scores, WarmUp, catch_up_sizes
 from .agreement import OwnWork, agree, next_works
-from .chunk_timing import padding_chunk
-from .draft_shape import DraftShape
-from .executor import HostProposer
-from .joint_sizes import NO_SIZE, JointSizes
-from .progress import Progress
-from .rank_worker import RankWorker, is_awaited, message
 from .ranked_engine import RankedEngine
-from .round_timing import padding_catch_up, padding_round
-from .work import Round, RoundTokens, RoundWork, Scores, WarmUp, catch_up_sizes
 from .work_frames import Report, decode
+from .worker import RankWorker, is_awaited, message
 
 
 class OwnWorkExecutor:

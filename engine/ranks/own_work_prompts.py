@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..progress import Progress
+from ..work import Chunk, ChunkReport, Forget, WarmUp
 from .own_work_executor import OwnWorkExecutor
-from .progress import Progress
-from .work import Chunk, ChunkReport, Forget, WarmUp
 
 
 class OwnWorkPrompts:

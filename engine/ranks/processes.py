@@ -4,7 +4,7 @@
     rank i --frame--> rank 0        ARRIVED and READY once, reports that rank 0 asked for, or the error by which the
                                     rank ended
     rank i --report-> rank 0        of handoffs, at any time (handoff_line.py)
-    rank i --beat---> rank 0        while the process runs (rank_watch.py)
+    rank i --beat---> rank 0        while the process runs (ranks/watch.py)
 
 A rank ends when its pipe is closed, and the kernel kills it when this process ends, so none outlives it. Signals of the
 terminal or of a service manager do not end it: rank 0 decides when ranks leave. A rank that died or hangs ends all
@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
-from ..metadata.errors import BatonError, RankLost
-from ..metadata.parent import die_with
+from ...metadata.errors import BatonError, RankLost
+from ...metadata.parent import die_with
 from .group import START_TIMEOUT_S
-from .rank_watch import RankWatch, beat
+from .watch import RankWatch, beat
 
 ARRIVED, READY, REPORT, ERROR = b"@", b"+", b"=", b"-"
 _LEAVE_S = 5.0  # for a rank that was told to leave

@@ -3,7 +3,7 @@
     rank 0: RankedEngine --frame--> rank i: run_rank
 
 Every rank loads its share of the model and does the same start. Then ranks 1 and above do the work that they get, in
-the same order as rank 0 (rank_executor.py). Between two works they hand over pages (rank_handoffs.py).
+the same order as rank 0 (ranks/executor.py). Between two works they hand over pages (ranks/handoffs.py).
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from pathlib import Path
 
 import torch
 
-from ..metadata.errors import ConfigError, TransferError
-from ..metadata.garbage import Garbage
-from ..metadata.handoff.rank_orders import BeginPulling, BeginServing
-from ..metadata.logs import setup_logging
-from .config import EngineConfig
+from ...metadata.errors import ConfigError, TransferError
+from ...metadata.garbage import Garbage
+from ...metadata.handoff.ranks.orders import BeginPulling, BeginServing
+from ...metadata.logs import setup_logging
+from ..checkpoint.model_check import resolve_model
+from ..config import EngineConfig
+from ..drafters.speculation import read_speculation
+from ..engine import Engine, choose_device, choose_dtype, read_target
+from ..products.ranked import RankRows
+from ..prompts.prompts import Prompts
+from ..rounds.device_executor import DeviceExecutor
+from ..rounds.graphs import graph_sizes
+from ..startup import load_engine
+from ..state.mapped_blocks import MappedBlocks
+from ..work import Chunk, Forget, Round, WarmUp
 from .cuda_group import CudaGroup
-from .device_executor import DeviceExecutor
+from .devices import check_devices, orders, see
 from .dp_attention import check_dp_attention
-from .drafters.speculation import read_speculation
-from .engine import Engine, choose_device, choose_dtype, read_target
-from .graphs import graph_sizes
 from .group import START_TIMEOUT_S, TIMEOUT_S, CpuGroup, Group
 from .handoff_line import RankHandoff
-from .mapped_blocks import MappedBlocks
-from .model_check import resolve_model
-from .products.ranked import RankRows
-from .prompts import Prompts
-from .rank_devices import check_devices, orders, see
-from .rank_handoffs import begin
-from .rank_processes import ARRIVED, READY, RankProcesses
-from .rank_worker import RankWorker, serve_rank
+from .handoffs import begin
+from .processes import ARRIVED, READY, RankProcesses
 from .ranks import Ranks, check_shares
-from .startup import load_engine
-from .work import Chunk, Forget, Round, WarmUp
 from .work_frames import HandoffOrder, Work, decode, encode
+from .worker import RankWorker, serve_rank
 
 
 def check_ranks(config: EngineConfig, size: int) -> None:

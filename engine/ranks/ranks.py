@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..kernels.best_tokens import best_of_all, best_of_share
-from ..kernels.sample import Choice
-from ..metadata.handoff.kv_layout import Shard
+from ...kernels.sampling.best_tokens import best_of_all, best_of_share
+from ...kernels.sampling.sample import Choice
+from ...metadata.handoff.schema.kv_layout import Shard
+from ..checkpoint.model_config import ModelConfig
+from ..products.base import VOCAB, Product, Split, Sum, WeightShard
+from ..products.ranked import GatheredProduct, OwnRowsSum, RankRows, ScatteredProduct, SummedProduct
+from ..sampling.row_shares import Lens, RowShares
 from .group import Group, OneRank
-from .model_config import ModelConfig
-from .products.base import VOCAB, Product, Split, Sum, WeightShard
-from .products.ranked import GatheredProduct, OwnRowsSum, RankRows, ScatteredProduct, SummedProduct
-from .rank_shares import check_shares
-from .row_shares import Lens, RowShares
+from .shares import check_shares
 
 
 @dataclass(frozen=True, slots=True, eq=False)

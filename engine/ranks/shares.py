@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..kernels.formats import BLOCK
-from ..metadata.errors import ConfigError
-from .model_config import ModelConfig
+from ...kernels.formats import BLOCK
+from ...metadata.errors import ConfigError
+from ..checkpoint.model_config import ModelConfig
 
 
 def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: bool = False) -> None:

@@ -13,12 +13,12 @@ from typing import Any, get_args
 
 import msgspec
 
-from ..metadata.errors import ProtocolError
-from ..metadata.handoff.rank_orders import BeginPulling, BeginServing, PullOrder, PullReport, ServeOrder, ServeReport
-from ..metadata.wire.request import SamplingParams
-from .known_tokens import Around
-from .sampling_state import Needs, SamplingState
-from .work import (
+from ...metadata.errors import ProtocolError
+from ...metadata.handoff.ranks.orders import BeginPulling, BeginServing, PullOrder, PullReport, ServeOrder, ServeReport
+from ...metadata.wire.request import SamplingParams
+from ..prompts.known_tokens import Around
+from ..sampling.state import Needs, SamplingState
+from ..work import (
     BatchRow,
     CatchUp,
     Chunk,

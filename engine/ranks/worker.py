@@ -17,14 +17,14 @@ from typing import NoReturn, Protocol
 
 import msgspec
 
+from ..engine import Engine
+from ..products.ranked import RankRows
+from ..progress import Progress
+from ..prompts.prompts import Prompts
+from ..rounds.device_executor import DeviceExecutor
+from ..work import CatchUp, Chunk, ChunkReport, Forget, LoadSlot, Recompute, Round, RoundTokens, WarmUp
 from .agreement import OwnWork
-from .device_executor import DeviceExecutor
-from .engine import Engine
-from .products.ranked import RankRows
-from .progress import Progress
-from .prompts import Prompts
-from .rank_processes import REPORT
-from .work import CatchUp, Chunk, ChunkReport, Forget, LoadSlot, Recompute, Round, RoundTokens, WarmUp
+from .processes import REPORT
 from .work_frames import Report, decode, encode
 
 _PAUSE_S = 5e-5  # while a round is under way: a wait for the next work, then a look at the round

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from ..kernels.attention import AttentionPlan, Tree
-from .copies import to_device
-from .work import BatchRow
+from ...kernels.attention.attention import AttentionPlan, Tree
+from ..state.copies import to_device
+from ..work import BatchRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)

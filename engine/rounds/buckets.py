@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .block_tables import BlockTables
-from .round_inputs import HostInputs, InputBlock
+from ..state.block_tables import BlockTables
+from ..work import CatchUp, Round
+from .inputs import HostInputs, InputBlock
 from .slots import missed_row
-from .work import CatchUp, Round
 
 
 class Buckets:

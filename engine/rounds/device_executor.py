@@ -22,36 +22,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.copies import copy_numbers_
-from ..kernels.operations import captures
-from ..metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory
-from ..metadata.handoff.buffers import MetadataBuffers, Sampled
-from ..metadata.wire.request import SamplingParams, TokenLogprobs
-from .agreement import widened
+from ...kernels.operations import captures
+from ...kernels.state.copies import copy_numbers_
+from ...metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory
+from ...metadata.handoff.schema.buffers import MetadataBuffers, Sampled
+from ...metadata.wire.request import SamplingParams, TokenLogprobs
+from ..config import SHARING
+from ..engine import Engine
+from ..pace.joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes, sizes_alone
+from ..pace.round_timing import padding_catch_up, padding_round
+from ..progress import Progress
+from ..prompts.local_prompts import LocalPrompts
+from ..prompts.scores import SubmittedScores
+from ..ranks.agreement import widened
+from ..sampling.grammar import Matcher
+from ..sampling.logprobs import Logprobs
+from ..sampling.state import Needs, SamplingState, each_kind
+from ..state.copies import recorded_event, to_device, to_host
+from ..work import (
+    Accepted,
+    CatchUp,
+    LoadSlot,
+    Masking,
+    Recompute,
+    Round,
+    RoundTokens,
+    RoundWork,
+    Scores,
+    catch_up_sizes,
+)
 from .batch import ForwardBatch
 from .buckets import Buckets
-from .config import SHARING
-from .copies import recorded_event, to_device, to_host
 from .draft_row import get_draft
 from .draft_shape import DraftShape
-from .engine import Engine
 from .executor import HostProposer
-from .grammar import Matcher
 from .graphs import RoundGraphs
-from .joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes, sizes_alone
-from .local_prompts import LocalPrompts
-from .logprobs import Logprobs
-from .progress import Progress
-from .prompt_scores import SubmittedScores
+from .inputs import InputBlock
+from .masks import RoundMasks
 from .round import RoundResult, catch_up, propose, read, run_round, settle, verify
-from .round_inputs import InputBlock
-from .round_masks import RoundMasks
-from .round_timing import padding_catch_up, padding_round
-from .sampling_state import Needs, SamplingState, each_kind
 from .slots import Slots
 from .step_graphs import StepGraphs
 from .trees import Drafts
-from .work import Accepted, CatchUp, LoadSlot, Masking, Recompute, Round, RoundTokens, RoundWork, Scores, catch_up_sizes
 
 _COUNTS = 2  # numbers of a row before its tokens
 

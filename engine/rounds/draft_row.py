@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..metadata.handoff.buffers import MetadataBuffers
-from ..metadata.wire.node_info import HandoffSchema
-from .drafters.base import Drafter, DraftState
+from ...metadata.handoff.schema.buffers import MetadataBuffers
+from ...metadata.wire.node_info import HandoffSchema
+from ..drafters.base import Drafter, DraftState
 
 _FIELDS = {"tokens": "topk_index", "scores": "topk_score", "hidden": "recurrent_hidden", "rows": "target_rows"}
 

@@ -2,7 +2,7 @@
 
     Rounds --LoadSlot, Recompute, CatchUp, Round--> Executor --RoundTokens, Scores--> Rounds
 
-device_executor.py has the executor for this process's device, rank_executor.py that for several ranks.
+device_executor.py has the executor for this process's device, ranks/executor.py that for several ranks.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from ..pace.joint_sizes import JointSizes
+from ..progress import Progress
+from ..work import RoundTokens, RoundWork, Scores
 from .draft_shape import DraftShape
-from .joint_sizes import JointSizes
-from .progress import Progress
-from .work import RoundTokens, RoundWork, Scores
 
 if TYPE_CHECKING:
-    from ..metadata.handoff.buffers import Sampled
+    from ...metadata.handoff.schema.buffers import Sampled
 
 
 class HostProposer(Protocol):

@@ -16,12 +16,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..kernels.operations import captures
+from ...kernels.operations import captures
+from ..progress import Progress, tracked
+from ..sampling.state import KINDS, Needs, covering
 from .capture import captured
-from .progress import Progress, tracked
-from .round_inputs import InputBlock
-from .round_sizes import round_sizes
-from .sampling_state import KINDS, Needs, covering
+from .inputs import InputBlock
+from .sizes import round_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.copies import copy_columns_
-from .copies import to_device
-from .work import MAX_MISSED
+from ...kernels.state.copies import copy_columns_
+from ..state.copies import to_device
+from ..work import MAX_MISSED
 
 _PER_SEQUENCE = 3  # columns of one number
 

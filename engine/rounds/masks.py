@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .grammar import DraftChain, Grammars, Mask, Matcher
-from .sampling_state import SamplingState
+from ..sampling.grammar import DraftChain, Grammars, Mask, Matcher
+from ..sampling.state import SamplingState
 from .trees import Drafts
 
 

@@ -15,7 +15,7 @@ A round has three steps, and each can be a graph of its own (step_graphs.py):
     settle    sample, accept, observe; writes the slots
 
 If a sequence has a grammar, the host learns the drafts after the first step, and says before the last one which tokens
-each node may have (round_masks.py).
+each node may have (rounds/masks.py).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention import Tree
-from ..kernels.rows import gather_rows
-from ..kernels.tree_types import Ancestry
-from ..kernels.trees import ancestry
+from ...kernels.attention.attention import Tree
+from ...kernels.state.rows import gather_rows
+from ...kernels.state.tree_types import Ancestry
+from ...kernels.state.trees import ancestry
+from ..drafters.base import Drafter, DraftState, MissedRows, RoundRows
+from ..engine import Engine
+from ..sampling.batch import SamplingBatch
+from ..sampling.logprobs import Logprobs, compute_logprobs
+from ..sampling.sampling import sample
+from ..sampling.state import Needs
+from ..state.constants import counted
 from .batch import ForwardBatch, JointBatch
-from .constants import counted
 from .draft_shape import DraftShape
-from .drafters.base import Drafter, DraftState, MissedRows, RoundRows
-from .engine import Engine
-from .logprobs import Logprobs, compute_logprobs
-from .round_inputs import CatchUpInputs, RoundInputs
-from .sampling import sample
-from .sampling_batch import SamplingBatch
-from .sampling_state import Needs
+from .inputs import CatchUpInputs, RoundInputs
 from .slots import Slots
 from .trees import Drafts, Path, accept_chain, accept_tree
 

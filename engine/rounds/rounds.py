@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, RoundOutOfMemory
-from .draft_shape import DraftShape
-from .executor import Executor
-from .round_stats import RoundStats
-from .sampling_state import Needs, SamplingState, covering
-from .work import (
+from ...metadata.errors import ChunkOutOfMemory, OutOfMemory, RoundOutOfMemory
+from ..sampling.state import Needs, SamplingState, covering
+from ..work import (
     MAX_MISSED,
     BatchRow,
     CatchUp,
@@ -29,6 +26,9 @@ from .work import (
     TableChange,
     catch_up_sizes,
 )
+from .draft_shape import DraftShape
+from .executor import Executor
+from .stats import RoundStats
 
 
 class Running(Protocol):

@@ -14,16 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.advance import Columns, advance_
-from ..kernels.copies import load_column_
-from ..kernels.processors import History, TokenColumns
-from ..kernels.rows import assign_rows_, gather_rows
-from .constants import counted
-from .copies import to_device
-from .drafters.base import Drafter, DraftState, RoundRows
-from .pinned_rows import PinnedRows
-from .row_shares import RowShares
-from .sampling_batch import (
+from ...kernels.sampling.processors import History, TokenColumns
+from ...kernels.state.advance import Columns, advance_
+from ...kernels.state.copies import load_column_
+from ...kernels.state.rows import assign_rows_, gather_rows
+from ..drafters.base import Drafter, DraftState, RoundRows
+from ..sampling.batch import (
     FLOATS,
     INTS,
     Fill,
@@ -34,8 +30,12 @@ from .sampling_batch import (
     fill_prompt_mask_,
     fill_stops_,
 )
-from .sampling_state import Needs, SamplingState
-from .work import MAX_MISSED
+from ..sampling.row_shares import RowShares
+from ..sampling.state import Needs, SamplingState
+from ..state.constants import counted
+from ..state.copies import to_device
+from ..state.pinned_rows import PinnedRows
+from ..work import MAX_MISSED
 
 _LENGTH, _LAST_TOKEN = 0, 1  # before INTS
 _POSITION, _NUM_GENERATED, _TOP_K = (2 + INTS.index(name) for name in ("position", "num_generated", "top_k"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .work import Accepted, Masking
+from ..work import Accepted, Masking
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """CUDA graphs for the single steps of a decode round, if one graph cannot hold the whole round.
 
 A chunk of prompts beside the round shares its forward, so that weights are read once. A grammar says on the host what
-the nodes may be, once the drafts are there (round_masks.py). A round is three graphs then (round.py):
+the nodes may be, once the drafts are there (rounds/masks.py). A round is three graphs then (round.py):
 
     propose   for a bucket, a draft shape and a kind of sampling
     verify    for a bucket, a draft shape and a number of prompt tokens, which may be 0
@@ -26,20 +26,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..drafters.base import Drafter, RoundRows
+from ..engine import Engine
+from ..pace.joint_sizes import JointSize, fitting
+from ..progress import Progress, tracked
+from ..prompts.graphs import PromptInputs
+from ..prompts.sizes import bucket
+from ..sampling.state import EVERYTHING, GREEDY, MASKED, SAMPLED, Needs, covering
+from ..work import BatchRow, Round
 from .capture import captured
 from .draft_shape import DraftShape
-from .drafters.base import Drafter, RoundRows
-from .engine import Engine
-from .joint_sizes import JointSize, fitting
-from .progress import Progress, tracked
-from .prompt_graphs import PromptInputs
-from .prompt_sizes import bucket
+from .inputs import InputBlock
 from .round import Proposed, RoundResult, Verified, no_drafts, propose, read, settle, verify
-from .round_inputs import InputBlock
-from .sampling_state import EVERYTHING, GREEDY, MASKED, SAMPLED, Needs, covering
 from .slots import Slots
 from .trees import Drafts
-from .work import BatchRow, Round
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels.sample import perturbed_topk
-from ..kernels.tree_types import Candidates, Frontier
-from ..kernels.trees import choose, grow_, walk_chain, walk_tree
-from .constants import counted
-from .copies import to_host
+from ...kernels.sampling.sample import perturbed_topk
+from ...kernels.state.tree_types import Candidates, Frontier
+from ...kernels.state.trees import choose, grow_, walk_chain, walk_tree
+from ..sampling.batch import SamplingBatch
+from ..sampling.sampling import over_rows, processed, sample
+from ..state.constants import counted
+from ..state.copies import to_host
 from .draft_shape import DraftShape
-from .sampling import over_rows, processed, sample
-from .sampling_batch import SamplingBatch
 
 
 class Drafts(NamedTuple):

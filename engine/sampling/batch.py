@@ -15,13 +15,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..kernels.filters import Filters
-from ..kernels.processors import History, TokenColumns
-from ..kernels.sample import Draws
-from .constants import counted
-from .copies import to_device
+from ...kernels.sampling.filters import Filters
+from ...kernels.sampling.processors import History, TokenColumns
+from ...kernels.sampling.sample import Draws
+from ..state.constants import counted
+from ..state.copies import to_device
 from .row_shares import Lens, RowShares
-from .sampling_state import Needs, SamplingState
+from .state import Needs, SamplingState
 
 INTS = ("seed", "position", "num_generated", "min_tokens", "top_k")
 FLOATS = ("temperature", "log_min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")

@@ -27,9 +27,9 @@ from llguidance.numpy import (
 )
 from numpy.typing import NDArray
 
-from ..metadata.wire.request import MAX_STEP_ITEMS
-from .background import begin
-from .sampling_state import SamplingState
+from ...metadata.wire.request import MAX_STEP_ITEMS
+from ..background import begin
+from .state import SamplingState
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from ..kernels.logprobs import top_logprobs
-from ..metadata.wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
-from .copies import to_host
+from ...kernels.sampling.logprobs import top_logprobs
+from ...metadata.wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
+from ..state.copies import to_host
 
 
 class Logprobs(NamedTuple):

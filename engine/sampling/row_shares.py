@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .group import Group
+from ..ranks.group import Group
 
 LEAST_ROWS = 16  # below, the rows that a rank saves take less time than the exchange of the tokens
 

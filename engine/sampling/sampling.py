@@ -1,9 +1,9 @@
 """The sampler: the token at a position is the argmax of its processed logits plus Gumbel noise (DESIGN.md section 6).
 
-    processed = processors(raw logits, history, grammar)                     kernels/processors.py
-    score     = processed                                                    greedy rows
-    score     = filters((processed - max) / temperature) + noise             the others: kernels/filters.py, noise.py
-    token     = argmax(score), the lowest id of equals
+    processed = processors(raw logits, history, grammar)            processors.py
+    score     = processed                                           greedy rows
+    score     = filters((processed - max) / temperature) + noise    the others: filters.py, noise.py
+    token     = argmax(score), the lowest id of equals        (files of kernels/sampling/)
 
 The noise is a pure function of (seed, absolute position, token id) and every step treats a row by itself, exactly. So
 the same logits give the same token alone, in any batch, after a preemption, and on another node.
@@ -15,14 +15,14 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..kernels import sample as choice
-from ..kernels.processors import History, TokenColumns, process_logits
-from ..kernels.sample import perturbed_argmax
-from ..metadata.wire.request import TokenLogprobs
-from .constants import counted
-from .copies import recorded_event, to_host
+from ...kernels.sampling import sample as choice
+from ...kernels.sampling.processors import History, TokenColumns, process_logits
+from ...kernels.sampling.sample import perturbed_argmax
+from ...metadata.wire.request import TokenLogprobs
+from ..state.constants import counted
+from ..state.copies import recorded_event, to_host
+from .batch import SamplingBatch
 from .logprobs import Logprobs, compute_logprobs
-from .sampling_batch import SamplingBatch
 
 
 class SampleResult(NamedTuple):

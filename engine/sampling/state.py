@@ -1,7 +1,7 @@
 """State of sampling for one choice of a request: parameters, seed, position and token history, without torch.
 
 A `SamplingState` is a pure function of (parameters, choice, prompt ids, output ids): one built anew after a preemption
-or on another node equals one that was advanced token by token. Those who sample make tensors of it: sampling_batch.py
+or on another node equals one that was advanced token by token. Those who sample make tensors of it: sampling/batch.py
 for a batch of states, slots.py for the slot of a running sequence.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-from ..metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, choice_seed
+from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, choice_seed
 
 MIN_TEMPERATURE = 1e-6  # below it a request is greedy
 

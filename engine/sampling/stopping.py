@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..metadata.wire.request import Ended
-from .sampling_state import SamplingState
+from ...metadata.wire.request import Ended
+from .state import SamplingState
 
 
 def ended(state: SamplingState, token_id: int, context_len: int, num_cached: int) -> Ended | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .work import TableChange
+from ..work import TableChange
 
 
 class BlockTables:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ..metadata.errors import TransferError
-from ..metadata.handoff.pages import Shared
+from ...metadata.errors import TransferError
+from ...metadata.handoff.pages import Shared
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""One block of device memory per rank of a node, which all ranks map (kernels/all_reduce.py).
+"""One block of device memory per rank of a node, which all ranks map (kernels/ranks/all_reduce.py).
 
     rank i: own block --descriptor over a Unix socket--> every other rank: Mapping, for reading and writing
 
@@ -13,10 +13,10 @@ import os
 
 import torch
 
-from ..kernels.all_reduce import BLOCK_BYTES, CONTROL, PeerBlocks
-from ..metadata.handoff.descriptors import TOKEN_LEN, DescriptorInbox, new_token, send_descriptors
+from ...kernels.ranks.all_reduce import BLOCK_BYTES, CONTROL, PeerBlocks
+from ...metadata.handoff.descriptors import TOKEN_LEN, DescriptorInbox, new_token, send_descriptors
+from ..ranks.group import Group
 from .cuda_memory import Mapping, map_shared, share, shareable_zeros
-from .group import Group
 
 
 class MappedBlocks:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..metadata.errors import ConfigError, OutOfMemory
-from .config import MEMORY_SHARE, SHARING, EngineConfig
-from .engine import Engine
+from ...metadata.errors import ConfigError, OutOfMemory
+from ..config import MEMORY_SHARE, SHARING, EngineConfig
+from ..engine import Engine
 from .host_memory import available_memory
 
 logger = logging.getLogger(__name__)

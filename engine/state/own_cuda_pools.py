@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..metadata.errors import ConfigError, OutOfMemory, TransferError
-from ..metadata.handoff.descriptors import TOKEN_LEN, DescriptorInbox, new_token, send_descriptors
-from ..metadata.handoff.memory import PageMemory
-from ..metadata.handoff.pages import Gather, MappedPools, Shared
-from ..metadata.handoff.shards import PagePart
+from ...metadata.errors import ConfigError, OutOfMemory, TransferError
+from ...metadata.handoff.descriptors import TOKEN_LEN, DescriptorInbox, new_token, send_descriptors
+from ...metadata.handoff.memory import PageMemory
+from ...metadata.handoff.pages import Gather, MappedPools, Shared
+from ...metadata.handoff.ranks.shards import PagePart
+from ..ranks.ranks import Ranks
 from .cuda_memory import Mapping, map_shared, share, tensor_over
 from .cuda_pool import CudaMapping, CudaPool
 from .own_pools import OwnPages
-from .ranks import Ranks
 
 
 def share_own_pools(

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..metadata.errors import ConfigError
-from ..metadata.handoff.kv_layout import KvLayout
-from ..metadata.handoff.memory import PageMemory, memory_size
-from .ranks import Ranks
+from ...metadata.errors import ConfigError
+from ...metadata.handoff.memory import PageMemory, memory_size
+from ...metadata.handoff.schema.kv_layout import KvLayout
+from ..ranks.ranks import Ranks
 
 
 class OwnPages(NamedTuple):

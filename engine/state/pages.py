@@ -11,8 +11,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..metadata.errors import OutOfPages
-from ..metadata.wire.node_info import PoolLedger
+from ...metadata.errors import OutOfPages
+from ...metadata.wire.node_info import PoolLedger
 
 
 class Owner(IntEnum):

@@ -22,8 +22,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..metadata.errors import OutOfPages
-from ..metadata.wire.node_info import PoolLedger
+from ...metadata.errors import OutOfPages
+from ...metadata.wire.node_info import PoolLedger
 from .pages import Owner, PagePool
 
 

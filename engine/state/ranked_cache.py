@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..metadata.wire.node_info import PoolLedger
+from ...metadata.wire.node_info import PoolLedger
 from .prefix_cache import PrefixCache
 
 

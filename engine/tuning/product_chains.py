@@ -18,15 +18,15 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels.linear_configs import ProductShape
-from .attention import AttentionContext
-from .layers.attention import Attention
-from .layers.decoder import DecoderBody
-from .layers.mlp import Mlp
-from .layers.residual import Residual
-from .models.decoder import DecoderModel
-from .products.dense import DenseProduct
-from .products.linear import Linear
+from ...kernels.products.linear_configs import ProductShape
+from ..attention.attention import AttentionContext
+from ..layers.attention import Attention
+from ..layers.decoder import DecoderBody
+from ..layers.mlp import Mlp
+from ..layers.residual import Residual
+from ..models.decoder import DecoderModel
+from ..products.dense import DenseProduct
+from ..products.linear import Linear
 
 CHAIN_BYTES = 1 << 29  # of weights in a chain: several times the L2, so that no product finds its weights there
 MAX_COPIES = 16  # of the weight of a single product
@@ -137,7 +137,7 @@ def _parts(roots: object, kind: type[T]) -> Iterator[T]:
             stack += reversed(each)
         elif isinstance(each, dict):
             stack += reversed(list(each.values()))
-        elif type(each).__module__.startswith(__name__.rpartition(".")[0]):
+        elif type(each).__module__.startswith(__name__.rsplit(".", 2)[0]):
             names = [name for base in type(each).__mro__ for name in getattr(base, "__slots__", ())]
             names += getattr(each, "__dict__", ())
             stack += [getattr(each, name) for name in reversed(names) if hasattr(each, name)]

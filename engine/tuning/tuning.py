@@ -1,10 +1,10 @@
 """Choice of the fastest kernel for each small product of a model, measured on the GPU when a node starts.
 
 A product of a decode step takes as long as reading its weights, so its best launch configuration depends on the shape,
-the GPU and the number of rows (kernels/linear_configs.py). It also depends on the kernels around the product, which may
-start early (`gpu.dependent_launch`) or add the parts of the product. So a candidate is timed in a chain of products
-(product_chains.py), as a CUDA graph over the model's own weights. One shape after the other tries its candidates, the
-largest first, while the others keep the best that is known.
+the GPU and the number of rows (kernels/products/linear_configs.py). It also depends on the kernels around the product,
+which may start early (`gpu.dependent_launch`) or add the parts of the product. So a candidate is timed in a chain of
+products (product_chains.py), as a CUDA graph over the model's own weights. One shape after the other tries its
+candidates, the largest first, while the others keep the best that is known.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels.compile_ahead import compile_all
-from ..kernels.linear_configs import (
+from ...kernels.compile_ahead import compile_all
+from ...kernels.products.linear_configs import (
     CHOSEN,
     ROW_CLASSES,
     Config,
@@ -33,11 +33,11 @@ from ..kernels.linear_configs import (
     default,
     trying,
 )
-from .attention import AttentionContext
-from .models.decoder import DecoderModel
+from ..attention.attention import AttentionContext
+from ..models.decoder import DecoderModel
+from ..progress import Progress
+from ..ranks.ranks import Ranks
 from .product_chains import Chain, Use, find_chains
-from .progress import Progress
-from .ranks import Ranks
 from .tuning_file import TuningFile, decode, encode
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ import msgspec
 import torch
 import xxhash
 
-from ..kernels import linear_configs
-from ..kernels.linear_configs import Config, ProductShape
+from ...kernels.products import linear_configs
+from ...kernels.products.linear_configs import Config, ProductShape
 
 logger = logging.getLogger(__name__)
 

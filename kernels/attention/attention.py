@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .fp8 import E4M3
-from .fp8_pages import blocks_at, pages_at, parts_of, store_rows
+from ..products.fp8 import E4M3
+from ..state.fp8_pages import blocks_at, pages_at, parts_of, store_rows
 
 # Sequences with the same few new tokens are attended together; longer ones (prefill chunks) one by one.
 _GROUPED_QUERY_LEN = 16

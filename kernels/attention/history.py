@@ -39,10 +39,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..operations import Operation
+from ..products.fp8 import E4M3
+from ..state.fp8_pages import scales_of
 from . import prompt_attention
-from .fp8 import E4M3
-from .fp8_pages import scales_of
-from .operations import Operation
 
 logger = logging.getLogger(__name__)
 

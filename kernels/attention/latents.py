@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from .norm import Norm, rms_norm
-from .operations import Operation
+from ..operations import Operation
+from ..products.norm import Norm, rms_norm
 
 
 class LatentWeights(NamedTuple):

@@ -1,4 +1,4 @@
-"""`attend` and `attend_stored` of kernels/paged_rows.py for float32 on a CPU. Threads share the sequences."""
+"""`attend` and `attend_stored` of paged_rows.py for float32 on a CPU. Threads share the sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from . import numba_kernels
+from .. import numba_kernels
 from .paged_rows import PagedRows
 
 _NONE = np.empty(0, dtype=np.float32)

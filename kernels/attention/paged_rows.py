@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..operations import Operation
+from ..products.norm import rms_norm_ref
+from ..products.rotary import rotary_ref
 from .attention import Tree, paged_attention_ref
-from .norm import rms_norm_ref
-from .operations import Operation
-from .rotary import rotary_ref
 
 _THREADED_PRODUCTS = 4096  # queries times keys, the least work of a part that is worth a thread
 _CAUSAL = np.empty((0, 0), dtype=np.bool_)

@@ -27,32 +27,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
+from ..products.fp8 import E4M3
+from ..state.fp8_pages import block_size, has_close_blocks, scales_of
+from ..state.triton_store import token_rows
 from .attention import Tree
-from .fp8 import E4M3
-from .fp8_pages import block_size, has_close_blocks, scales_of
-from .triton_pairs import (
-    in_pairs,
-    join_sums,
-    load_scales,
-    numbers_of,
-    packed,
-    scores_of,
-    split_queries,
-    weigh_pairs,
-)
+from .triton_pairs import in_pairs, join_sums, load_scales, numbers_of, packed, scores_of, split_queries, weigh_pairs
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work
-from .triton_softmax import (
-    combine,
-    has_nan,
-    quotient,
-    sink_seen,
-    store_heads,
-    store_part,
-    weigh,
-    weigh_seen,
-)
-from .triton_store import token_rows
+from .triton_softmax import combine, has_nan, quotient, sink_seen, store_heads, store_part, weigh, weigh_seen
 from .triton_visibility import in_window, pack, seen_in_tree, span
 
 MAX_DECODE_QUERY_LEN = 64  # causal tokens per sequence; with more, tiles are full enough without splits

@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .fp8 import E4M3
-from .fp8_pages import block_size, scales_of
+from ..products.fp8 import E4M3
+from ..state.fp8_pages import block_size, scales_of
 from .triton_attention import (
     TritonPlan,
     check_shapes,

@@ -1,4 +1,4 @@
-"""The operations of kernels/history.py on a GPU: pages to contiguous keys, and the join of two parts of attention."""
+"""The operations of history.py on a GPU: pages to contiguous keys, and the join of two parts of attention."""
 
 # ruff: noqa: N803, N806
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .fp8 import E4M3
-from .fp8_pages import block_size, has_close_blocks, scales_of
+from ..products.fp8 import E4M3
+from ..state.fp8_pages import block_size, has_close_blocks, scales_of
 from .history import Part
 
 _KEYS = 64  # per program of `_gather_kernel`

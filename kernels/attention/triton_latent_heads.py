@@ -1,4 +1,4 @@
-"""Kernels before and after attention to latents on a GPU (kernels/latents.py).
+"""Kernels before and after attention to latents on a GPU (latents.py).
 
     before    `absorb_latents` multiplies queries by W_K, rotates them, and stores the new latents in their pages
     after     `latent_values` multiplies the attended latents by W_V
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 from .latents import LatentWeights, latent_values_ref
 from .triton_attention import padded
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 from .triton_attention import TritonPlan, load_pages, num_sms, padded, tile_rows
 from .triton_extend import tile_at, tile_shares, tile_work
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work

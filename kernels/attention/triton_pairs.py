@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .fp8 import E4M3
+from ..products.fp8 import E4M3
 
 _RAISED = tl.constexpr(2.0**64)  # queries and weights
 _LOWERED = tl.constexpr(2.0**56)  # scores and sums come out so many times too small

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import SwigluClamp
-from .fp8 import dequantized, spread
+from ..formats import SwigluClamp
+from ..operations import Operation
+from ..products.fp8 import dequantized, spread
+from ..products.silu import clamped_silu_mul, silu_mul
 from .mxfp4 import unpacked
-from .operations import Operation
-from .silu import clamped_silu_mul, silu_mul
 
 
 class ExpertWeight(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operations import Operation
+from ..operations import Operation
 
 LEAST_TOTAL = 1e-20  # added to the sum of sigmoids that divides them, as it may be 0
 

@@ -24,11 +24,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
+from ..formats import SwigluClamp
+from ..products.fp8 import BLOCK
+from ..products.triton_silu import clamped_silu_mul_of, silu_mul_of
 from .experts import ExpertWeight, Places
-from .formats import SwigluClamp
-from .fp8 import BLOCK
-from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
 
 class BlockTiles(NamedTuple):

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
+from ..formats import SwigluClamp
 from .experts import ExpertWeight, Places
-from .formats import SwigluClamp
 from .triton_expert_blocks import rows_of_expert, store_sums
 
 _MIN_BLOCK = 8  # pairs, the fewest that tensor cores multiply

@@ -1,4 +1,4 @@
-"""`gated_experts_of_row` and `experts_of_row` of kernels/experts.py on a GPU, without tensor cores.
+"""`gated_experts_of_row` and `experts_of_row` of experts.py on a GPU, without tensor cores.
 
     first     inner = the gated product of each pair: a program has a few rows of one expert
     second    the products of all pairs, times their shares: a program has the same few rows of all chosen experts
@@ -26,12 +26,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
+from ..formats import SwigluClamp
+from ..products.fp8 import BLOCK
+from ..products.triton_silu import clamped_silu_mul_of, silu_mul_of
 from .experts import ExpertWeight, mix_parts, places_of_row
-from .formats import SwigluClamp
-from .fp8 import BLOCK
 from .triton_expert_packed import PackedTiles, packed_product
-from .triton_silu import clamped_silu_mul_of, silu_mul_of
 
 _LOAD_BYTES = 512  # that a warp loads at once
 _MOST_WARPS = 32  # of a program

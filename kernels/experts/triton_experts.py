@@ -1,4 +1,4 @@
-"""`experts_linear`, `gated_experts_linear` and `mix_parts` of kernels/experts.py on a GPU.
+"""`experts_linear`, `gated_experts_linear` and `mix_parts` of experts.py on a GPU.
 
 MXFP4 weights     triton_expert_packed.py
 other weights     triton_expert_blocks.py
@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
+from ..formats import SwigluClamp
+from ..products.fp8 import BLOCK, E4M3
 from .experts import ExpertWeight, Places
-from .formats import SwigluClamp
-from .fp8 import BLOCK, E4M3
 from .triton_expert_blocks import block_product
 from .triton_expert_packed import packed_product
 

@@ -1,4 +1,4 @@
-"""`place_experts` of kernels/experts.py on a GPU.
+"""`place_experts` of experts.py on a GPU.
 
 A program gives the pairs of one expert their places. Many pairs are divided into segments, and a program has those of
 its segment. The first place of an expert depends on the number of pairs of all experts before it. So every program
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 from .experts import Places, block_size, most_blocks
 
 MAX_PAIRS = 1 << 24

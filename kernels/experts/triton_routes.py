@@ -1,4 +1,4 @@
-"""`routes` of kernels/routes.py on a GPU, by two kernels.
+"""`routes` of routes.py on a GPU, by two kernels.
 
 The first one multiplies: a program has some rows, some experts and some columns, and stores a part of their products.
 The second one sums the parts of a row in their order, scores them and chooses. A weight is the sum of three bfloat16
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 from .routes import LEAST_TOTAL, Routes, Routing
 
 MAX_EXPERTS = 1024

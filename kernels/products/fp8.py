@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import BLOCK
+from ..formats import BLOCK
+from ..operations import Operation
 from .norm import add_rms_norm_
-from .operations import Operation
 from .silu import silu_mul
 
 E4M3 = torch.float8_e4m3fn

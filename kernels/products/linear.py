@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..operations import Operation
 from .norm import Norm, rms_norm
-from .operations import Operation
 from .silu import silu_mul
 
 

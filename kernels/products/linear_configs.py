@@ -1,8 +1,8 @@
 """Launch configurations of the products of few rows: which ones exist for a shape, and which one was chosen.
 
-`choose` answers for a launch. A node measures the `candidates` of its model's shapes when it starts (engine/tuning.py)
-and writes the fastest into `CHOSEN`; a shape that was not measured takes `default`. The answer depends on the shape
-alone, so that a row's result does not depend on what else a process computes.
+`choose` answers for a launch. A node measures the `candidates` of its model's shapes when it starts
+(engine/tuning/tuning.py) and writes the fastest into `CHOSEN`; a shape that was not measured takes `default`. The
+answer depends on the shape alone, so that a row's result does not depend on what else a process computes.
 """
 
 from __future__ import annotations

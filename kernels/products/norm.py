@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .operations import Operation
+from ..operations import Operation
 
 
 class Norm(NamedTuple):

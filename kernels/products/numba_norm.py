@@ -1,11 +1,11 @@
-"""`add_rms_norm_` of kernels/norm.py for float32 on a CPU: one compiled call in place of five of torch."""
+"""`add_rms_norm_` of norm.py for float32 on a CPU: one compiled call in place of five of torch."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from . import numba_kernels
+from .. import numba_kernels
 
 
 def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""`silu_mul` of kernels/silu.py for float32 on a CPU: one compiled call in place of three of torch."""
+"""`silu_mul` of silu.py for float32 on a CPU: one compiled call in place of three of torch."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from . import numba_kernels
+from .. import numba_kernels
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .operations import Operation
+from ..operations import Operation
 
 
 def rotary_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

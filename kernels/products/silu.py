@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .formats import SwigluClamp
-from .operations import Operation
+from ..formats import SwigluClamp
+from ..operations import Operation
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:

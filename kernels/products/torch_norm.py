@@ -1,4 +1,4 @@
-"""`rms_norm` of kernels/norm.py for float32, in fewer passes over the tensor than the specification takes."""
+"""`rms_norm` of norm.py for float32, in fewer passes over the tensor than the specification takes."""
 
 from __future__ import annotations
 

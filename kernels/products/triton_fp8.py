@@ -1,4 +1,4 @@
-"""`fp8_linear`, `fp8_linear_parts` and `fp8_gated_linear` of kernels/fp8.py on a GPU.
+"""`fp8_linear`, `fp8_linear_parts` and `fp8_gated_linear` of fp8.py on a GPU.
 
     one row     no tensor cores: the time is that of reading W once (triton_fp8_vector.py)
     few rows    FP8 tensor cores, tiles of W under way from memory. If W has few rows, several programs share the
@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 from .fp8 import BLOCK, E4M3, Fp8Weight, RoundedRows
 from .triton_fp8_vector import num_splits, vector_product
 from .triton_fp8_vector import serves as serves_vector

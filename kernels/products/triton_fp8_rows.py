@@ -1,4 +1,4 @@
-"""`round_rows`, `round_to_scale`, `add_rms_norm_round_` and `silu_mul_round` of kernels/fp8.py on a GPU, one pass each.
+"""`round_rows`, `round_to_scale`, `add_rms_norm_round_` and `silu_mul_round` of fp8.py on a GPU, one pass each.
 
 A program has one row, or some groups of columns of one row. The two kernels that do something before they round give
 the numbers of both steps in turn: what is rounded to e4m3 was rounded to the dtype of the model first.
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 from .fp8 import E4M3, RoundedRows
 from .triton_silu import silu_mul_of
 

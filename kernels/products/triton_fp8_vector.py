@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 from .fp8 import BLOCK, E4M3, Fp8Weight, RoundedRows
 from .triton_silu import silu_mul_of
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.errors import OutOfResources
 
-from . import gpu, linear_configs
+from .. import gpu
+from . import linear_configs
 from .linear_configs import MAX_ROWS, Config, DoesNotFitError, ProductShape
 from .norm import Norm
 from .triton_silu import silu_mul, silu_mul_of

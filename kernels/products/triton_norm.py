@@ -1,4 +1,4 @@
-"""`rms_norm` and `add_rms_norm_` of kernels/norm.py on a GPU, one pass each.
+"""`rms_norm` and `add_rms_norm_` of norm.py on a GPU, one pass each.
 
     y = x * rsqrt(mean(x^2) + eps) rounded to x's dtype, * weight
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 
 MAX_SIZE = 16384
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

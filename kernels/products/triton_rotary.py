@@ -1,4 +1,4 @@
-"""`turns` of kernels/rotary.py on a GPU: one launch, one program per few tokens."""
+"""`turns` of rotary.py on a GPU: one launch, one program per few tokens."""
 
 # ruff: noqa: N803
 # pyright: reportArgumentType=false, reportCallIssue=false

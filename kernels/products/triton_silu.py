@@ -1,4 +1,4 @@
-"""`silu_mul` of kernels/silu.py on a GPU in one pass: silu(gate) * up, each rounded to the dtype as torch does."""
+"""`silu_mul` of silu.py on a GPU in one pass: silu(gate) * up, each rounded to the dtype as torch does."""
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
 # ruff: noqa: N803
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .norm import add_rms_norm_ref_
+from ..products.norm import add_rms_norm_ref_
 
 NUM_LANES = 128  # two ranks that share one GPU have all lanes under way at once
 MAX_RANKS = 16  # the flags of a lane fill one line of the cache

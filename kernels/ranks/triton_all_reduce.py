@@ -1,4 +1,4 @@
-"""The operations of kernels/all_reduce.py on GPUs that map each other's memory.
+"""The operations of all_reduce.py on GPUs that map each other's memory.
 
 A meeting of one lane, in each rank:
 
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from . import gpu
+from .. import gpu
 from .all_reduce import CONTROL, FLAGS_AT, MAX_RANKS, MAX_ROW_BYTES, NUM_LANES, SLOT_BYTES, SLOTS_AT, PeerBlocks
 
 _MIN_TILE = 1024  # elements of a lane; a few lanes are faster than one

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from .. import gpu
 from .all_reduce import FLAGS_AT, MAX_RANKS, MAX_ROW_BYTES, NUM_LANES, SCATTER_AT, SLOT_BYTES, SLOTS_AT, PeerBlocks
 from .triton_all_reduce import _pointer, _wait, num_warps, tile_size
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .operations import Operation
+from ..operations import Operation
 from .sample import Choice
 
 _LOWEST = -(2**63)  # below every packed logit

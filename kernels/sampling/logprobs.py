@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .operations import Operation
+from ..operations import Operation
 
 _BLOCK_NUMBERS = 1 << 24  # of float32, so that a long prompt takes no more memory than a short one
 

@@ -20,8 +20,8 @@ Three rules keep that true bit for bit on every device:
   fusion into FMA. It may use IEEE additions, IEEE multiplications and integer operations only.
 
 P is the degree 8 least-squares polynomial of -log1p(-f) / f at 400 Chebyshev nodes of [0, 0.5], fitted in float64 and
-rounded to float32 (its relative error is 5e-8; ``tests/kernels/test_noise.py`` repeats the fit). The whole noise is
-within 5e-7 * max(1, |noise|) of the float64 value for every r tried there.
+rounded to float32 (its relative error is 5e-8; ``tests/kernels/sampling/test_noise.py`` repeats the fit). The whole
+noise is within 5e-7 * max(1, |noise|) of the float64 value for every r tried there.
 """
 
 import math
@@ -29,7 +29,7 @@ import math
 import torch
 from torch import Tensor
 
-from .operations import Operation
+from ..operations import Operation
 
 _LOG1P_COEFFICIENTS = (
     1.0,

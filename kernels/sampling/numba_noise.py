@@ -1,4 +1,4 @@
-"""The operations of kernels/noise.py on a CPU, with the reference's bits, in blocks of a row that stay in cache.
+"""The operations of noise.py on a CPU, with the reference's bits, in blocks of a row that stay in cache.
 
 No `fastmath` flag is set, so LLVM neither fuses multiplications with additions nor reorders them. It still vectorises,
 because the noise of a token id does not depend on other ids. Numba widens results of 32-bit operations to 64 bits. Each
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..numba_kernels import compiled
 from .noise import check_scores
-from .numba_kernels import compiled
 
 _EXACT: set[str] = set()  # no liberties with floating point
 _NO_IDS = np.empty(0, np.int32)

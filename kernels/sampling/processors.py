@@ -16,8 +16,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ..operations import Operation
 from .noise import check_token_ids
-from .operations import Operation
 
 
 class TokenColumns(NamedTuple):

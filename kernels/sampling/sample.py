@@ -4,7 +4,7 @@
     score = (logits - max) / temperature + noise                  the others; -inf for ids that filters.py excludes
     token = argmax(score), the lowest id of equals
 
-engine/sampling.py applies the processors of logits before.
+engine/sampling/sampling.py applies the processors of logits before.
 
 Logits may be of some tokens alone, as those of a draft head with a reduced vocabulary. `logit_ids` then holds the token
 id of each logit, ascending, [num_logits] int32. The result is the same as with -inf for every other token: a token has
@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..operations import Operation
 from .filters import Filters, keep_likely
 from .noise import add_gumbel_noise_, check_token_ids
-from .operations import Operation
 
 
 class Draws(NamedTuple):

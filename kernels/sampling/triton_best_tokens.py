@@ -1,4 +1,4 @@
-"""The operations of kernels/best_tokens.py on a GPU."""
+"""The operations of best_tokens.py on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draw of a token (kernels/sample.py) with the noise of few tokens.
+"""The draw of a token (sample.py) with the noise of few tokens.
 
 The noise of a token takes some eighty instructions, and nearly no token can be drawn. So a block of tokens is first
 compared with the best perturbed score that is known, by bounds of the noise that take a few instructions:

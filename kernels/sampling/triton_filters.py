@@ -1,4 +1,4 @@
-"""The filters of kernels/filters.py on a GPU, without a sort: exact, and without a read on the host.
+"""The filters of filters.py on a GPU, without a sort: exact, and without a read on the host.
 
 Four launches find the thresholds of rows, and draw their tokens.
 

@@ -1,4 +1,4 @@
-"""The log-probabilities of kernels/logprobs.py on a GPU, in two launches and without a copy of the logits.
+"""The log-probabilities of logprobs.py on a GPU, in two launches and without a copy of the logits.
 
     1. `_parts_kernel`    the largest logit of each part of a row, and the part's sum of exponentials
     2. `_choose_kernel`   joins the sums of a row, and looks for the top k in the k parts with the largest maxima

@@ -1,4 +1,4 @@
-"""The noise of kernels/noise.py on a GPU, with the reference's bits.
+"""The noise of noise.py on a GPU, with the reference's bits.
 
 The kernels do the same IEEE operations in the same order on 32-bit numbers. Every kernel that uses these functions is
 launched with `enable_fp_fusion=False`: each multiplication and addition becomes a PTX instruction that rounds by itself

@@ -1,4 +1,4 @@
-"""The logit processors of kernels/processors.py in one launch. The columns of a sequence are read where they lie; the
+"""The logit processors of processors.py in one launch. The columns of a sequence are read where they lie; the
 tokens of its draft are compared with each id, and what a grammar allows is looked up by the bit.
 
 A row that asks for nothing reads no column but the bias. Differences and divisions round as torch's do.

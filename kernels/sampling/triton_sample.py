@@ -1,6 +1,6 @@
-"""The operations of kernels/sample.py on a GPU: a row is split over the vocabulary, and nothing is read on the host.
+"""The operations of sample.py on a GPU: a row is split over the vocabulary, and nothing is read on the host.
 
-The noise has the bits of kernels/noise.py: the same IEEE operations in the same order, compiled without fusion of
+The noise has the bits of noise.py: the same IEEE operations in the same order, compiled without fusion of
 multiplications into additions. Differences and divisions round as torch's do.
 
 Scores are packed with their ids (triton_packed.py), so a row's token does not depend on how a row is split. There are

@@ -1,4 +1,4 @@
-"""Scores of tokens and their integer weights (kernels/filters.py) on a GPU, with the reference's bits.
+"""Scores of tokens and their integer weights (filters.py) on a GPU, with the reference's bits.
 
 Kernels that use them are launched with `enable_fp_fusion=False`, as those of triton_noise.py are.
 """

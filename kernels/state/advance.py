@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .operations import Operation
+from ..operations import Operation
 
 
 class Columns(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .operations import Operation
+from ..operations import Operation
 
 
 def copy_numbers_ref_(target: Tensor, source: Tensor) -> Tensor:

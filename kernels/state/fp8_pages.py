@@ -20,8 +20,8 @@ import math
 import torch
 from torch import Tensor
 
-from .formats import ALIGNMENT, SCALE_BYTES
-from .fp8 import E4M3, LARGEST, round_rows_ref
+from ..formats import ALIGNMENT, SCALE_BYTES
+from ..products.fp8 import E4M3, LARGEST, round_rows_ref
 
 MOST = 128 * LARGEST  # 57,344; float16 ends at 65,504
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from .operations import Operation, is_installed
+from ..operations import Operation, is_installed
 
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64 (S. Vigna, public domain)
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9

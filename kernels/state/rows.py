@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .operations import Operation
+from ..operations import Operation
 
 _ALIGNMENT = 16  # bytes; for pointers that have less, kernels are compiled once more
 

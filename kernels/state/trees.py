@@ -1,4 +1,4 @@
-"""Operations on draft trees, for engine/trees.py.
+"""Operations on draft trees, for engine/rounds/trees.py.
 
 They grow a tree, find the ancestors of its nodes, walk the path that the target accepts, and move the KV of accepted
 nodes to the slots in which the sequence continues. The root, node 0, is the last token of the sequence. Drafted tokens
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..operations import Operation
 from .fp8_pages import parts_of
-from .operations import Operation
 from .tree_types import Ancestry, Candidates, Frontier
 
 

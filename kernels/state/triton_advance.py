@@ -1,4 +1,4 @@
-"""`advance_` of kernels/advance.py on a GPU: one launch, one program per sequence."""
+"""`advance_` of advance.py on a GPU: one launch, one program per sequence."""
 
 # ruff: noqa: N803
 # pyright: reportArgumentType=false, reportCallIssue=false

@@ -1,4 +1,4 @@
-"""The operations of kernels/copies.py on a GPU: kernels that read or write pinned memory of the host over the bus.
+"""The operations of copies.py on a GPU: kernels that read or write pinned memory of the host over the bus.
 
 A copy engine takes about five microseconds to begin and as many to end, and the device stands still meanwhile. A kernel
 of a few numbers does not, and it can leave out what nobody reads.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .direct_launch import launch
+from ..direct_launch import launch
 
 _BLOCK = 256  # a constant: a kernel that compiles when tables grow would hold up a round
 _CONSTANTS = {"BLOCK": _BLOCK}

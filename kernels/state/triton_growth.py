@@ -1,4 +1,4 @@
-"""The growth of draft trees on a GPU: `grow_` and `choose` of kernels/trees.py.
+"""The growth of draft trees on a GPU: `grow_` and `choose` of trees.py.
 
 Each operation is one launch, in which no program reads what another program writes.
 """
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sampling.triton_packed import LOWEST, id_of, pack, score_of
 from .tree_types import Candidates, Frontier
-from .triton_packed import LOWEST, id_of, pack, score_of
 
 _STATE_BLOCK = 1024  # elements of a state that are copied in one step
 _COMPARED = 16  # candidates that all others are compared with in one step

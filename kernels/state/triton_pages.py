@@ -1,4 +1,4 @@
-"""The operations of kernels/pages.py on a GPU: copy pages of KV from another pool, and compute checksums of pages.
+"""The operations of pages.py on a GPU: copy pages of KV from another pool, and compute checksums of pages.
 
 The other pool may lie in another process or on another GPU. Only its address is needed (`PoolAddress`). A copy is as
 fast as memory, because each lane has 8 loads of 16 bytes under way at once.
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .direct_launch import launch
+from ..direct_launch import launch
 from .pages import _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2, WordSpan
 
 _GATHER_WORDS = 4096  # per program of `_gather_kernel`

@@ -1,4 +1,4 @@
-"""The operations of kernels/rows.py on a GPU: one launch per four tensors, one program per row and block of columns."""
+"""The operations of rows.py on a GPU: one launch per four tensors, one program per row and block of columns."""
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
 # ruff: noqa: N803

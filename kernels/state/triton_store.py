@@ -1,8 +1,8 @@
 """Norm and rotation of new queries and keys, and the store of new keys and values in their pages, on a GPU.
 
 `norm_rotate_store` does all of it in one launch per layer. For each token it applies the RMS norm to the query and key
-heads, if the model norms heads (kernels/norm.py). It rotates them (kernels/rotary.py). It copies keys and values to the
-slots that `token_rows` found once per forward.
+heads, if the model norms heads (kernels/products/norm.py). It rotates them (kernels/products/rotary.py). It copies keys
+and values to the slots that `token_rows` found once per forward.
 
 The host reads no tensor's value, and grids depend on shapes alone. So a CUDA graph can hold both launches.
 """
@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
-from .fp8 import E4M3
+from .. import gpu
+from ..products.fp8 import E4M3
+from ..products.triton_fp8_rows import e4m3, scales_for
 from .fp8_pages import MOST, block_size, has_close_blocks, scales_of
-from .triton_fp8_rows import e4m3, scales_for
 
 _TOKENS = 64  # per program of `_rows_kernel`
 _SEQS = 64  # sequences that `_count_up_to` looks at in one step

@@ -1,4 +1,4 @@
-"""The operations of kernels/trees.py on a GPU, but for growth (triton_growth.py).
+"""The operations of trees.py on a GPU, but for growth (triton_growth.py).
 
 Each operation is one launch, in which no program reads what another program writes.
 """

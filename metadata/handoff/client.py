@@ -11,7 +11,7 @@ Exactly one of the three events follows each claim, unless `drop` comes first. T
 until that event or `drop`. After that no page of the unit is written, and the caller may use or free them.
 
 If this node or the prefill node has several ranks, the client is on rank 0, and has the tickets. Each rank fetches its
-own heads (rank_puller.py).
+own heads (ranks/puller.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .endpoint import Endpoint
 from .pages import ReceivedPages
 from .pull_link import ANSWER_S, PullLink
 from .pull_links import PullLinks
-from .rank_orders import RankLine
-from .rank_team import RankTeam
+from .ranks.orders import RankLine
+from .ranks.team import RankTeam
 from .transfer import Event, Revoked, Transfer, TransferFailed
 from .transports.base import POLL_BYTES, Landed
 from .transports.ranks import RanksTransport

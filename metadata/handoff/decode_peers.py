@@ -15,10 +15,10 @@ from ..wire.data_link import LinkHello, LinkRefused, LinkWelcome, RankHello, Ran
 from ..wire.protocol import known
 from ..wire.request import MAX_TEXT
 from .endpoint import Endpoint, usable
-from .kv_layout import Shard
 from .pages import OfferedPages
-from .schema import kv_layouts
-from .shards import PagePart, page_parts
+from .ranks.shards import PagePart, page_parts
+from .schema.kv_layout import Shard
+from .schema.schema import kv_layouts
 from .tickets import Holder
 from .transports.local import LocalTransport
 from .transports.ranks import RANKS

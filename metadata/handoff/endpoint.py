@@ -15,12 +15,12 @@ from ..bus.curve import KeyPair
 from ..wire.data_link import LinkHello, RankHello
 from ..wire.node_info import HandoffSchema
 from ..wire.protocol import known
-from . import weights
-from .kv_layout import Shard
 from .memory import PageMemory
 from .pages import DevicePool
-from .schema import differences
-from .shards import ONE_SHARD
+from .ranks.shards import ONE_SHARD
+from .schema import weights
+from .schema.kv_layout import Shard
+from .schema.schema import differences
 from .transports.ranks import RANKS, RanksTransport
 from .transports.registry import transport_named
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from ..errors import ConfigError, TransferError
 from ..wire.node_info import HostMemory
-from .kv_layout import KvLayout
-from .shards import PagePart
+from .ranks.shards import PagePart
+from .schema.kv_layout import KvLayout
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from ..errors import ProtocolError
 from ..wire.messages import Offer
 from ..wire.node_info import HandoffSchema
 from ..wire.request import pack_ids, unpack_ids
-from .checksums import CHECKSUM_BYTES, row_checksum
-from .schema import blocks_per_page, row_bytes
+from .schema.checksums import CHECKSUM_BYTES, row_checksum
+from .schema.schema import blocks_per_page, row_bytes
 from .tickets import Ticket
 
 OFFER_BYTES = 64 << 10  # of checksums in an offer: the decode node copies the first pages while later ones are offered

@@ -1,7 +1,7 @@
 """Rank 1 or above of a prefill node, in handoffs: it digests its heads of offered pages, and lets decode ranks pull
 them.
 
-Rank 0 has the tickets. It tells this rank which pages are offered and who may pull them (rank_orders.py). The server
+Rank 0 has the tickets. It tells this rank which pages are offered and who may pull them (ranks/orders.py). The server
 has no thread. The rank's loop does the orders in the order of its other work, polls `sockets()`, and calls `poll`.
 """
 
@@ -19,7 +19,7 @@ from ..wire.node_info import HostMemory
 from ..wire.request import Unit
 from .endpoint import Endpoint
 from .pages import OfferedPages
-from .rank_orders import (
+from .ranks.orders import (
     CloseReader,
     DigestAhead,
     EndUnit,

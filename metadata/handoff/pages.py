@@ -2,8 +2,8 @@
 
 In host memory a pool and its `PageMemory` are the same bytes. Otherwise the pool lies in the memory of a GPU, and the
 `PageMemory` is a host mirror with the same page numbers. A page lies in the mirror only while it travels through the
-host. `DevicePool` is the interface of such pools (engine/cuda_pool.py). A page number names one page in every pool:
-target, then draft.
+host. `DevicePool` is the interface of such pools (engine/state/cuda_pool.py). A page number names one page in every
+pool: target, then draft.
 
     OfferedPages   used by the prefill node's HandoffServer: checksums and bytes of pages that it offers
     ReceivedPages  used by the decode node's HandoffClient: checks of pages that have been copied
@@ -19,10 +19,10 @@ import numpy as np
 
 from ..errors import OutOfMemory
 from ..wire.node_info import HandoffSchema, HostMemory
-from .checksums import first_difference, page_checksums
 from .memory import PageMemory, PeerMemory, pack_pages, whole_part
-from .schema import GPU_CHECKSUM, blocks_per_page
-from .shards import PagePart
+from .ranks.shards import PagePart
+from .schema.checksums import first_difference, page_checksums
+from .schema.schema import GPU_CHECKSUM, blocks_per_page
 
 
 class Shared(NamedTuple):

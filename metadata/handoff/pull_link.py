@@ -33,7 +33,7 @@ from ..wire.request import MAX_BATCH, Unit
 from .data_socket import UNACKNOWLEDGED_S, connect_data_socket, silence_s
 from .descriptors import DescriptorInbox
 from .endpoint import Endpoint
-from .shards import PagePart
+from .ranks.shards import PagePart
 from .transports.base import POLL_BYTES, PullEnd, PullTeam, Transport
 from .transports.ranks import RANKS
 from .transports.registry import transport_named

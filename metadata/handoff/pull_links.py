@@ -12,9 +12,9 @@ from ..bus.throttle import Throttle
 from ..wire.node_info import Peer
 from .descriptors import DescriptorInbox
 from .endpoint import Endpoint
-from .kv_layout import Shard
 from .pull_link import PullLink
-from .shards import PagePart
+from .ranks.shards import PagePart
+from .schema.kv_layout import Shard
 from .transports.base import PullTeam
 from .transports.registry import TRANSPORTS
 

@@ -27,7 +27,7 @@ from .decode_peers import MAX_LINKS, DecodePeer, DecodePeers
 from .endpoint import Endpoint
 from .offers import unpack_column
 from .pages import OfferedPages
-from .schema import page_bytes
+from .schema.schema import page_bytes
 from .tickets import Holder
 from .transports.base import POLL_BYTES, PULL_BYTES
 

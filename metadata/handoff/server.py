@@ -30,9 +30,9 @@ from .decode_peers import DecodePeer
 from .endpoint import Endpoint
 from .offers import write_offers
 from .pages import OfferedPages
-from .rank_digests import RankDigests
-from .rank_orders import OfferDigests, OfferFailed, RankLine
-from .schema import row_bytes
+from .ranks.digests import RankDigests
+from .ranks.orders import OfferDigests, OfferFailed, RankLine
+from .schema.schema import row_bytes
 from .served_links import ServedLinks
 from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded, TicketFailed
 from .transports.registry import transport_named

@@ -9,7 +9,8 @@ A ticket may name its claimant: the epoch of the one decode node that may hold i
 clock. A lease can run out while this node does not read messages: in a long step, in a stopped process, or when its
 clock jumps. Such a lease is prolonged once by a quarter, so that the node can still read a waiting renewal.
 
-Owner of a page at each stage (the page pool is engine/pages.py, the prefix cache is engine/prefix_cache.py):
+Owner of a page at each stage (the page pool is engine/state/pages.py, the prefix cache is
+engine/state/prefix_cache.py):
 
     prefill node   request --HandoffServer.open--> ticket --TicketEnded--> the opener: it frees the page, or caches it
     decode node    request --HandoffClient.claim--> transfer --Arrived, Revoked, TransferFailed, or drop--> request

@@ -15,7 +15,7 @@ from ..wire.node_info import HandoffSchema
 from ..wire.request import Unit
 from ..wire.times import PullTimes
 from .offers import read_offer
-from .schema import page_bytes
+from .schema.schema import page_bytes
 from .transports.base import Move
 
 

@@ -253,8 +253,8 @@ class Offer(Message, frozen=True, tag="offer"):
 
 class Pages(Message, frozen=True, tag="pages"):
     """Answer to Pull, followed by one raw frame. Each page holds the target's [num_layers, page_layer_bytes] and then
-    the draft's (metadata/handoff/kv_layout.py). On a link of a rank it holds [num_layers, bytes of the span] for each
-    span that the two ranks share (metadata/handoff/shards.py)."""
+    the draft's (metadata/handoff/schema/kv_layout.py). On a link of a rank it holds [num_layers, bytes of the span] for
+    each span that the two ranks share (metadata/handoff/ranks/shards.py)."""
 
     unit: Unit
     indices: Ids

@@ -18,7 +18,7 @@ Address = Annotated[str, Meta(max_length=256)]
 
 
 class KvPlane(Message, frozen=True):
-    """One plane of a page: the keys, values or latents of its heads (metadata/handoff/kv_layout.py)."""
+    """One plane of a page: the keys, values or latents of its heads (metadata/handoff/schema/kv_layout.py)."""
 
     name: Name
     num_heads: Index
@@ -32,8 +32,8 @@ class PoolLayout(Message, frozen=True, omit_defaults=True):
     """Layout of one KV pool. A page has K and V, [num_layers, 2, num_kv_heads, page_size, head_dim] of dtype.
 
     If `planes` are listed, a page has these instead. Then num_kv_heads and head_dim are 0, and dtype is that of the
-    values as attention takes them (metadata/handoff/kv_layout.py: pool_of). A pool without them has the same bytes on
-    the wire in every protocol.
+    values as attention takes them (metadata/handoff/schema/kv_layout.py: pool_of). A pool without them has the same
+    bytes on the wire in every protocol.
     """
 
     num_layers: Index
@@ -52,7 +52,7 @@ class RowField(Message, frozen=True):
 
 
 class HandoffSchema(Message, frozen=True):
-    """Layout of a handoff on the wire, made from the joint configuration (metadata/handoff/schema.py)."""
+    """Layout of a handoff on the wire, made from the joint configuration (metadata/handoff/schema/schema.py)."""
 
     algorithm: Name
     page_size: Annotated[int, Meta(ge=1, le=4096)]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from .trace import RequestTrace, Span, TraceRecorder
+from ..requests.trace import RequestTrace, Span, TraceRecorder
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -21,15 +21,15 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..metadata.version import package_version
-from ..metadata.wire.messages import Admitted, PrefillDone
-from .fair_share import DEFAULT
-from .node import Node
-from .prompt_placement import PromptPlace
-from .queue import Queues
-from .registry import Registry
-from .request import Request
-from .request import Sequence as Output
+from ...metadata.version import package_version
+from ...metadata.wire.messages import Admitted, PrefillDone
+from ..nodes.node import Node
+from ..nodes.registry import Registry
+from ..placement.prompt_placement import PromptPlace
+from ..requests.request import Request
+from ..requests.request import Sequence as Output
+from ..waiting.fair_share import DEFAULT
+from ..waiting.queue import Queues
 from .service_figures import ServiceFigures, TenantFigures
 
 MoveReason = Literal["lost", "failed", "drained"]  # a node was lost, an attempt failed, or a drain ran out of time

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .fair_share import DEFAULT
-from .node import Node
-from .queue import Queues
-from .registry import Registry
-from .request import Request
+from ..nodes.node import Node
+from ..nodes.registry import Registry
+from ..requests.request import Request
+from ..waiting.fair_share import DEFAULT
+from ..waiting.queue import Queues
 
 MAX_TENANTS = 200  # that have series of their own
 OTHER = "other"  # the label of all further ones

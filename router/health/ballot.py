@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from ..metadata.wire.node_info import Role
+from ...metadata.wire.node_info import Role
 
 RETRY_S = 2.0  # until a node is asked again that gave no own answer, or another one than the group's
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import secrets
 from collections import abc
 
-from ..metadata.errors import BatonError
-from ..metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
+from ...metadata.errors import BatonError
+from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
+from ..nodes.node import NodeGroup
+from ..requests.request import Delta, Request, Sequence
+from ..waiting.queue import Pinned
 from .ballot import Answer, Rival
-from .node import NodeGroup
-from .queue import Pinned
-from .request import Delta, Request, Sequence
 
 NUM_PAGES = 3
 NUM_TOKENS = 4

@@ -21,13 +21,13 @@ import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..metadata.wire.messages import Compute
-from .availability import drain_summary, missing_for_service
+from ...metadata.wire.messages import Compute
+from ..nodes.node import GroupKey, Node, NodeGroup
+from ..placement.availability import drain_summary, missing_for_service
+from ..requests.request import Request
+from ..waiting.queue import Pinned
 from .ballot import UNTRIED, Ballot, Verdict, Voter
 from .canary import Canary, canary_prompt, canary_prompt_len
-from .node import GroupKey, Node, NodeGroup
-from .queue import Pinned
-from .request import Request
 
 logger = logging.getLogger(__name__)
 

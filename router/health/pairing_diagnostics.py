@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..metadata.handoff import schema, weights
-from ..metadata.wire.membership import Hello
-from .node import Node, NodeGroup
+from ...metadata.handoff.schema import schema, weights
+from ...metadata.wire.membership import Hello
+from ..nodes.node import Node, NodeGroup
 
 MAX_COMPARED = 3  # nodes that one refusal names
 

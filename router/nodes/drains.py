@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from .availability import drain_words
-from .errors import Conflict, NotFound
+from ..errors import Conflict, NotFound
+from ..placement.availability import drain_words
 from .node import Node
 
 logger = logging.getLogger(__name__)

@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..metadata.bus.sockets import routing_id
-from ..metadata.wire.membership import IDLE, Heartbeat, Hello
-from ..metadata.wire.messages import Compute
-from ..metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
-from ..metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
-from .estimate_error import EstimateError
-from .handoff_times import HandoffTimes
-from .prompt_placement import LOST_S, GroupFacts, LocalPrefill, PromptTimes, Where, patience_s, place_prompt
-from .text.chat_template import ChatTemplate
-from .text.tokenizer import TextTokenizer
+from ...metadata.bus.sockets import routing_id
+from ...metadata.wire.membership import IDLE, Heartbeat, Hello
+from ...metadata.wire.messages import Compute
+from ...metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
+from ...metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
+from ..placement.estimate_error import EstimateError
+from ..placement.handoff_times import HandoffTimes
+from ..placement.prompt_placement import LOST_S, GroupFacts, LocalPrefill, PromptTimes, Where, patience_s, place_prompt
+from ..text.chat_template import ChatTemplate
+from ..text.tokenizer import TextTokenizer
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 FLIGHT_S = 0.02  # a report may have been made this long before it came, without the prompts sent since

@@ -19,20 +19,20 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ..metadata.bus.liveness import Change, PeerLiveness
-from ..metadata.bus.throttle import Throttle
-from ..metadata.errors import ProtocolError
-from ..metadata.handoff import schema
-from ..metadata.wire.hello import apart
-from ..metadata.wire.membership import Heartbeat, Hello, HelloAgain, Leaving, Refusal, TokenizerFile, Welcome
-from ..metadata.wire.messages import ToNode
-from ..metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer
-from ..metadata.wire.request import MAX_TEXT
+from ...metadata.bus.liveness import Change, PeerLiveness
+from ...metadata.bus.throttle import Throttle
+from ...metadata.errors import ProtocolError
+from ...metadata.handoff.schema import schema
+from ...metadata.wire.hello import apart
+from ...metadata.wire.membership import Heartbeat, Hello, HelloAgain, Leaving, Refusal, TokenizerFile, Welcome
+from ...metadata.wire.messages import ToNode
+from ...metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer
+from ...metadata.wire.request import MAX_TEXT
+from ..health.pairing_diagnostics import incompatible_nodes, missing_partner, refusal
+from ..placement.prompt_placement import LocalPrefill
+from ..text.tokenizer import TextTokenizer
 from .node import GroupKey, Node, NodeGroup
 from .node_history import LOSS_WORDS, Loss, NodeHistories
-from .pairing_diagnostics import incompatible_nodes, missing_partner, refusal
-from .prompt_placement import LocalPrefill
-from .text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 

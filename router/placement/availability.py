@@ -8,11 +8,11 @@ from typing import Literal
 
 import msgspec
 
-from ..metadata.wire.node_info import Role
-from .errors import NoNode
-from .node import ROLES, Node, NodeGroup
-from .node_history import LOSS_WORDS, NodeHistory
-from .pairing_diagnostics import missing_partner
+from ...metadata.wire.node_info import Role
+from ..errors import NoNode
+from ..health.pairing_diagnostics import missing_partner
+from ..nodes.node import ROLES, Node, NodeGroup
+from ..nodes.node_history import LOSS_WORDS, NodeHistory
 
 MAX_NAMED = 8  # nodes in one sentence
 

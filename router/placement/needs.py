@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..metadata.handoff.needs import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
-from ..metadata.wire.protocol import PROTOCOL_MIN, fields_since
-from ..metadata.wire.request import SamplingParams
-from .node import Node
-from .request import Request
+from ...metadata.handoff.needs import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
+from ...metadata.wire.protocol import PROTOCOL_MIN, fields_since
+from ...metadata.wire.request import SamplingParams
+from ..nodes.node import Node
+from ..requests.request import Request
 
 GRAMMAR_PROTOCOL = fields_since(SamplingParams)["grammar"]  # nodes of an older protocol would ignore a grammar
 

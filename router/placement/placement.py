@@ -17,18 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from ..nodes.node import Node, NodeGroup
+from ..requests.request import Sequence as Output
+from ..waiting.queue import Entry
 from .affinity import PrefixAffinity, SessionAffinity, page_hashes
-from .node import Node, NodeGroup
-from .prompt_placement import (
-    SESSION_SLACK,
-    LocalFigures,
-    PromptPlace,
-    RemoteFigures,
-    choose_local,
-    place_sooner,
-)
-from .queue import Entry
-from .request import Sequence as Output
+from .prompt_placement import SESSION_SLACK, LocalFigures, PromptPlace, RemoteFigures, choose_local, place_sooner
 
 SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch

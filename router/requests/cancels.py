@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..metadata.wire.messages import Cancel, Cancelled, Reserved
-from .effects import Effects, Send
-from .node import Node
+from ...metadata.wire.messages import Cancel, Cancelled, Reserved
+from ..effects import Effects, Send
+from ..nodes.node import Node
 from .request import Request
 
 logger = logging.getLogger(__name__)

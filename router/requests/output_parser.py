@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import abc
 
-from .reasoning_parsers.base import Part, ReasoningParser, Thought
-from .text.detokenizer import Detokenizer
-from .tool_parsers.base import Content, Event, ToolParser
+from ..reasoning_parsers.base import Part, ReasoningParser, Thought
+from ..text.detokenizer import Detokenizer
+from ..tool_parsers.base import Content, Event, ToolParser
 
 OutputEvent = Thought | Event
 

@@ -14,8 +14,8 @@ from array import array
 from collections import abc
 from typing import NamedTuple, Protocol
 
-from ..metadata.errors import BatonError
-from ..metadata.wire.request import (
+from ...metadata.errors import BatonError
+from ...metadata.wire.request import (
     Ended,
     FinishReason,
     GenerationRequest,
@@ -24,12 +24,12 @@ from ..metadata.wire.request import (
     Unit,
     pack_ids,
 )
-from .fair_share import DEFAULT, UNSHARED, Share, Tenant
-from .node import Node, NodeGroup
-from .prompt_placement import PromptPlace
-from .text.detokenizer import TokenBytes, make_detokenizer, skipped_ids
-from .text.stop_strings import StopStrings
-from .text.tokenizer import TextTokenizer
+from ..nodes.node import Node, NodeGroup
+from ..placement.prompt_placement import PromptPlace
+from ..text.detokenizer import TokenBytes, make_detokenizer, skipped_ids
+from ..text.stop_strings import StopStrings
+from ..text.tokenizer import TextTokenizer
+from ..waiting.fair_share import DEFAULT, UNSHARED, Share, Tenant
 from .trace import TraceRecorder
 
 PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefill and decode node

@@ -14,15 +14,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from ..metadata.errors import OutOfMemory, Unavailable
-from ..metadata.wire.request import Unit
+from ...metadata.errors import OutOfMemory, Unavailable
+from ...metadata.wire.request import Unit
+from ..errors import NodeFault
+from ..figures.metrics import Metrics, MoveReason
+from ..nodes.node import Node
+from ..placement.reservations import Reservations
+from ..waiting.queue import Entry, Queues, RefusedRequest
 from .cancels import Cancels
-from .errors import NodeFault
-from .metrics import Metrics, MoveReason
-from .node import Node
-from .queue import Entry, Queues, RefusedRequest
 from .request import Attempt, Request
-from .reservations import Reservations
 from .streams import TokenStreams
 
 logger = logging.getLogger(__name__)

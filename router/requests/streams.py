@@ -19,12 +19,12 @@ import logging
 from collections import abc
 from typing import NamedTuple
 
-from ..metadata.errors import ProtocolError
-from ..metadata.wire.messages import Resend, Tokens
-from ..metadata.wire.request import Ended, TokenLogprobs, Unit, unpack_ids
-from .effects import Effects, Output, Send
-from .metrics import Metrics
-from .node import Node
+from ...metadata.errors import ProtocolError
+from ...metadata.wire.messages import Resend, Tokens
+from ...metadata.wire.request import Ended, TokenLogprobs, Unit, unpack_ids
+from ..effects import Effects, Output, Send
+from ..figures.metrics import Metrics
+from ..nodes.node import Node
 from .request import Delta, Request, Sequence
 
 logger = logging.getLogger(__name__)

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct, field, structs
 
-from ..metadata.wire.messages import Admitted, PrefillDone
-from ..metadata.wire.request import Ended, FinishReason
-from ..metadata.wire.times import PrefillTimes, PullTimes
+from ...metadata.wire.messages import Admitted, PrefillDone
+from ...metadata.wire.request import Ended, FinishReason
+from ...metadata.wire.times import PrefillTimes, PullTimes
 
 if TYPE_CHECKING:
-    from .node import Node
+    from ..nodes.node import Node
 
 MAX_SPANS = 64  # per sequence; of more, those after FIRST_SPANS are joined with the span before them
 FIRST_SPANS = 8

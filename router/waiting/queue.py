@@ -23,17 +23,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from ..metadata.errors import BatonError, Overloaded, RequestError, Unavailable
-from ..metadata.wire.node_info import Role
-from .affinity import page_hashes
-from .availability import no_node
-from .errors import NodeFault
+from ...metadata.errors import BatonError, Overloaded, RequestError, Unavailable
+from ...metadata.wire.node_info import Role
+from ..errors import NodeFault
+from ..nodes.node import ROLES, Node, NodeGroup
+from ..placement.affinity import page_hashes
+from ..placement.availability import no_node
+from ..placement.needs import Need
+from ..placement.prompt_placement import PromptPlace, place_prompt
+from ..requests.request import Attempt, Request
 from .fair_share import DEFAULT, FairShares, Share, Tenant
-from .needs import Need
-from .node import ROLES, Node, NodeGroup
 from .pace import Pace
-from .prompt_placement import PromptPlace, place_prompt
-from .request import Attempt, Request
 
 AGE_S = 10.0  # seconds of waiting that make up for one step of priority
 MARGIN_S = 0.15  # an answer's way through busy processes, counted as a part of its time

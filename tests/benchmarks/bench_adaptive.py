@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from bench_sequences import CONTEXT, Running, run_rounds, start, stop
 
-from baton.engine.adaptive import StepChooser
 from baton.engine.engine import Engine
-from baton.engine.round_timing import measure_round
-from baton.engine.rounds import Rounds, Submitted
-from baton.engine.step_times import StepTimes
+from baton.engine.pace.adaptive import StepChooser
+from baton.engine.pace.round_timing import measure_round
+from baton.engine.pace.step_times import StepTimes
+from baton.engine.rounds.rounds import Rounds, Submitted
 from baton.engine.work import MAX_MISSED
 from baton.metadata.wire.request import SamplingParams
 

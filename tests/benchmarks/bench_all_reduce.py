@@ -33,11 +33,11 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from baton.engine.group import CpuGroup
-from baton.engine.mapped_blocks import MappedBlocks
-from baton.kernels.all_reduce import BLOCK_BYTES, CONTROL, PeerBlocks
-from baton.kernels.triton_all_reduce import _launch, all_reduce, all_reduce_norm_, tile_size
-from baton.kernels.triton_norm import add_rms_norm_
+from baton.engine.ranks.group import CpuGroup
+from baton.engine.state.mapped_blocks import MappedBlocks
+from baton.kernels.products.triton_norm import add_rms_norm_
+from baton.kernels.ranks.all_reduce import BLOCK_BYTES, CONTROL, PeerBlocks
+from baton.kernels.ranks.triton_all_reduce import _launch, all_reduce, all_reduce_norm_, tile_size
 
 DTYPE = torch.bfloat16
 NUM_CALLS, NUM_REPLAYS, NUM_PARTS = 200, 9, 4

@@ -39,7 +39,7 @@ from baton.deploy.demo.training.drafters_files import load, load_target
 from baton.deploy.demo.training.drafters_models import Drafter, Target
 from baton.deploy.demo.training.drafters_training import unroll
 from baton.deploy.demo.training.evaluate import encode_documents
-from baton.kernels.noise import gumbel_noise
+from baton.kernels.sampling.noise import gumbel_noise
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 DRAFTERS = ("standalone", "eagle", "eagle3", "mtp3", "frozen_kv_mtp")

@@ -31,13 +31,13 @@ from bench_sequences import run_rounds, start, stop
 from planted_text import PlantedText
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.device_executor import DeviceExecutor
-from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
-from baton.engine.graphs import graph_sizes
-from baton.engine.round_stats import RoundStats
-from baton.engine.rounds import Rounds
-from baton.engine.sampling_state import SamplingState
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.graphs import graph_sizes
+from baton.engine.rounds.rounds import Rounds
+from baton.engine.rounds.stats import RoundStats
+from baton.engine.sampling.state import SamplingState
 from baton.engine.startup import load_engine
 from baton.engine.work import Masking
 from baton.metadata.config import ProcessConfig

@@ -28,7 +28,7 @@ from bench_tables import heading, tables
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
-from baton.metadata.handoff.schema import kv_layouts, make_schema, page_bytes, row_bytes
+from baton.metadata.handoff.schema.schema import kv_layouts, make_schema, page_bytes, row_bytes
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from bench_sequences import CONTEXT, GREEDY, Running, start, stop, store
 
-from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
-from baton.engine.rounds import LocalChunk, Rounds
-from baton.engine.sampling_state import SamplingState
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.rounds import LocalChunk, Rounds
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 
 _WARM_UP, _TIMES = 4, 24

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from quantized import fp8_pool
 
-from baton.kernels import history
-from baton.kernels.attention import Tree, paged_attention_ref
-from baton.kernels.fp8 import E4M3
-from baton.kernels.triton_attention import DecodeTiles, TritonPlan, decode_attention
-from baton.kernels.triton_extend import ExtendTiles, extend_attention
-from baton.kernels.triton_store import norm_rotate_store
+from baton.kernels.attention import history
+from baton.kernels.attention.attention import Tree, paged_attention_ref
+from baton.kernels.attention.triton_attention import DecodeTiles, TritonPlan, decode_attention
+from baton.kernels.attention.triton_extend import ExtendTiles, extend_attention
+from baton.kernels.products.fp8 import E4M3
+from baton.kernels.state.triton_store import norm_rotate_store
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 BYTES_PER_S, FLOP_PER_S = 4.7e12, 802e12

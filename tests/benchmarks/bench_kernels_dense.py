@@ -37,14 +37,16 @@ from torch import Tensor
 from baton.engine.layers.residual import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
-from baton.engine.tuning import use_file
-from baton.kernels import gpu, noise, triton_noise, triton_norm, triton_sample, triton_silu
-from baton.kernels.filters import Filters
-from baton.kernels.linear_configs import ROW_CLASSES, Config, DoesNotFitError, ProductShape, candidates
-from baton.kernels.norm import rms_norm_ref
-from baton.kernels.sample import Draws, perturbed_argmax_ref
-from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_linear import gated_linear, linear
+from baton.engine.tuning.tuning import use_file
+from baton.kernels import gpu
+from baton.kernels.products import triton_norm, triton_silu
+from baton.kernels.products.linear_configs import ROW_CLASSES, Config, DoesNotFitError, ProductShape, candidates
+from baton.kernels.products.norm import rms_norm_ref
+from baton.kernels.products.silu import silu_mul_ref
+from baton.kernels.products.triton_linear import gated_linear, linear
+from baton.kernels.sampling import noise, triton_noise, triton_sample
+from baton.kernels.sampling.filters import Filters
+from baton.kernels.sampling.sample import Draws, perturbed_argmax_ref
 
 PEAK = 4.7  # TB/s
 ROTATED_BYTES = 400e6  # eight times the L2
@@ -117,7 +119,7 @@ def set_dependent_launch(is_on: bool) -> None:
 
 
 def torch_scores(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """Sample as engine/sampling.py does without filters and processors, with torch operations only."""
+    """Sample as engine/sampling/sampling.py does without filters and processors, with torch operations only."""
     scores, temperature = logits.float(), temperatures.unsqueeze(1)
     is_greedy = temperature == 0
     perturbed = (scores - scores.amax(1, keepdim=True)).div_(temperature.masked_fill(is_greedy, 1.0))

@@ -23,18 +23,18 @@ import torch
 from bench_kernels_dense import microseconds
 from torch import Tensor
 
-from baton.kernels import triton_expert_row, triton_experts
-from baton.kernels.experts import (
+from baton.kernels.experts import triton_expert_row, triton_experts
+from baton.kernels.experts.experts import (
     ExpertWeight,
     Places,
     experts_of_row_ref,
     gated_experts_of_row_ref,
     place_experts_ref,
 )
-from baton.kernels.fp8 import dequantized, round_rows
-from baton.kernels.mxfp4 import GROUP, from_checkpoint, unpacked
-from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_expert_packed import PackedTiles, packed_product
+from baton.kernels.experts.mxfp4 import GROUP, from_checkpoint, unpacked
+from baton.kernels.experts.triton_expert_packed import PackedTiles, packed_product
+from baton.kernels.products.fp8 import dequantized, round_rows
+from baton.kernels.products.silu import silu_mul_ref
 
 NUM_CALLS = 8
 NUM_THREADS = 16  # that compile

@@ -26,7 +26,7 @@ from torch import Tensor
 from baton.engine.layers.residual import Residual
 from baton.engine.products.fp8 import Fp8Product, RowRounding
 from baton.engine.products.linear import Linear
-from baton.kernels.fp8 import (
+from baton.kernels.products.fp8 import (
     BLOCK,
     E4M3,
     Fp8Weight,
@@ -41,7 +41,7 @@ from baton.kernels.fp8 import (
     silu_mul_round,
     spread,
 )
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.products.silu import silu_mul_ref
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROTATED_BYTES = 200e6  # four times the L2

@@ -6,8 +6,8 @@ Times are those of bench_kernels_attention.py: the median replay of a CUDA graph
 Decode and verify are compared with reading their latents once, prompts with the rate of a large matrix product. Outputs
 are compared with `paged_attention_ref` in the same run, which ends with an error if they differ.
 
-Prompts are timed in both forms (kernels/latents.py), from queries and latents before rotation to values of heads. Their
-floor is that of the expanded form without its products.
+Prompts are timed in both forms (kernels/attention/latents.py), from queries and latents before rotation to values of
+heads. Their floor is that of the expanded form without its products.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import NamedTuple
 import torch
 from bench_kernels_attention import BYTES_PER_S, COLD_BYTES, FLOP_PER_S, TOLERANCE, per_layer
 
-from baton.engine.batch import ForwardBatch
-from baton.engine.latent_pieces import LatentPieces
-from baton.engine.model_config import LatentConfig
+from baton.engine.attention.latent_pieces import LatentPieces
+from baton.engine.checkpoint.model_config import LatentConfig
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
-from baton.kernels.attention import paged_attention_ref
-from baton.kernels.latents import LatentWeights
-from baton.kernels.norm import Norm
-from baton.kernels.triton_attention import TritonPlan, num_sms
-from baton.kernels.triton_expanded import ExpandedTiles
-from baton.kernels.triton_latent_heads import Turns, absorb_latents, latent_values, turn_latents
-from baton.kernels.triton_latents import LatentTiles, latent_attention
+from baton.kernels.attention.attention import paged_attention_ref
+from baton.kernels.attention.latents import LatentWeights
+from baton.kernels.attention.triton_attention import TritonPlan, num_sms
+from baton.kernels.attention.triton_expanded import ExpandedTiles
+from baton.kernels.attention.triton_latent_heads import Turns, absorb_latents, latent_values, turn_latents
+from baton.kernels.attention.triton_latents import LatentTiles, latent_attention
+from baton.kernels.products.norm import Norm
 
 LATENT = LatentConfig(512, None, 128, 64, 128, is_interleaved=True, scale=0.1147)
 RANK, ROPE_DIM, PAGE_SIZE = LATENT.rank, LATENT.rope_dim, 64

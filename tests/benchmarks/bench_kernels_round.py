@@ -7,7 +7,7 @@
                with their hidden states, the end of a round, the rotations of positions
     sampling   tokens of verified rows and of a draft head's rows with 32,000 logits: every kind of sampling over logits
                like a planted model's (a peak, groups, a flat tail), like a real model's (Zipf), and of nearly equal
-               likelihood. They are called as engine/sampling.py calls them
+               likelihood. They are called as engine/sampling/sampling.py calls them
 
 Shapes are those of Llama-3.1-8B.
 
@@ -34,15 +34,16 @@ if not IS_TIMED:
 
 from bench_kernels_dense import microseconds
 
-from baton.engine.draft_shape import DraftShape
-from baton.kernels import triton_advance, triton_growth, triton_rotary, triton_rows, triton_trees
-from baton.kernels.advance import Columns, advance_ref_
-from baton.kernels.filters import Filters
+from baton.engine.rounds.draft_shape import DraftShape
 from baton.kernels.operations import preferring
-from baton.kernels.processors import History, TokenColumns, process_logits
-from baton.kernels.rotary import turns_ref
-from baton.kernels.sample import Draws, perturbed_argmax
-from baton.kernels.trees import (
+from baton.kernels.products import triton_rotary
+from baton.kernels.products.rotary import turns_ref
+from baton.kernels.sampling.filters import Filters
+from baton.kernels.sampling.processors import History, TokenColumns, process_logits
+from baton.kernels.sampling.sample import Draws, perturbed_argmax
+from baton.kernels.state import triton_advance, triton_growth, triton_rows, triton_trees
+from baton.kernels.state.advance import Columns, advance_ref_
+from baton.kernels.state.trees import (
     Candidates,
     Frontier,
     ancestry_ref,

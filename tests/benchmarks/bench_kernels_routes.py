@@ -16,10 +16,10 @@ import torch
 from bench_kernels_dense import microseconds, random, set_dependent_launch
 from torch import Tensor
 
-from baton.kernels.experts import place_experts_ref
-from baton.kernels.routes import Routing, routes_ref
-from baton.kernels.triton_places import place_experts
-from baton.kernels.triton_routes import routes
+from baton.kernels.experts.experts import place_experts_ref
+from baton.kernels.experts.routes import Routing, routes_ref
+from baton.kernels.experts.triton_places import place_experts
+from baton.kernels.experts.triton_routes import routes
 
 COLD_BYTES = 100e6  # twice the L2 cache
 MIN_SAME = 0.99  # rows whose experts are those of the reference; in the others, two scores nearly tie

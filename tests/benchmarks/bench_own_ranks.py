@@ -30,11 +30,11 @@ from bench_sequences import CHUNK, CONTEXT, check, run_rounds, start, stop
 from own_ranks import OwnRanks
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.draft_shape import NO_DRAFTS
-from baton.engine.graphs import graph_sizes
-from baton.engine.own_work_executor import OwnWorkExecutor
-from baton.engine.ranked_engine import RankedEngine, executor_of
-from baton.engine.rounds import Rounds
+from baton.engine.ranks.own_work_executor import OwnWorkExecutor
+from baton.engine.ranks.ranked_engine import RankedEngine, executor_of
+from baton.engine.rounds.draft_shape import NO_DRAFTS
+from baton.engine.rounds.graphs import graph_sizes
+from baton.engine.rounds.rounds import Rounds
 from baton.engine.startup import load_engine
 from baton.metadata.config import ProcessConfig
 from baton.metadata.logs import setup_logging

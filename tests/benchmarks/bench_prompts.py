@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from baton.engine.engine import Engine
-from baton.engine.prompts import Prompts
+from baton.engine.prompts.prompts import Prompts
 from baton.metadata.wire.messages import Prefill
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids

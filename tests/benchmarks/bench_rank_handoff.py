@@ -30,14 +30,14 @@ from bench_handoff import FINGERPRINTS, MODELS
 from bench_tables import heading
 from rank_nodes import ProcessLine, run_rank
 
-from baton.engine.handoff_line import RankHandoff
+from baton.engine.ranks.handoff_line import RankHandoff
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
-from baton.metadata.handoff.kv_layout import Shard
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.page_server import PageServer
-from baton.metadata.handoff.rank_puller import RankPuller
-from baton.metadata.handoff.schema import kv_layouts, make_schema, on_gpu, page_bytes, row_bytes
+from baton.metadata.handoff.ranks.puller import RankPuller
+from baton.metadata.handoff.schema.kv_layout import Shard
+from baton.metadata.handoff.schema.schema import kv_layouts, make_schema, on_gpu, page_bytes, row_bytes
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived
@@ -73,8 +73,8 @@ class Rank:
         self.pages: Any = memory.pages
         more: dict[str, Any] = {}
         if case.devices:
-            from baton.engine.cuda_memory import shareable_zeros
-            from baton.engine.cuda_pool import CudaPool
+            from baton.engine.state.cuda_memory import shareable_zeros
+            from baton.engine.state.cuda_pool import CudaPool
 
             device = torch.device(case.devices[shard.rank % len(case.devices)])
             torch.cuda.set_device(device)

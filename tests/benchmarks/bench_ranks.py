@@ -20,11 +20,11 @@ from baton.decode_node.ranked_rounds import RankedRounds
 from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import new_sequence
-from baton.engine.agreement import agree
-from baton.engine.draft_shape import DraftShape
-from baton.engine.pages import PagePool
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.rounds import Rounds
+from baton.engine.ranks.agreement import agree
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.rounds import Rounds
+from baton.engine.state.pages import PagePool
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.engine.work import Accepted, LoadSlot, Round, RoundTokens, RoundWork
 from baton.metadata.wire.messages import Reserve
 from baton.metadata.wire.node_info import Peer

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from planted_text import PlantedText
 
-from baton.engine.batch import Computed
-from baton.engine.draft_row import pack_draft
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import PromptChunk, PromptTail
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
-from baton.engine.rounds import Rounds, Submitted
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
+from baton.engine.rounds.batch import Computed
+from baton.engine.rounds.draft_row import pack_draft
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.rounds import Rounds, Submitted
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
@@ -36,7 +36,7 @@ GREEDY = SamplingParams(max_tokens=1 << 16, temperature=0.0)
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """The fields of a sequence that rounds need (engine/round.py `Running`)."""
+    """The fields of a sequence that rounds need (engine/rounds/round.py `Running`)."""
 
     token_ids: list[int]
     prompt_len: int

@@ -19,11 +19,11 @@ import torch
 from bench_sequences import run_rounds, start, stop
 from bench_tables import heading
 
-from baton.engine import cuda_memory
 from baton.engine import engine as engines
 from baton.engine.config import EngineConfig
-from baton.engine.device_executor import DeviceExecutor
-from baton.engine.rounds import Rounds
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.rounds import Rounds
+from baton.engine.state import cuda_memory
 
 BATCHES = (1, 16, 64)
 NUM_STEPS = 64

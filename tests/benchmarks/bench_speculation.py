@@ -13,8 +13,8 @@
    kinds take turns on the same requests, in reversed order every other round; a ratio is off's seconds of all rounds
    over the kind's, with its standard error over the rounds (the tokens are the same). A first round, which is not
    counted, warms up and lets K adapt. There are fewer rounds when time runs out.
-3. Bytes that the handoff of a prompt of 1,024 tokens moves (metadata/handoff/schema.py), and the time from the first
-   token, known to the prefill node, to decode's first round. Both nodes take turns in one thread, so it is the
+3. Bytes that the handoff of a prompt of 1,024 tokens moves (metadata/handoff/schema/schema.py), and the time from the
+   first token, known to the prefill node, to decode's first round. Both nodes take turns in one thread, so it is the
    work of both added up; pages of the prompt's earlier chunks were pulled before.
 4. Over HTTP, router and nodes in processes of their own: off, and adaptive with the drafter that was best in 2.
 

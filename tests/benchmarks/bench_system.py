@@ -40,9 +40,9 @@ from planted_text import PlantedText
 from sampling_kinds import KINDS
 
 from baton.engine.config import EngineConfig
-from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
-from baton.engine.rounds import Rounds
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.rounds import Rounds
 from baton.metadata.garbage import Garbage
 
 PAGE_SIZE = 64

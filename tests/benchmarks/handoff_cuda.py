@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gpu_nodes import GpuPool, GpuPrefill, gpu_client, gpu_prefill, make_pool, poll_until
 
 from baton.metadata.handoff.client import HandoffClient
-from baton.metadata.handoff.schema import make_schema, on_gpu, page_bytes
+from baton.metadata.handoff.schema.schema import make_schema, on_gpu, page_bytes
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.wire.node_info import PoolLayout
 from baton.metadata.wire.request import Unit

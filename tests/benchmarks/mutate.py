@@ -28,16 +28,16 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = [  # each is tested in seconds by the test file of the same name
     "metadata/handoff/tickets.py",
     "metadata/bus/session.py",
-    "metadata/handoff/hidden_layout.py",
-    "metadata/handoff/schema.py",
-    "engine/sampling_batch.py",
+    "metadata/handoff/schema/hidden_layout.py",
+    "metadata/handoff/schema/schema.py",
+    "engine/sampling/batch.py",
     "metadata/wire/protocol.py",
-    "router/ballot.py",
+    "router/health/ballot.py",
     "engine/models/head_file.py",
-    "kernels/fp8.py",
-    "engine/latent_pieces.py",
+    "kernels/products/fp8.py",
+    "engine/attention/latent_pieces.py",
     "engine/models/mtp.py",
-    "engine/grammar.py",
+    "engine/sampling/grammar.py",
     "engine/drafters/mtp_layers.py",
 ]
 OUTCOMES = {0: "survived", 1: "killed", 3: "killed", 5: "survived", 33: "survived"} | dict.fromkeys(

@@ -22,7 +22,7 @@ planted_heads.py makes the heads, also those over latents.
 A read needs a layer without a window. Sinks are so low that they take no weight.
 
 The lm_head compares: GAMMA for the low digit, GAMMA / 2 for each right bit, minus GAMMA / 2 for each wrong bit.
-Sources: rotary pairs as in engine/rope.py; the metric is that of Kademlia (Maymounkov and Mazieres, 2002).
+Sources: rotary pairs as in engine/attention/rope.py; the metric is that of Kademlia (Maymounkov and Mazieres, 2002).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from planted_text import PlantedText
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
 from torch import Tensor
 
-from baton.engine.checkpoint import TensorSpec
-from baton.engine.made_checkpoint import EveryName, dummy_tensor
-from baton.engine.model_config import ModelConfig
+from baton.engine.checkpoint.checkpoint import TensorSpec
+from baton.engine.checkpoint.made_checkpoint import EveryName, dummy_tensor
+from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.models.registry import tensor_specs
-from baton.kernels.fp8 import BLOCK, LARGEST, round_to_scale_ref
+from baton.kernels.products.fp8 import BLOCK, LARGEST, round_to_scale_ref
 from baton.metadata.errors import ModelError
 
 GAMMA = 2.5  # by how much the right token's logit leads

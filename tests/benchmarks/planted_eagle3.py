@@ -32,10 +32,10 @@ from planted_text import OFFSETS, Read, hashed
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards
 from torch import Tensor
 
-from baton.engine.checkpoint import TensorSpec
-from baton.engine.model_config import ModelConfig
+from baton.engine.checkpoint.checkpoint import TensorSpec
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.weights import ListedWeights
 from baton.engine.models.llama import read_body
-from baton.engine.weights import ListedWeights
 from baton.metadata.errors import ModelError
 
 _ONE = 8.0  # the constant

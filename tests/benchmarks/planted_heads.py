@@ -20,8 +20,8 @@ import torch
 from planted_text import PlantedText, Read
 from torch import Tensor
 
-from baton.engine.model_config import LatentConfig, ModelConfig
-from baton.engine.rope import inverse_frequencies
+from baton.engine.attention.rope import inverse_frequencies
+from baton.engine.checkpoint.model_config import LatentConfig, ModelConfig
 from baton.metadata.errors import ModelError
 
 ROPE_THETA = 1e9

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.quantization import Quantization
 from baton.engine.engine import Engine
-from baton.engine.model_config import ModelConfig
-from baton.engine.quantization import Quantization
-from baton.kernels.mxfp4 import GROUP
-from baton.metadata.handoff.schema import page_bytes
+from baton.kernels.experts.mxfp4 import GROUP
+from baton.metadata.handoff.schema.schema import page_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from planted_eagle3 import write_planted_eagle3
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
 from torch import Tensor
 
-from baton.engine.checkpoint import TensorSpec
-from baton.engine.model_config import ModelConfig
+from baton.engine.checkpoint.checkpoint import TensorSpec
+from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.models.registry import tensor_specs
 
 _LLAMA3_ROPE = {

@@ -12,8 +12,8 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.engine.model_config import ModelConfig
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.read_config import read_model_config
 
 SHARD_BYTES = 4 << 30
 _SHARED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "bos_token_id": None, "eos_token_id": None}

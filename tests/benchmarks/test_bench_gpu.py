@@ -24,9 +24,9 @@ from synthetic import FP8_BLOCKS
 from tensor_files import write_config, write_tokenizer
 
 from baton.engine.config import EngineConfig
-from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
-from baton.engine.rounds import Rounds
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.rounds import Rounds
 
 LIMITS = Limits(1e12, 1e12)
 Part = Callable[[Engine, Rounds], dict[str, Any]]

@@ -17,14 +17,14 @@ from planted_models import random_prompt, small
 from planted_text import PlantedText
 from solo import Solo
 
-from baton.engine.batch import ForwardBatch
+from baton.engine.checkpoint.made_checkpoint import EveryName
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.made_checkpoint import EveryName
 from baton.engine.models.registry import tensor_specs
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
-from baton.kernels.attention import Tree
-from baton.kernels.fp8 import BLOCK, dequantized
+from baton.kernels.attention.attention import Tree
+from baton.kernels.products.fp8 import BLOCK, dequantized
 from baton.metadata.errors import ModelError
 
 Planted = Callable[..., Path]

@@ -18,9 +18,9 @@ from planted_models import random_prompt, small
 from planted_text import PlantedText
 from solo import Running, Solo
 
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.eagle3 import FAMILY, aux_layers
 from baton.engine.models.head_file import read_head
-from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ModelError
 
 STEPS = 5

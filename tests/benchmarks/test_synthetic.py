@@ -13,10 +13,10 @@ import tensor_files
 import torch
 from planted_models import random_prompt, small
 
+from baton.engine.checkpoint.fingerprint import fingerprint
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.fingerprint import fingerprint
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import tensor_specs
 from baton.engine.work import BatchRow
 from baton.router.text.tokenizer import TextTokenizer

@@ -15,12 +15,12 @@ from ties import TIE_BOUND
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
-from baton.engine.sampling import tie_gap
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.sampling import tie_gap
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
-from baton.metadata.handoff.schema import HandoffBytes, handoff_bytes
+from baton.metadata.handoff.schema.schema import HandoffBytes, handoff_bytes
 from baton.metadata.wire.request import SamplingParams
 
 NUM_PAGES = 1536  # 64 streams of 256 tokens and the slots of their drafts

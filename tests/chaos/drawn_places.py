@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from baton.router.prompt_placement import PromptPlace
-from baton.router.queue import Entry
+from baton.router.placement.prompt_placement import PromptPlace
+from baton.router.waiting.queue import Entry
 
 Place = Literal["remote", "local", "mixed"]  # who computes the prompts; mixed: drawn for each
 PLACES: tuple[Place, ...] = get_args(Place)

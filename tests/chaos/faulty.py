@@ -290,7 +290,7 @@ def switch_on(path: str, *, is_rank: bool = False) -> None:
 
 def run_rank(path: str, *args: Any) -> None:
     """Run rank 1 or above of a node in its process, which is new, with the faults of the plan file `path`."""
-    from baton.engine import ranked_engine
+    from baton.engine.ranks import ranked_engine
 
     run = ranked_engine.run_rank
     switch_on(path, is_rank=True)
@@ -299,9 +299,9 @@ def run_rank(path: str, *args: Any) -> None:
 
 def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes to replace as (owner, name, value)."""
-    from baton.engine import ranked_engine
+    from baton.engine.ranks import ranked_engine
     from baton.metadata.handoff.transports.registry import TRANSPORTS
-    from baton.router.queue import Entry
+    from baton.router.waiting.queue import Entry
 
     wire = FaultyWire(faults)
     yield bus, "wire", wire

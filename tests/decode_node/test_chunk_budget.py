@@ -27,12 +27,12 @@ from baton.decode_node.chunk_budget import (
 from baton.decode_node.round_seconds import RoundSeconds
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import Sequence, new_sequence
-from baton.engine.chunk_costs import ChunkCosts
-from baton.engine.draft_shape import NO_DRAFTS
-from baton.engine.joint_sizes import MAX_PROMPTS, JointSizes, joint_sizes
-from baton.engine.pages import PagePool
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.step_times import KEPT
+from baton.engine.pace.chunk_costs import ChunkCosts
+from baton.engine.pace.joint_sizes import MAX_PROMPTS, JointSizes, joint_sizes
+from baton.engine.pace.step_times import KEPT
+from baton.engine.rounds.draft_shape import NO_DRAFTS
+from baton.engine.state.pages import PagePool
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.engine.work import Accepted, BatchRow
 from baton.metadata.wire.messages import Compute
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids

@@ -18,10 +18,10 @@ from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 from thinned import thinned
 
 from baton.decode_node.chunk_budget import MAX_AHEAD
-from baton.engine.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.drafters.base import RoundRows
-from baton.engine.joint_sizes import JointSizes
-from baton.engine.trees import Drafts
+from baton.engine.pace.joint_sizes import JointSizes
+from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape
+from baton.engine.rounds.trees import Drafts
 from baton.engine.work import Recompute
 from baton.metadata.wire.messages import Cancel, Resend
 from baton.metadata.wire.request import Unit

@@ -17,7 +17,7 @@ from memory_limit import MemoryLimit
 from node_pair import NodePair, Result, node_pairs, params
 from thinned import thinned
 
-from baton.engine.joint_sizes import JointSizes
+from baton.engine.pace.joint_sizes import JointSizes
 from baton.engine.work import MAX_MISSED, Recompute, Round, RoundWork
 from baton.metadata.errors import OutOfMemory
 from baton.metadata.wire.request import SamplingParams

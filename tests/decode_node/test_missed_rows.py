@@ -19,8 +19,8 @@ from thinned import thinned
 
 from baton.decode_node import node, scheduler, sequence
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine import rounds, slots
-from baton.engine.step_times import StepTimes
+from baton.engine.pace.step_times import StepTimes
+from baton.engine.rounds import rounds, slots
 
 MakePair = Callable[..., NodePair]
 MAX_MISSED = 7

@@ -22,11 +22,11 @@ from node_pair import NodePair, node_pairs, params
 from plain_heads import PlainHead
 from thinned import thinned
 
-from baton.engine import prompts as engine_prompts
-from baton.engine.batch import ForwardBatch
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
-from baton.engine.trees import Drafts
+from baton.engine.prompts import prompts as engine_prompts
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.trees import Drafts
 from baton.engine.work import BatchRow
 from baton.prefill_node import scheduler as prefill_scheduler
 

@@ -14,8 +14,8 @@ from matrix import coach, force_steps, rounds_paused
 from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params, replace
 
 from baton.decode_node import node
-from baton.engine.device_executor import DeviceExecutor
-from baton.engine.step_times import StepTimes
+from baton.engine.pace.step_times import StepTimes
+from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.metadata.handoff import client
 from baton.metadata.wire.messages import Cancel, Failed
 from baton.metadata.wire.request import Unit

@@ -16,9 +16,9 @@ from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 from thinned import thinned
 from ties import Reference
 
-from baton.engine.device_executor import DeviceExecutor
+from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.engine.work import LoadSlot
-from baton.metadata.handoff.schema import handoff_bytes
+from baton.metadata.handoff.schema.schema import handoff_bytes
 from baton.metadata.handoff.transports.base import Landed
 from baton.metadata.handoff.transports.zmq import ZmqTransport
 from baton.metadata.wire.membership import Welcome

@@ -12,10 +12,10 @@ from baton.decode_node.config import DecodeConfig
 from baton.decode_node.parts import DecodeParts, Policy
 from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.device_executor import DeviceExecutor
-from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
-from baton.engine.rounds import Rounds
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.rounds import Rounds
 
 POLICY = Policy(lambda *_: DraftShape(0), lambda: False, lambda *_: ChunkRoom(3), lambda _: None)
 

@@ -19,10 +19,10 @@ from baton.decode_node.ranked_rounds import RankedRounds
 from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import Sequence, new_sequence
-from baton.engine.draft_shape import DraftShape
-from baton.engine.pages import PagePool
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.rounds import LocalChunk, Submitted
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.rounds import LocalChunk, Submitted
+from baton.engine.state.pages import PagePool
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.engine.work import Accepted, BatchRow
 from baton.metadata.wire.messages import Compute
 from baton.metadata.wire.request import GenerationRequest, pack_ids

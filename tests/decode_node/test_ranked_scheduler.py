@@ -13,9 +13,9 @@ from baton.decode_node.chunk_budget import ChunkRoom, PromptTokens, Queue
 from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
 from baton.decode_node.scheduler import Budget, DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence, new_sequence
-from baton.engine.draft_shape import NO_DRAFTS, DraftShape
-from baton.engine.pages import PagePool
-from baton.engine.prefix_cache import PrefixCache
+from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape
+from baton.engine.state.pages import PagePool
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.engine.work import MAX_MISSED, Accepted
 from baton.metadata.wire.messages import Compute, Reserve
 from baton.metadata.wire.node_info import Peer, RankLoad

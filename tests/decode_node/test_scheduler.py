@@ -12,9 +12,9 @@ from baton.decode_node.chunk_budget import ChunkRoom, Queue
 from baton.decode_node.prompt_scores import PromptScores
 from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence
-from baton.engine.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.engine import Engine
-from baton.engine.joint_sizes import JointSize, JointSizes
+from baton.engine.pace.joint_sizes import JointSize, JointSizes
+from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.work import MAX_MISSED, Accepted
 
 from .conftest import MakeSequence

@@ -17,8 +17,8 @@ from matrix import PAGE_SIZE
 from node_pair import NodePair, params
 from thinned import thinned
 
-from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
+from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.kernels.operations import preferring
 
 pytestmark = pytest.mark.skipif(

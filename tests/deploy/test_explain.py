@@ -15,7 +15,7 @@ import pytest
 from baton.deploy import cli
 from baton.deploy.plan import free_port
 from baton.metadata.wire.times import ChunkTimes, PrefillTimes, PullTimes
-from baton.router.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
+from baton.router.requests.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
 
 SPANS = [
     Span("queue", 0.0, 0.25, num_refused=2),

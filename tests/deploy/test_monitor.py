@@ -10,7 +10,7 @@ import pytest
 from baton.deploy.monitor import SPECULATION_EVERY_S, Counts, NodeNews, Snapshot, SpeculationNews, parse
 from baton.metadata.errors import Unavailable
 from baton.metadata.wire.node_info import Load, NodeStats
-from baton.router.metrics import Metrics
+from baton.router.figures.metrics import Metrics
 
 
 def page(num_tokens: int, **nodes: tuple[int, int, int] | None) -> str:

@@ -12,17 +12,17 @@ import torch
 from drafters import settings, target_of
 
 from baton.engine import engine as engines
-from baton.engine import logprobs
-from baton.engine.batch import Computed
+from baton.engine.checkpoint.fingerprint import fingerprint
+from baton.engine.checkpoint.model_check import resolve_model
 from baton.engine.config import EngineConfig
 from baton.engine.engine import LEASE_STEPS, MIN_LEASE_S, Engine, default_node_id
-from baton.engine.fingerprint import fingerprint
-from baton.engine.logprobs import compute_logprobs
-from baton.engine.model_check import resolve_model
-from baton.engine.sampling_state import SamplingState
+from baton.engine.rounds.batch import Computed
+from baton.engine.sampling import logprobs
+from baton.engine.sampling.logprobs import compute_logprobs
+from baton.engine.sampling.state import SamplingState
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.schema import page_bytes
+from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.wire.request import SamplingParams
 
 PAGE_SIZE, NUM_PAGES = 4, 24

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from baton.engine.capture import captured
+from baton.engine.rounds.capture import captured
 
 
 def test_garbage_does_not_break_a_capture() -> None:

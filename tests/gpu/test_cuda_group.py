@@ -16,7 +16,7 @@ import pytest
 import torch
 from peer_cases import Case, Tensors, check, local_group, new_blocks, results
 
-from baton.kernels.all_reduce import CONTROL
+from baton.kernels.ranks.all_reduce import CONTROL
 
 BF16, FP16, FP32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 CASES = [

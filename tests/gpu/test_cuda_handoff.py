@@ -15,8 +15,8 @@ import torch
 from gpu_nodes import GpuPool, gpu_client, gpu_prefill, make_pool, poll_until
 from handoff_nodes import unit
 
-from baton.kernels.pages import page_checksums_ref
-from baton.metadata.handoff.schema import make_schema, on_gpu
+from baton.kernels.state.pages import page_checksums_ref
+from baton.metadata.handoff.schema.schema import make_schema, on_gpu
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.handoff.transports import cuda
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout

@@ -18,7 +18,7 @@ from quantized import SCHEMES, quantized
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 
 Checkpoint = Callable[..., Path]

@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
-from baton.kernels import history
-from baton.kernels.history import gather_keys, history_attention
-from baton.kernels.triton_attention import TritonPlan
-from baton.kernels.triton_extend import extend_attention
+from baton.kernels.attention import history
+from baton.kernels.attention.history import gather_keys, history_attention
+from baton.kernels.attention.triton_attention import TritonPlan
+from baton.kernels.attention.triton_extend import extend_attention
 
 DEVICE = torch.device("cuda")
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}

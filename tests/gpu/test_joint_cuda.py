@@ -20,13 +20,13 @@ from node_pair import params
 from solo import Running, Solo, spoil
 from waits import no_waiting
 
-from baton.engine.batch import ForwardBatch, JointBatch
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.joint_sizes import JointSize
-from baton.engine.pages import Owner
-from baton.engine.rounds import LocalChunk
-from baton.engine.sampling_state import SamplingState
+from baton.engine.pace.joint_sizes import JointSize
+from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.rounds.rounds import LocalChunk
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 
 PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3, 90, 150, 41))]

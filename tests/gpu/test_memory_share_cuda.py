@@ -10,12 +10,12 @@ import torch
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.config import EngineConfig
-from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
-from baton.engine.graphs import graph_sizes
-from baton.engine.memory_share import RESERVE
-from baton.engine.prompts import Prompts
+from baton.engine.prompts.prompts import Prompts
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.graphs import graph_sizes
 from baton.engine.startup import load_engine
+from baton.engine.state.memory_share import RESERVE
 from baton.kernels.operations import preferring
 from baton.metadata.errors import ConfigError
 from baton.prefill_node.config import PrefillConfig

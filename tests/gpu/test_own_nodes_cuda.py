@@ -19,7 +19,7 @@ from node_pair import NodePair
 from ties import Reference
 from tokenizers import Tokenizer
 
-from baton.engine import dp_attention, ranked_engine
+from baton.engine.ranks import dp_attention, ranked_engine
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 

@@ -16,11 +16,11 @@ from rank_outputs import REQUESTS, serve
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
-from baton.engine.graphs import graph_sizes
-from baton.engine.own_work_executor import OwnWorkExecutor
-from baton.engine.own_work_prompts import OwnWorkPrompts
-from baton.engine.prompts import Prompts
-from baton.engine.ranked_engine import RankedEngine, executor_of
+from baton.engine.prompts.prompts import Prompts
+from baton.engine.ranks.own_work_executor import OwnWorkExecutor
+from baton.engine.ranks.own_work_prompts import OwnWorkPrompts
+from baton.engine.ranks.ranked_engine import RankedEngine, executor_of
+from baton.engine.rounds.graphs import graph_sizes
 from baton.engine.startup import load_engine
 from baton.engine.work import BatchRow, Recompute, WarmUp
 from baton.kernels import operations
@@ -152,7 +152,7 @@ def _alone(prompts: Prompts, lengths: tuple[int, ...]) -> list[Any]:
 def _chunk(length: int) -> Any:
     from node_pair import params
 
-    from baton.engine.sampling_state import SamplingState
+    from baton.engine.sampling.state import SamplingState
     from baton.engine.work import Chunk, ChunkRow, CopyPages, Tail, Tails
 
     ids = [(7 * at + length) % 90 + 1 for at in range(length)]

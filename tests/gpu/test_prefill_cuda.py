@@ -11,7 +11,7 @@ from gpu_nodes import SPECULATIONS
 from waits import no_waiting
 
 from baton.engine.engine import Engine
-from baton.engine.prompts import Prompts
+from baton.engine.prompts.prompts import Prompts
 from baton.metadata.wire.messages import Prefill
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids

@@ -11,10 +11,10 @@ import torch
 from drafters import settings, target_of
 from waits import no_waiting
 
-from baton.engine.batch import Computed, ForwardBatch, upload
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.prompt_sizes import BUCKETS, MAX_SEQS
+from baton.engine.prompts.sizes import BUCKETS, MAX_SEQS
+from baton.engine.rounds.batch import Computed, ForwardBatch, upload
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
 

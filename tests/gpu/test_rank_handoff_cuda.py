@@ -14,8 +14,8 @@ from handoff_nodes import named, spin, unit
 from rank_nodes import LocalLine, heads_schema
 
 from baton.metadata.handoff.client import HandoffClient
-from baton.metadata.handoff.kv_layout import Shard
-from baton.metadata.handoff.rank_puller import RankPuller
+from baton.metadata.handoff.ranks.puller import RankPuller
+from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.wire.node_info import HandoffSchema, Peer
 

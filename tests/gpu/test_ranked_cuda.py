@@ -19,12 +19,12 @@ from rank_outputs import NUM_SLOTS, assert_equal, serve
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner, PagePool
-from baton.engine.prompts import Prompts
-from baton.engine.rank_executor import RankExecutor, RankPrompts
-from baton.engine.ranked_engine import RankedEngine, executor_of
-from baton.engine.sampling_state import SamplingState
+from baton.engine.prompts.prompts import Prompts
+from baton.engine.ranks.executor import RankExecutor, RankPrompts
+from baton.engine.ranks.ranked_engine import RankedEngine, executor_of
+from baton.engine.sampling.state import SamplingState
 from baton.engine.startup import load_engine
+from baton.engine.state.pages import Owner, PagePool
 from baton.engine.work import BatchRow, Chunk, ChunkRow, CopyPages, Recompute, Tail, Tails
 from baton.metadata.errors import RankLost
 

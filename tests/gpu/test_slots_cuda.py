@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.sampling_state import SamplingState
-from baton.engine.slots import Slots
+from baton.engine.rounds.slots import Slots
+from baton.engine.sampling.state import SamplingState
 from baton.metadata.wire.request import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

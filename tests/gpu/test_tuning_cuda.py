@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.startup import tune_products
-from baton.engine.tuning_file import TuningFile
+from baton.engine.tuning.tuning_file import TuningFile
 from baton.engine.work import BatchRow
-from baton.kernels.linear_configs import CHOSEN, ROW_CLASSES, ProductShape
+from baton.kernels.products.linear_configs import CHOSEN, ROW_CLASSES, ProductShape
 
 HIDDEN = 256
 BODY = [(512, HIDDEN, False), (HIDDEN, HIDDEN, False), (1408, HIDDEN, True), (HIDDEN, 704, False), (512, HIDDEN, False)]

@@ -15,7 +15,7 @@ from served import Node, Served
 from served_nodes import engine_of
 from thinned import thinned
 
-from baton.engine.model_check import DEMO
+from baton.engine.checkpoint.model_check import DEMO
 from baton.engine.work import BatchRow
 
 Start = Callable[..., Served]

@@ -16,14 +16,14 @@ from quantized import fp8_rounded
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from baton.engine import known_tokens
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
+from baton.engine.prompts import known_tokens
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
-from baton.kernels.fp8 import E4M3
-from baton.kernels.fp8_pages import scales_of
-from baton.metadata.handoff.schema import differences, kv_layouts
+from baton.kernels.products.fp8 import E4M3
+from baton.kernels.state.fp8_pages import scales_of
+from baton.metadata.handoff.schema.schema import differences, kv_layouts
 
 LENGTH = 30
 NEAR = 2e-3  # of logits up to 1: sums in another order round a number to the other neighbour, rarely

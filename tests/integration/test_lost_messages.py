@@ -116,7 +116,7 @@ def test_a_message_about_a_local_prompt_lost_or_doubled_changes_nothing(
 
 
 def test_a_damaged_tokenizer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("baton.router.registry.TOKENIZER_S", 0.3)
+    monkeypatch.setattr("baton.router.nodes.registry.TOKENIZER_S", 0.3)
     process = FaultyProcess(monkeypatch, tmp_path)
     process.plan(frames={"flip": 1.0}, tags=("tokenizer",), most=2)
     with Served(make_checkpoint(tmp_path / "tiny")) as served:

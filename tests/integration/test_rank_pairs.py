@@ -19,7 +19,7 @@ from matrix import PAGE_SIZE, Cell, Plain, run_cell
 from node_pair import node_pairs
 from thinned import is_whole
 
-from baton.engine import known_tokens
+from baton.engine.prompts import known_tokens
 
 TWO = {"num_attention_heads": 4, "num_key_value_heads": 2}
 THREE = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}

@@ -13,7 +13,7 @@ from node_pair import NodePair, node_pairs, params
 from thinned import halved
 from ties import Reference
 
-from baton.engine.pages import Owner
+from baton.engine.state.pages import Owner
 from baton.engine.work import MAX_MISSED
 
 PAGE_SIZE, WINDOW, NUM_NEW = 4, 9, 150

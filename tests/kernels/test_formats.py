@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from baton.kernels import formats, fp8, fp8_pages, silu
+from baton.kernels import formats
+from baton.kernels.products import fp8, silu
+from baton.kernels.state import fp8_pages
 
 
 def test_the_kernels_use_these_names_and_no_copies() -> None:

@@ -16,8 +16,8 @@ import torch
 from triton_device import IS_INTERPRETED
 
 from baton.kernels import operations
-from baton.kernels.norm import add_rms_norm_, rms_norm, rms_norm_ref
 from baton.kernels.operations import TABLE, Operation, backends, captures, function, preferring, reads_pages
+from baton.kernels.products.norm import add_rms_norm_, rms_norm, rms_norm_ref
 
 pytest.importorskip("triton")
 pytest.importorskip("numba")
@@ -26,32 +26,32 @@ KERNELS = Path(operations.__file__).parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Operations with a reference file, by file: importing it declares them.
 DECLARED = {
-    "norm": ["rms_norm", "add_rms_norm_"],
-    "silu": ["silu_mul"],
-    "rotary": ["turns"],
-    "paged_rows": ["attend", "attend_stored"],
-    "latents": ["latent_values"],
-    "history": ["gather_keys", "join_parts"],
-    "linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
-    "fp8": [
+    "products.norm": ["rms_norm", "add_rms_norm_"],
+    "products.silu": ["silu_mul"],
+    "products.rotary": ["turns"],
+    "attention.paged_rows": ["attend", "attend_stored"],
+    "attention.latents": ["latent_values"],
+    "attention.history": ["gather_keys", "join_parts"],
+    "products.linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
+    "products.fp8": [
         *("round_rows", "round_to_scale", "add_rms_norm_round_", "silu_mul_round"),
         *("fp8_linear", "fp8_linear_parts", "fp8_gated_linear", "gates_fp8"),
     ],
-    "routes": ["routes"],
-    "experts": [
+    "experts.routes": ["routes"],
+    "experts.experts": [
         *("place_experts", "experts_linear", "gated_experts_linear", "mix_parts"),
         *("gated_experts_of_row", "experts_of_row"),
     ],
-    "processors": ["process_logits"],
-    "sample": ["perturbed_argmax", "perturbed_topk"],
-    "best_tokens": ["best_of_share", "best_of_all"],
-    "logprobs": ["top_logprobs"],
-    "noise": ["gumbel_noise", "add_gumbel_noise_"],
-    "advance": ["advance_"],
-    "rows": ["gather_rows", "assign_rows_", "packed"],
-    "trees": ["grow_", "choose", "ancestry", "walk_chain", "walk_tree", "move_slots_"],
-    "copies": ["copy_numbers_", "copy_columns_", "load_column_"],
-    "pages": ["page_checksums"],
+    "sampling.processors": ["process_logits"],
+    "sampling.sample": ["perturbed_argmax", "perturbed_topk"],
+    "sampling.best_tokens": ["best_of_share", "best_of_all"],
+    "sampling.logprobs": ["top_logprobs"],
+    "sampling.noise": ["gumbel_noise", "add_gumbel_noise_"],
+    "state.advance": ["advance_"],
+    "state.rows": ["gather_rows", "assign_rows_", "packed"],
+    "state.trees": ["grow_", "choose", "ancestry", "walk_chain", "walk_tree", "move_slots_"],
+    "state.copies": ["copy_numbers_", "copy_columns_", "load_column_"],
+    "state.pages": ["page_checksums"],
 }
 # Operations whose arguments depend on the backend: callers ask `function`.
 ASKED_FOR = ["decode_attention", "extend_attention", "norm_rotate_store", "gather_pages"]
@@ -91,7 +91,7 @@ def test_the_backends_of_an_operation(name: str) -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_a_backend_has_a_function_of_the_operation_and_serves_a_device(name: str) -> None:
     for backend in TABLE[name]:
-        assert backend.module.startswith(f"{backend.kind}_")
+        assert backend.module.rpartition(".")[2].startswith(f"{backend.kind}_")
         assert backend.device == {"triton": "cuda", "numba": "cpu", "torch": None}[backend.kind]
         module = importlib.import_module(f"baton.kernels.{backend.module}")
         assert callable(getattr(module, name))
@@ -209,8 +209,8 @@ def test_a_cpu_imports_no_triton_and_nothing_imports_numba_before_a_call() -> No
     code = (
         f"import sys, torch\n{EVERY_FILE}\n"
         "print('numba' in sys.modules, 'triton' in sys.modules)\n"
-        "baton.kernels.norm.add_rms_norm_(torch.ones(1, 4), None, torch.ones(4), 0.0)\n"
-        "baton.kernels.silu.silu_mul(torch.ones(1, 4, dtype=torch.bfloat16))\n"
+        "baton.kernels.products.norm.add_rms_norm_(torch.ones(1, 4), None, torch.ones(4), 0.0)\n"
+        "baton.kernels.products.silu.silu_mul(torch.ones(1, 4, dtype=torch.bfloat16))\n"
         "print('baton.kernels.numba_kernels' in sys.modules)\n"
         "print([name for name in sys.modules if name.startswith('baton.kernels.triton_')])\n"
     )
@@ -223,8 +223,8 @@ def test_one_warning_says_that_a_backend_is_missing(kind: str) -> None:
         f"import sys; sys.modules['{kind}'] = None\n"
         "import logging, torch; logging.basicConfig()\n"
         "from baton.kernels import operations\n"
-        "from baton.kernels.norm import add_rms_norm_\n"
-        "from baton.kernels.silu import silu_mul\n"
+        "from baton.kernels.products.norm import add_rms_norm_\n"
+        "from baton.kernels.products.silu import silu_mul\n"
         f"operations.preferring('{kind}').__enter__()\n"
         "one = torch.ones(1, 4); normed = add_rms_norm_(one, one.clone(), torch.ones(4), 0.0)\n"
         f"print(normed[0, 0].item(), silu_mul(torch.ones(1, 2)).item(), operations.captures(torch.device('cuda')))\n"

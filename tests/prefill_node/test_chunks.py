@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.engine.engine import Engine
-from baton.engine.prompts import Prompts
+from baton.engine.prompts.prompts import Prompts
 from baton.metadata.errors import OutOfMemory
 from baton.prefill_node import prompt_ends
 from baton.prefill_node.chunks import ChunkUnderWay, submit

@@ -16,7 +16,7 @@ from memory_limit import MemoryLimit
 from node_pair import NodePair, Result, node_pairs, params
 from thinned import halved
 
-from baton.engine.prompts import Prompts, SubmittedChunk
+from baton.engine.prompts.prompts import Prompts, SubmittedChunk
 from baton.engine.work import Chunk
 from baton.metadata.errors import OutOfMemory
 from baton.metadata.wire.request import SamplingParams
@@ -200,7 +200,7 @@ def test_a_chunk_that_had_no_memory_leaves_what_was_kept_of_its_prompts(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some drafters read the target's states of the last positions, which are kept between chunks. A chunk that fails
-    after it has kept its states is computed again (tests/engine/test_prompts.py compares the drafts)."""
+    after it has kept its states is computed again (tests/engine/prompts/test_prompts.py compares the drafts)."""
     pair = make_pair("mtp3-deepseek", chunk=6)
     asks = [Ask(14), Ask(9, prompt_logprobs=True), Ask(11)]
     expected, _ = serve(pair, asks, MemoryLimit())

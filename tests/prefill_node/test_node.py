@@ -17,7 +17,7 @@ from drafters import settings
 from imports import check_imports
 from node_pair import NodePair, Result, node_pairs, params
 
-from baton.engine.prompts import Prompts, SubmittedChunk
+from baton.engine.prompts.prompts import Prompts, SubmittedChunk
 from baton.engine.work import Scores
 from baton.metadata.wire.membership import Welcome
 from baton.metadata.wire.messages import Failed, PrefillDone, Tokens
@@ -405,5 +405,5 @@ def test_the_node_imports_no_torch() -> None:
     folder = Path(node.__file__).parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "main"}
     assert modules >= {"node", "scheduler"}
-    forbidden = {"torch", "triton", "transformers", "safetensors", "baton.engine.prompts"}
+    forbidden = {"torch", "triton", "transformers", "safetensors", "baton.engine.prompts.prompts"}
     check_imports((f"baton.prefill_node.{name}" for name in modules), forbidden)

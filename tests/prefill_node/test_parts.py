@@ -8,8 +8,8 @@ from pathlib import Path
 from thread_ranks import ThreadRanks
 
 from baton.engine.engine import Engine
-from baton.engine.own_work_prompts import OwnWorkPrompts
-from baton.engine.prompts import Prompts
+from baton.engine.prompts.prompts import Prompts
+from baton.engine.ranks.own_work_prompts import OwnWorkPrompts
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.parts import PrefillParts
 from baton.prefill_node.ranked_scheduler import RankedPrefillScheduler

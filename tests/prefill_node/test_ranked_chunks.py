@@ -8,7 +8,7 @@ from pathlib import Path
 from solo import Solo
 from thread_ranks import ThreadRanks
 
-from baton.engine.own_work_prompts import OwnWorkPrompts
+from baton.engine.ranks.own_work_prompts import OwnWorkPrompts
 from baton.engine.work import ChunkReport, FirstTokens, HandoffRows, Scores
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.parts import PrefillParts

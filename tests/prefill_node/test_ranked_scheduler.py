@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.pages import PagePool
-from baton.engine.prefix_cache import PrefixCache
+from baton.engine.state.pages import PagePool
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.prefill_node.ranked_scheduler import RankedPrefillScheduler
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler

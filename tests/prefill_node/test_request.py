@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.engine import Engine
-from baton.engine.prefix_cache import Lease
+from baton.engine.state.prefix_cache import Lease
 from baton.metadata.errors import RequestError
 from baton.metadata.wire.messages import Prefill
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, pack_ids

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
+from baton.engine.state.pages import Owner
 from baton.prefill_node import tails as tail_module
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler

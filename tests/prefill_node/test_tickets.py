@@ -10,9 +10,9 @@ import pytest
 from handoff_nodes import make_client, named, peer_of, spin
 
 from baton.engine.engine import Engine
-from baton.metadata.handoff.buffers import MetadataBuffers, Sampled
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
+from baton.metadata.handoff.schema.buffers import MetadataBuffers, Sampled
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.transfer import Arrived, Revoked
 from baton.metadata.wire.request import Unit

@@ -16,8 +16,8 @@ import pytest
 import uvloop
 
 from baton.router.config import RouterConfig
-from baton.router.http import openapi
-from baton.router.http.routes import ROUTES
+from baton.router.http.server import openapi
+from baton.router.http.server.routes import ROUTES
 from baton.router.main import Router
 from baton.router.text.tokenizer import TextTokenizer
 

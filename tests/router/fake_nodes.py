@@ -17,7 +17,7 @@ import xxhash
 
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.sockets import new_epoch
-from baton.metadata.handoff.schema import make_schema
+from baton.metadata.handoff.schema.schema import make_schema
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLayout, PoolLedger
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN

@@ -10,8 +10,8 @@ import msgspec
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
-from baton.router.node import Node
-from baton.router.registry import Registry
+from baton.router.nodes.node import Node
+from baton.router.nodes.registry import Registry
 
 from .fake_nodes import make_layout
 

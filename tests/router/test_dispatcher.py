@@ -15,17 +15,17 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Ended, SamplingParams, TokenLogprobs, Unit, pack_ids, unpack_ids
-from baton.router.cancels import ACK_S, MAX_ACK_S
 from baton.router.config import RouterConfig
 from baton.router.dispatcher import SLOW_TICK_S, Dispatcher
 from baton.router.effects import Done, Effect, Error, Output, Send
 from baton.router.errors import DeadlineExceeded, RequestCancelled
-from baton.router.metrics import Metrics
-from baton.router.node import FULL_S, NodeGroup
-from baton.router.queue import Asked
-from baton.router.request import Delta, Request, Sequence, TextOptions
-from baton.router.reservations import ANSWER_S, ASK_S
-from baton.router.streams import GAP_S, MAX_RESENDS, SILENCE_S
+from baton.router.figures.metrics import Metrics
+from baton.router.nodes.node import FULL_S, NodeGroup
+from baton.router.placement.reservations import ANSWER_S, ASK_S
+from baton.router.requests.cancels import ACK_S, MAX_ACK_S
+from baton.router.requests.request import Delta, Request, Sequence, TextOptions
+from baton.router.requests.streams import GAP_S, MAX_RESENDS, SILENCE_S
+from baton.router.waiting.queue import Asked
 
 from .sites import make_hello, text_tokenizer
 

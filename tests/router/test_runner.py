@@ -17,7 +17,7 @@ from patience import Patience
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import Unit, unpack_ids
-from baton.router.queue import PATIENCE_S
+from baton.router.waiting.queue import PATIENCE_S
 
 from .conftest import System
 from .fake_nodes import FakeNode

@@ -23,17 +23,17 @@ from thinned import thinned
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.scheduler import StepPlan
-from baton.engine.device_executor import DeviceExecutor
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk
 from baton.engine.engine import Engine
-from baton.engine.rounds import Rounds
-from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.rounds import Rounds
+from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.startup import load_engine
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.buffers import MetadataBuffers
-from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
-from baton.metadata.handoff.schema import differences, make_schema
+from baton.metadata.handoff.schema.buffers import MetadataBuffers
+from baton.metadata.handoff.schema.hidden_layout import HiddenLayout, HiddenSpec
+from baton.metadata.handoff.schema.schema import differences, make_schema
 from baton.metadata.handoff.transfer import Arrived
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 

@@ -21,18 +21,18 @@ from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, writ
 from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.batch import ForwardBatch
-from baton.engine.draft_row import get_draft, set_draft
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.base import Drafter, DraftState
 from baton.engine.drafters.shifted import ShiftedDrafter
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.models.read_config import read_model_config
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.rounds.draft_row import get_draft, set_draft
 from baton.engine.startup import load_engine
 from baton.engine.work import BatchRow
-from baton.metadata.handoff import hidden_layout
-from baton.metadata.handoff.buffers import MetadataBuffers
-from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
-from baton.metadata.handoff.schema import differences
+from baton.metadata.handoff.schema import hidden_layout
+from baton.metadata.handoff.schema.buffers import MetadataBuffers
+from baton.metadata.handoff.schema.hidden_layout import HiddenLayout, HiddenSpec
+from baton.metadata.handoff.schema.schema import differences
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 NODE = {"page_size": 4, "chunk_tokens": 6}
@@ -130,8 +130,8 @@ def check_canaries(
         got[float(state[0, -1])] = state
         return draft
 
-    monkeypatch.setattr("baton.engine.prompts.set_draft", mark)
-    monkeypatch.setattr("baton.engine.device_executor.get_draft", read)
+    monkeypatch.setattr("baton.engine.prompts.prompts.set_draft", mark)
+    monkeypatch.setattr("baton.engine.rounds.device_executor.get_draft", read)
     pair.submit("r", [7, 3, 11, 5, 9], params(6, temperature=1.0, seed=3), n=3)
     pair.submit("q", [4] * 9, params(6))
     results = pair.run()

@@ -18,15 +18,15 @@ from layouts import WITH_DRAFT_POOL, make_layout
 from node_pair import NodePair, node_pairs, params
 from solo import Solo, caught
 
-from baton.engine import trees
 from baton.engine.drafters import standalone
 from baton.engine.engine import Engine
-from baton.engine.row_shares import Lens
-from baton.engine.slots import Slots
-from baton.kernels.sample import Choice
-from baton.metadata.handoff.buffers import MetadataBuffers
-from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
-from baton.metadata.handoff.schema import make_schema, page_bytes, row_bytes
+from baton.engine.rounds import trees
+from baton.engine.rounds.slots import Slots
+from baton.engine.sampling.row_shares import Lens
+from baton.kernels.sampling.sample import Choice
+from baton.metadata.handoff.schema.buffers import MetadataBuffers
+from baton.metadata.handoff.schema.hidden_layout import HiddenLayout, HiddenSpec
+from baton.metadata.handoff.schema.schema import make_schema, page_bytes, row_bytes
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 PROMPT = [random.Random(8).randrange(512) for _ in range(10)]

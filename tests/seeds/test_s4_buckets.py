@@ -21,11 +21,11 @@ from scratch import check_against_scratch, check_state
 from solo import Running, Solo, caught, coach, spoil
 from thinned import thinned
 
-from baton.engine import slots
-from baton.engine.round_inputs import InputBlock, RoundInputs
-from baton.engine.rounds import Rounds
+from baton.engine.rounds import slots
+from baton.engine.rounds.inputs import InputBlock, RoundInputs
+from baton.engine.rounds.rounds import Rounds
 from baton.engine.work import MAX_MISSED, Round
-from baton.kernels.advance import advance_ref_
+from baton.kernels.state.advance import advance_ref_
 from baton.metadata.wire.request import SamplingParams
 
 LENS = (7, 12, 3)

@@ -21,9 +21,9 @@ from solo import Solo, caught, coach
 from thinned import thinned
 
 from baton.engine.drafters.base import DraftState, RoundRows
-from baton.engine.rounds import Rounds
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.slots import Slots
+from baton.engine.rounds.rounds import Rounds
+from baton.engine.rounds.slots import Slots
+from baton.engine.sampling.batch import SamplingBatch
 from baton.metadata.wire.request import SamplingParams
 
 LENS = (7, 12, 3, 9)

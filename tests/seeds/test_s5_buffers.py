@@ -18,12 +18,12 @@ from heads import LAYERED
 from node_pair import params
 from solo import Running, Solo, caught, frozen_fields
 
-from baton.engine import device_executor as rounds
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState
-from baton.engine.round_inputs import RoundInputs
-from baton.engine.sampling_batch import INTS
-from baton.engine.slots import Slots
+from baton.engine.rounds import device_executor as rounds
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.inputs import RoundInputs
+from baton.engine.rounds.slots import Slots
+from baton.engine.sampling.batch import INTS
 
 PROMPT = [random.Random(5).randrange(512) for _ in range(7)]
 TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "hyper-mtp", "frozen-kv-mtp", *OF_FAMILIES)

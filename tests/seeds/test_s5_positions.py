@@ -19,11 +19,11 @@ from node_pair import params
 from scratch import check_against_scratch
 from solo import POISON, Solo, caught, coach, spied
 
-from baton.engine.batch import ForwardBatch
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters import frozen_kv, shifted, standalone
 from baton.engine.drafters.base import DraftState, RoundRows
-from baton.engine.trees import Drafts
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.trees import Drafts
 
 FROZEN = ("frozen-kv-mtp", HYPER_FROZEN)
 PROMPT = [random.Random(5).randrange(512) for _ in range(7)]

@@ -21,12 +21,12 @@ from scratch import check_against_scratch
 from solo import Solo, caught, coach, spied
 from thinned import thinned
 
-from baton.engine import round as rounds
-from baton.engine import trees
 from baton.engine.drafters import frozen_kv, shifted
 from baton.engine.engine import Engine
-from baton.engine.sampling_batch import SamplingBatch
-from baton.kernels.trees import Ancestry, ancestry
+from baton.engine.rounds import round as rounds
+from baton.engine.rounds import trees
+from baton.engine.sampling.batch import SamplingBatch
+from baton.kernels.state.trees import Ancestry, ancestry
 from baton.metadata.wire.request import SamplingParams
 
 NAMES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "hyper-mtp", "frozen-kv-mtp")

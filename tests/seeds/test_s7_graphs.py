@@ -18,8 +18,10 @@ from solo import Solo
 from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine import device_executor, engine, graphs, prompt_graphs
-from baton.engine.sampling_state import EVERYTHING, GREEDY, SAMPLED
+from baton.engine import engine
+from baton.engine.prompts import graphs as prompt_graphs
+from baton.engine.rounds import device_executor, graphs
+from baton.engine.sampling.state import EVERYTHING, GREEDY, SAMPLED
 from baton.engine.work import BatchRow, Recompute, Scores
 from baton.kernels.operations import preferring
 

@@ -21,15 +21,15 @@ from drafters import ALL, OF_FAMILIES, settings, target_of
 from idle_ranks import Cell, World, Worlds, cells
 from solo import Solo
 
-from baton.engine.agreement import OwnWork
-from baton.engine.draft_shape import DraftShape
-from baton.engine.rank_worker import RankWorker
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import Needs
-from baton.engine.trees import Drafts
+from baton.engine.ranks.agreement import OwnWork
+from baton.engine.ranks.work_frames import Report
+from baton.engine.ranks.worker import RankWorker
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.trees import Drafts
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.state import Needs
 from baton.engine.work import CatchUp, Chunk, Recompute, Round, RoundTokens
-from baton.engine.work_frames import Report
-from baton.metadata.handoff.hidden_layout import HiddenLayout
+from baton.metadata.handoff.schema.hidden_layout import HiddenLayout
 
 TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp", *OF_FAMILIES)
 EVERYTHING = Needs(True, True, True, True, True, True, 2)

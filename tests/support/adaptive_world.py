@@ -1,6 +1,6 @@
 """A simulated decode node, whose rounds take given times and whose drafts are right with given chances.
 
-It is for tests of the choice of steps (engine/adaptive.py). Nothing here reads a clock; a seed decides everything.
+It is for tests of the choice of steps (engine/pace/adaptive.py). Nothing here reads a clock; a seed decides everything.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.engine.adaptive import StepChooser
-from baton.engine.draft_shape import DraftShape
-from baton.engine.step_times import StepTimes
+from baton.engine.pace.adaptive import StepChooser
+from baton.engine.pace.step_times import StepTimes
+from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.work import MAX_MISSED
 
 SIZES, MEASURED_STEPS = (1, 4, 16), (0, 1, 5)

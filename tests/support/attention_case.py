@@ -9,9 +9,9 @@ import torch
 from quantized import fp8_numbers, fp8_pool
 from triton_device import DEVICE, IS_INTERPRETED
 
-from baton.kernels.attention import Tree, paged_attention_ref
-from baton.kernels.triton_attention import DecodeTiles, TritonPlan, decode_attention
-from baton.kernels.triton_extend import ExtendTiles, extend_attention
+from baton.kernels.attention.attention import Tree, paged_attention_ref
+from baton.kernels.attention.triton_attention import DecodeTiles, TritonPlan, decode_attention
+from baton.kernels.attention.triton_extend import ExtendTiles, extend_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SPARE_PAGES = 3  # owned by nobody, NaN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from baton.engine.sampling_batch import SamplingBatch
-from baton.kernels.processors import TokenColumns
+from baton.engine.sampling.batch import SamplingBatch
+from baton.kernels.sampling.processors import TokenColumns
 
 
 def column(batch: SamplingBatch, name: str) -> Tensor | None:

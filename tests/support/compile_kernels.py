@@ -85,7 +85,7 @@ def _end_when_bytes_are_known() -> None:
 
 
 def _latents() -> None:
-    from baton.kernels import triton_expanded, triton_latent_heads, triton_latents
+    from baton.kernels.attention import triton_expanded, triton_latent_heads, triton_latents
 
     heads = {"PLAIN_DIM": 128, "RANK": 512, "DEPENDENT": True}
     absorbs = {**heads, "ROPE_DIM": 64, "BLOCK_P": 128, "BLOCK_RANK": 512, "HALF": 32, "UP_HEAD": 256 * 512}
@@ -118,7 +118,7 @@ def _latents() -> None:
 
 
 def _fp8() -> None:
-    from baton.kernels import triton_fp8, triton_fp8_rows, triton_fp8_vector
+    from baton.kernels.products import triton_fp8, triton_fp8_rows, triton_fp8_vector
 
     types = {"values": _E4M3, "weight": _E4M3, "scales": "*fp32", "x_scales": "*fp32", "stored": "*fp32"}
     for way in ("groups", "stored"):
@@ -153,7 +153,7 @@ def _fp8() -> None:
 
 
 def _routes() -> None:
-    from baton.kernels import triton_places, triton_routes
+    from baton.kernels.experts import triton_places, triton_routes
 
     types = {"chosen": "*i64", "pairs": "*i32", "experts": "*i32"}
     types |= dict.fromkeys(("weight", "parts", "product_bias", "bias", "shares"), "*fp32")
@@ -182,10 +182,10 @@ def _routes() -> None:
 
 
 def _experts() -> None:
-    from baton.kernels import triton_expert_blocks, triton_expert_packed, triton_expert_row, triton_experts
-    from baton.kernels.triton_expert_blocks import BlockTiles
-    from baton.kernels.triton_expert_packed import PackedTiles
-    from baton.kernels.triton_expert_row import RowTiles
+    from baton.kernels.experts import triton_expert_blocks, triton_expert_packed, triton_expert_row, triton_experts
+    from baton.kernels.experts.triton_expert_blocks import BlockTiles
+    from baton.kernels.experts.triton_expert_packed import PackedTiles
+    from baton.kernels.experts.triton_expert_row import RowTiles
 
     types = {"pairs": "*i32", "experts": "*i32", "scales": "*fp32", "x_scales": "*fp32", "shares": "*fp32"}
     types["chosen"] = "*i64"
@@ -239,8 +239,9 @@ def _experts() -> None:
 
 
 def _fp8_pages() -> None:
-    from baton.kernels import triton_attention, triton_extend, triton_history, triton_store, triton_trees
-    from baton.kernels.triton_attention import stages_that_fit, tile_keys
+    from baton.kernels.attention import triton_attention, triton_extend, triton_history
+    from baton.kernels.attention.triton_attention import stages_that_fit, tile_keys
+    from baton.kernels.state import triton_store, triton_trees
 
     sizes = {"NUM_KV_HEADS": 8, "PAGE_SIZE": 16, "HEAD_DIM": 128}
     for pages, block in (("*bf16", 16 * 128), (_E4M3, 16 * (128 + 4))):

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from peer_cases import Case, Tensors, check, results, run
 
-from baton.engine.cuda_group import CudaGroup
-from baton.engine.group import CpuGroup
-from baton.engine.mapped_blocks import MappedBlocks
+from baton.engine.ranks.cuda_group import CudaGroup
+from baton.engine.ranks.group import CpuGroup
+from baton.engine.state.mapped_blocks import MappedBlocks
 
 LIMIT_S = 60.0
 

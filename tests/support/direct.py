@@ -24,20 +24,20 @@ from plain_heads import KeyValue, PlainHead
 from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.batch import ForwardBatch
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.base import DraftState, MissedRows, PromptChunk, PromptTail, RoundRows
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.model_config import ModelConfig
 from baton.engine.models.heads import DraftHead
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
-from baton.engine.ranks import ONE_RANK
-from baton.engine.sampling import sample
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import Drafts
+from baton.engine.ranks.ranks import ONE_RANK
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.rounds.trees import Drafts
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.sampling import sample
+from baton.engine.sampling.state import SamplingState
 from baton.engine.work import BatchRow
-from baton.metadata.handoff.hidden_layout import TORCH_DTYPES
+from baton.metadata.handoff.schema.hidden_layout import TORCH_DTYPES
 from baton.metadata.wire.request import SamplingParams
 
 POISON = 1e4  # in slots that nobody has written; finite, so that a masked score stays masked

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, ULP
 
-from baton.kernels import triton_experts
-from baton.kernels.experts import ExpertWeight, experts_linear_ref, gated_experts_linear_ref, place_experts_ref
+from baton.kernels.experts import triton_experts
+from baton.kernels.experts.experts import ExpertWeight, experts_linear_ref, gated_experts_linear_ref, place_experts_ref
 from baton.kernels.formats import SwigluClamp
 
 DTYPES = [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
@@ -31,7 +31,7 @@ def check_products(
     dtype: torch.dtype,
     clamp: SwigluClamp | None = None,
 ) -> None:
-    """Compare both products of rows of x with kernels/experts.py's specification."""
+    """Compare both products of rows of x with kernels/experts/experts.py's specification."""
     places = place_experts_ref(chosen, num, is_packed=weight.is_packed)
     assert triton_experts.serves(x, x_scales, weight, places, dtype)
     for ours, theirs in (

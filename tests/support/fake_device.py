@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.kernels.pages import page_checksums_ref
+from baton.kernels.state.pages import page_checksums_ref
 from baton.metadata.errors import TransferError
 from baton.metadata.handoff.memory import PageMemory, whole_part
 from baton.metadata.handoff.pages import Shared
-from baton.metadata.handoff.shards import PagePart
+from baton.metadata.handoff.ranks.shards import PagePart
 
 _numbers = itertools.count()
 

@@ -90,7 +90,7 @@ def _run(argv: list[str], log: str, environ: dict[str, str]) -> None:
 @contextmanager
 def forked_ranks() -> Iterator[None]:
     """Fork the ranks that start in the block. They end with their pipes; the kernel does not end them with rank 0."""
-    from baton.engine import rank_processes
+    from baton.engine.ranks import processes as rank_processes
 
     with mock.patch.object(rank_processes, "multiprocessing", _Ranks):
         yield
@@ -114,7 +114,7 @@ class _Ranks:
 
 def _run_rank(environ: dict[str, str], target: Callable[..., None], *args: Any) -> None:
     """Run a rank in the child, whose parent is the server and not rank 0."""
-    from baton.engine import rank_processes
+    from baton.engine.ranks import processes as rank_processes
 
     os.environ.clear()
     os.environ.update(environ)

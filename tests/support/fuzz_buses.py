@@ -17,8 +17,8 @@ from handoff_nodes import SCHEMA
 from samples import make_sample
 from wire import Wire
 
-from baton.engine.model_card import read_tokenizer
-from baton.engine.model_check import DEMO
+from baton.engine.checkpoint.model_card import read_tokenizer
+from baton.engine.checkpoint.model_check import DEMO
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import Received
@@ -30,8 +30,8 @@ from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats, 
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.config import RouterConfig
-from baton.router.metrics import Metrics
-from baton.router.request import Delta, Request, Sequence
+from baton.router.figures.metrics import Metrics
+from baton.router.requests.request import Delta, Request, Sequence
 from baton.router.runner import RunningDispatcher
 
 VOCAB_SIZE = 420

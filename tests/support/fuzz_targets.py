@@ -18,14 +18,14 @@ from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, pee
 from samples import make_sample
 from wire import Wire
 
-from baton.engine.pages import Owner, PagePool
+from baton.engine.state.pages import Owner, PagePool
 from baton.metadata.errors import ProtocolError, TransferError
-from baton.metadata.handoff.buffers import MetadataBuffers
-from baton.metadata.handoff.checksums import page_checksums, row_checksum
 from baton.metadata.handoff.decode_peers import MAX_LINKS
 from baton.metadata.handoff.descriptors import send_descriptors
 from baton.metadata.handoff.memory import pack_pages
-from baton.metadata.handoff.schema import make_schema, page_bytes, row_bytes
+from baton.metadata.handoff.schema.buffers import MetadataBuffers
+from baton.metadata.handoff.schema.checksums import page_checksums, row_checksum
+from baton.metadata.handoff.schema.schema import make_schema, page_bytes, row_bytes
 from baton.metadata.handoff.tickets import MAX_PARKED, TicketEnded
 from baton.metadata.handoff.transfer import Arrived
 from baton.metadata.wire import messages as m

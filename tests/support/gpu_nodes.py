@@ -14,8 +14,8 @@ import torch
 import zmq
 from handoff_nodes import FINGERPRINTS, make_memory, make_row
 
-from baton.engine.cuda_memory import shareable_zeros
-from baton.engine.cuda_pool import CudaPool
+from baton.engine.state.cuda_memory import shareable_zeros
+from baton.engine.state.cuda_pool import CudaPool
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory

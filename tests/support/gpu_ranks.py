@@ -11,12 +11,12 @@ import torch
 from handoff_nodes import make_row, peer_of, unit
 from rank_nodes import LocalLine, part_of, rank_end, whole_pages
 
-from baton.engine.cuda_memory import shareable_zeros
-from baton.engine.cuda_pool import CudaPool
+from baton.engine.state.cuda_memory import shareable_zeros
+from baton.engine.state.cuda_pool import CudaPool
 from baton.metadata.handoff.endpoint import Endpoint
-from baton.metadata.handoff.kv_layout import Shard
 from baton.metadata.handoff.page_server import PageServer
-from baton.metadata.handoff.schema import on_gpu
+from baton.metadata.handoff.schema.kv_layout import Shard
+from baton.metadata.handoff.schema.schema import on_gpu
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.wire.node_info import HandoffSchema
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.group import CpuGroup
-from baton.engine.ranks import Ranks
+from baton.engine.ranks.group import CpuGroup
+from baton.engine.ranks.ranks import Ranks
 
 SIZE = 3
 WIDTH = 5

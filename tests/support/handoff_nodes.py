@@ -15,7 +15,7 @@ import zmq
 from baton.metadata.handoff.client import ANSWER_S, HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
-from baton.metadata.handoff.schema import kv_layouts, make_schema, on_gpu, row_bytes
+from baton.metadata.handoff.schema.schema import kv_layouts, make_schema, on_gpu, row_bytes
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.transfer import TransferFailed
 from baton.metadata.wire.data_link import CudaWelcome, LinkWelcome

@@ -23,7 +23,7 @@ from solo import Running, Solo, coach
 from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.agreement import OwnWork
+from baton.engine.ranks.agreement import OwnWork
 from baton.engine.work import CatchUp, Chunk, LoadSlot, Recompute, Round
 
 REQUESTS: dict[str, Request] = {

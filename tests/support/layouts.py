@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.metadata.handoff.hidden_layout import HiddenLayout
+from baton.metadata.handoff.schema.hidden_layout import HiddenLayout
 
 SOURCES: dict[str, dict[str, Any]] = {
     "none": {},

@@ -13,11 +13,11 @@ from baton.decode_node.config import DecodeConfig
 from baton.decode_node.main import parts_on as decode_parts_on
 from baton.decode_node.node import DecodeNode
 from baton.decode_node.parts import DecodeParts
-from baton.engine.device_executor import DeviceExecutor
-from baton.engine.graphs import graph_sizes
-from baton.engine.prompts import Prompts
-from baton.engine.rank_handoffs import make_client, make_server
-from baton.engine.ranked_engine import RankedEngine, start_ranks
+from baton.engine.prompts.prompts import Prompts
+from baton.engine.ranks.handoffs import make_client, make_server
+from baton.engine.ranks.ranked_engine import RankedEngine, start_ranks
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.graphs import graph_sizes
 from baton.engine.startup import load_engine, make_endpoint, make_membership
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import new_epoch

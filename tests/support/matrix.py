@@ -20,17 +20,17 @@ from grammars import EOS, THOUGHTS_AND_OBJECT, WORDS, allowed
 from node_pair import NodePair, Result, params, replace
 
 from baton.decode_node.scheduler import StepPlan
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import RoundRows
-from baton.engine.pages import Owner
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.ranked_cache import RankedCache
-from baton.engine.round_inputs import InputBlock
-from baton.engine.rounds import Submitted
-from baton.engine.sampling import sample, tie_gap
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import Drafts
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.inputs import InputBlock
+from baton.engine.rounds.rounds import Submitted
+from baton.engine.rounds.trees import Drafts
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.sampling import sample, tie_gap
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
+from baton.engine.state.prefix_cache import PrefixCache
+from baton.engine.state.ranked_cache import RankedCache
 from baton.engine.work import BatchRow, CatchUp, Round, RoundTokens
 from baton.metadata.wire.request import SamplingParams, choice_seed
 

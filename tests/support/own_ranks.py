@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from solo import Running
 
-from baton.engine.agreement import OwnWork
-from baton.engine.own_work_executor import OwnWorkExecutor
-from baton.engine.pages import Owner, PagePool
-from baton.engine.rounds import Rounds, Submitted
-from baton.engine.sampling_state import SamplingState
+from baton.engine.ranks.agreement import OwnWork
+from baton.engine.ranks.own_work_executor import OwnWorkExecutor
+from baton.engine.rounds.rounds import Rounds, Submitted
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner, PagePool
 from baton.engine.work import (
     Accepted,
     BatchRow,

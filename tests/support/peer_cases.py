@@ -15,9 +15,9 @@ import triton_device
 from forked import fork_context
 from torch import Tensor
 
-from baton.engine.cuda_group import CudaGroup
-from baton.engine.group import OneRank
-from baton.kernels.all_reduce import (
+from baton.engine.ranks.cuda_group import CudaGroup
+from baton.engine.ranks.group import OneRank
+from baton.kernels.ranks.all_reduce import (
     BLOCK_BYTES,
     CONTROL,
     NUM_LANES,
@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
 
 class NoMemory:
-    """Blocks that need no unmapping (engine/cuda_group.py: Blocks). Keeps the memory of all ranks."""
+    """Blocks that need no unmapping (engine/ranks/cuda_group.py: Blocks). Keeps the memory of all ranks."""
 
     def __init__(self, blocks: PeerBlocks, memory: Sequence[Tensor]) -> None:
         self.blocks, self._memory = blocks, memory
@@ -129,7 +129,7 @@ class Tensors(NamedTuple):
 
 
 def results(case: Case, group: CudaGroup, tensors: Tensors) -> list[Tensor]:
-    with mock.patch("baton.kernels.triton_all_reduce.NUM_LANES", case.num_lanes):
+    with mock.patch("baton.kernels.ranks.triton_all_reduce.NUM_LANES", case.num_lanes):
         return _results(case, group, tensors)
 
 

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from baton.engine.rank_processes import READY, REPORT
+from baton.engine.ranks.processes import READY, REPORT
 
 
 def echo(connection: Connection, reports: Connection, rank: int) -> None:
@@ -36,7 +36,7 @@ def hang(connection: Connection, reports: Connection, rank: int) -> None:
 
 def hang_in_group(connection: Connection, reports: Connection, rank: int, meeting: str) -> None:
     """Meet rank 0, and join none of its operations."""
-    from baton.engine.group import CpuGroup
+    from baton.engine.ranks.group import CpuGroup
 
     connection.send_bytes(READY)
     CpuGroup(rank, 2, Path(meeting))

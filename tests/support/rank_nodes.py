@@ -12,18 +12,18 @@ import zmq
 from forked import fork_context
 from handoff_nodes import FINGERPRINTS, PREFILL_EPOCH, make_memory, make_row, peer_of, unit
 
-from baton.engine.handoff_line import HandoffLine, RankHandoff
-from baton.engine.work_frames import HandoffOrder, decode, encode
+from baton.engine.ranks.handoff_line import HandoffLine, RankHandoff
+from baton.engine.ranks.work_frames import HandoffOrder, decode, encode
 from baton.metadata.errors import RankLost
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
-from baton.metadata.handoff.kv_layout import Shard
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.page_server import PageServer
-from baton.metadata.handoff.rank_puller import RankPuller
-from baton.metadata.handoff.schema import kv_layouts, make_schema, on_gpu
+from baton.metadata.handoff.ranks.puller import RankPuller
+from baton.metadata.handoff.ranks.shards import ONE_SHARD
+from baton.metadata.handoff.schema.kv_layout import Shard
+from baton.metadata.handoff.schema.schema import kv_layouts, make_schema, on_gpu
 from baton.metadata.handoff.server import HandoffServer
-from baton.metadata.handoff.shards import ONE_SHARD
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 NUM_PAGES = 16

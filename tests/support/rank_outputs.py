@@ -10,11 +10,11 @@ import pytest
 from node_pair import params
 from solo import Running
 
-from baton.engine.executor import Executor
-from baton.engine.pages import Owner, PagePool
-from baton.engine.prompts import SubmittedChunk
-from baton.engine.rounds import Rounds
-from baton.engine.sampling_state import SamplingState
+from baton.engine.prompts.prompts import SubmittedChunk
+from baton.engine.rounds.executor import Executor
+from baton.engine.rounds.rounds import Rounds
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner, PagePool
 from baton.engine.work import Accepted, BatchRow, Chunk, ChunkRow, CopyPages, Tail, Tails
 from baton.metadata.wire.request import SamplingParams, TokenLogprobs
 

@@ -20,19 +20,19 @@ from heads import over_all_tokens
 from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine import trees
-from baton.engine.batch import ForwardBatch
-from baton.engine.device_executor import DeviceExecutor
-from baton.engine.draft_row import pack_draft
 from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
-from baton.engine.rounds import Rounds
-from baton.engine.row_shares import Lens
-from baton.engine.sampling import SubmittedSample
-from baton.engine.sampling_batch import INTS, SamplingBatch
-from baton.engine.sampling_state import SamplingState
+from baton.engine.rounds import trees
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.draft_row import pack_draft
+from baton.engine.rounds.rounds import Rounds
+from baton.engine.sampling.batch import INTS, SamplingBatch
+from baton.engine.sampling.row_shares import Lens
+from baton.engine.sampling.sampling import SubmittedSample
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
 from baton.engine.work import MAX_MISSED, Accepted, BatchRow, RoundTokens
 from baton.metadata.wire.request import SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.attention import HeadNorms
+from baton.engine.attention.attention import HeadNorms
 from baton.engine.layers.attention import Attention
 from baton.engine.layers.decoder import DecoderBody
 from baton.engine.layers.mlp import Mlp

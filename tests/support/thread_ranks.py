@@ -23,14 +23,14 @@ from torch import Tensor
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine, use_threads
-from baton.engine.group import OneProcess
-from baton.engine.own_work_executor import OwnWorkExecutor
 from baton.engine.products.ranked import RankRows
-from baton.engine.rank_worker import RankWorker, serve_rank
-from baton.engine.ranked_engine import RankedEngine
-from baton.engine.ranks import Ranks
-from baton.kernels.linear import sum_parts
-from baton.kernels.norm import add_rms_norm_
+from baton.engine.ranks.group import OneProcess
+from baton.engine.ranks.own_work_executor import OwnWorkExecutor
+from baton.engine.ranks.ranked_engine import RankedEngine
+from baton.engine.ranks.ranks import Ranks
+from baton.engine.ranks.worker import RankWorker, serve_rank
+from baton.kernels.products.linear import sum_parts
+from baton.kernels.products.norm import add_rms_norm_
 
 TIMEOUT_S = 20.0
 

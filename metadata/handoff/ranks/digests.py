@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..wire.node_info import HandoffSchema
-from ..wire.request import Unit
-from .checksums import CHECKSUM_BYTES
-from .kv_layout import Shard
-from .rank_orders import CloseReader, DigestAhead, EndUnit, OfferDigests, OfferPages, RankLine, ServeOrder, ServeUnit
-from .schema import blocks_per_page, kv_layouts
+from ...wire.node_info import HandoffSchema
+from ...wire.request import Unit
+from ..schema.checksums import CHECKSUM_BYTES
+from ..schema.kv_layout import Shard
+from ..schema.schema import blocks_per_page, kv_layouts
+from ..tickets import Ticket
+from .orders import CloseReader, DigestAhead, EndUnit, OfferDigests, OfferPages, RankLine, ServeOrder, ServeUnit
 from .shards import digest_columns
-from .tickets import Ticket
 
 
 class Digested(NamedTuple):

@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..wire.node_info import HostMemory, Peer
-from ..wire.request import Unit
+from ...wire.node_info import HostMemory, Peer
+from ...wire.request import Unit
 
-# --- the begin of handoffs: the first order to a rank (engine/rank_handoffs.py) ---
+# --- the begin of handoffs: the first order to a rank (engine/ranks/handoffs.py) ---
 
 
 @dataclass(frozen=True, slots=True)

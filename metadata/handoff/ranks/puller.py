@@ -1,7 +1,7 @@
 """A rank of a decode node, in handoffs: it copies its own heads from the ranks of prefill nodes that hold them, and
 checks them.
 
-Rank 0 has the tickets. It orders pages, and hears when they are here (rank_orders.py). Each link goes to one rank of
+Rank 0 has the tickets. It orders pages, and hears when they are here (ranks/orders.py). Each link goes to one rank of
 one prefill node, by whatever transport the two can use. A page is complete when the parts of all those ranks are here.
 
 The puller has no thread. The rank's loop does the orders in the order of its other work, polls `sockets()`, and calls
@@ -19,18 +19,20 @@ import msgspec
 import numpy as np
 import zmq
 
-from ..bus.sockets import DroppedFrames
-from ..errors import ConfigError, OutOfMemory, ProtocolError, TransferError
-from ..wire.data_link import LinkRefused, LinkWelcome
-from ..wire.messages import Pages, ToDecode
-from ..wire.request import Unit
-from .checksums import CHECKSUM_BYTES
-from .endpoint import Endpoint
-from .kv_layout import Shard
-from .pages import ReceivedPages
-from .pull_link import ANSWER_S, HELLO_S, PullLink
-from .pull_links import PullLinks
-from .rank_orders import (
+from ...bus.sockets import DroppedFrames
+from ...errors import ConfigError, OutOfMemory, ProtocolError, TransferError
+from ...wire.data_link import LinkRefused, LinkWelcome
+from ...wire.messages import Pages, ToDecode
+from ...wire.request import Unit
+from ..endpoint import Endpoint
+from ..pages import ReceivedPages
+from ..pull_link import ANSWER_S, HELLO_S, PullLink
+from ..pull_links import PullLinks
+from ..schema.checksums import CHECKSUM_BYTES
+from ..schema.kv_layout import Shard
+from ..schema.schema import blocks_per_page, kv_layouts
+from ..transports.base import POLL_BYTES, Landed, Move
+from .orders import (
     CloseSource,
     ExpectPages,
     FetchedPages,
@@ -42,9 +44,7 @@ from .rank_orders import (
     PullReport,
     SourceLost,
 )
-from .schema import blocks_per_page, kv_layouts
 from .shards import blocks_here, digest_columns, page_parts
-from .transports.base import POLL_BYTES, Landed, Move
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .kv_layout import KvLayout, Shard
+from ..schema.kv_layout import KvLayout, Shard
 
 ONE_SHARD = Shard(0, 1)
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import zmq
 
-from .endpoint import Endpoint
-from .kv_layout import KvLayout
-from .rank_orders import ExpectPages, FetchedPages, FetchFailed, PullOrder, PullReport, RankLine, SourceLost
-from .rank_puller import RankPuller
-from .schema import kv_layouts
+from ..endpoint import Endpoint
+from ..schema.kv_layout import KvLayout
+from ..schema.schema import kv_layouts
+from .orders import ExpectPages, FetchedPages, FetchFailed, PullOrder, PullReport, RankLine, SourceLost
+from .puller import RankPuller
 
 
 class RankTeam:

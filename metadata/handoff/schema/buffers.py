@@ -16,8 +16,8 @@ MetadataBuffers, and reads the first token and the drafter's state from there.
     target_rows       set_draft    get_draft    hidden.num_target_rows * hidden.spec("extend").width
 
 `set_sampled` and `get_sampled` are methods here: the prefill node calls the one, the decode node the other. `set_draft`
-and `get_draft` (engine/draft_row.py) copy a drafter's state into the row of the prefill node, and out of the row of the
-decode node. `hidden` is the HiddenLayout of target and draft. schema.py says what each field means (ROW_KINDS).
+and `get_draft` (engine/rounds/draft_row.py) copy a drafter's state into the row of the prefill node, and out of the row
+of the decode node. `hidden` is the HiddenLayout of target and draft. schema.py says what each field means (ROW_KINDS).
 
 Every schema has the first five fields. A drafter adds the others that it needs (schema.py: `_draft_fields`).
 
@@ -39,9 +39,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..errors import ProtocolError
-from ..wire.node_info import HandoffSchema, RowField
-from ..wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
+from ...errors import ProtocolError
+from ...wire.node_info import HandoffSchema, RowField
+from ...wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
 from .hidden_layout import TORCH_DTYPES, assign
 from .schema import row_bytes
 

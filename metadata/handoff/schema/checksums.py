@@ -1,6 +1,6 @@
 """Checksums of KV blocks: xxh3_64 per (layer, plane, head) of a page, and one of a metadata row.
 
-Pages on a GPU have other checksums (multilinear64, kernels/pages.py). Checksums catch faults, not attackers.
+Pages on a GPU have other checksums (multilinear64, kernels/state/pages.py). Checksums catch faults, not attackers.
 kv_layout.py says which bytes a block has. One checksum per block is slower than one per layer, but it says which head
 is wrong, and still fits after heads are split over ranks. The decode node checks each page right after its copy, while
 it lies in the processor's cache.

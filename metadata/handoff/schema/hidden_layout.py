@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 Phase = Literal["extend", "recurrent"]
 Source = Literal["handoff", "final", "aux", "draft"]

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from ..errors import ConfigError
-from ..wire.node_info import KvPlane, PoolLayout
+from ...errors import ConfigError
+from ...wire.node_info import KvPlane, PoolLayout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8}
 

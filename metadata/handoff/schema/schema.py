@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import xxhash
 
-from ..errors import ConfigError
-from ..wire.node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, Role, RowField
-from ..wire.request import MAX_TOP_LOGPROBS
+from ...errors import ConfigError
+from ...wire.node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, Role, RowField
+from ...wire.request import MAX_TOP_LOGPROBS
 from .kv_layout import DTYPE_BYTES, KvLayout, plane_words, planes_of, planes_words
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def wire_name(algorithm: str) -> str:
 
 def on_gpu(schema: HandoffSchema) -> HandoffSchema:
     """Return the schema of a node whose pools lie on a GPU, which computes other checksums
-    (kernels/triton_pages.py)."""
+    (kernels/state/triton_pages.py)."""
     return schema if schema.checksum == "none" else msgspec.structs.replace(schema, checksum=GPU_CHECKSUM)
 
 

@@ -28,11 +28,11 @@ from ...wire.messages import Pages, Pull
 from ...wire.protocol import PROTOCOL_MIN, known
 from ...wire.request import Unit
 from ..descriptors import DescriptorInbox
-from ..kv_layout import KvLayout
 from ..memory import PageMemory, whole_part
 from ..pages import DevicePool, OfferedPages
-from ..rank_orders import PullOrder
-from ..shards import PagePart
+from ..ranks.orders import PullOrder
+from ..ranks.shards import PagePart
+from ..schema.kv_layout import KvLayout
 
 POLL_BYTES = 64 << 20  # most bytes of pages that a node copies before other work gets its turn
 PULL_BYTES = 4 << 20  # most bytes of pages that one Pull may ask for; it may always ask for one page

@@ -30,7 +30,7 @@ from ...wire.request import Unit
 from ..descriptors import new_token, send_descriptors
 from ..memory import PageMemory, PeerMemory
 from ..pages import DevicePool, Gather, MappedPools, OfferedPages
-from ..shards import PagePart
+from ..ranks.shards import PagePart
 from .base import Landed, Move, PullEnd, Transport
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from ...errors import TransferError
 from ...wire.data_link import LinkHello, LinkWelcome, RankWelcome
 from ..memory import PageMemory, PeerMemory, whole_part
 from ..pages import OfferedPages
-from ..shards import PagePart
+from ..ranks.shards import PagePart
 from .base import Landed, PullEnd, Transport
 
 

@@ -2,7 +2,7 @@
 
 This transport belongs to the data link of rank 0, which has the tickets. It copies nothing. It gives every rank of its
 node the order to fetch, and a page has landed when all of them report it. The ranks fetch by the other transports, over
-links of their own (rank_puller.py). No configuration names it: the prefill node answers with it when it meets.
+links of their own (ranks/puller.py). No configuration names it: the prefill node answers with it when it meets.
 
     fetch --FetchPages to each rank--> waiting --FetchedPages of all ranks--> Landed
 """
@@ -22,8 +22,7 @@ from ...errors import ConfigError, OutOfMemory, RankLost, Refused, TransferError
 from ...wire.data_link import LinkWelcome, RanksWelcome
 from ...wire.node_info import Peer
 from ...wire.request import Unit
-from ..kv_layout import Shard
-from ..rank_orders import (
+from ..ranks.orders import (
     CloseSource,
     FetchedPages,
     FetchFailed,
@@ -33,7 +32,8 @@ from ..rank_orders import (
     PullReport,
     SourceLost,
 )
-from ..shards import digest_columns, page_parts
+from ..ranks.shards import digest_columns, page_parts
+from ..schema.kv_layout import Shard
 from .base import Checked, Landed, Move, PullEnd, PullTeam, Transport
 
 RANKS = "ranks"

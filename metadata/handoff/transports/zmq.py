@@ -15,7 +15,7 @@ from ...wire.data_link import LinkWelcome
 from ...wire.messages import Pages, Pull
 from ...wire.request import Unit, pack_ids
 from ..memory import PageMemory, unpack_page
-from ..shards import PagePart
+from ..ranks.shards import PagePart
 from .base import Landed, Move, PullEnd, Transport
 
 # A message holds as many pages as fit, and at least one. Heartbeats wait behind a message, so on a slow network it must

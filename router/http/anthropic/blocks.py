@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from msgspec import Raw
 
-from ..reasoning_parsers.base import Thought
-from ..tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
-from .messages_types import (
+from ...reasoning_parsers.base import Thought
+from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
+from ..openai.output_reader import OutputReader, WholeCall, WholePart
+from .types import (
     BlockDelta,
     BlockEvent,
     BlockStart,
@@ -29,7 +30,6 @@ from .messages_types import (
     TextDelta,
     ThinkingDelta,
 )
-from .output_reader import OutputReader, WholeCall, WholePart
 
 
 class MessageBlocks:

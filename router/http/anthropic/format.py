@@ -8,13 +8,16 @@ from typing import ClassVar, TypeVar
 import msgspec
 from msgspec import UnsetType
 
-from ...metadata.errors import BatonError
-from ..request import Delta, Request, Sequence
-from ..text.tokenizer import TextTokenizer
-from .answer_format import AnswerFormat
-from .errors import messages_body_of
-from .message_blocks import MessageBlocks
-from .messages_types import (
+from ....metadata.errors import BatonError
+from ...requests.request import Delta, Request, Sequence
+from ...text.tokenizer import TextTokenizer
+from ..openai.answer_format import AnswerFormat
+from ..openai.output_reader import OutputReader, OutputReading
+from ..openai.types import CompletionTokensDetails, Usage
+from ..server.errors import messages_body_of
+from ..server.sse import named_event
+from .blocks import MessageBlocks
+from .types import (
     MessageAnswer,
     MessageDelta,
     MessageEnd,
@@ -27,9 +30,6 @@ from .messages_types import (
     ThinkingTokens,
     WholeUsage,
 )
-from .openai_types import CompletionTokensDetails, Usage
-from .output_reader import OutputReader, OutputReading
-from .sse import named_event
 
 _Usage = TypeVar("_Usage", bound=MessageUsage)
 _encode = msgspec.json.Encoder().encode

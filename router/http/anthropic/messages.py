@@ -8,17 +8,22 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ...metadata.errors import RequestError
-from ..reasoning_parsers.registry import REASONING_PARSERS
-from ..text.tokenizer import TextTokenizer
-from .answer_format import AnswerFormat
-from .api import Api, json_response
-from .completions import serve_chat
-from .fields import check_served
-from .grammars import asked_grammar
-from .message_turns import chat_messages, content_of
-from .messages_format import MessagesFormat
-from .messages_types import (
+from ....metadata.errors import RequestError
+from ...reasoning_parsers.registry import REASONING_PARSERS
+from ...text.tokenizer import TextTokenizer
+from ..bodies.fields import check_served
+from ..bodies.renamed import renamed
+from ..openai.answer_format import AnswerFormat
+from ..openai.completions import serve_chat
+from ..openai.grammars import asked_grammar
+from ..openai.output_reader import OutputReading
+from ..openai.tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
+from ..openai.tools import check_callers, tool_use
+from ..openai.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
+from ..server.api import Api, json_response
+from .format import MessagesFormat
+from .turns import chat_messages, content_of
+from .types import (
     AnyChoice,
     AssistantTurn,
     AutoChoice,
@@ -34,11 +39,6 @@ from .messages_types import (
     ThinkingEnabled,
     TokenCount,
 )
-from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
-from .output_reader import OutputReading
-from .renamed import renamed
-from .tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
-from .tools import check_callers, tool_use
 
 NAMES = {  # fields of a chat completion -> what they are called here
     "continue_final_message": "messages",

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...metadata.errors import RequestError
-from .messages_types import (
+from ....metadata.errors import RequestError
+from ..openai.tool_types import CalledFunction, ToolCall
+from ..openai.types import ChatMessage, MessagePart, TextPart
+from .types import (
     AssistantTurn,
     MessageText,
     SystemTurn,
@@ -21,8 +23,6 @@ from .messages_types import (
     Turn,
     UserTurn,
 )
-from .openai_types import ChatMessage, MessagePart, TextPart
-from .tool_types import CalledFunction, ToolCall
 
 
 def chat_messages(turns: Sequence[Turn]) -> list[ChatMessage]:

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers that follow Anthropic's API. Unknown fields are treated as in openai_types.py."""
+"""Bodies of requests and answers that follow Anthropic's API. Unknown fields are treated as in openai/types.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from ...metadata.wire.request import MAX_CONTEXT
-from .openai_types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
-from .tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, ToolName
+from ....metadata.wire.request import MAX_CONTEXT
+from ..openai.tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, ToolName
+from ..openai.types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
 
 StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 

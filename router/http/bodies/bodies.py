@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 
-from ...metadata.errors import BatonError, Overloaded
-from ..fair_turns import ASKER, FairTurns
+from ....metadata.errors import BatonError, Overloaded
+from ...waiting.fair_turns import ASKER, FairTurns
+from ..server.connection import INTERIM, reason_of
+from ..server.errors import HttpRefusal, from_malformed, from_validation
 from .body_room import BodyRoom, ReceivedBody
-from .connection import INTERIM, reason_of
 from .encodings import decoded, encoding_of
-from .errors import HttpRefusal, from_malformed, from_validation
 from .refused_bodies import mended
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from ...metadata.errors import Overloaded
+from ....metadata.errors import Overloaded
 
 SMALL_BODY = 64 << 10
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from msgspec import inspect
 
-from ...metadata.errors import RequestError
-from ...metadata.wire.request import MAX_CONTEXT
+from ....metadata.errors import RequestError
+from ....metadata.wire.request import MAX_CONTEXT
 
 MAX_VALUES = 1 << 17  # texts, names of fields, lists and objects; 4,096 messages with a call each have about 80,000
 MAX_PLAIN = 2 * MAX_VALUES  # commas, and so numbers and the like

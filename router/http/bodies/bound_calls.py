@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from ...metadata.errors import RequestError
-from ..node import NodeGroup
-from ..text.grammar import GrammarSource, schema_of
-from ..text.tokenizer import TextTokenizer
-from .api import Api
-from .tools import ToolUse
+from ....metadata.errors import RequestError
+from ...nodes.node import NodeGroup
+from ...text.grammar import GrammarSource, schema_of
+from ...text.tokenizer import TextTokenizer
+from ..openai.tools import ToolUse
+from ..server.api import Api
 
 
 async def call_grammar(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 
-from ...metadata.errors import RequestError
-from .errors import HttpRefusal
+from ....metadata.errors import RequestError
+from ..server.errors import HttpRefusal
 
 GZIP = "gzip"
 MAX_MEMBERS = 16  # of one body; an empty member costs its sender only 20 bytes

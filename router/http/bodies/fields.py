@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, cast
 
 from msgspec import Struct
 
-from ...metadata.errors import RequestError
-from ..errors import ThreadRefused
-from .messages_types import (
+from ....metadata.errors import RequestError
+from ...errors import ThreadRefused
+from ..anthropic.types import (
     AssistantTurn,
     CustomTool,
     MessageBlock,
@@ -32,7 +32,8 @@ from .messages_types import (
     SystemTurn,
     UserTurn,
 )
-from .openai_types import (
+from ..openai.tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoiceObject
+from ..openai.types import (
     ChatMessage,
     ChatRequest,
     CommonRequest,
@@ -41,7 +42,7 @@ from .openai_types import (
     StructuredOutputs,
     TextPart,
 )
-from .responses_types import (
+from ..responses.types import (
     CallItem,
     CallOutputItem,
     CustomCallItem,
@@ -55,7 +56,6 @@ from .responses_types import (
     ResponsesRequest,
     TextConfig,
 )
-from .tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoiceObject
 
 
 class Ignored(NamedTuple):

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw, inspect
 
-from ...metadata.errors import RequestError
+from ....metadata.errors import RequestError
+from ..openai.tool_types import ClientTool
+from ..openai.types import PARTS_NOT_SERVED, MessagePart
 from .fields import Converted, Ignored, Merged, NotServed, Renamed, Rule, check_value, rules_of
-from .openai_types import PARTS_NOT_SERVED, MessagePart
-from .tool_types import ClientTool
 
 MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that would take long
 _SHORT = 64  # bytes of a value that the conversion of another field may look at

@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-from ...metadata.errors import RequestError
+from ....metadata.errors import RequestError
 
 
 @contextmanager

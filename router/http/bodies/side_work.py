@@ -18,23 +18,23 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from ...metadata.errors import BatonError, RequestError, Unavailable
-from ...metadata.wire.node_info import ModelCard
-from ...metadata.wire.request import ids_column, pack_ids, unpack_ids
-from ..fair_turns import FairTurns
-from ..node import NodeGroup
-from ..text.chat_template import ChatTemplate
-from ..text.side_process import SideProcess, serve
-from ..text.tokenizer import TextTokenizer
-from .admin_types import DrainRequest
+from ....metadata.errors import BatonError, RequestError, Unavailable
+from ....metadata.wire.node_info import ModelCard
+from ....metadata.wire.request import ids_column, pack_ids, unpack_ids
+from ...nodes.node import NodeGroup
+from ...text.chat_template import ChatTemplate
+from ...text.side_process import SideProcess, serve
+from ...text.tokenizer import TextTokenizer
+from ...waiting.fair_turns import FairTurns
+from ..anthropic.types import CountTokensRequest, MessagesRequest
+from ..openai.prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, prompts_of, tokenized
+from ..openai.tool_types import ToolCall
+from ..openai.types import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ..operators.admin_types import DrainRequest
+from ..responses.input import messages_of
+from ..responses.types import ResponsesRequest
 from .bodies import decoded_mended, decoded_strictly, mend
 from .body_size import BODY_SIZE, BodySize, exact_size
-from .messages_types import CountTokensRequest, MessagesRequest
-from .openai_types import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, prompts_of, tokenized
-from .responses_input import messages_of
-from .responses_types import ResponsesRequest
-from .tool_types import ToolCall
 
 MAX_CPU_S = 15.0  # seconds of the processor per piece of work
 MAX_WAITING = 256  # pieces of work of one caller

@@ -13,14 +13,16 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType, structs
 
-from ...metadata.errors import BatonError
-from ..output_parser import ThoughtCounter
-from ..request import Delta, Request, Sequence
-from ..text.detokenizer import TokenBytes
-from ..text.tokenizer import TextTokenizer
+from ....metadata.errors import BatonError
+from ...requests.output_parser import ThoughtCounter
+from ...requests.request import Delta, Request, Sequence
+from ...text.detokenizer import TokenBytes
+from ...text.tokenizer import TextTokenizer
+from ..server.sse import COMMENT, DONE, error_event, event
 from .chat_output import ChatOutput
 from .logprobs import LegacyColumns, chat_logprobs, joined
-from .openai_types import (
+from .output_reader import OutputReading
+from .types import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -36,8 +38,6 @@ from .openai_types import (
     SpeculationDetails,
     Usage,
 )
-from .output_reader import OutputReading
-from .sse import COMMENT, DONE, error_event, event
 
 _encode = msgspec.json.Encoder().encode
 

@@ -9,11 +9,11 @@ from functools import partial
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from ...metadata.errors import BatonError
-from ..request import Delta, Request, Sequence
+from ....metadata.errors import BatonError
+from ...requests.request import Delta, Request, Sequence
+from ..server.sse import EventStream
 from .answer_format import AnswerFormat
-from .openai_types import StreamOptions, Usage
-from .sse import EventStream
+from .types import StreamOptions, Usage
 
 LOOK_S = 1.0  # between two looks at whether a stream without output is opened
 LONGEST_WAIT_S = 10.0  # for nodes; then a stream is opened in any case, because proxies end a silent connection

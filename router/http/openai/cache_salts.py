@@ -10,8 +10,8 @@ from __future__ import annotations
 import secrets
 from hashlib import blake2b
 
-from ..fair_share import DEFAULT, CacheScope
-from .access import Caller
+from ...waiting.fair_share import DEFAULT, CacheScope
+from ..server.access import Caller
 
 
 class CacheSalts:

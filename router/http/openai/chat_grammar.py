@@ -9,17 +9,17 @@ thinking_token_budget bounds the thoughts in all three.
 
 from __future__ import annotations
 
-from ...metadata.errors import RequestError
-from ..node import NodeGroup
-from ..reasoning_parsers.base import ReasoningParser
-from ..reasoning_parsers.budget import ThoughtBudget
-from ..text.grammar import GrammarSource
-from ..text.tokenizer import TextTokenizer
-from .api import Api
-from .bound_calls import call_grammar, literal_of
+from ....metadata.errors import RequestError
+from ...nodes.node import NodeGroup
+from ...reasoning_parsers.base import ReasoningParser
+from ...reasoning_parsers.budget import ThoughtBudget
+from ...text.grammar import GrammarSource
+from ...text.tokenizer import TextTokenizer
+from ..bodies.bound_calls import call_grammar, literal_of
+from ..server.api import Api
 from .grammars import asked_grammar, grammar_of, json_whitespace
-from .openai_types import ChatRequest
 from .tools import ToolUse
+from .types import ChatRequest
 
 _BUDGET = "thinking_token_budget"
 _NO_THOUGHTS = 'thoughts: ""'

@@ -23,24 +23,24 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from ...metadata.errors import BatonError
-from ..node import NodeGroup
-from ..queue import Asked
-from ..request import Request
-from ..text.tokenizer import TextTokenizer
-from .access import CALLER
+from ....metadata.errors import BatonError
+from ...nodes.node import NodeGroup
+from ...requests.request import Request
+from ...text.tokenizer import TextTokenizer
+from ...waiting.queue import Asked
+from ..server.access import CALLER
+from ..server.api import ARRIVED, Api, request_id
+from ..server.limits import admitted, wait_limited
 from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from .answers import StreamedAnswer, WholeAnswer
-from .api import ARRIVED, Api, request_id
 from .chat_grammar import chat_grammar
 from .grammars import asked_grammar, grammar_of
-from .limits import admitted, wait_limited
-from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 from .output_readings import OutputReading, markers_of, output_reading, reasoning_parser
 from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
 from .prompts import prompts_of
 from .sessions import session_id
 from .tools import tool_use
+from .types import ChatRequest, CommonRequest, CompletionRequest
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)

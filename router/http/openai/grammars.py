@@ -7,12 +7,12 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import Raw
 
-from ...metadata.errors import RequestError
-from ..node import NodeGroup
-from ..text.grammar import MAX_SOURCE, GrammarKind, GrammarSource
-from ..text.json_schema import SchemaFault, checked_whitespace
-from .api import Api
-from .openai_types import CommonRequest, ResponseFormat, StructuralTag, StructuredOutputs, TagStructure
+from ....metadata.errors import RequestError
+from ...nodes.node import NodeGroup
+from ...text.grammar import MAX_SOURCE, GrammarKind, GrammarSource
+from ...text.json_schema import SchemaFault, checked_whitespace
+from ..server.api import Api
+from .types import CommonRequest, ResponseFormat, StructuralTag, StructuredOutputs, TagStructure
 
 ANY_OBJECT = '{"type": "object"}'  # a JSON schema
 _encode = msgspec.json.Encoder().encode

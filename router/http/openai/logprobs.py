@@ -9,10 +9,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Sequence
 
-from ...metadata.wire.request import TokenLogprobs
-from ..text.detokenizer import TokenBytes
-from ..text.tokenizer import TextTokenizer
-from .openai_types import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
+from ....metadata.wire.request import TokenLogprobs
+from ...text.detokenizer import TokenBytes
+from ...text.tokenizer import TextTokenizer
+from .types import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
 
 
 class LegacyColumns:

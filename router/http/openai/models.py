@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 
 from aiohttp import web
 
-from ..errors import NotFound
-from ..node import NodeGroup
-from .api import Api, json_response
-from .errors import is_anthropic
-from .messages_types import AnthropicModel, AnthropicModelList
-from .openai_types import ModelInfo, ModelList
+from ...errors import NotFound
+from ...nodes.node import NodeGroup
+from ..anthropic.types import AnthropicModel, AnthropicModelList
+from ..server.api import Api, json_response
+from ..server.errors import is_anthropic
+from .types import ModelInfo, ModelList
 
 
 async def models(api: Api, http_request: web.Request) -> web.StreamResponse:

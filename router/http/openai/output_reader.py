@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from ..output_parser import OutputEvent, OutputParser, ThoughtCounter
-from ..reasoning_parsers.base import Thought
-from ..request import Sequence
-from ..tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
+from ...reasoning_parsers.base import Thought
+from ...requests.output_parser import OutputEvent, OutputParser, ThoughtCounter
+from ...requests.request import Sequence
+from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
 
 ReasoningField = Literal["reasoning_content", "reasoning"]
 

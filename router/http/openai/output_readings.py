@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..output_parser import OutputParser, ThoughtCounter
-from ..reasoning_parsers.base import ReasoningParser
-from ..reasoning_parsers.registry import REASONING_PARSERS
-from ..request import Sequence
-from ..text.chat_template import ChatTemplate
-from ..text.detokenizer import make_detokenizer
-from ..text.tokenizer import TextTokenizer
+from ...reasoning_parsers.base import ReasoningParser
+from ...reasoning_parsers.registry import REASONING_PARSERS
+from ...requests.output_parser import OutputParser, ThoughtCounter
+from ...requests.request import Sequence
+from ...text.chat_template import ChatTemplate
+from ...text.detokenizer import make_detokenizer
+from ...text.tokenizer import TextTokenizer
 from .output_reader import OutputReading, ReasoningField
 from .tools import NO_PARSER, ToolUse
 

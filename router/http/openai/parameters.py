@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from ...metadata.errors import RequestError
-from ...metadata.wire.request import MAX_CONTEXT, SamplingParams
-from ..node import NodeGroup
-from ..request import TextOptions
-from .fields import check_served
-from .openai_types import ChatRequest, CommonRequest, CompletionRequest
+from ....metadata.errors import RequestError
+from ....metadata.wire.request import MAX_CONTEXT, SamplingParams
+from ...nodes.node import NodeGroup
+from ...requests.request import TextOptions
+from ..bodies.fields import check_served
+from .types import ChatRequest, CommonRequest, CompletionRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 

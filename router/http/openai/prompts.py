@@ -8,22 +8,14 @@ from typing import Any, NamedTuple, cast
 
 from msgspec.structs import replace
 
-from ...metadata.errors import RequestError
-from ..node import NodeGroup
-from ..text.chat_template import ChatTemplate
-from ..text.template_form import TemplateForm
-from ..text.tokenizer import TextTokenizer
-from .openai_types import (
-    MAX_PROMPTS,
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    TextPart,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from ....metadata.errors import RequestError
+from ...nodes.node import NodeGroup
+from ...text.chat_template import ChatTemplate
+from ...text.template_form import TemplateForm
+from ...text.tokenizer import TextTokenizer
 from .parameters import template_options
 from .tools import check_history, in_current_form, plain_calls
+from .types import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, TextPart, TokenizeRequest, TokenizeResponse
 
 Prompt = str | Sequence[int]  # text, or token ids
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from ...metadata.errors import RequestError
-from .api import Api, json_response
-from .openai_types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizerInfo
+from ....metadata.errors import RequestError
+from ..server.api import Api, json_response
+from .types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizerInfo
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)

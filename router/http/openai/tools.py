@@ -20,12 +20,12 @@ import msgspec
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from ...metadata.errors import RequestError
-from ..text.chat_template import ChatTemplate
-from ..tool_parsers.base import ToolParser
-from ..tool_parsers.registry import TOOL_PARSERS
-from .openai_types import ChatMessage, ChatRequest, TextPart
+from ....metadata.errors import RequestError
+from ...text.chat_template import ChatTemplate
+from ...tool_parsers.base import ToolParser
+from ...tool_parsers.registry import TOOL_PARSERS
 from .tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoice, ToolChoiceObject
+from .types import ChatMessage, ChatRequest, TextPart
 
 NO_PARSER = "none"  # value of --tool-parser and --reasoning-parser that turns them off
 

@@ -7,9 +7,10 @@ import time
 import msgspec
 from aiohttp import web
 
-from ...metadata.wire.membership import LedgerReport
-from ..availability import degraded
-from ..node import Node
+from ....metadata.wire.membership import LedgerReport
+from ...nodes.node import Node
+from ...placement.availability import degraded
+from ..server.api import Api, json_response
 from .admin_types import (
     DrainRequest,
     HeldWork,
@@ -21,7 +22,6 @@ from .admin_types import (
     PairState,
     RouterLedger,
 )
-from .api import Api, json_response
 
 _drain_decoder = msgspec.json.Decoder(DrainRequest)
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from ...metadata.wire.node_info import Capacity, HandoffSchema, Load, NodeStats, PoolLedger, Role
-from ..availability import Degraded
+from ....metadata.wire.node_info import Capacity, HandoffSchema, Load, NodeStats, PoolLedger, Role
+from ...placement.availability import Degraded
 
 
 class HealthAnswer(Struct, frozen=True, omit_defaults=True):

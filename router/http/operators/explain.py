@@ -11,11 +11,11 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from ...metadata.errors import RequestError
-from ..errors import NotFound
-from ..trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, TraceRecorder
-from .api import Api, json_response
-from .errors import from_validation
+from ....metadata.errors import RequestError
+from ...errors import NotFound
+from ...requests.trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, TraceRecorder
+from ..server.api import Api, json_response
+from ..server.errors import from_validation
 
 FILTER_WORDS = (
     f"the filters are outcome ({', '.join(get_args(Outcome))}), model, node, min_s (seconds) and limit (a count)"

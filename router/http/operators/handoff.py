@@ -6,9 +6,9 @@ from typing import Literal, get_args
 
 from aiohttp import web
 
-from ...metadata.errors import RequestError
-from ...metadata.handoff.kv_layout import KvLayout
-from ...metadata.handoff.schema import (
+from ....metadata.errors import RequestError
+from ....metadata.handoff.schema.kv_layout import KvLayout
+from ....metadata.handoff.schema.schema import (
     ROW_KINDS,
     RowKind,
     blocks_per_page,
@@ -19,10 +19,10 @@ from ...metadata.handoff.schema import (
     pool_words,
     row_bytes,
 )
-from ...metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
-from ..node import NodeGroup
+from ....metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
+from ...nodes.node import NodeGroup
+from ..server.api import Api, json_response
 from .admin_types import HandoffAnswer, HandoffField, HandoffGroup, NodesOfRoles, PromptBytes
-from .api import Api, json_response
 
 PROMPT_LENS = (128, 1024, 8192)  # tokens
 Format = Literal["json", "text"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from ...metadata.wire.membership import LedgerReport
-from ..node import Node
-from ..runner import RunningDispatcher
+from ....metadata.wire.membership import LedgerReport
+from ...nodes.node import Node
+from ...runner import RunningDispatcher
 
 ANSWER_S = 5.0  # a node that has not answered within so many seconds counts as silent
 

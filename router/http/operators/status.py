@@ -6,15 +6,15 @@ import time
 
 from aiohttp import web
 
-from ...metadata.errors import Unavailable
-from ...metadata.version import package_version
-from ..availability import degraded
-from ..errors import NoNode
-from ..metrics import CONTENT_TYPE
-from .access import IS_OPERATOR
+from ....metadata.errors import Unavailable
+from ....metadata.version import package_version
+from ...errors import NoNode
+from ...figures.metrics import CONTENT_TYPE
+from ...placement.availability import degraded
+from ..openai.types import Version
+from ..server.access import IS_OPERATOR
+from ..server.api import Api, json_response
 from .admin_types import HealthAnswer, ReadyAnswer
-from .api import Api, json_response
-from .openai_types import Version
 
 
 async def health(api: Api, http_request: web.Request) -> web.StreamResponse:

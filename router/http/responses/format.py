@@ -9,16 +9,17 @@ from typing import Any
 import msgspec
 from msgspec import UnsetType
 
-from ...metadata.errors import BatonError
-from ..request import Delta, Request, Sequence
-from ..text.tokenizer import TextTokenizer
-from .answer_format import AnswerFormat
-from .errors import body_of
-from .openai_types import CompletionTokensDetails, Usage
-from .output_reader import OutputReader, OutputReading
-from .response_tools import ResponseTools
-from .responses_output import ResponseOutput
-from .responses_types import (
+from ....metadata.errors import BatonError
+from ...requests.request import Delta, Request, Sequence
+from ...text.tokenizer import TextTokenizer
+from ..openai.answer_format import AnswerFormat
+from ..openai.output_reader import OutputReader, OutputReading
+from ..openai.types import CompletionTokensDetails, Usage
+from ..server.errors import body_of
+from ..server.sse import named_event
+from .output import ResponseOutput
+from .tools import ResponseTools
+from .types import (
     IncompleteDetails,
     InputDetails,
     OutputDetails,
@@ -32,7 +33,6 @@ from .responses_types import (
     ResponseUsage,
     Status,
 )
-from .sse import named_event
 
 _encode = msgspec.json.Encoder().encode
 

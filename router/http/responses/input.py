@@ -14,11 +14,13 @@ from __future__ import annotations
 import msgspec
 from msgspec import Raw, Struct
 
-from ...metadata.errors import RequestError
-from .bodies import decode
-from .openai_types import ChatMessage, TextPart
-from .response_tools import custom_arguments, name_for_chat
-from .responses_types import (
+from ....metadata.errors import RequestError
+from ..bodies.bodies import decode
+from ..openai.tool_types import CalledFunction, ToolCall
+from ..openai.tools import arguments_of
+from ..openai.types import ChatMessage, TextPart
+from .tools import custom_arguments, name_for_chat
+from .types import (
     INPUT_ITEMS,
     CallItem,
     CallOutputItem,
@@ -29,8 +31,6 @@ from .responses_types import (
     ReasoningItem,
     ResponsesRequest,
 )
-from .tool_types import CalledFunction, ToolCall
-from .tools import arguments_of
 
 _LONGEST_TYPE = 64  # of an item, in an error
 

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 
-from ..output_parser import OutputEvent
-from ..reasoning_parsers.base import Thought
-from ..tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
-from .output_reader import OutputReader, WholeCall, WholePart
-from .response_tools import CalledTool, ResponseTools, custom_input
-from .responses_types import (
+from ...reasoning_parsers.base import Thought
+from ...requests.output_parser import OutputEvent
+from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
+from ..openai.output_reader import OutputReader, WholeCall, WholePart
+from .tools import CalledTool, ResponseTools, custom_input
+from .types import (
     OutputCall,
     OutputCustomCall,
     OutputItem,

@@ -6,18 +6,18 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from ...metadata.errors import RequestError
-from ..text.tokenizer import TextTokenizer
-from .answer_format import AnswerFormat
-from .api import Api
-from .completions import serve_chat
-from .fields import check_served
-from .openai_types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
-from .output_reader import OutputReading
-from .renamed import renamed
-from .response_tools import ResponseTools, choice_for_chat
-from .responses_format import ResponsesFormat
-from .responses_types import ResponsesRequest, TextFormat
+from ....metadata.errors import RequestError
+from ...text.tokenizer import TextTokenizer
+from ..bodies.fields import check_served
+from ..bodies.renamed import renamed
+from ..openai.answer_format import AnswerFormat
+from ..openai.completions import serve_chat
+from ..openai.output_reader import OutputReading
+from ..openai.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
+from ..server.api import Api
+from .format import ResponsesFormat
+from .tools import ResponseTools, choice_for_chat
+from .types import ResponsesRequest, TextFormat
 
 NAMES = {  # fields of a chat completion -> what they are called here
     "max_completion_tokens": "max_output_tokens",

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .responses_types import (
+from ..openai.tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
+from ..openai.tools import check_callers
+from .types import (
     ResponseCustomTool,
     ResponseFunction,
     ResponseNamedTool,
@@ -20,8 +22,6 @@ from .responses_types import (
     ResponseToolChoice,
     ToolNamespace,
 )
-from .tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
-from .tools import check_callers
 
 _INPUT = {
     "type": "object",

@@ -18,12 +18,12 @@ from weakref import WeakValueDictionary
 
 from aiohttp import web
 
-from ...metadata.errors import ConfigError, Overloaded, RequestError
-from ..config import RouterConfig
-from ..errors import Forbidden, Unauthorized
-from ..fair_share import DEFAULT, Tenant
-from ..keys import MAX_NAME, ApiKey, KeysFile, digest_of, is_name
-from ..pace import Average
+from ....metadata.errors import ConfigError, Overloaded, RequestError
+from ...config import RouterConfig
+from ...errors import Forbidden, Unauthorized
+from ...keys import MAX_NAME, ApiKey, KeysFile, digest_of, is_name
+from ...waiting.fair_share import DEFAULT, Tenant
+from ...waiting.pace import Average
 from .origin import is_trusted, trusted_networks
 
 

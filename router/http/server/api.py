@@ -14,24 +14,24 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from ...metadata.bus.descriptors import Descriptors
-from ...metadata.errors import RequestError, Unavailable
-from ...metadata.wire.node_info import Role
-from ..availability import Expected, no_node
-from ..config import RouterConfig
-from ..errors import NotFound
-from ..grammar_checks import GrammarChecks
-from ..metrics import Metrics
-from ..node import ROLES, NodeGroup
-from ..runner import RunningDispatcher
-from ..text.tokenizer import TextTokenizer
+from ....metadata.bus.descriptors import Descriptors
+from ....metadata.errors import RequestError, Unavailable
+from ....metadata.wire.node_info import Role
+from ...config import RouterConfig
+from ...errors import NotFound
+from ...figures.metrics import Metrics
+from ...nodes.node import ROLES, NodeGroup
+from ...placement.availability import Expected, no_node
+from ...runner import RunningDispatcher
+from ...text.grammar_checks import GrammarChecks
+from ...text.tokenizer import TextTokenizer
+from ..bodies.bodies import Bodies, decoded_mended, decoded_strictly
+from ..bodies.body_size import BODY_SIZE, most_plain, quick_size, takes_ids
+from ..bodies.side_work import SideWork
+from ..openai.cache_salts import CacheSalts
+from ..operators.ledgers import Ledgers
 from .access import Access
-from .bodies import Bodies, decoded_mended, decoded_strictly
-from .body_size import BODY_SIZE, most_plain, quick_size, takes_ids
-from .cache_salts import CacheSalts
 from .in_flight import InFlight
-from .ledgers import Ledgers
-from .side_work import SideWork
 
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read

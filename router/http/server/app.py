@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
-from ...metadata.errors import BatonError, Overloaded
-from ..errors import NotFound
-from ..fair_turns import ASKER
+from ....metadata.errors import BatonError, Overloaded
+from ...errors import NotFound
+from ...waiting.fair_turns import ASKER
+from ..bodies.bodies import expected
+from ..bodies.encodings import too_large
 from .access import CALLER, IS_OPERATOR, KeyLevel, share_of
 from .api import Api, request_id
-from .bodies import expected
 from .connection import SERVER, Connection
 from .cross_origin import CrossOriginChecks, Reach
-from .encodings import too_large
 from .errors import INTERNAL, HttpRefusal, is_anthropic, response_of
 from .forwarded import client_address
 from .origin import Authority, is_loopback, trusted_networks

@@ -10,8 +10,8 @@ from aiohttp import HttpVersion11, StreamReader
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import BaseRequest, RequestHandler, RequestPayloadError, Server, StreamResponse
 
-from ...metadata.bus.descriptors import Descriptors, group_of
-from ...metadata.errors import BatonError
+from ....metadata.bus.descriptors import Descriptors, group_of
+from ....metadata.errors import BatonError
 from .errors import INTERNAL, HttpRefusal, response_of
 from .half_closed import HalfClosed, can_look
 from .sse import STREAM

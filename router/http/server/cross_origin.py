@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from ..config import RouterConfig
-from ..errors import Foreign
+from ...config import RouterConfig
+from ...errors import Foreign
 from .access import Access, KeyLevel
 from .errors import HttpRefusal
 from .origin import Authority, Origin, allowed_hosts, allowed_origins, is_loopback

@@ -14,8 +14,8 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from ...metadata.errors import BatonError, OutOfMemory, OutOfPages, Overloaded, RequestError, Unavailable
-from ..errors import (
+from ....metadata.errors import BatonError, OutOfMemory, OutOfPages, Overloaded, RequestError, Unavailable
+from ...errors import (
     Conflict,
     DeadlineExceeded,
     Forbidden,

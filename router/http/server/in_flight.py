@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..errors import NotFound
-from ..request import Request
+from ...errors import NotFound
+from ...requests.request import Request
 from .access import Caller
 
 

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from ...metadata.errors import Overloaded
-from ..errors import outcome_of
-from ..node import NodeGroup
-from ..queue import Asked
-from ..request import Request
+from ....metadata.errors import Overloaded
+from ...errors import outcome_of
+from ...nodes.node import NodeGroup
+from ...requests.request import Request
+from ...waiting.queue import Asked
+from ..openai.parameters import asked_tokens, timeout_s
+from ..openai.types import CommonRequest
 from .access import CALLER, Caller
 from .api import Api
-from .openai_types import CommonRequest
-from .parameters import asked_tokens, timeout_s
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from ...metadata.bus.descriptors import Descriptors
+from ....metadata.bus.descriptors import Descriptors
 
 BACKLOG = 1024  # connections that wait to be accepted
 _PAUSE_S = 0.02  # without a free descriptor, and none that could become free

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from ...metadata.version import package_version
+from ....metadata.version import package_version
+from ..bodies.fields import Ignored, NotServed, rules_of
+from ..openai.types import EXACTLY_ONE_OF
+from ..responses.types import INPUT_ITEMS, ResponsesRequest
 from .access import KeyLevel
 from .errors import MessagesErrorBody
-from .fields import Ignored, NotServed, rules_of
-from .openai_types import EXACTLY_ONE_OF
-from .responses_types import INPUT_ITEMS, ResponsesRequest
 from .route import Parameter, Route
 
 _DESCRIPTION = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from ..openai.types import CancelledRequest
 from .access import CALLER
 from .api import Api, json_response
-from .openai_types import CancelledRequest
 
 
 async def cancel(api: Api, http_request: web.Request) -> web.StreamResponse:

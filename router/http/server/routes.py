@@ -11,14 +11,10 @@ from typing import Annotated, Any
 from aiohttp import web
 from msgspec import Meta
 
-from ...metadata.version import package_version
-from ..trace import Explanation, Outcome, RecentRequests
-from . import admin, completions, explain, handoff, messages, models, requests, responses, status, tokenization
-from .access import KeyLevel
-from .admin_types import DrainRequest, HandoffAnswer, HealthAnswer, LedgersAnswer, NodesAnswer, NodeState, ReadyAnswer
-from .api import Api, json_response
-from .errors import MessagesErrorBody
-from .messages_types import (
+from ....metadata.version import package_version
+from ...requests.trace import Explanation, Outcome, RecentRequests
+from ..anthropic import messages
+from ..anthropic.types import (
     AnthropicModel,
     AnthropicModelList,
     CountTokensRequest,
@@ -27,7 +23,8 @@ from .messages_types import (
     MessagesRequest,
     TokenCount,
 )
-from .openai_types import (
+from ..openai import completions, models, tokenization
+from ..openai.types import (
     CancelledRequest,
     ChatChunk,
     ChatCompletion,
@@ -44,8 +41,23 @@ from .openai_types import (
     TokenizerInfo,
     Version,
 )
+from ..operators import admin, explain, handoff, status
+from ..operators.admin_types import (
+    DrainRequest,
+    HandoffAnswer,
+    HealthAnswer,
+    LedgersAnswer,
+    NodesAnswer,
+    NodeState,
+    ReadyAnswer,
+)
+from ..responses import responses
+from ..responses.types import ResponseAnswer, ResponseEvent, ResponsesRequest
+from . import requests
+from .access import KeyLevel
+from .api import Api, json_response
+from .errors import MessagesErrorBody
 from .openapi import document
-from .responses_types import ResponseAnswer, ResponseEvent, ResponsesRequest
 from .route import Parameter, Route
 
 _Name = Annotated[str, Meta(min_length=1)]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from ...metadata.errors import BatonError
+from ....metadata.errors import BatonError
 from .errors import body_of
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from baton.deploy.simulation.costs import Costs
 from baton.deploy.simulation.prefill_node import SimulatedPrefillNode
 from baton.deploy.simulation.request import SimulatedRequest
 from baton.deploy.simulation.traffic import Arrival
-from baton.router.prompt_placement import RemoteFigures
+from baton.router.placement.prompt_placement import RemoteFigures
 
 
 class Bench:

@@ -14,13 +14,13 @@ from thinned import halved
 
 pytest.importorskip("triton")
 
-from baton.engine.attention import HeadNorms, begin_attention
-from baton.engine.batch import ForwardBatch, JointBatch
-from baton.engine.model_config import ModelConfig
-from baton.engine.models.read_config import read_model_config
-from baton.engine.rope import RotaryEmbedding
+from baton.engine.attention.attention import HeadNorms, begin_attention
+from baton.engine.attention.rope import RotaryEmbedding
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.rounds.batch import ForwardBatch, JointBatch
 from baton.engine.work import BatchRow
-from baton.kernels import prompt_attention
+from baton.kernels.attention import prompt_attention
 from baton.kernels.operations import preferring
 
 pytestmark = pytest.mark.skipif(not triton_device.IS_INTERPRETED, reason="compares with the ways of a CPU")

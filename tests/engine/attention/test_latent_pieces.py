@@ -13,18 +13,18 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.engine import latent_pieces
-from baton.engine.attention import attend_latents, begin_attention
-from baton.engine.batch import ForwardBatch
-from baton.engine.latent_pieces import LatentPieces, is_faster, piece_size
-from baton.engine.model_config import LatentConfig
-from baton.engine.models.read_config import read_model_config
-from baton.engine.rope import RotaryEmbedding
+from baton.engine.attention import latent_pieces
+from baton.engine.attention.attention import attend_latents, begin_attention
+from baton.engine.attention.latent_pieces import LatentPieces, is_faster, piece_size
+from baton.engine.attention.rope import RotaryEmbedding
+from baton.engine.checkpoint.model_config import LatentConfig
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
-from baton.kernels import triton_expanded
-from baton.kernels.latents import LatentWeights
-from baton.kernels.norm import Norm
+from baton.kernels.attention import triton_expanded
+from baton.kernels.attention.latents import LatentWeights
 from baton.kernels.operations import preferring
+from baton.kernels.products.norm import Norm
 
 DEEPSEEK = LatentConfig(512, None, 128, 64, 128, is_interleaved=True, scale=0.1)
 SMALL = LatentConfig(40, None, 20, 16, 24, is_interleaved=True, scale=0.07)

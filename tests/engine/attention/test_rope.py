@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.models.read_config import read_model_config
-from baton.engine.rope import RotaryEmbedding, rotary_order
-from baton.engine.rope_config import RopeConfig
-from baton.kernels.rotary import apply_rotary_, rotary_ref
+from baton.engine.attention.rope import RotaryEmbedding, rotary_order
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.rope_config import RopeConfig
+from baton.kernels.products.rotary import apply_rotary_, rotary_ref
 
 CONFIGS = {
     "default": {"rope_type": "default", "rope_theta": 1e6},

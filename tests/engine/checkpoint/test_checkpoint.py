@@ -12,8 +12,8 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from baton.engine.checkpoint import FLOATS, Checkpoint, TensorSpec, tensor_digests
-from baton.engine.model_files import safetensors_files
+from baton.engine.checkpoint.checkpoint import FLOATS, Checkpoint, TensorSpec, tensor_digests
+from baton.engine.checkpoint.model_files import safetensors_files
 from baton.metadata.errors import ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

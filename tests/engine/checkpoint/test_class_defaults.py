@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from baton.engine.models.class_defaults import CLASS_DEFAULTS, THETAS
+from baton.engine.checkpoint.class_defaults import CLASS_DEFAULTS, THETAS
 from baton.engine.models.families import FAMILIES
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.config_file import ConfigFile
+from baton.engine.checkpoint.config_file import ConfigFile
 from baton.metadata.errors import ModelError
 
 

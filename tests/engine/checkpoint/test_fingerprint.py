@@ -12,9 +12,9 @@ import pytest
 import xxhash
 from checkpoints import shard
 
-from baton.engine.checkpoint import tensor_digests
-from baton.engine.fingerprint import fingerprint
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.checkpoint import tensor_digests
+from baton.engine.checkpoint.fingerprint import fingerprint
+from baton.engine.checkpoint.read_config import read_model_config
 
 Checkpoint = Callable[..., Path]
 

@@ -10,9 +10,9 @@ import pytest
 import transformers
 from published_configs import PUBLISHED
 
+from baton.engine.checkpoint.known_fields import FIXED, INERT, INERT_PATTERNS, ROPE_FIXED, ROPE_INERT
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.families import FAMILIES
-from baton.engine.models.known_fields import FIXED, INERT, INERT_PATTERNS, ROPE_FIXED, ROPE_INERT
-from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ModelError
 
 LLAMA = PUBLISHED["Llama-3.1-8B"]

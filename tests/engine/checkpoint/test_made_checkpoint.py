@@ -13,12 +13,12 @@ import torch
 from node_pair import node_pairs, params
 from quantized import SCHEMES
 
-from baton.engine.checkpoint import TensorSpec
+from baton.engine.checkpoint.checkpoint import TensorSpec
+from baton.engine.checkpoint.made_checkpoint import EveryName, MadeCheckpoint, dummy_tensor
+from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.made_checkpoint import EveryName, MadeCheckpoint, dummy_tensor
-from baton.engine.model_config import ModelConfig
-from baton.kernels.mxfp4 import unpacked
+from baton.kernels.experts.mxfp4 import unpacked
 from baton.metadata.errors import ConfigError, ModelError
 
 CPU = torch.device("cpu")

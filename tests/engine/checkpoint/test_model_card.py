@@ -15,8 +15,8 @@ import xxhash
 from checkpoints import CHAT_TEMPLATE, END
 from transformers import AutoTokenizer
 
-from baton.engine.model_card import read_card, read_tokenizer
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.model_card import read_card, read_tokenizer
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.metadata.errors import ModelError, RequestError
 from baton.metadata.wire.node_info import ModelCard
 from baton.router.text.chat_template import ChatTemplate

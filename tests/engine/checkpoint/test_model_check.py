@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.model_check import check_model, resolve_model
+from baton.engine.checkpoint.model_check import check_model, resolve_model
 from baton.metadata.errors import BatonError
 
 Checkpoint = Callable[..., Path]
@@ -21,7 +21,7 @@ def test_the_demo_model_passes_without_torch() -> None:
     code = """
 import sys
 from baton.decode_node.config import DecodeConfig
-from baton.engine.model_check import check_model
+from baton.engine.checkpoint.model_check import check_model
 check_model(DecodeConfig())
 sys.exit("torch" in sys.modules)
 """

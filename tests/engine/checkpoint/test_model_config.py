@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.model_config import ExpertsConfig, LatentConfig, ModelConfig
-from baton.engine.quantization import ONLINE_FP8, Quantization
-from baton.engine.rope_config import RopeConfig
+from baton.engine.checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig
+from baton.engine.checkpoint.quantization import ONLINE_FP8, Quantization
+from baton.engine.checkpoint.rope_config import RopeConfig
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.kv_layout import KvLayout
+from baton.metadata.handoff.schema.kv_layout import KvLayout
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.model_files import all_stored_tensors, check_directory, stored_tensors
+from baton.engine.checkpoint.model_files import all_stored_tensors, check_directory, stored_tensors
 from baton.metadata.errors import ModelError
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 42\n"

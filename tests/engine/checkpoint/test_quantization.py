@@ -19,21 +19,21 @@ from quantized import ONLINE, SCHEMES, RoundingReference, Scheme, quantized
 from recorded_roundings import recorded_roundings
 from thinned import thinned
 
-from baton.engine.checkpoint import Checkpoint
+from baton.engine.checkpoint.checkpoint import Checkpoint
+from baton.engine.checkpoint.fingerprint import fingerprint
+from baton.engine.checkpoint.quantization import ONLINE_FP8, Quantization, Rounding, WeightScale, chosen
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.weights import CheckpointWeights
 from baton.engine.config import EngineConfig
 from baton.engine.engine import read_target
-from baton.engine.fingerprint import fingerprint
-from baton.engine.group import OneRank
 from baton.engine.layers.latent_attention import LatentAttention
 from baton.engine.models.decoder import DecoderStack
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.products.base import INNER_IN, INNER_OUT
 from baton.engine.products.fp8 import Fp8ProductOnCpu
-from baton.engine.quantization import ONLINE_FP8, Quantization, Rounding, WeightScale, chosen
-from baton.engine.rank_shares import check_shares
-from baton.engine.ranks import Ranks
-from baton.engine.weights import CheckpointWeights
+from baton.engine.ranks.group import OneRank
+from baton.engine.ranks.ranks import Ranks
+from baton.engine.ranks.shares import check_shares
 from baton.metadata.errors import ConfigError
 
 BLOCKS = SCHEMES["blocks"]

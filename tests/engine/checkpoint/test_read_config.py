@@ -15,9 +15,9 @@ from published_configs import PUBLISHED, write_config
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from baton.engine.model_config import ModelConfig
-from baton.engine.models.read_config import read_model_config
-from baton.engine.rope_config import RopeConfig
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.rope_config import RopeConfig
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]
@@ -297,7 +297,7 @@ def test_what_no_class_says_is_not_guessed(fields: dict[str, Any], words: str, t
 
 def test_no_torch_is_needed() -> None:
     """`baton up` reads config.json before anything starts."""
-    code = "import sys; import baton.engine.models.read_config; sys.exit('torch' in sys.modules)"
+    code = "import sys; import baton.engine.checkpoint.read_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

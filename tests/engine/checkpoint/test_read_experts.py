@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.config_file import ConfigFile
-from baton.engine.model_config import ExpertsConfig
-from baton.engine.models.read_experts import num_experts_of, read_deepseek_experts
+from baton.engine.checkpoint.config_file import ConfigFile
+from baton.engine.checkpoint.model_config import ExpertsConfig
+from baton.engine.checkpoint.read_experts import num_experts_of, read_deepseek_experts
 from baton.metadata.errors import ModelError
 
 V2_LITE: dict[str, Any] = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from published_configs import PUBLISHED, write_config
 
-from baton.engine.config_file import ConfigFile
-from baton.engine.models.read_latent import read_latent
+from baton.engine.checkpoint.config_file import ConfigFile
+from baton.engine.checkpoint.read_latent import read_latent
 from baton.metadata.errors import ModelError
 
 

@@ -10,9 +10,9 @@ import pytest
 from mxfp4 import CONFIG
 from quantized import SCHEMES
 
-from baton.engine.config_file import ConfigFile
-from baton.engine.models.read_quantization import read_quantization
-from baton.engine.quantization import Quantization
+from baton.engine.checkpoint.config_file import ConfigFile
+from baton.engine.checkpoint.quantization import Quantization
+from baton.engine.checkpoint.read_quantization import read_quantization
 from baton.metadata.errors import ModelError
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from baton.engine.rope_config import yarn_attention_factor
+from baton.engine.checkpoint.rope_config import yarn_attention_factor
 
 
 @pytest.mark.parametrize(

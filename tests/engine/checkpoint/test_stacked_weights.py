@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.checkpoint import Checkpoint
-from baton.engine.group import OneRank
+from baton.engine.checkpoint.checkpoint import Checkpoint
+from baton.engine.checkpoint.quantization import Quantization
+from baton.engine.checkpoint.stacked_weights import StackedWeight
+from baton.engine.checkpoint.weights import CheckpointWeights, ListedWeights
 from baton.engine.products.base import INNER_IN, INNER_OUT, Split
-from baton.engine.quantization import Quantization
-from baton.engine.ranks import Ranks
-from baton.engine.stacked_weights import StackedWeight
-from baton.engine.weights import CheckpointWeights, ListedWeights
-from baton.kernels.mxfp4 import from_checkpoint, unpacked
+from baton.engine.ranks.group import OneRank
+from baton.engine.ranks.ranks import Ranks
+from baton.kernels.experts.mxfp4 import from_checkpoint, unpacked
 from baton.metadata.errors import ModelError
 
 NUM_EXPERTS, SIZE, INNER = 3, 64, 96

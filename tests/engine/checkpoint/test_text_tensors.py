@@ -19,10 +19,10 @@ from checkpoints import TINY, make_checkpoint
 from node_pair import node_pairs, params
 from safetensors.torch import load_file, save_file
 
-from baton.engine.batch import ForwardBatch
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.text_tensors import is_of_tower, text_tensors
 from baton.engine.models.registry import load_model
-from baton.engine.text_tensors import is_of_tower, text_tensors
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 

@@ -12,14 +12,14 @@ import torch
 from checkpoints import shard
 from safetensors.torch import load_file, save_file
 
-from baton.engine.fingerprint import fingerprint
+from baton.engine.checkpoint.fingerprint import fingerprint
+from baton.engine.checkpoint.quantization import Quantization
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.weights import ListedWeights, in_order
 from baton.engine.layers.decoder import DecoderBody
 from baton.engine.models.decoder import DecoderModel, DecoderStack
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.products.dense import DenseProduct
-from baton.engine.quantization import Quantization
-from baton.engine.weights import ListedWeights, in_order
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]

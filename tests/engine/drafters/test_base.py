@@ -12,7 +12,7 @@ from drafters import ALL, settings, target_of
 from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.base import DraftState
 from baton.engine.engine import Engine
-from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling.batch import SamplingBatch
 
 KINDS = ("ngram", *ALL)
 

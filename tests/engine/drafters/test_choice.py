@@ -12,9 +12,9 @@ from heads import write_head
 from own_mtp import with_mtp
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError, ModelError
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from heads import write_head
 
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.eagle3 import aux_layers
 from baton.engine.models.head_file import read_head
-from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError, ModelError
 
 KEY = "eagle_aux_hidden_state_layer_ids"

@@ -12,10 +12,10 @@ from heads import HYPER_FROZEN, HYPER_LAYERED, LAYERED
 from layouts import LOOKAHEAD, SOURCES, WITH_DRAFT_POOL
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.models.read_config import read_model_config
-from baton.metadata.handoff.schema import differences, wire_name
+from baton.metadata.handoff.schema.schema import differences, wire_name
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 KINDS = ("ngram", *ALL)

@@ -16,10 +16,10 @@ from heads import ALGORITHM, HYPER_FROZEN, write_head
 from plain_heads import Plain, PlainFrozenHead, grow
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.base import DraftState
 from baton.engine.drafters.frozen_kv import FrozenKvDrafter
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 

@@ -16,10 +16,10 @@ from direct import Direct, Text, close_kv
 from heads import HYPER_LAYERED, LAYERED, SIX_LAYERS, write_head
 from plain_heads import Plain, PlainHead
 
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, PromptTail, RoundRows
 from baton.engine.drafters.mtp_layers import MtpLayersDrafter
-from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.sampling.batch import SamplingBatch
 
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 10}
 SAMPLED = [

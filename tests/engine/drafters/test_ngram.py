@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from layouts import make_layout
 
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.ngram import NgramDrafter
+from baton.engine.rounds.draft_shape import DraftShape
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ from node_pair import node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
 from baton.deploy.flags import settings_of
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.drafters.family import Family, Speculation, Wanted
 from baton.engine.drafters.registry import ALGORITHMS, DRAFTERS, Line
 from baton.engine.drafters.speculation import load_family
 from baton.engine.engine import Engine
-from baton.engine.trees import Drafts
-from baton.metadata.handoff.hidden_layout import HiddenLayout
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.trees import Drafts
+from baton.metadata.handoff.schema.hidden_layout import HiddenLayout
 
 
 @pytest.mark.parametrize("algorithm", DRAFTERS)

@@ -17,7 +17,7 @@ from thinned import halved
 
 from baton.engine.drafters.base import DraftState
 from baton.engine.drafters.shifted import ShiftedDrafter
-from baton.engine.row_shares import Lens
+from baton.engine.sampling.row_shares import Lens
 
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 10}
 OWN_WIDTH = {"eagle3": {"hidden_size": 24}}  # the others have their target's

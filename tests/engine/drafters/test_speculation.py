@@ -13,10 +13,10 @@ from handoff_nodes import check_refused, make_client, make_server
 from heads import ALGORITHM, write_head
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.draft_shape import DraftShape
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.models.read_config import read_model_config
+from baton.engine.rounds.draft_shape import DraftShape
 from baton.metadata.errors import ConfigError
 
 Checkpoints = Callable[..., Path]

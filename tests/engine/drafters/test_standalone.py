@@ -13,9 +13,9 @@ from direct import POISON, Direct, Text, close_kv
 from plain_heads import Plain
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.drafters.standalone import StandaloneDrafter
-from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError
 
 DRAFT = {"hidden_size": 30, "intermediate_size": 44, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 10}

@@ -11,16 +11,16 @@ import torch
 from thread_ranks import ThreadGroup
 from torch import Tensor
 
-from baton.engine.attention import HeadNorms, begin_attention
-from baton.engine.batch import ForwardBatch
+from baton.engine.attention.attention import HeadNorms, begin_attention
+from baton.engine.attention.rope import RotaryEmbedding
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.layers.attention import Attention, WideNorms
-from baton.engine.model_config import ModelConfig
-from baton.engine.models.read_config import read_model_config
 from baton.engine.products.base import WeightShard
 from baton.engine.products.linear import Linear
-from baton.engine.rope import RotaryEmbedding
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
-from baton.kernels.norm import rms_norm_ref
+from baton.kernels.products.norm import rms_norm_ref
 
 PAGE_SIZE, NUM_PAGES, IN_SIZE = 4, 12, 24
 Checkpoint = Callable[..., Path]

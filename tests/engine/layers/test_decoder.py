@@ -6,7 +6,7 @@ import torch
 from stream_layers import EPS, SIZE, Mixing, body, random
 
 from baton.engine.layers.residual import Residual
-from baton.kernels.norm import rms_norm_ref
+from baton.kernels.products.norm import rms_norm_ref
 
 
 def test_equals_the_formula() -> None:

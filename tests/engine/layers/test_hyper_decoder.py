@@ -7,7 +7,7 @@ from stream_layers import EPS, SIZE, Mixing, body, random
 
 from baton.engine.layers.decoder import DecoderLayer
 from baton.engine.layers.hyper_decoder import HyperDecoderLayer, StreamSite
-from baton.kernels.norm import rms_norm_ref
+from baton.kernels.products.norm import rms_norm_ref
 
 STREAMS = 3
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from thinned import halved
 
-from baton.engine import latent_pieces
-from baton.engine.attention import begin_attention
-from baton.engine.batch import ForwardBatch
+from baton.engine.attention import latent_pieces
+from baton.engine.attention.attention import begin_attention
+from baton.engine.attention.rope import RotaryEmbedding
+from baton.engine.checkpoint.model_config import LatentConfig
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.layers.latent_attention import LatentAttention
-from baton.engine.model_config import LatentConfig
-from baton.engine.models.read_config import read_model_config
 from baton.engine.products.linear import Linear
-from baton.engine.rope import RotaryEmbedding
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
 

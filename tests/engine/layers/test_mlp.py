@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from baton.engine.layers.mlp import Mlp
 from baton.engine.layers.residual import Residual
 from baton.engine.products.linear import Linear
-from baton.kernels.norm import rms_norm_ref
+from baton.kernels.products.norm import rms_norm_ref
 
 SIZE, INNER, EPS = 16, 24, 1e-5
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from stream_layers import EPS, SIZE, random
 
+from baton.engine.checkpoint.model_config import ExpertsConfig
 from baton.engine.layers.mlp import Mlp
 from baton.engine.layers.moe import ExpertRouter, MoeMlp
 from baton.engine.layers.residual import Residual
-from baton.engine.model_config import ExpertsConfig
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.experts import TorchExperts
 from baton.engine.products.linear import Linear
-from baton.kernels.norm import rms_norm_ref
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.products.norm import rms_norm_ref
+from baton.kernels.products.silu import silu_mul_ref
 
 NUM_EXPERTS, INNER = 6, 8
 PLAIN = ExpertsConfig(NUM_EXPERTS, 2, INNER, norm_topk_prob=True, layers=(0,))

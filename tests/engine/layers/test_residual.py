@@ -14,12 +14,12 @@ from baton.engine.layers.residual import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.fp8 import Fp8Product, RowRounding
 from baton.engine.products.linear import Linear
-from baton.kernels import linear_configs
-from baton.kernels.fp8 import Fp8Weight, RoundedRows, fp8_linear_ref, round_rows_ref
-from baton.kernels.linear_configs import ROW_CLASSES, Config, ProductShape
-from baton.kernels.norm import rms_norm_ref
 from baton.kernels.operations import preferring
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.products import linear_configs
+from baton.kernels.products.fp8 import Fp8Weight, RoundedRows, fp8_linear_ref, round_rows_ref
+from baton.kernels.products.linear_configs import ROW_CLASSES, Config, ProductShape
+from baton.kernels.products.norm import rms_norm_ref
+from baton.kernels.products.silu import silu_mul_ref
 
 SIZE, INNER, EPS = 64, 96, 1e-5
 FUSED, PLAIN = Config("vector", 16, 128), None

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.batch import ForwardBatch
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderModel, DecoderStack
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.products.half import HalfProduct
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
-from baton.metadata.handoff.kv_layout import KvLayout
+from baton.metadata.handoff.schema.kv_layout import KvLayout
 
 PAGE_SIZE = 4
 NUM_PAGES = 120

@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from solo import Solo
 from ties import Reference
 
-from baton.engine.batch import ForwardBatch
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
-from baton.engine.rank_shares import check_shares
+from baton.engine.ranks.shares import check_shares
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError, ModelError
-from baton.metadata.handoff.kv_layout import KvLayout
+from baton.metadata.handoff.schema.kv_layout import KvLayout
 from baton.metadata.wire.node_info import KvPlane
 
 PAGE_SIZE, NUM_PAGES = 4, 30

@@ -13,7 +13,7 @@ from drafted_text import check_drafted_text
 from own_mtp import with_mtp
 from ties import Reference
 
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.metadata.errors import ModelError
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.families import FAMILIES, LLAMA
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.metadata.errors import ModelError
 

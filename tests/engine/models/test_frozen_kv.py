@@ -16,12 +16,12 @@ from heads import write_head
 from plain_heads import Plain, PlainFrozenHead
 from safetensors.torch import load_file, save_file
 
-from baton.engine.batch import ForwardBatch
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models import frozen_kv
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.frozen_kv import FrozenKvHead, read_frozen_kv
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
+from baton.engine.rounds.batch import ForwardBatch
 from baton.kernels.operations import preferring
 from baton.metadata.errors import BatonError, ConfigError, ModelError
 

@@ -21,16 +21,16 @@ from safetensors.torch import load_file, save_file
 from thinned import thinned
 from ties import Reference
 
+from baton.engine.checkpoint.quantization import Quantization
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.config import EngineConfig
-from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine, read_target
 from baton.engine.layers.moe import MoeMlp
 from baton.engine.models.decoder import DecoderStack
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.products.experts import GroupedExperts, TorchExperts
-from baton.engine.quantization import Quantization
-from baton.engine.rank_shares import check_shares
+from baton.engine.ranks.shares import check_shares
+from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.kernels.formats import SwigluClamp
 from baton.kernels.operations import preferring
 from baton.metadata.errors import ConfigError, ModelError

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from heads import as_speculators, write_head
 
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.families import FAMILIES
 from baton.engine.models.head_file import _architecture, check_state_width, read_head, tensor_names, without_model
-from baton.engine.models.read_config import read_model_config
 from baton.metadata.errors import ConfigError, ModelError
 
 Checkpoint = Callable[..., Path]

@@ -13,12 +13,12 @@ from heads import HYPER, write_head
 from plain_heads import Plain, PlainHead
 from safetensors.torch import load_file, save_file
 
-from baton.engine.batch import ForwardBatch
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.head_file import check_state_width, read_head
 from baton.engine.models.heads import load_eagle
 from baton.engine.models.hyper_eagle import HyperEagleHead
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
+from baton.engine.rounds.batch import ForwardBatch
 from baton.metadata.errors import ConfigError, ModelError
 
 SIZE, STREAMS, PAGE_SIZE = 40, 3, 3

@@ -14,12 +14,12 @@ import torch
 from baton.deploy.demo.training.drafters_files import describe, load_target, save
 from baton.deploy.demo.training.drafters_layers import LayerSizes
 from baton.deploy.demo.training.drafters_models import Target, TargetRows
-from baton.engine.batch import ForwardBatch
-from baton.engine.model_config import ModelConfig
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderStack
 from baton.engine.models.hyper_llama import HyperStack
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 

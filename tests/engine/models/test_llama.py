@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from baton.engine.checkpoint import Checkpoint as Files
+from baton.engine.checkpoint.checkpoint import Checkpoint as Files
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.weights import CheckpointWeights, ListedWeights
 from baton.engine.models.llama import read_body, read_layer
-from baton.engine.models.read_config import read_model_config
-from baton.engine.weights import CheckpointWeights, ListedWeights
 
 Checkpoint = Callable[..., Path]
 PREFIX = "model.layers.1"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.metadata.errors import ModelError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from published_configs import PUBLISHED, write_config
 
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.weights import ListedWeights
 from baton.engine.models.mixtures import MixtureNames, read_mixture
-from baton.engine.models.read_config import read_model_config
-from baton.engine.weights import ListedWeights
 
 
 def names_of(published: str, tmp_path: Path, names: MixtureNames, **changes: Any) -> set[str]:

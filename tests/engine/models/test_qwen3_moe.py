@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from solo import Solo
 from ties import Reference
 
-from baton.engine.batch import ForwardBatch
-from baton.engine.fingerprint import fingerprint
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.fingerprint import fingerprint
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.metadata.errors import ModelError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.models.read_config import read_model_config
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.models.target_ends import ends_in
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.chunk_costs import ChunkCosts
-from baton.engine.step_times import KEPT, MEMORY
+from baton.engine.pace.chunk_costs import ChunkCosts
+from baton.engine.pace.step_times import KEPT, MEMORY
 
 TABLE = {16: 0.005, 256: 0.010, 1024: 0.025}
 

@@ -15,9 +15,9 @@ from solo import Solo
 
 from baton.decode_node.chunk_budget import ChunkBudget
 from baton.decode_node.round_seconds import RoundSeconds
-from baton.engine import chunk_timing
-from baton.engine.chunk_timing import measure_chunk, measure_costs, measure_joint
-from baton.engine.joint_sizes import EVERY_SIZE
+from baton.engine.pace import chunk_timing
+from baton.engine.pace.chunk_timing import measure_chunk, measure_costs, measure_joint
+from baton.engine.pace.joint_sizes import EVERY_SIZE
 
 
 @pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3", "mtp3-deepseek"])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from drafters import settings, target_of
 
-from baton.engine.batch import Computed
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.prompt_timing import measure_prompt
-from baton.engine.prompts import Prompts
+from baton.engine.pace.prompt_timing import measure_prompt
+from baton.engine.prompts.prompts import Prompts
+from baton.engine.rounds.batch import Computed
 from baton.engine.work import BatchRow
 
 

@@ -11,7 +11,7 @@ from drafters import settings, target_of
 from node_pair import params
 from solo import Solo
 
-from baton.engine.round_timing import measure_round
+from baton.engine.pace.round_timing import measure_round
 
 
 @pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3", "frozen-kv-mtp"])

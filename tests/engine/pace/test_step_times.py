@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from adaptive_world import Machine
 
-from baton.engine.step_times import KEPT, StepTimes
+from baton.engine.pace.step_times import KEPT, StepTimes
 
 
 def linear_times(plain: float, per_step: float, per_row: float = 0.0) -> StepTimes:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.checkpoint.quantization import ONLINE_FP8
 from baton.engine.products.base import Product, WeightSource
-from baton.engine.quantization import ONLINE_FP8
-from baton.kernels.norm import Norm
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.products.norm import Norm
+from baton.kernels.products.silu import silu_mul_ref
 
 
 class Plain(Product):

@@ -12,11 +12,11 @@ from triton_device import random
 pytest.importorskip("triton")
 
 from baton.engine.products.dense import DenseProduct
-from baton.kernels import linear_configs
-from baton.kernels.linear_configs import ROW_CLASSES, Config, ProductShape
-from baton.kernels.norm import Norm, rms_norm_ref
 from baton.kernels.operations import preferring
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.products import linear_configs
+from baton.kernels.products.linear_configs import ROW_CLASSES, Config, ProductShape
+from baton.kernels.products.norm import Norm, rms_norm_ref
+from baton.kernels.products.silu import silu_mul_ref
 
 OUT, IN = 96, 64
 VECTOR = Config("vector", 16, 128)

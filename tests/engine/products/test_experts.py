@@ -12,14 +12,14 @@ from quantized import Roundings
 from recorded_roundings import recorded_roundings
 from torch import Tensor
 
+from baton.engine.checkpoint.quantization import ONLINE_FP8, Quantization
 from baton.engine.products.base import GivenWeight, WeightSource
 from baton.engine.products.experts import ExpertSources, GroupedExperts, TorchExperts, choose_experts_product
 from baton.engine.products.fp8 import RowRounding
-from baton.engine.quantization import ONLINE_FP8, Quantization
+from baton.kernels.experts.mxfp4 import from_checkpoint, unpacked
 from baton.kernels.formats import SwigluClamp
-from baton.kernels.fp8 import E4M3, RoundedRows
-from baton.kernels.mxfp4 import from_checkpoint, unpacked
-from baton.kernels.norm import Norm, rms_norm
+from baton.kernels.products.fp8 import E4M3, RoundedRows
+from baton.kernels.products.norm import Norm, rms_norm
 
 NUM_EXPERTS, SIZE, INNER = 5, 40, 24
 CLAMP = SwigluClamp(1.5, 1.702)

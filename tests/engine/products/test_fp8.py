@@ -15,19 +15,19 @@ from recorded_roundings import recorded_roundings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine.batch import ForwardBatch
-from baton.engine.model_config import ModelConfig
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.quantization import ONLINE_FP8, Quantization
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderModel, DecoderStack
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.products.base import WeightShard, WeightSource
 from baton.engine.products.fp8 import Fp8Product, Fp8ProductOnCpu
-from baton.engine.quantization import ONLINE_FP8, Quantization
+from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
-from baton.kernels.fp8 import dequantized
 from baton.kernels.operations import preferring
+from baton.kernels.products.fp8 import dequantized
 from baton.metadata.errors import ModelError
-from baton.metadata.handoff.kv_layout import KvLayout
+from baton.metadata.handoff.schema.kv_layout import KvLayout
 
 Checkpoint = Callable[..., Path]
 PAGE_SIZE = 4

@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.engine.products.base import Product, WeightSource
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
-from baton.kernels.norm import Norm
+from baton.kernels.products.norm import Norm
 
 
 class Recorder(Product):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.group import OneRank
 from baton.engine.layers.residual import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
-from baton.kernels.norm import rms_norm_ref
+from baton.engine.ranks.group import OneRank
+from baton.kernels.products.norm import rms_norm_ref
 
 
 class Doubling(OneRank):

@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine.checkpoint import FLOATS
+from baton.engine.checkpoint.checkpoint import FLOATS
+from baton.engine.checkpoint.quantization import Quantization
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderModel, DecoderStack
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.products import registry
 from baton.engine.products.base import Product, StoredTensor, WeightSource
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
-from baton.engine.quantization import Quantization
-from baton.kernels.norm import Norm
+from baton.kernels.products.norm import Norm
 from baton.metadata.errors import ModelError
 
 SCALED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from baton.engine.own_work_prompts import OwnWorkPrompts
-from baton.engine.prompt_executor import OwnPromptExecutor, PromptExecutor, PromptStates
-from baton.engine.prompts import Prompts
-from baton.engine.rank_executor import RankPrompts
+from baton.engine.prompts.executor import OwnPromptExecutor, PromptExecutor, PromptStates
+from baton.engine.prompts.prompts import Prompts
+from baton.engine.ranks.executor import RankPrompts
+from baton.engine.ranks.own_work_prompts import OwnWorkPrompts
 
 
 def test_the_module_imports_no_torch() -> None:
-    program = "import sys, baton.engine.prompt_executor; sys.exit('torch' in sys.modules)"
+    program = "import sys, baton.engine.prompts.executor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -14,11 +14,11 @@ import torch
 from drafters import settings, target_of
 from triton_device import DEVICE
 
-from baton.engine.batch import Computed
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.prompt_graphs import PromptInputs, own
-from baton.engine.prompt_sizes import MAX_SEQS
+from baton.engine.prompts.graphs import PromptInputs, own
+from baton.engine.prompts.sizes import MAX_SEQS
+from baton.engine.rounds.batch import Computed
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
 

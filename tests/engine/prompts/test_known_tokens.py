@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.known_tokens import MARGIN, Around, KnownTokens
+from baton.engine.prompts.known_tokens import MARGIN, Around, KnownTokens
 from baton.engine.work import BatchRow
 
 TEXT = list(range(1000, 1500))

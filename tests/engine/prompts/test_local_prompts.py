@@ -11,8 +11,8 @@ from drafters import ALL, settings, target_of
 from solo import Running, Solo
 from thinned import thinned
 
-from baton.engine.pages import Owner
-from baton.engine.sampling_state import SamplingState
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 

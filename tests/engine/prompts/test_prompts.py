@@ -16,12 +16,12 @@ from memory_limit import MemoryLimit
 from baton.engine import engine as engines
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
-from baton.engine.prompts import Prompts, SubmittedChunk
-from baton.engine.sampling_state import SamplingState
+from baton.engine.prompts.prompts import Prompts, SubmittedChunk
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow, Chunk, ChunkRow, CopyPages, FirstTokens, HandoffRows, Tail, Tails
 from baton.metadata.errors import OutOfMemory
-from baton.metadata.handoff.buffers import MetadataBuffers
+from baton.metadata.handoff.schema.buffers import MetadataBuffers
 from baton.metadata.wire.request import SamplingParams
 
 PAGE = 4

@@ -10,8 +10,8 @@ import torch
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
-from baton.engine.prompt_scores import SubmittedScores
+from baton.engine.prompts.scores import SubmittedScores
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 
 PAGE_SIZE = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.prompt_sizes import BUCKETS, MAX_SEQS, NO_PROMPT_SIZES, PromptSizes, bucket, bucket_sizes
+from baton.engine.prompts.sizes import BUCKETS, MAX_SEQS, NO_PROMPT_SIZES, PromptSizes, bucket, bucket_sizes
 from baton.engine.work import BatchRow
 
 

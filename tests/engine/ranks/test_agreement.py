@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.agreement import agree, largest_shape, next_works, widened
-from baton.engine.draft_shape import NO_DRAFTS, DraftShape
-from baton.engine.prompt_sizes import PromptSizes
-from baton.engine.sampling_state import Needs, SamplingState
+from baton.engine.prompts.sizes import PromptSizes
+from baton.engine.ranks.agreement import agree, largest_shape, next_works, widened
+from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape
+from baton.engine.sampling.state import Needs, SamplingState
 from baton.engine.work import BatchRow, CatchUp, Chunk, ChunkRow, Forget, LoadSlot, Recompute, Round, RoundWork
 from baton.metadata.wire.request import SamplingParams
 

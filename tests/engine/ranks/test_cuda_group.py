@@ -1,5 +1,5 @@
 """The group of ranks on GPUs: which tensors go which way, and what happens when a rank is gone. Its operations are in
-tests/kernels/test_triton_all_reduce.py and tests/gpu/test_cuda_group.py."""
+tests/kernels/ranks/test_triton_all_reduce.py and tests/gpu/test_cuda_group.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from triton_device import IS_INTERPRETED
 
 pytest.importorskip("triton")
 
-from baton.engine.cuda_group import CudaGroup
-from baton.engine.group import OneRank
-from baton.kernels.all_reduce import CONTROL
+from baton.engine.ranks.cuda_group import CudaGroup
+from baton.engine.ranks.group import OneRank
+from baton.kernels.ranks.all_reduce import CONTROL
 
 LOOKS = 1 << 40
 

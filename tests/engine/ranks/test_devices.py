@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from baton.engine.rank_devices import check_devices, orders, see
+from baton.engine.ranks.devices import check_devices, orders, see
 from baton.metadata.errors import ConfigError
 
 

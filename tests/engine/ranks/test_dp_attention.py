@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine import dp_attention, ranked_engine
 from baton.engine.config import EngineConfig
-from baton.engine.dp_attention import check_dp_attention
+from baton.engine.ranks import dp_attention, ranked_engine
+from baton.engine.ranks.dp_attention import check_dp_attention
 from baton.metadata.errors import ConfigError
 
 

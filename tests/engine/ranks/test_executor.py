@@ -18,15 +18,15 @@ from rank_outputs import NUM_SLOTS, REQUESTS, Output, assert_equal, serve
 from solo import Running
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
-from baton.engine.executor import Executor
-from baton.engine.pages import Owner, PagePool
-from baton.engine.prompts import Prompts
-from baton.engine.rank_executor import RankExecutor, RankPrompts
-from baton.engine.ranked_engine import RankedEngine
-from baton.engine.rounds import LocalChunk, Rounds
-from baton.engine.sampling_state import SamplingState
+from baton.engine.prompts.prompts import Prompts
+from baton.engine.ranks.executor import RankExecutor, RankPrompts
+from baton.engine.ranks.ranked_engine import RankedEngine
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.executor import Executor
+from baton.engine.rounds.rounds import LocalChunk, Rounds
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner, PagePool
 from baton.engine.work import BatchRow, Recompute
 from baton.metadata.errors import RankLost
 from baton.metadata.wire.request import SamplingParams

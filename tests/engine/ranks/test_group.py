@@ -12,8 +12,8 @@ from forked import fork_context
 from group_ranks import LENS, PAIR_LENS, SIZE, WIDTH, be_late, leave_rank, rows_of, run_rank
 from torch import Tensor
 
-from baton.engine.group import OneRank
-from baton.kernels.norm import add_rms_norm_
+from baton.engine.ranks.group import OneRank
+from baton.kernels.products.norm import add_rms_norm_
 
 
 def _start(target: Any, size: int, meeting: Path) -> tuple[list[Any], Any]:

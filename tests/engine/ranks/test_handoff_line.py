@@ -24,12 +24,12 @@ from rank_nodes import (
     until,
 )
 
-from baton.engine.handoff_line import HandoffLine, RankHandoff
-from baton.engine.work_frames import encode
+from baton.engine.ranks.handoff_line import HandoffLine, RankHandoff
+from baton.engine.ranks.work_frames import encode
 from baton.metadata.errors import RankLost
 from baton.metadata.handoff.client import HandoffClient
-from baton.metadata.handoff.kv_layout import Shard
-from baton.metadata.handoff.rank_orders import ExpectPages, OfferDigests
+from baton.metadata.handoff.ranks.orders import ExpectPages, OfferDigests
+from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.wire.node_info import HandoffSchema, Peer
 

@@ -16,11 +16,11 @@ from faulty_process import FaultyProcess
 from node_pair import NodePair, node_pairs, params
 from rank_nodes import heads_schema, rank_end
 
-from baton.engine import ranked_engine
-from baton.engine.rank_handoffs import make_client, make_server
-from baton.engine.rank_processes import RankProcesses
+from baton.engine.ranks import ranked_engine
+from baton.engine.ranks.handoffs import make_client, make_server
+from baton.engine.ranks.processes import RankProcesses
 from baton.metadata.errors import ConfigError, RankLost
-from baton.metadata.handoff.kv_layout import Shard
+from baton.metadata.handoff.schema.kv_layout import Shard
 
 PROMPT_LEN, CHUNK, PAGE_SIZE = 60, 7, 4
 DAMAGE = Plan(pages={"flip": 1.0}, most=1)

@@ -16,8 +16,8 @@ from solo import Solo
 from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.own_work_executor import OwnWorkExecutor
-from baton.engine.ranked_engine import RankedEngine
+from baton.engine.ranks.own_work_executor import OwnWorkExecutor
+from baton.engine.ranks.ranked_engine import RankedEngine
 from baton.engine.work import BatchRow, Chunk, ChunkReport, ChunkRow, Forget, Recompute, Round, Scores
 
 REQUESTS = {

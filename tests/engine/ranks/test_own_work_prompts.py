@@ -9,7 +9,7 @@ from drafters import settings
 from thread_ranks import ThreadRanks
 
 from baton.engine.config import EngineConfig
-from baton.engine.own_work_prompts import OwnWorkPrompts
+from baton.engine.ranks.own_work_prompts import OwnWorkPrompts
 from baton.engine.work import BatchRow, Chunk, ChunkRow
 
 IDS = [7, 8, 9, 7, 8, 3]

@@ -20,11 +20,11 @@ import torch
 from forked import forked_ranks
 from rank_functions import echo, fail, hang, hang_in_group
 
-from baton.engine.group import CpuGroup
-from baton.engine.rank_processes import RankProcesses
+from baton.engine.ranks.group import CpuGroup
+from baton.engine.ranks.processes import RankProcesses
 from baton.metadata.errors import RankLost
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def _are_gone(pids: Sequence[int]) -> bool:
@@ -157,7 +157,7 @@ def _rank_0(path: Path, then: str) -> list[str]:
 import sys, time
 sys.path.insert(0, {str(SUPPORT)!r})
 from rank_functions import echo
-from baton.engine.rank_processes import RankProcesses
+from baton.engine.ranks.processes import RankProcesses
 if __name__ == "__main__":
     processes = RankProcesses(3, echo, timeout_s=60.0)
     processes.wait_ready()

@@ -15,9 +15,9 @@ from drafters import settings
 from rank_functions import vanish
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine import ranked_engine
-from baton.engine.rank_executor import RankExecutor
-from baton.engine.ranked_engine import RankedEngine, check_ranks
+from baton.engine.ranks import ranked_engine
+from baton.engine.ranks.executor import RankExecutor
+from baton.engine.ranks.ranked_engine import RankedEngine, check_ranks
 from baton.engine.work import BatchRow, Recompute
 from baton.metadata.errors import ConfigError, RankLost
 

@@ -10,20 +10,20 @@ import pytest
 import torch
 from thread_ranks import ThreadGroup
 
-from baton.engine.checkpoint import Checkpoint
-from baton.engine.group import Group, OneRank
+from baton.engine.checkpoint.checkpoint import Checkpoint
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.weights import CheckpointWeights
 from baton.engine.layers.embedding import Embedding, LmHead
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.models.tensors import HeadTensors
 from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, heads_out
 from baton.engine.products.linear import Linear
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
-from baton.engine.ranks import ONE_RANK, Ranks, VocabShares
-from baton.engine.weights import CheckpointWeights
+from baton.engine.ranks.group import Group, OneRank
+from baton.engine.ranks.ranks import ONE_RANK, Ranks, VocabShares
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.kv_layout import Shard
+from baton.metadata.handoff.schema.kv_layout import Shard
 
 VOCAB_SIZE = 512
 

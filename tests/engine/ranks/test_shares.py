@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from published_configs import PUBLISHED, write_config
 
-from baton.engine.models.read_config import read_model_config
-from baton.engine.rank_shares import check_shares
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.ranks.shares import check_shares
 from baton.metadata.errors import ConfigError
 
 

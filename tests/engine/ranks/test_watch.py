@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from baton.engine import rank_watch
-from baton.engine.rank_watch import RankWatch, beat
+from baton.engine.ranks import watch as rank_watch
+from baton.engine.ranks.watch import RankWatch, beat
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.draft_shape import DraftShape
-from baton.engine.known_tokens import MARGIN
-from baton.engine.sampling_state import Needs, SamplingState
+from baton.engine.prompts.known_tokens import MARGIN
+from baton.engine.ranks.work_frames import decode, encode
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.sampling.state import Needs, SamplingState
 from baton.engine.work import (
     Accepted,
     BatchRow,
@@ -31,9 +32,8 @@ from baton.engine.work import (
     Tails,
     WarmUp,
 )
-from baton.engine.work_frames import decode, encode
 from baton.metadata.errors import ProtocolError
-from baton.metadata.handoff.rank_orders import (
+from baton.metadata.handoff.ranks.orders import (
     CloseReader,
     CloseSource,
     EndUnit,

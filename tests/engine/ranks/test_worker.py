@@ -9,12 +9,13 @@ import pytest
 from node_pair import params
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.products.ranked import RankRows
-from baton.engine.rank_processes import REPORT
-from baton.engine.rank_worker import RankWorker, is_awaited, message, serve_rank
-from baton.engine.sampling_state import Needs, SamplingState
+from baton.engine.ranks.processes import REPORT
+from baton.engine.ranks.work_frames import decode
+from baton.engine.ranks.worker import RankWorker, is_awaited, message, serve_rank
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.sampling.state import Needs, SamplingState
 from baton.engine.work import (
     BatchRow,
     CatchUp,
@@ -32,7 +33,6 @@ from baton.engine.work import (
     Tail,
     Tails,
 )
-from baton.engine.work_frames import decode
 
 IDS = [7, 8, 9, 7, 8]
 ROWS = RankRows()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine import batch as batches
-from baton.engine.batch import ForwardBatch, aligned, upload
+from baton.engine.rounds import batch as batches
+from baton.engine.rounds.batch import ForwardBatch, aligned, upload
 from baton.engine.work import BatchRow
-from baton.kernels.attention import paged_attention, paged_attention_ref
+from baton.kernels.attention.attention import paged_attention, paged_attention_ref
 
 PAGE_SIZE = 4
 ROWS = [BatchRow([7, 8, 9], 4, [3, 5, 9], num_logits=2), BatchRow([1], 0, [2]), BatchRow([6, 6], 0, [4], 0)]

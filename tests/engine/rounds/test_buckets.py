@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.buckets import Buckets
-from baton.engine.draft_shape import DraftShape
-from baton.engine.sampling_state import Needs
+from baton.engine.rounds.buckets import Buckets
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.sampling.state import Needs
 from baton.engine.work import MAX_MISSED, CatchUp, Round, TableChange
 
 NUM_SLOTS, NUM_COLUMNS, NUM_SPARE, MAX_STEPS = 6, 9, 2, 3

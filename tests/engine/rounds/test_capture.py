@@ -12,8 +12,8 @@ import pytest
 import torch
 from host_cuda import HostCuda, with_host_cuda
 
-from baton.engine import capture
-from baton.engine.capture import captured
+from baton.engine.rounds import capture
+from baton.engine.rounds.capture import captured
 
 
 class Capture:

@@ -13,12 +13,12 @@ from node_pair import params
 from scratch import check_state
 from solo import Running, Solo
 
-from baton.engine import device_executor
-from baton.engine import round as rounds_on_device
-from baton.engine.draft_row import pack_draft
-from baton.engine.pages import Owner
-from baton.engine.rounds import LocalChunk
-from baton.engine.sampling_state import SamplingState
+from baton.engine.rounds import device_executor
+from baton.engine.rounds import round as rounds_on_device
+from baton.engine.rounds.draft_row import pack_draft
+from baton.engine.rounds.rounds import LocalChunk
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
 from baton.engine.work import MAX_MISSED, BatchRow
 from baton.metadata.errors import ChunkOutOfMemory, OutOfMemory
 

@@ -13,8 +13,8 @@ from heads import SIX_LAYERS
 from node_pair import params
 from solo import Solo
 
-from baton.engine.draft_row import get_draft, set_draft
-from baton.metadata.handoff.buffers import MetadataBuffers
+from baton.engine.rounds.draft_row import get_draft, set_draft
+from baton.metadata.handoff.schema.buffers import MetadataBuffers
 
 PROMPTS = [[17, 4, 250, 33, 99, 8, 301, 12, 76][:num] for num in range(1, 10)]
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import graphs
 from baton.engine.config import EngineConfig
-from baton.engine.device_executor import DeviceExecutor
-from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
-from baton.engine.graphs import graph_sizes
-from baton.engine.joint_sizes import CHUNK_SIZES, JointSize
-from baton.engine.round_sizes import round_sizes
-from baton.engine.sampling_state import KINDS, Needs, covering
-from baton.engine.step_graphs import StepGraphs
+from baton.engine.pace.joint_sizes import CHUNK_SIZES, JointSize
+from baton.engine.rounds import graphs
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.graphs import graph_sizes
+from baton.engine.rounds.sizes import round_sizes
+from baton.engine.rounds.step_graphs import StepGraphs
+from baton.engine.sampling.state import KINDS, Needs, covering
 from baton.kernels.operations import preferring
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.round_inputs import InputBlock
-from baton.engine.slots import missed_row
+from baton.engine.rounds.inputs import InputBlock
+from baton.engine.rounds.slots import missed_row
 
 NUM_SEQS, NUM_COLUMNS, MAX_STEPS = 3, 7, 2
 

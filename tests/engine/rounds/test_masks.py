@@ -10,10 +10,10 @@ import torch
 from grammars import EOS, OBJECT, WORDS, allowed
 from node_pair import params
 
-from baton.engine.grammar import Grammars
-from baton.engine.round_masks import RoundMasks
-from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import Drafts
+from baton.engine.rounds.masks import RoundMasks
+from baton.engine.rounds.trees import Drafts
+from baton.engine.sampling.grammar import Grammars
+from baton.engine.sampling.state import SamplingState
 from baton.metadata.wire.request import SamplingParams
 
 VOCAB = 512

@@ -27,15 +27,15 @@ from scipy import stats
 from solo import Solo
 from thinned import thinned
 
-from baton.engine import round as rounds
-from baton.engine import trees
 from baton.engine.drafters import frozen_kv, shifted, standalone
-from baton.engine.pages import Owner
-from baton.engine.row_shares import Lens
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.trees import Path as AcceptedPath
+from baton.engine.rounds import round as rounds
+from baton.engine.rounds import trees
+from baton.engine.rounds.trees import Path as AcceptedPath
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.row_shares import Lens
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
-from baton.kernels.sample import Choice, perturbed_argmax
+from baton.kernels.sampling.sample import Choice, perturbed_argmax
 from baton.metadata.wire.request import SamplingParams
 
 NUM_STEPS, NUM_TOKENS = 3, 10

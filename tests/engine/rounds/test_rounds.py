@@ -15,7 +15,7 @@ from solo import Solo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.engine.drafters.base import DraftState, RoundRows
-from baton.engine.round_inputs import InputBlock
+from baton.engine.rounds.inputs import InputBlock
 
 
 def test_a_bucket_takes_the_columns_that_a_round_may_reach(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

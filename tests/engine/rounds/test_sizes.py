@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton.engine.round_sizes import round_sizes
+from baton.engine.rounds.sizes import round_sizes
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from node_pair import params
 from solo import Solo
 
 from baton.engine.drafters.base import DraftState
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import Needs, SamplingState
-from baton.engine.slots import Slots, missed_row
+from baton.engine.rounds.slots import Slots, missed_row
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.state import Needs, SamplingState
 from baton.engine.work import MAX_MISSED
-from baton.metadata.handoff.hidden_layout import HiddenLayout
+from baton.metadata.handoff.schema.hidden_layout import HiddenLayout
 from baton.metadata.wire.request import SamplingParams
 
 CPU = torch.device("cpu")

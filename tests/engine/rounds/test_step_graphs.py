@@ -22,16 +22,17 @@ from scratch import check_state
 from solo import POISON, Running, Solo, coach, spoil
 from thinned import thinned
 
-from baton.engine import device_executor, graphs, joint_sizes, step_graphs
-from baton.engine.batch import ForwardBatch
-from baton.engine.draft_shape import DraftShape
-from baton.engine.joint_sizes import JointSize
-from baton.engine.pages import Owner
-from baton.engine.prompt_graphs import PromptInputs
-from baton.engine.rounds import LocalChunk
-from baton.engine.sampling_state import SamplingState
-from baton.engine.step_graphs import StepGraphs
-from baton.engine.trees import Drafts
+from baton.engine.pace import joint_sizes
+from baton.engine.pace.joint_sizes import JointSize
+from baton.engine.prompts.graphs import PromptInputs
+from baton.engine.rounds import device_executor, graphs, step_graphs
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.rounds import LocalChunk
+from baton.engine.rounds.step_graphs import StepGraphs
+from baton.engine.rounds.trees import Drafts
+from baton.engine.sampling.state import SamplingState
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 

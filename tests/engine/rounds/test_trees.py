@@ -12,14 +12,14 @@ import torch
 from batch_columns import filled_column
 from heads import over_all_tokens, some_ids
 
-from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import Drafts, _ahead, accept_chain, accept_tree, grow_tree, sample_ahead, top_of
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.rounds.trees import Drafts, _ahead, accept_chain, accept_tree, grow_tree, sample_ahead, top_of
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.state import SamplingState
 from baton.kernels.operations import preferring
-from baton.kernels.tree_types import Frontier
-from baton.kernels.trees import ancestry
+from baton.kernels.state.tree_types import Frontier
+from baton.kernels.state.trees import ancestry
 from baton.metadata.wire.request import SamplingParams
 
 VOCAB = 23

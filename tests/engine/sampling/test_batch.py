@@ -11,9 +11,9 @@ import pytest
 import torch
 from batch_columns import column
 
-from baton.engine.sampling_batch import FLOATS, INTS, SamplingBatch, columns
-from baton.engine.sampling_state import Needs, SamplingState
-from baton.kernels.processors import History, TokenColumns
+from baton.engine.sampling.batch import FLOATS, INTS, SamplingBatch, columns
+from baton.engine.sampling.state import Needs, SamplingState
+from baton.kernels.sampling.processors import History, TokenColumns
 from baton.metadata.wire.request import SamplingParams, choice_seed
 
 VOCAB = 23

@@ -16,9 +16,9 @@ import tokenizers
 from grammars import BUDGET, CLOSE, EOS, OBJECT, THOUGHTS, WORDS, allowed, thoughts
 from node_pair import params
 
-from baton.engine import grammar as grammar_file
-from baton.engine.grammar import DraftChain, Grammars, Matcher, Originals
-from baton.engine.sampling_state import SamplingState
+from baton.engine.sampling import grammar as grammar_file
+from baton.engine.sampling.grammar import DraftChain, Grammars, Matcher, Originals
+from baton.engine.sampling.state import SamplingState
 from baton.metadata.wire.request import SamplingParams
 
 VOCAB = 512

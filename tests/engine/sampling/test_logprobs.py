@@ -1,6 +1,6 @@
 import torch
 
-from baton.engine.logprobs import compute_logprobs
+from baton.engine.sampling.logprobs import compute_logprobs
 
 
 def test_values_are_those_of_log_softmax() -> None:

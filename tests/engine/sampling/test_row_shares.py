@@ -12,16 +12,16 @@ import torch
 from thread_ranks import ThreadGroup
 from torch import Tensor
 
-from baton.engine import row_shares
 from baton.engine.layers.embedding import LmHead
 from baton.engine.products.base import VOCAB as SPLIT
 from baton.engine.products.linear import Linear
-from baton.engine.ranks import Ranks
-from baton.engine.row_shares import RowShares
-from baton.engine.sampling import sample
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import sample_ahead, top_of
+from baton.engine.ranks.ranks import Ranks
+from baton.engine.rounds.trees import sample_ahead, top_of
+from baton.engine.sampling import row_shares
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.row_shares import RowShares
+from baton.engine.sampling.sampling import sample
+from baton.engine.sampling.state import SamplingState
 from baton.metadata.wire.request import SamplingParams
 
 VOCAB, SIZE = 97, 24  # no number of ranks divides the vocabulary

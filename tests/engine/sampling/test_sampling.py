@@ -3,10 +3,10 @@ import pytest
 import torch
 from scipy import stats
 
-from baton.engine.sampling import perturbed_scores, sample, tie_gap
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
-from baton.kernels.noise import gumbel_noise
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.sampling import perturbed_scores, sample, tie_gap
+from baton.engine.sampling.state import SamplingState
+from baton.kernels.sampling.noise import gumbel_noise
 from baton.metadata.wire.request import SamplingParams, choice_seed
 
 INF = float("inf")

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from imports import check_imports
 
-from baton.engine.sampling_state import (
+from baton.engine.sampling.state import (
     EVERYTHING,
     GREEDY,
     KINDS,
@@ -91,7 +91,7 @@ def test_the_needs_of_a_batch_are_those_of_any_row() -> None:
 
 
 def test_the_module_imports_no_torch() -> None:
-    check_imports(["baton.engine.sampling_state"], ["torch"])
+    check_imports(["baton.engine.sampling.state"], ["torch"])
 
 
 # --- kinds ---

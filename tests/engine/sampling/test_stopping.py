@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.sampling_state import SamplingState
-from baton.engine.stopping import ended
+from baton.engine.sampling.state import SamplingState
+from baton.engine.sampling.stopping import ended
 from baton.metadata.wire.request import SamplingParams
 
 PROMPT = [1, 2, 3]

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from baton.engine.block_tables import BlockTables
+from baton.engine.state.block_tables import BlockTables
 from baton.engine.work import TableChange
 
 NUM_SLOTS, NUM_COLUMNS = 4, 12

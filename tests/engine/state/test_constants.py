@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton.engine.constants import counted
+from baton.engine.state.constants import counted
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from host_cuda import with_host_cuda
 
-from baton.engine.copies import recorded_event, to_device, to_host
+from baton.engine.state.copies import recorded_event, to_device, to_host
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 from host_cuda import HostCuda, with_host_cuda
 
-from baton.engine import cuda_memory
-from baton.engine.cuda_memory import can_share, map_shared, pool_zeros, share, tensor_over
+from baton.engine.state import cuda_memory
+from baton.engine.state.cuda_memory import can_share, map_shared, pool_zeros, share, tensor_over
 from baton.metadata.errors import TransferError
 
 DEVICE = torch.device("cuda:1")

@@ -19,18 +19,18 @@ from handoff_nodes import DRAFT_SCHEMA, make_memory
 from host_cuda import HostCuda, HostEvent, with_host_cuda
 from memory_limit import MemoryLimit
 
-from baton.engine import cuda_pool
-from baton.engine.cuda_pool import CudaPool, word_spans
-from baton.kernels import pages as page_kernels
-from baton.kernels import triton_pages
-from baton.kernels.pages import gather_pages_ref, page_checksums_ref
-from baton.kernels.triton_pages import PoolAddress
+from baton.engine.state import cuda_pool
+from baton.engine.state.cuda_pool import CudaPool, word_spans
+from baton.kernels.state import pages as page_kernels
+from baton.kernels.state import triton_pages
+from baton.kernels.state.pages import gather_pages_ref, page_checksums_ref
+from baton.kernels.state.triton_pages import PoolAddress
 from baton.metadata.errors import OutOfMemory, TransferError
-from baton.metadata.handoff.checksums import first_difference
-from baton.metadata.handoff.kv_layout import KvLayout, Shard, pool_of
 from baton.metadata.handoff.memory import PageMemory
-from baton.metadata.handoff.schema import kv_layouts, on_gpu
-from baton.metadata.handoff.shards import blocks_here, digest_columns, page_parts
+from baton.metadata.handoff.ranks.shards import blocks_here, digest_columns, page_parts
+from baton.metadata.handoff.schema.checksums import first_difference
+from baton.metadata.handoff.schema.kv_layout import KvLayout, Shard, pool_of
+from baton.metadata.handoff.schema.schema import kv_layouts, on_gpu
 from baton.metadata.wire.node_info import KvPlane
 
 NUM_PAGES = 40

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from baton.engine import host_memory
-from baton.engine.host_memory import available_memory
+from baton.engine.state import host_memory
+from baton.engine.state.host_memory import available_memory
 
 GIB = 1 << 30
 V2 = ("memory.max", "memory.current", "")

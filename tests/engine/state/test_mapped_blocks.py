@@ -14,9 +14,9 @@ import pytest
 import torch
 from thread_ranks import ThreadGroup
 
-from baton.engine import mapped_blocks
-from baton.engine.mapped_blocks import MappedBlocks
-from baton.kernels.all_reduce import BLOCK_BYTES, CONTROL
+from baton.engine.state import mapped_blocks
+from baton.engine.state.mapped_blocks import MappedBlocks
+from baton.kernels.ranks.all_reduce import BLOCK_BYTES, CONTROL
 from baton.metadata.errors import TransferError
 from baton.metadata.handoff.pages import Shared
 

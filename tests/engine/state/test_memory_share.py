@@ -16,13 +16,13 @@ from solo import Solo
 from baton.engine import engine as engines
 from baton.engine import startup
 from baton.engine.config import EngineConfig
-from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
-from baton.engine.memory_share import RESERVE, Memory, memory_to_start, num_pages, rehearsal_pages
-from baton.engine.pages import Owner
-from baton.engine.rounds import Rounds
+from baton.engine.rounds.device_executor import DeviceExecutor
+from baton.engine.rounds.rounds import Rounds
+from baton.engine.state.memory_share import RESERVE, Memory, memory_to_start, num_pages, rehearsal_pages
+from baton.engine.state.pages import Owner
 from baton.metadata.errors import ConfigError, OutOfMemory
-from baton.metadata.handoff.kv_layout import KvLayout
+from baton.metadata.handoff.schema.kv_layout import KvLayout
 from baton.metadata.wire.node_info import PoolLayout
 
 GIB = 1 << 30

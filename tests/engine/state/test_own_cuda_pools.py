@@ -17,15 +17,15 @@ from thread_ranks import ThreadGroup
 
 pytest.importorskip("triton")
 
-from baton.engine import cuda_pool, own_cuda_pools
-from baton.engine.own_cuda_pools import OwnCudaPools, share_own_pools
 from baton.engine.products.ranked import RankRows
-from baton.engine.ranks import Ranks
+from baton.engine.ranks.ranks import Ranks
+from baton.engine.state import cuda_pool, own_cuda_pools
+from baton.engine.state.own_cuda_pools import OwnCudaPools, share_own_pools
 from baton.metadata.errors import ConfigError, OutOfMemory, TransferError
-from baton.metadata.handoff.kv_layout import KvLayout
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.pages import Shared
-from baton.metadata.handoff.schema import kv_layouts, on_gpu
+from baton.metadata.handoff.schema.kv_layout import KvLayout
+from baton.metadata.handoff.schema.schema import kv_layouts, on_gpu
 
 SIZE, NUM_PAGES = 3, 8
 LAYOUTS = kv_layouts(on_gpu(DRAFT_SCHEMA))
@@ -144,8 +144,8 @@ def test_pages_go_through_the_mirror_of_all_ranks(world: World) -> None:
 
 def test_a_gather_writes_into_the_pools_of_the_ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the peer is the node itself: a rank gets pages of another rank."""
-    from baton.kernels import triton_pages
-    from baton.kernels.pages import gather_pages_ref
+    from baton.kernels.state import triton_pages
+    from baton.kernels.state.pages import gather_pages_ref
 
     def gather_pages(peer: Any, pool: torch.Tensor, sources: Any, targets: Any, *_: Any) -> None:
         [there] = [kv for kvs in world.kvs for kv in kvs if kv.data_ptr() == peer.address]

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from thread_ranks import ThreadGroup
 
-from baton.engine.own_pools import OwnPages, share_pools
 from baton.engine.products.ranked import RankRows
-from baton.engine.ranks import Ranks
+from baton.engine.ranks.ranks import Ranks
+from baton.engine.state.own_pools import OwnPages, share_pools
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.kv_layout import KvLayout
 from baton.metadata.handoff.memory import PageMemory, PeerMemory
+from baton.metadata.handoff.schema.kv_layout import KvLayout
 from baton.metadata.wire.node_info import PoolLayout
 
 NUM_PAGES, PAGE_SIZE = 5, 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.pages import Owner, PagePool
+from baton.engine.state.pages import Owner, PagePool
 from baton.metadata.errors import OutOfPages
 from baton.metadata.wire.node_info import PoolLedger
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine import pinned_rows
-from baton.engine.pinned_rows import PinnedRows
+from baton.engine.state import pinned_rows
+from baton.engine.state.pinned_rows import PinnedRows
 
 
 class Late:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.pages import Owner, PagePool
-from baton.engine.prefix_cache import Lease, PrefixCache
+from baton.engine.state.pages import Owner, PagePool
+from baton.engine.state.prefix_cache import Lease, PrefixCache
 from baton.metadata.errors import OutOfPages
 
 PAGE = 4

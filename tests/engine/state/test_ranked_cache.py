@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.engine.pages import Owner, PagePool
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.ranked_cache import RankedCache
+from baton.engine.state.pages import Owner, PagePool
+from baton.engine.state.prefix_cache import PrefixCache
+from baton.engine.state.ranked_cache import RankedCache
 
 NUM_PAGES, PAGE_SIZE = 6, 4
 

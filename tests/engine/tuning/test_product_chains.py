@@ -10,13 +10,13 @@ import pytest
 import torch
 from drafters import settings, target_of
 
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.group import OneRank
-from baton.engine.models.read_config import read_model_config
 from baton.engine.models.registry import load_model
-from baton.engine.product_chains import Chain, find_chains
-from baton.engine.ranks import Ranks
+from baton.engine.ranks.group import OneRank
+from baton.engine.ranks.ranks import Ranks
+from baton.engine.tuning.product_chains import Chain, find_chains
 
 BODY = [("plain", (128, 64)), ("added", (64, 64)), ("gated", (256, 64)), ("added", (64, 128))]
 HEAD = [("plain", (512, 64))]

@@ -16,17 +16,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.engine import product_chains, tuning
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.group import OneRank
-from baton.engine.product_chains import Use, find_chains
-from baton.engine.ranks import ONE_RANK, Ranks
+from baton.engine.ranks.group import OneRank
+from baton.engine.ranks.ranks import ONE_RANK, Ranks
 from baton.engine.startup import tune_products
-from baton.engine.tuning import LEAST_GAIN, measure, share_choices
-from baton.engine.tuning_file import TuningFile, decode, encode
-from baton.kernels.linear_configs import CHOSEN, Config, DoesNotFitError, ProductShape, choose, default
+from baton.engine.tuning import product_chains, tuning
+from baton.engine.tuning.product_chains import Use, find_chains
+from baton.engine.tuning.tuning import LEAST_GAIN, measure, share_choices
+from baton.engine.tuning.tuning_file import TuningFile, decode, encode
 from baton.kernels.operations import preferring
+from baton.kernels.products.linear_configs import CHOSEN, Config, DoesNotFitError, ProductShape, choose, default
 
 CHEAP, DEAR = Config("dot", 16, 64), Config("dot", 32, 64)
 LATER = time.monotonic() + 3600

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine import tuning_file
-from baton.engine.tuning_file import TuningFile, cache_directory, decode, encode
-from baton.kernels.linear_configs import Config, ProductShape
+from baton.engine.tuning import tuning_file
+from baton.engine.tuning.tuning_file import TuningFile, cache_directory, decode, encode
+from baton.kernels.products.linear_configs import Config, ProductShape
 
 CHOICES = {
     ProductShape(96, 64, 1): Config("vector", 2, 64),

@@ -9,7 +9,13 @@ import pytest
 import torch
 from large_pool import IN_A_FILE, PAGE_SIZE, SEQ_LEN, SMALL_TABLE, TABLE, make_large_pool, make_queries, small_pool
 
-from baton.kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, paged_attention_ref, store_kv
+from baton.kernels.attention.attention import (
+    AttentionPlan,
+    clear_fresh_pages,
+    paged_attention,
+    paged_attention_ref,
+    store_kv,
+)
 
 NUM_PAGES, HEAD_DIM = 64, 16
 SHAPES = {

@@ -20,11 +20,11 @@ from attention_case import TOLERANCE, Case
 
 from baton.engine.config import EngineConfig, KvDtype
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
-from baton.kernels import history, prompt_attention
-from baton.kernels.attention import paged_attention_ref
-from baton.kernels.history import (
+from baton.kernels.attention import history, prompt_attention
+from baton.kernels.attention.attention import paged_attention_ref
+from baton.kernels.attention.history import (
     Part,
     Shape,
     attend_part,

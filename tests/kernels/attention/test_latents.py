@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.latents import LatentWeights, join_latents, latent_values_ref
-from baton.kernels.norm import Norm
+from baton.kernels.attention.latents import LatentWeights, join_latents, latent_values_ref
+from baton.kernels.products.norm import Norm
 
 
 def weights_of(generator: torch.Generator, *, is_interleaved: bool) -> LatentWeights:

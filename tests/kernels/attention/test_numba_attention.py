@@ -23,11 +23,11 @@ from large_pool import (
 )
 
 from baton.kernels import numba_kernels, operations
-from baton.kernels.attention import Tree, paged_attention_ref
-from baton.kernels.norm import rms_norm_ref
-from baton.kernels.numba_attention import attend, attend_stored
-from baton.kernels.paged_rows import PagedRows, attend_ref, attend_stored_ref
-from baton.kernels.rotary import rotary_ref
+from baton.kernels.attention.attention import Tree, paged_attention_ref
+from baton.kernels.attention.numba_attention import attend, attend_stored
+from baton.kernels.attention.paged_rows import PagedRows, attend_ref, attend_stored_ref
+from baton.kernels.products.norm import rms_norm_ref
+from baton.kernels.products.rotary import rotary_ref
 
 SPARE_PAGES = 5  # owned by nobody, NaN
 NUM_LAYERS, LAYER = 2, 1

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.kernels.attention import Tree, paged_attention_ref
-from baton.kernels.paged_rows import PagedRows, attend_ref, attend_stored_ref
+from baton.kernels.attention.attention import Tree, paged_attention_ref
+from baton.kernels.attention.paged_rows import PagedRows, attend_ref, attend_stored_ref
 
 
 def rows_of(query_lens: list[int], seq_lens: list[int], tree: Tree | None = None) -> PagedRows:

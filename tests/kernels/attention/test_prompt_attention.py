@@ -13,11 +13,11 @@ from triton_device import DEVICE, ULP
 
 from baton.engine.config import EngineConfig, KvDtype
 from baton.engine.engine import Engine
-from baton.engine.pages import Owner
+from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
-from baton.kernels import prompt_attention
+from baton.kernels.attention import prompt_attention
+from baton.kernels.attention.prompt_attention import prompt_attention_ref, shapes, takes, whole_part
 from baton.kernels.operations import preferring
-from baton.kernels.prompt_attention import prompt_attention_ref, shapes, takes, whole_part
 
 DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32, torch.bfloat16]
 

@@ -25,10 +25,10 @@ pytest.importorskip("triton")
 
 from attention_case import HEADS_IN_DTYPES, NOT_NUMBERS, ODD_SHAPES, Case, assert_spoils_only
 
-from baton.kernels import triton_attention
-from baton.kernels.attention import Tree, paged_attention_ref
-from baton.kernels.fp8_pages import scales_of
-from baton.kernels.triton_attention import DecodeTiles, TritonPlan, decode_attention
+from baton.kernels.attention import triton_attention
+from baton.kernels.attention.attention import Tree, paged_attention_ref
+from baton.kernels.attention.triton_attention import DecodeTiles, TritonPlan, decode_attention
+from baton.kernels.state.fp8_pages import scales_of
 
 
 @pytest.mark.parametrize(

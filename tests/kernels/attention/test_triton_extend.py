@@ -24,11 +24,11 @@ pytest.importorskip("triton")
 
 from attention_case import HEADS_IN_DTYPES, NOT_NUMBERS, ODD_SHAPES, Case, assert_spoils_only
 
-from baton.kernels import triton_extend
-from baton.kernels.attention import paged_attention_ref
-from baton.kernels.fp8_pages import scales_of
-from baton.kernels.triton_attention import TritonPlan
-from baton.kernels.triton_extend import ExtendTiles, extend_attention
+from baton.kernels.attention import triton_extend
+from baton.kernels.attention.attention import paged_attention_ref
+from baton.kernels.attention.triton_attention import TritonPlan
+from baton.kernels.attention.triton_extend import ExtendTiles, extend_attention
+from baton.kernels.state.fp8_pages import scales_of
 
 
 @pytest.mark.parametrize(("page_size", "heads"), [(1, (3, 1)), (3, (2, 2)), (16, (8, 2)), (64, (3, 1))], ids=str)

@@ -1,4 +1,4 @@
-"""The kernels of kernels/history.py against their references, where sizes are odd or large."""
+"""The kernels of kernels/attention/history.py against their references, where sizes are odd or large."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_history
-from baton.kernels.history import Part, gather_keys_ref, join_parts_ref
-from baton.kernels.triton_store import norm_rotate_store, token_rows
+from baton.kernels.attention import triton_history
+from baton.kernels.attention.history import Part, gather_keys_ref, join_parts_ref
+from baton.kernels.state.triton_store import norm_rotate_store, token_rows
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 21, 40])

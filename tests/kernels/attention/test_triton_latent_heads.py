@@ -10,12 +10,12 @@ pytest.importorskip("triton")
 
 from attention_case import Case
 
-from baton.kernels.latents import LatentWeights, join_latents, latent_values_ref
-from baton.kernels.norm import Norm
+from baton.kernels.attention.latents import LatentWeights, join_latents, latent_values_ref
+from baton.kernels.attention.triton_latent_heads import Turns, absorb_latents, latent_values, turn_latents
 from baton.kernels.operations import preferring
-from baton.kernels.rotary import rotary_ref
-from baton.kernels.triton_latent_heads import Turns, absorb_latents, latent_values, turn_latents
-from baton.kernels.triton_store import token_rows
+from baton.kernels.products.norm import Norm
+from baton.kernels.products.rotary import rotary_ref
+from baton.kernels.state.triton_store import token_rows
 
 RANK, PLAIN_DIM, ROPE_DIM, VALUE_DIM = 72, 20, 12, 24
 DTYPES = [torch.float32, torch.float16]

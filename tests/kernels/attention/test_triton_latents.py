@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 from attention_case import TOLERANCE, Case
 
-from baton.kernels.attention import Tree, paged_attention_ref
-from baton.kernels.triton_attention import TritonPlan
-from baton.kernels.triton_latents import LatentTiles, latent_attention
+from baton.kernels.attention.attention import Tree, paged_attention_ref
+from baton.kernels.attention.triton_attention import TritonPlan
+from baton.kernels.attention.triton_latents import LatentTiles, latent_attention
 
 RANK, ROTARY_DIM = 40, 16
 WIDTH = RANK + ROTARY_DIM

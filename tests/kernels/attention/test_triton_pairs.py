@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from baton.kernels.triton_pairs import in_pairs, join_sums, numbers_of, scores_of, split_queries, weigh_pairs
+from baton.kernels.attention.triton_pairs import in_pairs, join_sums, numbers_of, scores_of, split_queries, weigh_pairs
 
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.bfloat16]
 IS_NAN = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().isnan()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton_device import DEVICE
 
-from baton.kernels.triton_shares import MIN_SPLIT, Shares, max_splits
+from baton.kernels.attention.triton_shares import MIN_SPLIT, Shares, max_splits
 
 NUMBER = 0xFFFFF
 

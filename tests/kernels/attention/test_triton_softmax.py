@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from baton.kernels.triton_shares import work
-from baton.kernels.triton_softmax import (
+from baton.kernels.attention.triton_shares import work
+from baton.kernels.attention.triton_softmax import (
     combine_kernel,
     has_nan,
     nothing_seen,

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from baton.kernels.triton_visibility import in_window, pack, seen_in_tree, span
+from baton.kernels.attention.triton_visibility import in_window, pack, seen_in_tree, span
 
 
 def random_mask(num_rows: int, num_columns: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from baton.kernels.experts import (
+from baton.kernels.experts.experts import (
     ExpertWeight,
     block_size,
     experts_linear_ref,
@@ -15,10 +15,10 @@ from baton.kernels.experts import (
     most_blocks,
     place_experts_ref,
 )
+from baton.kernels.experts.mxfp4 import unpacked
 from baton.kernels.formats import SwigluClamp
-from baton.kernels.fp8 import E4M3, dequantized
-from baton.kernels.mxfp4 import unpacked
-from baton.kernels.silu import clamped_silu_mul, silu_mul_ref
+from baton.kernels.products.fp8 import E4M3, dequantized
+from baton.kernels.products.silu import clamped_silu_mul, silu_mul_ref
 
 NUM_EXPERTS = 7
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.mxfp4 import from_checkpoint, unpacked
+from baton.kernels.experts.mxfp4 import from_checkpoint, unpacked
 
 
 def test_each_value_in_each_half_of_a_byte() -> None:

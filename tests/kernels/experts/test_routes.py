@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton.kernels.routes import Routing, routes_ref
+from baton.kernels.experts.routes import Routing, routes_ref
 
 UNIT = torch.eye(6)
 

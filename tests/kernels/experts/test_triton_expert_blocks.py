@@ -1,4 +1,4 @@
-"""Products of blocks of pairs against kernels/experts.py's specification."""
+"""Products of blocks of pairs against kernels/experts/experts.py's specification."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 
 from expert_case import DTYPES, check_products, choose
 
-from baton.kernels import triton_experts
-from baton.kernels.experts import ExpertWeight, place_experts_ref
-from baton.kernels.fp8 import BLOCK, E4M3, round_rows_ref
+from baton.kernels.experts import triton_experts
+from baton.kernels.experts.experts import ExpertWeight, place_experts_ref
+from baton.kernels.products.fp8 import BLOCK, E4M3, round_rows_ref
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 

@@ -1,4 +1,4 @@
-"""Products of MXFP4 weights against kernels/experts.py's specification."""
+"""Products of MXFP4 weights against kernels/experts/experts.py's specification."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from expert_case import DTYPES, check_products, choose
 
-from baton.kernels import triton_experts
-from baton.kernels.experts import ExpertWeight, place_experts_ref
+from baton.kernels.experts import triton_experts
+from baton.kernels.experts.experts import ExpertWeight, place_experts_ref
 from baton.kernels.formats import SwigluClamp
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud

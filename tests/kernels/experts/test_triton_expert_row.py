@@ -1,4 +1,4 @@
-"""All experts of one row against kernels/experts.py's specification."""
+"""All experts of one row against kernels/experts/experts.py's specification."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 
 from expert_case import DTYPES, choose
 
-from baton.kernels import triton_expert_row
-from baton.kernels.experts import ExpertWeight, experts_of_row_ref, gated_experts_of_row_ref
+from baton.kernels.experts import triton_expert_row
+from baton.kernels.experts.experts import ExpertWeight, experts_of_row_ref, gated_experts_of_row_ref
+from baton.kernels.experts.triton_expert_row import RowTiles
 from baton.kernels.formats import SwigluClamp
-from baton.kernels.fp8 import BLOCK, E4M3, round_rows_ref
-from baton.kernels.triton_expert_row import RowTiles
+from baton.kernels.products.fp8 import BLOCK, E4M3, round_rows_ref
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 

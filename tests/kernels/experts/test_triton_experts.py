@@ -1,4 +1,4 @@
-"""The Triton kernels of experts against kernels/experts.py's specification."""
+"""The Triton kernels of experts against kernels/experts/experts.py's specification."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 
 from expert_case import DTYPES, check_products, choose
 
-from baton.kernels import triton_experts
-from baton.kernels.experts import ExpertWeight, mix_parts_ref, place_experts_ref
+from baton.kernels.experts import triton_experts
+from baton.kernels.experts.experts import ExpertWeight, mix_parts_ref, place_experts_ref
 from baton.kernels.formats import SwigluClamp
-from baton.kernels.fp8 import E4M3, round_rows_ref
+from baton.kernels.products.fp8 import E4M3, round_rows_ref
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of places against kernels/experts.py's specification."""
+"""The Triton kernel of places against kernels/experts/experts.py's specification."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from triton_device import DEVICE, IS_INTERPRETED
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_places
-from baton.kernels.experts import place_experts_ref
+from baton.kernels.experts import triton_places
+from baton.kernels.experts.experts import place_experts_ref
 
 SIZES = [(1, 7, 2), (1, 128, 8), (33, 7, 3), (64, 60, 4), (500, 6, 2), (3, 1, 1), (2500, 40, 2), (9000, 9, 2)]
 LARGE_SIZES = [(64, 128, 8), (256, 128, 8), (512, 64, 6), (8192, 128, 8), (8192, 256, 8), (65536, 128, 8)]

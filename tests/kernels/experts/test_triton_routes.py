@@ -1,4 +1,4 @@
-"""The Triton kernels of the choice of experts against kernels/routes.py's specification."""
+"""The Triton kernels of the choice of experts against kernels/experts/routes.py's specification."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_routes
-from baton.kernels.routes import Routing, routes_ref
+from baton.kernels.experts import triton_routes
+from baton.kernels.experts.routes import Routing, routes_ref
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 DTYPES = [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from quantized import _nearest as nearest
 
-from baton.kernels.fp8 import (
+from baton.kernels.products.fp8 import (
     BLOCK,
     E4M3,
     LARGEST,
@@ -23,8 +23,8 @@ from baton.kernels.fp8 import (
     silu_mul_round_ref,
     spread,
 )
-from baton.kernels.norm import add_rms_norm_
-from baton.kernels.silu import silu_mul
+from baton.kernels.products.norm import add_rms_norm_
+from baton.kernels.products.silu import silu_mul
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:

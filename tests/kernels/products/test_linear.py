@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from triton_device import DEVICE, random
 
-from baton.kernels.linear import fuses, gated_linear, linear, linear_parts, sum_parts
-from baton.kernels.norm import Norm, rms_norm_ref
 from baton.kernels.operations import preferring
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.products.linear import fuses, gated_linear, linear, linear_parts, sum_parts
+from baton.kernels.products.norm import Norm, rms_norm_ref
+from baton.kernels.products.silu import silu_mul_ref
 
 pytest.importorskip("triton")
 EPS = 1e-5

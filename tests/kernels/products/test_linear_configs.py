@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.kernels import linear_configs
-from baton.kernels.linear_configs import (
+from baton.kernels.products import linear_configs
+from baton.kernels.products.linear_configs import (
     FEWEST_PROGRAMS,
     ROW_CLASSES,
     Config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.norm import rms_norm, rms_norm_ref
+from baton.kernels.products.norm import rms_norm, rms_norm_ref
 
 
 @pytest.mark.parametrize("shape", [(1, 256), (5, 3, 64), (0, 8)])

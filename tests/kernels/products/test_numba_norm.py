@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from baton.kernels import operations
-from baton.kernels.norm import rms_norm_ref
-from baton.kernels.numba_norm import add_rms_norm_
+from baton.kernels.products.norm import rms_norm_ref
+from baton.kernels.products.numba_norm import add_rms_norm_
 
 pytestmark = pytest.mark.skipif(not operations.is_installed("numba"), reason="needs numba")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from baton.kernels import operations
-from baton.kernels.numba_silu import silu_mul
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.products.numba_silu import silu_mul
+from baton.kernels.products.silu import silu_mul_ref
 
 pytestmark = pytest.mark.skipif(not operations.is_installed("numba"), reason="needs numba")
 

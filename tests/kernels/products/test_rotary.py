@@ -7,7 +7,7 @@ import torch
 from triton_device import DEVICE, random
 
 from baton.kernels.operations import preferring
-from baton.kernels.rotary import apply_rotary_, rotary_ref, turns
+from baton.kernels.products.rotary import apply_rotary_, rotary_ref, turns
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ from triton_device import random
 
 from baton.kernels.formats import SwigluClamp
 from baton.kernels.operations import preferring
-from baton.kernels.silu import clamped_silu_mul, silu_mul
+from baton.kernels.products.silu import clamped_silu_mul, silu_mul
 
 pytest.importorskip("triton")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.norm import rms_norm_ref
-from baton.kernels.torch_norm import rms_norm
+from baton.kernels.products.norm import rms_norm_ref
+from baton.kernels.products.torch_norm import rms_norm
 
 
 @pytest.mark.parametrize("shape", [(1, 10), (5, 3, 7), (0, 8), (2, 576)])

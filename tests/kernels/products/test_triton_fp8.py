@@ -1,4 +1,4 @@
-"""The Triton kernels of FP8 against kernels/fp8.py's specification."""
+"""The Triton kernels of FP8 against kernels/products/fp8.py's specification."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ from triton_device import DEVICE, IS_INTERPRETED, ULP, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import fp8, triton_fp8
-from baton.kernels.fp8 import (
-    BLOCK,
-    E4M3,
-    Fp8Weight,
-    RoundedRows,
-    fp8_linear_ref,
-)
-from baton.kernels.linear import sum_parts_ref
 from baton.kernels.operations import preferring
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.products import fp8, triton_fp8
+from baton.kernels.products.fp8 import BLOCK, E4M3, Fp8Weight, RoundedRows, fp8_linear_ref
+from baton.kernels.products.linear import sum_parts_ref
+from baton.kernels.products.silu import silu_mul_ref
 
 HALVES = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]
 

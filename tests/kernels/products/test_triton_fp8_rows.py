@@ -1,4 +1,4 @@
-"""The Triton kernels that round rows to e4m3, against kernels/fp8.py's specification."""
+"""The Triton kernels that round rows to e4m3, against kernels/products/fp8.py's specification."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from triton_device import DEVICE, IS_INTERPRETED, ULP, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_fp8_rows, triton_norm, triton_silu
-from baton.kernels.fp8 import E4M3, RoundedRows, round_rows_ref, round_to_scale_ref, spread
+from baton.kernels.products import triton_fp8_rows, triton_norm, triton_silu
+from baton.kernels.products.fp8 import E4M3, RoundedRows, round_rows_ref, round_to_scale_ref, spread
 
 HALVES = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]
 

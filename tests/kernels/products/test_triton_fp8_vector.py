@@ -1,4 +1,4 @@
-"""The FP8 product of one row against kernels/fp8.py's specification."""
+"""The FP8 product of one row against kernels/products/fp8.py's specification."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from triton_device import DEVICE, ULP, random
 
 pytest.importorskip("triton")
 
-from baton.kernels.fp8 import BLOCK, E4M3, Fp8Weight, RoundedRows, fp8_linear_ref, round_rows_ref
-from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_fp8_vector import num_splits, serves, vector_product
+from baton.kernels.products.fp8 import BLOCK, E4M3, Fp8Weight, RoundedRows, fp8_linear_ref, round_rows_ref
+from baton.kernels.products.silu import silu_mul_ref
+from baton.kernels.products.triton_fp8_vector import num_splits, serves, vector_product
 
 DTYPE = torch.float16
 FORMATS = [(512, 512, BLOCK), (256, 1136, 1136), (320, 64, 64), (256, 400, BLOCK)]  # out_size, in_size, group

@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
-from baton.kernels import linear_configs, triton_linear
-from baton.kernels.linear_configs import MAX_ROWS, Config, DoesNotFitError, ProductShape
-from baton.kernels.norm import Norm, rms_norm_ref
-from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_linear import choose, fuses, gated_linear, linear, linear_parts, sum_parts
+from baton.kernels.products import linear_configs, triton_linear
+from baton.kernels.products.linear_configs import MAX_ROWS, Config, DoesNotFitError, ProductShape
+from baton.kernels.products.norm import Norm, rms_norm_ref
+from baton.kernels.products.silu import silu_mul_ref
+from baton.kernels.products.triton_linear import choose, fuses, gated_linear, linear, linear_parts, sum_parts
 
 NAN = float("nan")
 HALF = torch.float16  # the interpreter multiplies matrices of no bfloat16

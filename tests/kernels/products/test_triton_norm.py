@@ -1,4 +1,4 @@
-"""The Triton norms against kernels/norm.py's specification."""
+"""The Triton norms against kernels/products/norm.py's specification."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from triton_device import IS_INTERPRETED, ULP, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import norm, triton_norm
-from baton.kernels.norm import rms_norm_ref
 from baton.kernels.operations import preferring
+from baton.kernels.products import norm, triton_norm
+from baton.kernels.products.norm import rms_norm_ref
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

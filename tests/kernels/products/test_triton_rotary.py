@@ -8,8 +8,8 @@ from triton_device import DEVICE, ULP
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_rotary
-from baton.kernels.rotary import turns_ref
+from baton.kernels.products import triton_rotary
+from baton.kernels.products.rotary import turns_ref
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -1,4 +1,4 @@
-"""The Triton gate against kernels/silu.py's specification."""
+"""The Triton gate against kernels/products/silu.py's specification."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from triton_device import ULP, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import silu, triton_silu
 from baton.kernels.operations import preferring
-from baton.kernels.silu import silu_mul_ref
+from baton.kernels.products import silu, triton_silu
+from baton.kernels.products.silu import silu_mul_ref
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 

@@ -9,9 +9,9 @@ from triton_device import DEVICE, ULP, random
 
 pytest.importorskip("triton")
 
-from baton.kernels.norm import Norm, rms_norm_ref
-from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_vector import MAX_ROWS, vector_product
+from baton.kernels.products.norm import Norm, rms_norm_ref
+from baton.kernels.products.silu import silu_mul_ref
+from baton.kernels.products.triton_vector import MAX_ROWS, vector_product
 
 NAN, EPS = float("nan"), 1e-3
 SHAPES = [  # (num_rows, out_size, in_size, block_n, block_k)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.all_reduce import (
+from baton.kernels.products.norm import rms_norm_ref
+from baton.kernels.ranks.all_reduce import (
     BLOCK_BYTES,
     FLAGS_AT,
     MAX_RANKS,
@@ -20,7 +21,6 @@ from baton.kernels.all_reduce import (
     all_reduce_ref,
     reduce_scatter_ref,
 )
-from baton.kernels.norm import rms_norm_ref
 
 
 def test_a_sum_is_rounded_once() -> None:

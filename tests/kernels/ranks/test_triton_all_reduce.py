@@ -1,4 +1,4 @@
-"""The Triton sums over ranks against kernels/all_reduce.py, between processes that share memory.
+"""The Triton sums over ranks against kernels/ranks/all_reduce.py, between processes that share memory.
 
 tests/gpu/test_cuda_group.py does the same between processes that share a GPU."""
 
@@ -15,8 +15,8 @@ from triton_device import IS_INTERPRETED
 
 pytest.importorskip("triton")
 
-from baton.kernels.all_reduce import CONTROL, MAX_ROW_BYTES, PeerBlocks, all_reduce_norm_ref_
-from baton.kernels.triton_all_reduce import all_max, all_reduce, all_reduce_norm_, serves_norm
+from baton.kernels.ranks.all_reduce import CONTROL, MAX_ROW_BYTES, PeerBlocks, all_reduce_norm_ref_
+from baton.kernels.ranks.triton_all_reduce import all_max, all_reduce, all_reduce_norm_, serves_norm
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="tests/gpu/test_cuda_group.py tests them on a GPU")
 

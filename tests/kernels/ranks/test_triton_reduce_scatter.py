@@ -1,4 +1,4 @@
-"""The Triton sums of which a rank keeps its own rows, against kernels/all_reduce.py, between processes that share
+"""The Triton sums of which a rank keeps its own rows, against kernels/ranks/all_reduce.py, between processes that share
 memory.
 
 tests/gpu/test_cuda_group.py does the same between processes that share a GPU."""
@@ -12,8 +12,8 @@ from triton_device import IS_INTERPRETED
 
 pytest.importorskip("triton")
 
-from baton.kernels.all_reduce import MAX_ROW_BYTES, NUM_LANES, SLOT_BYTES
-from baton.kernels.triton_reduce_scatter import reduce_scatter, reduce_scatter_norm_, serves_norm
+from baton.kernels.ranks.all_reduce import MAX_ROW_BYTES, NUM_LANES, SLOT_BYTES
+from baton.kernels.ranks.triton_reduce_scatter import reduce_scatter, reduce_scatter_norm_, serves_norm
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="tests/gpu/test_cuda_group.py tests them on a GPU")
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, random
 
-from baton.kernels.best_tokens import best_of_all, best_of_share
 from baton.kernels.operations import preferring
-from baton.kernels.sample import Choice, perturbed_argmax_ref
+from baton.kernels.sampling.best_tokens import best_of_all, best_of_share
+from baton.kernels.sampling.sample import Choice, perturbed_argmax_ref
 
 pytest.importorskip("triton")
 

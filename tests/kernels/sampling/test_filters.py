@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
-from baton.kernels import filters
-from baton.kernels.filters import Filters, keep_likely
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.state import SamplingState
+from baton.kernels.sampling import filters
+from baton.kernels.sampling.filters import Filters, keep_likely
 from baton.metadata.wire.request import SamplingParams
 
 INF = float("inf")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, random
 
-from baton.kernels import logprobs
-from baton.kernels.logprobs import TopLogprobs, top_logprobs
 from baton.kernels.operations import preferring
+from baton.kernels.sampling import logprobs
+from baton.kernels.sampling.logprobs import TopLogprobs, top_logprobs
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud

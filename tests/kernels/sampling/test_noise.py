@@ -6,8 +6,9 @@ import torch
 from heads import some_ids
 from scipy import stats
 
-from baton.kernels import noise
-from baton.kernels.noise import (
+from baton.kernels.operations import preferring
+from baton.kernels.sampling import noise
+from baton.kernels.sampling.noise import (
     add_gumbel_noise_,
     gumbel_from_bits_ref,
     gumbel_noise,
@@ -15,7 +16,6 @@ from baton.kernels.noise import (
     gumbel_noise_ref,
     random_bits_ref,
 )
-from baton.kernels.operations import preferring
 
 SEED_LIMIT = 2**63 - 1
 

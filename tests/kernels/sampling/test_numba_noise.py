@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.kernels import operations
-from baton.kernels.noise import add_gumbel_noise_, gumbel_from_bits_ref, gumbel_noise, gumbel_noise_ref
 from baton.kernels.operations import preferring
+from baton.kernels.sampling.noise import add_gumbel_noise_, gumbel_from_bits_ref, gumbel_noise, gumbel_noise_ref
 
 SEED_LIMIT, POSITION_LIMIT = 2**63 - 1, 2**31 - 1
 pytestmark = pytest.mark.skipif(not operations.is_installed("numba"), reason="needs numba")
@@ -23,7 +23,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def compiled_from_bits(bits: torch.Tensor) -> torch.Tensor:
-    from baton.kernels import numba_noise
+    from baton.kernels.sampling import numba_noise
 
     out = np.empty(len(bits), np.float32)
     numba_noise.gumbel_from_bits(bits.numpy(), out)
@@ -117,7 +117,7 @@ def test_the_reference_adds_the_same_bits() -> None:
 def test_without_numba_torch_serves() -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"
-        "import torch; from baton.kernels.noise import add_gumbel_noise_\n"
+        "import torch; from baton.kernels.sampling.noise import add_gumbel_noise_\n"
         "one = torch.ones(1, dtype=torch.int64); print(add_gumbel_noise_(torch.zeros(1, 4), one, one).tolist())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -2,9 +2,9 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from baton.engine.sampling import processed as engine_processed
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.sampling import processed as engine_processed
+from baton.engine.sampling.state import SamplingState
 from baton.metadata.wire.request import SamplingParams
 
 VOCAB = 100

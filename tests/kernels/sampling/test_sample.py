@@ -9,10 +9,10 @@ import torch
 from heads import over_all_tokens, some_ids
 from triton_device import DEVICE, random
 
-from baton.kernels.filters import Filters
-from baton.kernels.noise import gumbel_noise_ref
 from baton.kernels.operations import preferring
-from baton.kernels.sample import Draws, perturbed_argmax, perturbed_topk
+from baton.kernels.sampling.filters import Filters
+from baton.kernels.sampling.noise import gumbel_noise_ref
+from baton.kernels.sampling.sample import Draws, perturbed_argmax, perturbed_topk
 
 pytest.importorskip("triton")
 

@@ -1,4 +1,4 @@
-"""The packed numbers of a share on a GPU. tests/kernels/test_best_tokens.py has the tokens."""
+"""The packed numbers of a share on a GPU. tests/kernels/sampling/test_best_tokens.py has the tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.kernels.best_tokens import best_of_share_ref
-from baton.kernels.triton_best_tokens import best_of_share
+from baton.kernels.sampling.best_tokens import best_of_share_ref
+from baton.kernels.sampling.triton_best_tokens import best_of_share
 
 
 @pytest.mark.parametrize("num_ids", [0, 1, 1024, 1500, 2064])

@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from baton.kernels import triton_draws
-from baton.kernels.filters import Filters
-from baton.kernels.noise import gumbel_from_bits_ref
-from baton.kernels.sample import Draws, perturbed_argmax_ref
-from baton.kernels.triton_noise import noise_bound_of
-from baton.kernels.triton_sample import perturbed_argmax
+from baton.kernels.sampling import triton_draws
+from baton.kernels.sampling.filters import Filters
+from baton.kernels.sampling.noise import gumbel_from_bits_ref
+from baton.kernels.sampling.sample import Draws, perturbed_argmax_ref
+from baton.kernels.sampling.triton_noise import noise_bound_of
+from baton.kernels.sampling.triton_sample import perturbed_argmax
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
 INF = float("inf")

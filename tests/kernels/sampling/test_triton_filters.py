@@ -11,10 +11,10 @@ from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_filters
-from baton.kernels.filters import Filters
-from baton.kernels.filters import score_thresholds as thresholds_ref
-from baton.kernels.triton_filters import search_rows
+from baton.kernels.sampling import triton_filters
+from baton.kernels.sampling.filters import Filters
+from baton.kernels.sampling.filters import score_thresholds as thresholds_ref
+from baton.kernels.sampling.triton_filters import search_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
 INF, NAN, OFF = float("inf"), float("nan"), 2**31 - 1

@@ -9,7 +9,7 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.kernels.triton_logprobs import top_logprobs
+from baton.kernels.sampling.triton_logprobs import top_logprobs
 
 
 def test_a_row_alone_equals_the_row_in_a_batch() -> None:

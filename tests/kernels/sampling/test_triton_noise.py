@@ -8,8 +8,8 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
-from baton.kernels.triton_noise import add_gumbel_noise_, gumbel_from_bits
+from baton.kernels.sampling.noise import gumbel_from_bits_ref, gumbel_noise_ref
+from baton.kernels.sampling.triton_noise import add_gumbel_noise_, gumbel_from_bits
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's products wrap aloud

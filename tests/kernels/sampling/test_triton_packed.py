@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from baton.kernels.triton_packed import id_of, key_of, pack, row_max, score_of, score_of_key
+from baton.kernels.sampling.triton_packed import id_of, key_of, pack, row_max, score_of, score_of_key
 
 INF, NAN = float("inf"), float("nan")
 SCORES = torch.tensor([-INF, -3e38, -1.5, -1e-45, 0.0, 1e-45, 1e-38, 2.0, 3e38, INF]).tolist()  # rising

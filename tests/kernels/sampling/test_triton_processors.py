@@ -10,8 +10,8 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.kernels.processors import History, TokenColumns, process_logits_ref
-from baton.kernels.triton_processors import process_logits
+from baton.kernels.sampling.processors import History, TokenColumns, process_logits_ref
+from baton.kernels.sampling.triton_processors import process_logits
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
 INF, NAN = float("inf"), float("nan")

@@ -1,4 +1,5 @@
-"""The Triton sampler against kernels/noise.py to the bit, and against the formula of engine/sampling.py."""
+"""The Triton sampler against kernels/sampling/noise.py to the bit, and against the formula of
+engine/sampling/sampling.py."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from baton.engine.sampling import sample
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
-from baton.kernels import triton_filters
-from baton.kernels.filters import Filters
-from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
-from baton.kernels.sample import Draws, perturbed_argmax_ref, perturbed_scores
-from baton.kernels.triton_noise import add_gumbel_noise_, gumbel_from_bits
-from baton.kernels.triton_sample import _perturbed, perturbed_argmax, perturbed_topk
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.sampling import sample
+from baton.engine.sampling.state import SamplingState
+from baton.kernels.sampling import triton_filters
+from baton.kernels.sampling.filters import Filters
+from baton.kernels.sampling.noise import gumbel_from_bits_ref, gumbel_noise_ref
+from baton.kernels.sampling.sample import Draws, perturbed_argmax_ref, perturbed_scores
+from baton.kernels.sampling.triton_noise import add_gumbel_noise_, gumbel_from_bits
+from baton.kernels.sampling.triton_sample import _perturbed, perturbed_argmax, perturbed_topk
 from baton.metadata.wire.request import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
@@ -43,7 +44,7 @@ def temperatures(num_rows: int) -> Tensor:
 
 
 def scores_ref(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor) -> Tensor:
-    """engine/sampling.py without filters and processors, on the CPU."""
+    """engine/sampling/sampling.py without filters and processors, on the CPU."""
     scores, temperature = logits.cpu().float(), temperature.cpu().unsqueeze(1)
     is_greedy = temperature == 0
     perturbed = (scores - scores.amax(1, keepdim=True)).div_(temperature.masked_fill(is_greedy, 1.0))

@@ -1,4 +1,4 @@
-"""Weights of scores against kernels/filters.py to the bit."""
+"""Weights of scores against kernels/sampling/filters.py to the bit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from baton.kernels.filters import _weights as weights_ref
-from baton.kernels.triton_scores import weights_of
+from baton.kernels.sampling.filters import _weights as weights_ref
+from baton.kernels.sampling.triton_scores import weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
 INF = float("inf")

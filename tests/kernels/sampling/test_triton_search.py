@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from baton.kernels import triton_search
-from baton.kernels.filters import _weights as weights_ref
-from baton.kernels.triton_packed import score_of_key
-from baton.kernels.triton_search import KEY_OF_LEAST, amount_above, largest_key, largest_key_of_row
+from baton.kernels.sampling import triton_search
+from baton.kernels.sampling.filters import _weights as weights_ref
+from baton.kernels.sampling.triton_packed import score_of_key
+from baton.kernels.sampling.triton_search import KEY_OF_LEAST, amount_above, largest_key, largest_key_of_row
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
 INF = float("inf")

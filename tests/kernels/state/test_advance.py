@@ -6,8 +6,8 @@ import pytest
 import torch
 from triton_device import DEVICE
 
-from baton.kernels.advance import Columns, advance_
 from baton.kernels.operations import preferring
+from baton.kernels.state.advance import Columns, advance_
 
 pytest.importorskip("triton")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from triton_device import IS_INTERPRETED
 
-from baton.kernels.copies import copy_columns_, copy_numbers_
 from baton.kernels.operations import preferring
+from baton.kernels.state.copies import copy_columns_, copy_numbers_
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="test_triton_copies.py copies between host and device")
 

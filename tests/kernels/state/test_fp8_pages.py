@@ -10,7 +10,7 @@ from compile_kernels import SHARED_BYTES, shared_bytes
 from quantized import fp8_numbers, fp8_pool, fp8_rounded
 from triton_device import DEVICE
 
-from baton.kernels.attention import (
+from baton.kernels.attention.attention import (
     AttentionPlan,
     Tree,
     clear_fresh_pages,
@@ -18,8 +18,16 @@ from baton.kernels.attention import (
     paged_attention_ref,
     store_kv,
 )
-from baton.kernels.fp8_pages import block_size, blocks_at, has_close_blocks, pages_at, parts_of, scales_of, store_rows
-from baton.kernels.trees import move_slots_ref_
+from baton.kernels.state.fp8_pages import (
+    block_size,
+    blocks_at,
+    has_close_blocks,
+    pages_at,
+    parts_of,
+    scales_of,
+    store_rows,
+)
+from baton.kernels.state.trees import move_slots_ref_
 
 SHAPES = [(1, 10), (3, 10), (4, 16), (16, 72), (10, 128)]  # page_size, head_dim
 NEAR = {"atol": 1e-3, "rtol": 1e-5}  # numbers are up to 300
@@ -141,7 +149,7 @@ def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
 
 def test_triton_moves_slots_with_their_scales() -> None:
     pytest.importorskip("triton")
-    from baton.kernels.triton_trees import move_slots_
+    from baton.kernels.state.triton_trees import move_slots_
 
     for shape in ((2, 3), (1, 1)):
         kv = fp8_pool(numbers(4, 10).to(DEVICE)[:, :, : shape[0], : shape[1]])

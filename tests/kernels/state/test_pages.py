@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE
 
-from baton.kernels import pages
 from baton.kernels.operations import function
-from baton.kernels.pages import gather_pages_ref, has_kernels, multipliers, page_checksums
+from baton.kernels.state import pages
+from baton.kernels.state.pages import gather_pages_ref, has_kernels, multipliers, page_checksums
 
 pytestmark = [
     pytest.mark.usefixtures("each_backend"),

@@ -7,7 +7,7 @@ import torch
 from triton_device import DEVICE, random
 
 from baton.kernels.operations import preferring
-from baton.kernels.rows import assign_rows_, gather_rows, packed, unpacked
+from baton.kernels.state.rows import assign_rows_, gather_rows, packed, unpacked
 
 pytest.importorskip("triton")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.tree_types import Candidates, Frontier
-from baton.kernels.trees import ancestry, grow_
+from baton.kernels.state.tree_types import Candidates, Frontier
+from baton.kernels.state.trees import ancestry, grow_
 
 DEVICE = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE
 
-from baton.kernels.tree_types import Candidates, Frontier
-from baton.kernels.trees import ancestry, choose, grow_, move_slots_, walk_chain, walk_tree
+from baton.kernels.state.tree_types import Candidates, Frontier
+from baton.kernels.state.trees import ancestry, choose, grow_, move_slots_, walk_chain, walk_tree
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 

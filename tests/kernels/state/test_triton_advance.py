@@ -8,8 +8,8 @@ from triton_device import DEVICE
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_advance
-from baton.kernels.advance import Columns, advance_ref_
+from baton.kernels.state import triton_advance
+from baton.kernels.state.advance import Columns, advance_ref_
 
 COLUMNS = Columns(counts=(0, 3), last_token=1)
 

@@ -11,10 +11,10 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.engine.draft_shape import DraftShape
-from baton.kernels import triton_growth
-from baton.kernels.tree_types import Candidates, Frontier
-from baton.kernels.trees import ancestry_ref, choose_ref, grow_ref_
+from baton.engine.rounds.draft_shape import DraftShape
+from baton.kernels.state import triton_growth
+from baton.kernels.state.tree_types import Candidates, Frontier
+from baton.kernels.state.trees import ancestry_ref, choose_ref, grow_ref_
 
 NUM_SEQS, WIDTH = 3, 20
 Grow = Callable[[Candidates, Frontier, Tensor, Tensor], Frontier]

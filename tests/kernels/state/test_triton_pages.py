@@ -11,9 +11,9 @@ from triton_device import DEVICE, IS_INTERPRETED
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_pages
-from baton.kernels.pages import WordSpan, gather_pages_ref, page_checksums_ref
-from baton.kernels.triton_pages import PoolAddress
+from baton.kernels.state import triton_pages
+from baton.kernels.state.pages import WordSpan, gather_pages_ref, page_checksums_ref
+from baton.kernels.state.triton_pages import PoolAddress
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's products wrap aloud
 

@@ -12,8 +12,8 @@ from triton_device import DEVICE, random
 pytest.importorskip("triton")
 
 from baton.engine.drafters.base import DraftState
-from baton.kernels import rows, triton_rows
 from baton.kernels.operations import preferring
+from baton.kernels.state import rows, triton_rows
 
 NUM_ROWS = 7
 

@@ -27,11 +27,11 @@ pytest.importorskip("triton")
 
 from attention_case import Case
 
-from baton.kernels import triton_store
-from baton.kernels.norm import rms_norm_ref
-from baton.kernels.paged_rows import PagedRows, attend_ref
-from baton.kernels.rotary import rotary_ref
-from baton.kernels.triton_store import norm_rotate_store, token_rows
+from baton.kernels.attention.paged_rows import PagedRows, attend_ref
+from baton.kernels.products.norm import rms_norm_ref
+from baton.kernels.products.rotary import rotary_ref
+from baton.kernels.state import triton_store
+from baton.kernels.state.triton_store import norm_rotate_store, token_rows
 
 EPS = 1e-6
 

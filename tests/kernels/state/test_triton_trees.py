@@ -11,12 +11,12 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import top_of
-from baton.kernels import triton_trees
+from baton.engine.rounds.trees import top_of
+from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.sampling.state import SamplingState
 from baton.kernels.operations import preferring
-from baton.kernels.trees import ancestry_ref, move_slots_ref_, walk_chain_ref, walk_tree_ref
+from baton.kernels.state import triton_trees
+from baton.kernels.state.trees import ancestry_ref, move_slots_ref_, walk_chain_ref, walk_tree_ref
 from baton.metadata.wire.request import SamplingParams
 
 

@@ -32,7 +32,7 @@ from handoff_nodes import (
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.handoff import pull_link
 from baton.metadata.handoff.client import MAX_PULLS, HandoffClient
-from baton.metadata.handoff.schema import blocks_per_page, make_schema
+from baton.metadata.handoff.schema.schema import blocks_per_page, make_schema
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
 from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed

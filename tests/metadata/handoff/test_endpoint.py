@@ -11,7 +11,7 @@ from handoff_nodes import DRAFT_SCHEMA, FINGERPRINTS, SCHEMA, make_memory
 from baton.metadata.bus.addresses import host_identity
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.handoff.endpoint import Endpoint, usable
-from baton.metadata.handoff.kv_layout import Shard
+from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 
 END = Endpoint(

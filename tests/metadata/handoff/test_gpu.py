@@ -23,7 +23,7 @@ from baton.metadata.bus.addresses import host_identity
 from baton.metadata.errors import ConfigError, OutOfMemory, TransferError
 from baton.metadata.handoff.descriptors import new_token, send_descriptors
 from baton.metadata.handoff.pull_link import HELLO_S
-from baton.metadata.handoff.schema import blocks_per_page
+from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.tickets import TicketEnded, TicketFailed
 from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from baton.metadata.handoff.transports.cuda import CudaTransport

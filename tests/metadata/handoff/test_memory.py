@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from baton.metadata.errors import ConfigError, TransferError
-from baton.metadata.handoff.kv_layout import KvLayout
 from baton.metadata.handoff.memory import F_SEAL_FUTURE_WRITE, PageMemory, PeerMemory, map_readonly, memory_size
+from baton.metadata.handoff.schema.kv_layout import KvLayout
 from baton.metadata.wire.node_info import PoolLayout
 
 LAYOUT = KvLayout.of(PoolLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32"), 4)

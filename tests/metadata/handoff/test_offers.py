@@ -11,7 +11,7 @@ from handoff_nodes import SCHEMA, make_row, unit
 from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff import offers
 from baton.metadata.handoff.offers import OfferedPage, read_offer, unpack_column, write_offers
-from baton.metadata.handoff.schema import blocks_per_page
+from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.tickets import Ticket
 from baton.metadata.wire.messages import Offer
 from baton.metadata.wire.request import pack_ids

@@ -10,10 +10,10 @@ from fake_device import FakeDevice
 from handoff_nodes import DRAFT_SCHEMA, make_memory
 
 from baton.metadata.errors import OutOfMemory
-from baton.metadata.handoff.checksums import page_checksums
 from baton.metadata.handoff.memory import PageMemory, pack_pages
 from baton.metadata.handoff.pages import OfferedPages, ReceivedPages
-from baton.metadata.handoff.schema import blocks_per_page, on_gpu
+from baton.metadata.handoff.schema.checksums import page_checksums
+from baton.metadata.handoff.schema.schema import blocks_per_page, on_gpu
 
 
 @pytest.fixture

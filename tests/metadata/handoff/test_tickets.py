@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.engine.pages import Owner, PagePool
+from baton.engine.state.pages import Owner, PagePool
 from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff.tickets import (
     MAX_PARKED,

@@ -17,12 +17,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from baton.router import export as export_module
-from baton.router.export import TraceExport, configured_export
+from baton.router.figures import export as export_module
+from baton.router.figures.export import TraceExport, configured_export
 
-from .conftest import System
-from .test_runner import wait_until
-from .test_trace import Traced, whole_life
+from ..conftest import System
+from ..requests.test_trace import Traced, whole_life
+from ..test_runner import wait_until
 
 TRACE, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -174,7 +174,7 @@ async def test_an_exporter_that_hangs_does_not_keep_the_router(
 def test_only_a_standard_variable_starts_the_export(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="baton.router.export")
+    caplog.set_level(logging.INFO, logger="baton.router.figures.export")
     made: list[Any] = []
 
     def importing(name: str) -> SimpleNamespace:

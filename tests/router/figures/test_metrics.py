@@ -11,11 +11,11 @@ from baton.metadata.wire.membership import Heartbeat
 from baton.metadata.wire.messages import Admitted, PrefillDone
 from baton.metadata.wire.node_info import Load, NodeStats, RankLoad
 from baton.metadata.wire.request import Unit
-from baton.router.metrics import INTERVAL_S, Metrics, MoveReason
-from baton.router.node_history import Loss
+from baton.router.figures.metrics import INTERVAL_S, Metrics, MoveReason
+from baton.router.nodes.node_history import Loss
 
-from .hellos import ClockedRegistry
-from .sites import add_node, make_group, make_request
+from ..hellos import ClockedRegistry
+from ..sites import add_node, make_group, make_request
 
 GROUP = make_group()
 LOAD = Load(free_pages=6, running=2, waiting=1, tickets=3, queued_tokens=44, prompt_token_s=0.25, round_s=0.5)

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton.router.service_figures import MAX_TENANTS, OTHER, ServiceFigures, TenantFigures, kv_usage
+from baton.router.figures.service_figures import MAX_TENANTS, OTHER, ServiceFigures, TenantFigures, kv_usage
 
 
 def figures(collector: Any) -> dict[str, float]:

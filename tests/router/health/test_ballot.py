@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.router.ballot import RETRY_S, Answer, Ballot, Rival, Verdict, Voter, num_independent
+from baton.router.health.ballot import RETRY_S, Answer, Ballot, Rival, Verdict, Voter, num_independent
 
 GAP = 1e-4
 P = [Voter("prefill", f"p{i}", b"p%d" % i) for i in range(4)]

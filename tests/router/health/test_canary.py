@@ -8,14 +8,14 @@ import pytest
 
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.request import TokenLogprobs
-from baton.router.ballot import Rival
-from baton.router.canary import NUM_PAGES, NUM_TOKENS, REPEATED, Canary, answer_of, canary_prompt
-from baton.router.node import Node, NodeGroup
-from baton.router.queue import Pinned
+from baton.router.health.ballot import Rival
+from baton.router.health.canary import NUM_PAGES, NUM_TOKENS, REPEATED, Canary, answer_of, canary_prompt
+from baton.router.nodes.node import Node, NodeGroup
 from baton.router.text.tokenizer import TextTokenizer
+from baton.router.waiting.queue import Pinned
 
-from .fake_nodes import make_layout
-from .hellos import ClockedRegistry
+from ..fake_nodes import make_layout
+from ..hellos import ClockedRegistry
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.membership import IDLE, Heartbeat
 from baton.metadata.wire.node_info import Capacity, Load, NodeStats
 from baton.metadata.wire.request import TokenLogprobs
-from baton.router import ballot
-from baton.router.health import (
+from baton.router.health import ballot
+from baton.router.health.health import (
     FULL_RETRY_S,
     MAX_TIMEOUT_S,
     RETRY_S,
@@ -32,13 +32,13 @@ from baton.router.health import (
     PairsReady,
     StartCanary,
 )
-from baton.router.node import Node
+from baton.router.nodes.node import Node
 from baton.router.text.tokenizer import TextTokenizer
 
-from .conftest import System
-from .fake_nodes import FakeNode, make_layout
-from .hellos import ClockedRegistry
-from .test_runner import own, wait_until
+from ..conftest import System
+from ..fake_nodes import FakeNode, make_layout
+from ..hellos import ClockedRegistry
+from ..test_runner import own, wait_until
 
 Make = Callable[..., System]
 Corrupt = Callable[[str, str, list[int]], list[int]]

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.router.pairing_diagnostics import incompatible_nodes, missing_partner, refusal
+from baton.router.health.pairing_diagnostics import incompatible_nodes, missing_partner, refusal
 
-from .fake_nodes import make_layout
-from .hellos import ClockedRegistry, make_hello
+from ..fake_nodes import make_layout
+from ..hellos import ClockedRegistry, make_hello
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from msgspec import inspect
 
-from baton.router.http.responses_types import INPUT_ITEMS
-from baton.router.http.routes import ROUTES
+from baton.router.http.responses.types import INPUT_ITEMS
+from baton.router.http.server.routes import ROUTES
 
 _HOLE = "\ue000"  # stands for the place until its value is known
 _FIRST = {"model": "fake"}  # values that a served body needs

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from thinned import num_examples
 
-from baton.router.http.messages_types import CountTokensRequest, MessagesRequest
-from baton.router.http.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from baton.router.http.responses_types import ResponsesRequest
+from baton.router.http.anthropic.types import CountTokensRequest, MessagesRequest
+from baton.router.http.openai.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from baton.router.http.responses.types import ResponsesRequest
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import RunningRouter, System

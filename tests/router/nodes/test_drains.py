@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from baton.router.drains import Drains
 from baton.router.errors import Conflict, NotFound
-from baton.router.node import Node
+from baton.router.nodes.drains import Drains
+from baton.router.nodes.node import Node
 
-from .sites import make_hello
+from ..sites import make_hello
 
 
 class Drained:

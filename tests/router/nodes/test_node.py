@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from baton.metadata.wire.membership import Heartbeat
 from baton.metadata.wire.node_info import Load, NodeStats, RankLoad
-from baton.router.node import FULL_S, largest_room
+from baton.router.nodes.node import FULL_S, largest_room
 
-from .sites import add_node, make_group
+from ..sites import add_node, make_group
 
 KEYS = [(rid, attempt) for rid in ("a", "b") for attempt in (0, 1)]
 CHOICES = st.sets(st.integers(0, 3))

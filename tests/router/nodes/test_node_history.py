@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from baton.router.node import Node
-from baton.router.node_history import MAX_NAMES, RECENT_S, NodeHistories, NodeHistory
+from baton.router.nodes.node import Node
+from baton.router.nodes.node_history import MAX_NAMES, RECENT_S, NodeHistories, NodeHistory
 
-from .hellos import ClockedRegistry
+from ..hellos import ClockedRegistry
 
 
 def node(epoch: str, name: str = "d0") -> Node:

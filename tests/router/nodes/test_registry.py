@@ -26,15 +26,15 @@ from baton.metadata.wire.membership import TokenizerFile
 from baton.metadata.wire.node_info import NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended
-from baton.router import registry
-from baton.router.node import NodeGroup
-from baton.router.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
+from baton.router.nodes import registry
+from baton.router.nodes.node import NodeGroup
+from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
 
-from .conftest import System
-from .fake_nodes import FakeNode, make_layout
-from .hellos import BEAT, ClockedRegistry, make_hello
-from .sites import make_group
-from .test_runner import is_canary, own, wait_until
+from ..conftest import System
+from ..fake_nodes import FakeNode, make_layout
+from ..hellos import BEAT, ClockedRegistry, make_hello
+from ..sites import make_group
+from ..test_runner import is_canary, own, wait_until
 
 Make = Callable[..., System]
 
@@ -270,7 +270,7 @@ def test_log_lines_on_nodes_that_come_and_go_are_bounded(
     clocked: ClockedRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = time.monotonic()
-    with caplog.at_level("INFO", logger="baton.router.registry"):
+    with caplog.at_level("INFO", logger="baton.router.nodes.registry"):
         for _ in range(200):
             clocked.hello()  # lost and joined
             clocked.hello(name="d1", protocol_max=0, protocol_min=0)  # refused

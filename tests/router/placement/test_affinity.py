@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.metadata.wire import messages as m
-from baton.router.affinity import PrefixAffinity, SessionAffinity, page_hashes
+from baton.router.placement.affinity import PrefixAffinity, SessionAffinity, page_hashes
 
-from .conftest import System
-from .test_runner import own
+from ..conftest import System
+from ..test_runner import own
 
 
 def test_the_sessions_that_are_idle_longest_are_forgotten() -> None:

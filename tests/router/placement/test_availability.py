@@ -13,14 +13,21 @@ import pytest
 
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire import messages as m
-from baton.router.availability import MAX_NAMED, Expected, degraded, drain_summary, missing_for_service, no_node
 from baton.router.config import RouterConfig
+from baton.router.placement.availability import (
+    MAX_NAMED,
+    Expected,
+    degraded,
+    drain_summary,
+    missing_for_service,
+    no_node,
+)
 from baton.router.text.tokenizer import TextTokenizer
 
-from .conftest import System
-from .hellos import ClockedRegistry
-from .http.test_access import bearer
-from .test_runner import wait_until
+from ..conftest import System
+from ..hellos import ClockedRegistry
+from ..http.server.test_access import bearer
+from ..test_runner import wait_until
 
 Make = Callable[..., System]
 LEAVING = m.Leaving(done=False, reason="SIGTERM")

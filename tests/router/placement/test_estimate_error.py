@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.estimate_error import EstimateError
+from baton.router.placement.estimate_error import EstimateError
 
 
 @pytest.mark.parametrize("num_under_way", [1, 4, 64])

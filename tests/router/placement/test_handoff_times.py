@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.router.handoff_times import HandoffTimes
+from baton.router.placement.handoff_times import HandoffTimes
 
 
 def test_the_median_of_the_last_handoffs_is_expected() -> None:

@@ -19,13 +19,13 @@ from baton.metadata.wire.request import SamplingParams
 from baton.router.config import RouterConfig
 from baton.router.dispatcher import Dispatcher
 from baton.router.effects import Effect, Error, Send
-from baton.router.metrics import Metrics
-from baton.router.needs import GRAMMAR_PROTOCOL, Need
-from baton.router.node import Node
-from baton.router.queue import Entry
-from baton.router.request import Request
+from baton.router.figures.metrics import Metrics
+from baton.router.nodes.node import Node
+from baton.router.placement.needs import GRAMMAR_PROTOCOL, Need
+from baton.router.requests.request import Request
+from baton.router.waiting.queue import Entry
 
-from .sites import make_group, make_hello, make_request, text_tokenizer
+from ..sites import make_group, make_hello, make_request, text_tokenizer
 
 STATS = NodeStats()
 METRICS = Metrics()

@@ -11,19 +11,13 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load, RankLoad
-from baton.router.placement import (
-    DecodeFigures,
-    Placement,
-    PrefillFigures,
-    choose_decode,
-    choose_prefill,
-)
-from baton.router.prompt_placement import GroupFacts, LocalPrefill
-from baton.router.queue import Entry
+from baton.router.placement.placement import DecodeFigures, Placement, PrefillFigures, choose_decode, choose_prefill
+from baton.router.placement.prompt_placement import GroupFacts, LocalPrefill
+from baton.router.waiting.queue import Entry
 
-from .conftest import System
-from .sites import add_node, make_group, make_request
-from .test_runner import own, wait_until
+from ..conftest import System
+from ..sites import add_node, make_group, make_request
+from ..test_runner import own, wait_until
 
 
 def decode(free: int = 100, running: int = 0, most: int = 10, *, is_full: bool = False) -> DecodeFigures:

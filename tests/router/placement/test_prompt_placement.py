@@ -14,8 +14,8 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import NodeStats
 from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unpack_ids
 from baton.router.dispatcher import SLOW_TICK_S
-from baton.router.node import NodeGroup
-from baton.router.prompt_placement import (
+from baton.router.nodes.node import NodeGroup
+from baton.router.placement.prompt_placement import (
     BUSY_STREAMS,
     LOAD_ROUNDS,
     LOST_S,
@@ -29,13 +29,13 @@ from baton.router.prompt_placement import (
     place_prompt,
     place_sooner,
 )
-from baton.router.request import Request
-from baton.router.streams import SILENCE_S
+from baton.router.requests.request import Request
+from baton.router.requests.streams import SILENCE_S
 
-from .conftest import System
-from .sites import add_node, make_group
-from .test_dispatcher import IDS, Client, World, load
-from .test_runner import own, wait_until
+from ..conftest import System
+from ..sites import add_node, make_group
+from ..test_dispatcher import IDS, Client, World, load
+from ..test_runner import own, wait_until
 
 OLD = m.Compute.since - 1  # a protocol whose decode nodes cannot compute prompts
 

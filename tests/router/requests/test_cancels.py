@@ -10,10 +10,10 @@ import pytest
 
 from baton.metadata.wire.messages import Cancel, Cancelled, Reserved
 from baton.metadata.wire.node_info import Load
-from baton.router.cancels import ACK_S, LATE_S, MAX_ACK_S, Cancels
 from baton.router.effects import Effects, Send
+from baton.router.requests.cancels import ACK_S, LATE_S, MAX_ACK_S, Cancels
 
-from .sites import add_node, make_group, make_request
+from ..sites import add_node, make_group, make_request
 
 GROUP = make_group()
 D0, D1 = add_node(GROUP, "decode", "d0"), add_node(GROUP, "decode", "d1")

@@ -6,14 +6,14 @@ from itertools import count
 
 import pytest
 
-from baton.router.output_parser import OutputEvent, OutputParser, ThoughtCounter
 from baton.router.reasoning_parsers.base import Thought
 from baton.router.reasoning_parsers.think_tags import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
+from baton.router.requests.output_parser import OutputEvent, OutputParser, ThoughtCounter
 from baton.router.text.detokenizer import make_detokenizer
 from baton.router.tool_parsers.base import CallArguments, CallBegin, CallEnd, Content
 from baton.router.tool_parsers.hermes import HermesParser
 
-from .sites import text_tokenizer
+from ..sites import text_tokenizer
 
 CALL = '<tool_call>{"name": "f"}</tool_call>'
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.metadata.wire.request import Ended, FinishReason, TokenLogprobs, unpack_ids
-from baton.router.request import MAX_AHEAD, Delta, Sequence, TextOptions
+from baton.router.requests.request import MAX_AHEAD, Delta, Sequence, TextOptions
 
-from .sites import add_node, make_group, make_request, text_tokenizer
+from ..sites import add_node, make_group, make_request, text_tokenizer
 
 GROUP = make_group()
 P0, P1 = add_node(GROUP, "prefill", "p0"), add_node(GROUP, "prefill", "p1")

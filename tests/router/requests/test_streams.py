@@ -13,16 +13,16 @@ from baton.metadata.errors import ProtocolError
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.messages import Resend, Tokens
 from baton.metadata.wire.request import Ended, TokenLogprobs, Unit, pack_ids, unpack_ids
-from baton.router import streams
 from baton.router.effects import Effects, Output, Send
-from baton.router.metrics import Metrics
-from baton.router.node import Node
-from baton.router.request import Attempt, Delta, Request, Sequence, TextOptions
-from baton.router.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokensRefused, TokenStreams
+from baton.router.figures.metrics import Metrics
+from baton.router.nodes.node import Node
+from baton.router.requests import streams
+from baton.router.requests.request import Attempt, Delta, Request, Sequence, TextOptions
+from baton.router.requests.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokensRefused, TokenStreams
 
-from .conftest import System
-from .fake_nodes import FakeNode
-from .sites import Heard, add_node, make_group, make_request
+from ..conftest import System
+from ..fake_nodes import FakeNode
+from ..sites import Heard, add_node, make_group, make_request
 
 IDS = [40, 41, 42, 43, 44, 45]
 END = Ended("length", None, 3, 6, 0)

@@ -17,14 +17,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import Ended, Preemption, Unit
 from baton.metadata.wire.times import ChunkTimes, PrefillTimes, PullTimes
-from baton.router.trace import (
-    MAX_SPANS,
-    FinishedTraces,
-    Outcome,
-    RequestTrace,
-    SequenceTrace,
-    TraceRecorder,
-)
+from baton.router.requests.trace import MAX_SPANS, FinishedTraces, Outcome, RequestTrace, SequenceTrace, TraceRecorder
 
 NO_TIMES, NO_PULL = PrefillTimes(), PullTimes()
 CHUNKS = (ChunkTimes(1, 512, 0.0, 0.25), ChunkTimes(1, 100, 0.125, 0.125))

@@ -17,11 +17,11 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
-from baton.router.fair_share import DEFAULT, MAX_IDLE, FairShares, Share, Tenant
-from baton.router.queue import WaitingQueue
-from baton.router.request import Request
+from baton.router.requests.request import Request
+from baton.router.waiting.fair_share import DEFAULT, MAX_IDLE, FairShares, Share, Tenant
+from baton.router.waiting.queue import WaitingQueue
 
-from .test_dispatcher import Client, World, load
+from ..test_dispatcher import Client, World, load
 
 A, B, C = Tenant("a"), Tenant("b"), Tenant("c")
 

@@ -21,10 +21,10 @@ from openai import OpenAI
 from openai._models import FinalRequestOptions
 
 from baton.metadata.errors import Overloaded
-from baton.router.http.errors import response_of
-from baton.router.pace import MAX_RETRY_S, NUM_SPREADS, SOON_S, Pace
+from baton.router.http.server.errors import response_of
+from baton.router.waiting.pace import MAX_RETRY_S, NUM_SPREADS, SOON_S, Pace
 
-from .conftest import System
+from ..conftest import System
 
 
 def full(interval_s: float, num_grants: int = 100) -> tuple[Pace, float]:

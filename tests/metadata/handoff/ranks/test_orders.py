@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from baton.metadata.handoff import rank_orders
-from baton.metadata.handoff.rank_orders import PullOrder, PullReport, ServeOrder, ServeReport
+from baton.metadata.handoff.ranks import orders as rank_orders
+from baton.metadata.handoff.ranks.orders import PullOrder, PullReport, ServeOrder, ServeReport
 
 
 @pytest.mark.parametrize(

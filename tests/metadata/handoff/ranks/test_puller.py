@@ -10,8 +10,7 @@ import pytest
 from handoff_nodes import make_row, peer_of, unit
 from rank_nodes import RankPair, heads_schema, pages_in
 
-from baton.metadata.handoff.checksums import page_checksums
-from baton.metadata.handoff.rank_orders import (
+from baton.metadata.handoff.ranks.orders import (
     CloseSource,
     ExpectPages,
     FetchedPages,
@@ -20,7 +19,8 @@ from baton.metadata.handoff.rank_orders import (
     OpenSource,
     SourceLost,
 )
-from baton.metadata.handoff.rank_puller import RankPuller
+from baton.metadata.handoff.ranks.puller import RankPuller
+from baton.metadata.handoff.schema.checksums import page_checksums
 from baton.metadata.handoff.transports.base import Landed
 
 

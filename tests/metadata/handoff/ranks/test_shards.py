@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.kv_layout import KvLayout, Shard, pool_of
-from baton.metadata.handoff.shards import (
+from baton.metadata.handoff.ranks.shards import (
     BlockSource,
     ByteSpan,
     PagePart,
@@ -20,6 +19,7 @@ from baton.metadata.handoff.shards import (
     digest_columns,
     page_parts,
 )
+from baton.metadata.handoff.schema.kv_layout import KvLayout, Shard, pool_of
 from baton.metadata.wire.node_info import KvPlane
 
 sizes = st.integers(1, 4)

@@ -9,9 +9,9 @@ import pytest
 from handoff_nodes import unit
 from rank_nodes import LocalLine, heads_schema, rank_end
 
-from baton.metadata.handoff.kv_layout import Shard
-from baton.metadata.handoff.rank_orders import ExpectPages, ForgetUnit, OfferDigests, SourceLost
-from baton.metadata.handoff.rank_team import RankTeam
+from baton.metadata.handoff.ranks.orders import ExpectPages, ForgetUnit, OfferDigests, SourceLost
+from baton.metadata.handoff.ranks.team import RankTeam
+from baton.metadata.handoff.schema.kv_layout import Shard
 
 
 class Rank:

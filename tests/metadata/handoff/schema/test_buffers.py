@@ -8,12 +8,12 @@ import pytest
 import torch
 from layouts import make_layout
 
-from baton.engine import draft_row
+from baton.engine.rounds import draft_row
 from baton.metadata.errors import ProtocolError
-from baton.metadata.handoff import buffers
-from baton.metadata.handoff.buffers import MetadataBuffers, Sampled
-from baton.metadata.handoff.hidden_layout import spec_hidden_size
-from baton.metadata.handoff.schema import ROW_KINDS, make_schema, row_bytes
+from baton.metadata.handoff.schema import buffers
+from baton.metadata.handoff.schema.buffers import MetadataBuffers, Sampled
+from baton.metadata.handoff.schema.hidden_layout import spec_hidden_size
+from baton.metadata.handoff.schema.schema import ROW_KINDS, make_schema, row_bytes
 from baton.metadata.wire.node_info import PoolLayout
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
 

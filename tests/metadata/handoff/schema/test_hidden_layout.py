@@ -7,7 +7,7 @@ import torch
 from layouts import make_layout
 
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.hidden_layout import HiddenLayout, assign, spec_hidden_size
+from baton.metadata.handoff.schema.hidden_layout import HiddenLayout, assign, spec_hidden_size
 
 
 def layout(algorithm: str, **more) -> HiddenLayout:

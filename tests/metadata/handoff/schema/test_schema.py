@@ -9,7 +9,7 @@ from layouts import LOOKAHEAD
 from layouts import make_layout as hidden
 
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.schema import (
+from baton.metadata.handoff.schema.schema import (
     CPU_CHECKSUM,
     FIRST_TOKEN,
     GPU_CHECKSUM,
@@ -304,7 +304,7 @@ def test_describe_names_the_sizes():
 
 
 def test_the_router_gets_the_schema_without_torch():
-    check_imports(["baton.metadata.handoff.schema", "baton.metadata.handoff.server"], ["torch"])
+    check_imports(["baton.metadata.handoff.schema.schema", "baton.metadata.handoff.server"], ["torch"])
 
 
 def test_a_handoff_moves_whole_pages_and_one_row():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.metadata.handoff.weights import difference
+from baton.metadata.handoff.schema.weights import difference
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, unit
 
 from baton.metadata.errors import TransferError
 from baton.metadata.handoff.descriptors import DescriptorInbox, new_token, send_descriptors
-from baton.metadata.handoff.schema import page_bytes
+from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transports import cuda
 from baton.metadata.handoff.transports.base import Move, PullEnd
 from baton.metadata.handoff.transports.cuda import MAX_UNDER_WAY, CudaTransport

@@ -11,7 +11,7 @@ import pytest
 from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, same_pages, unit
 
 from baton.metadata.errors import ProtocolError, TransferError
-from baton.metadata.handoff.schema import page_bytes
+from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transports.base import Move, PullEnd
 from baton.metadata.handoff.transports.local import LocalTransport
 from baton.metadata.wire.data_link import LinkWelcome

@@ -13,8 +13,7 @@ from handoff_nodes import make_row, named, peer_of, spin, unit
 from rank_nodes import RankPair, heads_schema, pages_in, rank_end
 
 from baton.metadata.errors import ConfigError, OutOfMemory, RankLost
-from baton.metadata.handoff.kv_layout import Shard
-from baton.metadata.handoff.rank_orders import (
+from baton.metadata.handoff.ranks.orders import (
     FetchedPages,
     FetchFailed,
     FetchPages,
@@ -22,8 +21,9 @@ from baton.metadata.handoff.rank_orders import (
     OpenSource,
     SourceLost,
 )
-from baton.metadata.handoff.rank_puller import RankPuller
-from baton.metadata.handoff.schema import page_bytes
+from baton.metadata.handoff.ranks.puller import RankPuller
+from baton.metadata.handoff.schema.kv_layout import Shard
+from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.tickets import TicketEnded, TicketFailed
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.handoff.transports.ranks import RanksTransport

@@ -10,7 +10,7 @@ from handoff_nodes import DRAFT_SCHEMA, make_memory, same_pages, unit
 
 from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff.memory import pack_pages, unpack_page
-from baton.metadata.handoff.schema import page_bytes
+from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transports import zmq as zmq_transport
 from baton.metadata.handoff.transports.base import Landed, Move
 from baton.metadata.handoff.transports.zmq import ZmqTransport

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from baton.metadata.errors import Overloaded
-from baton.router.http.messages_format import MessagesFormat
-from baton.router.request import Delta, Request
+from baton.router.http.anthropic.format import MessagesFormat
+from baton.router.requests.request import Delta, Request
 
-from ..sites import make_group, make_request
+from ...sites import make_group, make_request
 
 
 @pytest.fixture

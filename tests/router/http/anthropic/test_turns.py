@@ -9,8 +9,8 @@ import anthropic
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.message_turns import chat_messages
-from baton.router.http.messages_types import (
+from baton.router.http.anthropic.turns import chat_messages
+from baton.router.http.anthropic.types import (
     AssistantTurn,
     MessageText,
     TextBlock,
@@ -18,12 +18,12 @@ from baton.router.http.messages_types import (
     ToolUseBlock,
     UserTurn,
 )
-from baton.router.http.openai_types import ChatMessage, TextPart
+from baton.router.http.openai.types import ChatMessage, TextPart
 
-from ..conftest import RunningRouter, System
-from .chats import TEMPLATE, USER, call, marked_system, prompt_of, say
-from .test_message_blocks import ENABLED, NOW, PARIS, WEATHER
-from .test_output_readings import num_tokens
+from ...conftest import RunningRouter, System
+from ..chats import TEMPLATE, USER, call, marked_system, prompt_of, say
+from ..openai.test_output_readings import num_tokens
+from .test_blocks import ENABLED, NOW, PARIS, WEATHER
 
 THOUGHTS = TEMPLATE.replace(
     "{{ message.content }}",

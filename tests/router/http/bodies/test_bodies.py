@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from baton.router.http import bodies
+from baton.router.http.bodies import bodies
 
-from ..conftest import System
-from ..test_runner import wait_until
+from ...conftest import System
+from ...test_runner import wait_until
 
 OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.metadata.errors import Overloaded
-from baton.router.http.body_room import SMALL_BODY, BodyRoom, ReceivedBody
+from baton.router.http.bodies.body_room import SMALL_BODY, BodyRoom, ReceivedBody
 
 
 def test_one_caller_may_take_all_and_gives_way_to_others() -> None:

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.body_size import MAX_IDS, MAX_PLAIN, MAX_VALUES, BodySize, exact_size, most_plain, quick_size
-from baton.router.http.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest
+from baton.router.http.bodies.body_size import (
+    MAX_IDS,
+    MAX_PLAIN,
+    MAX_VALUES,
+    BodySize,
+    exact_size,
+    most_plain,
+    quick_size,
+)
+from baton.router.http.openai.types import ChatRequest, CompletionRequest, DetokenizeRequest
 
 MESSAGE = {"role": "user", "content": "a"}
 

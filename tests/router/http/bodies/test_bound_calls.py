@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from baton.metadata.wire import messages
-from baton.router.http.bound_calls import literal_of
+from baton.router.http.bodies.bound_calls import literal_of
 
-from ..conftest import System
-from .chats import NOW, TEMPLATE, USER, WEATHER, accepts, call, say
+from ...conftest import System
+from ..chats import NOW, TEMPLATE, USER, WEATHER, accepts, call, say
 
 PATTERN = {"type": "string", "pattern": "^a"}
 NOW_TWICE = ", ".join(['{"name": "now", "arguments": {}}'] * 2)

@@ -13,11 +13,11 @@ import pytest
 from aiohttp import http_parser
 
 from baton.metadata.errors import RequestError
-from baton.router.http.encodings import MAX_MEMBERS, decoded
-from baton.router.http.errors import HttpRefusal
+from baton.router.http.bodies.encodings import MAX_MEMBERS, decoded
+from baton.router.http.server.errors import HttpRefusal
 
-from ..conftest import System, check_is_declared
-from .test_cross_origin import Answer, send
+from ...conftest import System, check_is_declared
+from ..server.test_cross_origin import Answer, send
 
 BODY = json.dumps({"model": "fake", "prompt": "hello", "max_tokens": 100}).encode()
 ZIPPED = gzip.compress(BODY)

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.bodies import decode
-from baton.router.http.fields import Ignored, NotServed, rules_of
-from baton.router.http.messages_types import MessagesRequest
-from baton.router.http.openai_types import ChatRequest, CompletionRequest
-from baton.router.http.responses_types import ResponsesRequest
+from baton.router.http.anthropic.types import MessagesRequest
+from baton.router.http.bodies.bodies import decode
+from baton.router.http.bodies.fields import Ignored, NotServed, rules_of
+from baton.router.http.openai.types import ChatRequest, CompletionRequest
+from baton.router.http.responses.types import ResponsesRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-DOCS = Path(__file__).parents[3] / "docs" / "operations.md"
+DOCS = Path(__file__).parents[4] / "docs" / "operations.md"
 BODIES = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
 
 

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.bodies import decode
-from baton.router.http.messages_types import MessagesRequest, ToolUseBlock
-from baton.router.http.openai_types import PARTS_NOT_SERVED, ChatRequest, CompletionRequest
-from baton.router.http.refused_bodies import MAX_NULLS, mended
+from baton.router.http.anthropic.types import MessagesRequest, ToolUseBlock
+from baton.router.http.bodies.bodies import decode
+from baton.router.http.bodies.refused_bodies import MAX_NULLS, mended
+from baton.router.http.openai.types import PARTS_NOT_SERVED, ChatRequest, CompletionRequest
 
-from ..conftest import System
+from ...conftest import System
 
 COMPLETION = {"model": "fake", "prompt": "hello", "max_tokens": 100}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 100}

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from baton.router.http import body_size
-from baton.router.http.routes import ROUTES
-from baton.router.http.side_work import BODIES
+from baton.router.http.bodies import body_size
+from baton.router.http.bodies.side_work import BODIES
+from baton.router.http.server.routes import ROUTES
 
-from ..conftest import System
-from .limit_bodies import LimitBody, limit_bodies
+from ...conftest import System
+from ..limit_bodies import LimitBody, limit_bodies
 
 MOST_CPU_S = 0.05
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from baton.router.http.answer_format import AnswerFormat, ChatFormat, CompletionFormat, usage_of
-from baton.router.request import Delta
+from baton.router.http.openai.answer_format import AnswerFormat, ChatFormat, CompletionFormat, usage_of
+from baton.router.requests.request import Delta
 
 REQUEST: Any = SimpleNamespace(
     rid="r",

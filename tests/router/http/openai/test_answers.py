@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from baton.metadata.errors import Unavailable
-from baton.router.http import answers, sse
-from baton.router.http.answers import WholeAnswer
-from baton.router.request import Delta
+from baton.router.http.openai import answers
+from baton.router.http.openai.answers import WholeAnswer
+from baton.router.http.server import sse
+from baton.router.requests.request import Delta
 
-from ..conftest import System
+from ...conftest import System
 
 
 class FakeFormat:

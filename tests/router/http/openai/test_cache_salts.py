@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from baton.router.fair_share import Tenant
-from baton.router.http.access import Caller
-from baton.router.http.cache_salts import CacheSalts
+from baton.router.http.openai.cache_salts import CacheSalts
+from baton.router.http.server.access import Caller
+from baton.router.waiting.fair_share import Tenant
 
 NOBODY = Caller()
 BY_KEY = [Caller(digest=b"1"), Caller(digest=b"2")]  # two keys of the default tenant

@@ -12,8 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.metadata.wire import messages
 from baton.router.text.tokenizer import TextTokenizer
 
-from ..conftest import RunningRouter, System
-from .chats import NOW, TEMPLATE, USER, call
+from ...conftest import RunningRouter, System
+from ..chats import NOW, TEMPLATE, USER, call
 
 OPEN = TEMPLATE + "{# </think> #}{% if enable_thinking is not defined %}<think>{% else %}<think></think>{% endif %}"
 UNDECIDED = TEMPLATE + "{# <think></think> #}"

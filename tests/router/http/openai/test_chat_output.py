@@ -7,10 +7,10 @@ import json
 import pytest
 from msgspec import UNSET
 
-from baton.router.http.chat_output import ChatOutput
-from baton.router.http.output_reader import OutputReading
-from baton.router.output_parser import OutputParser
+from baton.router.http.openai.chat_output import ChatOutput
+from baton.router.http.openai.output_reader import OutputReading
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
+from baton.router.requests.output_parser import OutputParser
 from baton.router.tool_parsers.hermes import HermesParser
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

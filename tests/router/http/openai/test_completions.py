@@ -15,10 +15,10 @@ import pytest
 
 from baton.metadata.wire import messages
 from baton.metadata.wire.request import unpack_ids
-from baton.router.request import Request
+from baton.router.requests.request import Request
 
-from ..conftest import System
-from ..test_runner import own, wait_until
+from ...conftest import System
+from ...test_runner import own, wait_until
 
 
 @pytest.fixture

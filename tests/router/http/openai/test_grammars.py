@@ -11,8 +11,8 @@ import pytest
 
 from baton.metadata.wire import messages as m
 
-from ..conftest import System
-from ..test_runner import own
+from ...conftest import System
+from ...test_runner import own
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}

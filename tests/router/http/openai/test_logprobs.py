@@ -14,12 +14,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.wire.request import TokenLogprobs
-from baton.router.http.logprobs import LegacyColumns, chat_logprobs
+from baton.router.http.openai.logprobs import LegacyColumns, chat_logprobs
 from baton.router.text.detokenizer import TokenBytes, make_detokenizer, skipped_ids
 from baton.router.text.tokenizer import TextTokenizer
 
-from ..conftest import RunningRouter, System
-from ..fake_nodes import make_tokenizer
+from ...conftest import RunningRouter, System
+from ...fake_nodes import make_tokenizer
 
 CORPUS = [
     "the quick brown fox  jumps over the lazy dog",

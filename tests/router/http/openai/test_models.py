@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anthropic
 
-from ..conftest import System
+from ...conftest import System
 
 
 def test_models_are_listed_and_found_by_name(system: System) -> None:

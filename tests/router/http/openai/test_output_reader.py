@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.http.output_reader import OutputReader, OutputReading, WholeCall, WholePart
-from baton.router.output_parser import OutputParser
+from baton.router.http.openai.output_reader import OutputReader, OutputReading, WholeCall, WholePart
 from baton.router.reasoning_parsers.base import Thought
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
+from baton.router.requests.output_parser import OutputParser
 from baton.router.tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
 from baton.router.tool_parsers.hermes import HermesParser
 
-from ..sites import make_group, make_request
+from ...sites import make_group, make_request
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 MADE = WholeCall("", "f", '{"a": 1}')

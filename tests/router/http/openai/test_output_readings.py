@@ -14,8 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.metadata.wire import messages
 from baton.router.text.tokenizer import TextTokenizer
 
-from ..conftest import RunningRouter, System
-from .chats import NOW, TEMPLATE, USER, accepts, call, prompt_of, say
+from ...conftest import RunningRouter, System
+from ..chats import NOW, TEMPLATE, USER, accepts, call, prompt_of, say
 
 QWEN3 = (
     TEMPLATE

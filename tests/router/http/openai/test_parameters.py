@@ -10,11 +10,11 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.request import unpack_ids
-from baton.router.http import openapi
-from baton.router.http.routes import ROUTES
+from baton.router.http.server import openapi
+from baton.router.http.server.routes import ROUTES
 
-from ..conftest import System
-from ..test_runner import own
+from ...conftest import System
+from ...test_runner import own
 
 BODIES = {
     "/v1/completions": {"prompt": "hello"},

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.errors import RequestError
-from baton.router.http.openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
-from baton.router.http.prompts import EncodedPrompt, chat_text, encoded_prompt, prompts_of
-from baton.router.http.tool_types import CalledFunction, ToolCall
+from baton.router.http.openai.prompts import EncodedPrompt, chat_text, encoded_prompt, prompts_of
+from baton.router.http.openai.tool_types import CalledFunction, ToolCall
+from baton.router.http.openai.types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.tokenizer import TextTokenizer
 
-from ..fake_nodes import TEMPLATE
+from ...fake_nodes import TEMPLATE
 
 GROUP: Any = SimpleNamespace(
     card=SimpleNamespace(vocab_size=420),

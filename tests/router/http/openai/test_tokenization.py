@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..conftest import System
-from ..fake_nodes import TEMPLATE, FakeCluster
-from ..test_runner import wait_until
+from ...conftest import System
+from ...fake_nodes import TEMPLATE, FakeCluster
+from ...test_runner import wait_until
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
 

@@ -18,13 +18,13 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import Unit
 from baton.metadata.wire.times import PrefillTimes
-from baton.router.http.explain import DEFAULT_LIMIT, Filter
-from baton.router.trace import Explanation, RequestTrace, Span, TraceRecorder
+from baton.router.http.operators.explain import DEFAULT_LIMIT, Filter
+from baton.router.requests.trace import Explanation, RequestTrace, Span, TraceRecorder
 
-from ..conftest import System
-from ..fake_nodes import FakeNode
-from ..test_runner import ignore, own, wait_until
-from ..test_trace import CHUNKS, Traced, check_sums, fake_attempt, names
+from ...conftest import System
+from ...fake_nodes import FakeNode
+from ...requests.test_trace import CHUNKS, Traced, check_sums, fake_attempt, names
+from ...test_runner import ignore, own, wait_until
 
 
 def recorder(decode: str = "d0", *, is_over: bool = False) -> TraceRecorder:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from layouts import LOOKAHEAD, WITH_DRAFT_POOL, make_layout
 
-from baton.metadata.handoff.schema import make_schema, row_bytes
+from baton.metadata.handoff.schema.schema import make_schema, row_bytes
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
 
-from ..conftest import System
+from ...conftest import System
 
 TARGET = PoolLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 DRAFT = PoolLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="bfloat16")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from baton.metadata.wire import messages as m
-from baton.router.http import ledgers
+from baton.router.http.operators import ledgers
 
-from ..conftest import System
+from ...conftest import System
 
 
 class FakeDispatcher:

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import Overloaded
-from baton.router.http.output_reader import OutputReading
-from baton.router.http.response_tools import ResponseTools
-from baton.router.http.responses_format import ResponsesFormat
-from baton.router.http.responses_types import ResponsesRequest
-from baton.router.output_parser import OutputParser
-from baton.router.request import Delta, Request
+from baton.router.http.openai.output_reader import OutputReading
+from baton.router.http.responses.format import ResponsesFormat
+from baton.router.http.responses.tools import ResponseTools
+from baton.router.http.responses.types import ResponsesRequest
+from baton.router.requests.output_parser import OutputParser
+from baton.router.requests.request import Delta, Request
 from baton.router.tool_parsers.hermes import HermesParser
 
-from ..sites import make_group, make_request
+from ...sites import make_group, make_request
 
 
 @pytest.fixture

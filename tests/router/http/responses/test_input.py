@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.openai_types import ChatMessage, TextPart
-from baton.router.http.responses_input import messages_of
-from baton.router.http.responses_types import ResponsesRequest
+from baton.router.http.openai.types import ChatMessage, TextPart
+from baton.router.http.responses.input import messages_of
+from baton.router.http.responses.types import ResponsesRequest
 
 USER: Any = {"role": "user", "content": "hello"}
 

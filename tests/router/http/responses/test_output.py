@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.router.http.output_reader import OutputReader, OutputReading
-from baton.router.http.response_tools import ResponseTools
-from baton.router.http.responses_output import ResponseOutput
-from baton.router.http.responses_types import ResponseCustomTool, ResponseFunction, Status, ToolNamespace
-from baton.router.output_parser import OutputParser
+from baton.router.http.openai.output_reader import OutputReader, OutputReading
+from baton.router.http.responses.output import ResponseOutput
+from baton.router.http.responses.tools import ResponseTools
+from baton.router.http.responses.types import ResponseCustomTool, ResponseFunction, Status, ToolNamespace
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
+from baton.router.requests.output_parser import OutputParser
 from baton.router.tool_parsers.hermes import HermesParser
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

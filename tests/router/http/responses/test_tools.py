@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.response_tools import (
+from baton.router.http.openai.tool_types import FunctionChoice, FunctionTool, ToolChoiceObject
+from baton.router.http.responses.tools import (
     CalledTool,
     ResponseTools,
     choice_for_chat,
@@ -14,14 +15,13 @@ from baton.router.http.response_tools import (
     custom_input,
     name_for_chat,
 )
-from baton.router.http.responses_types import (
+from baton.router.http.responses.types import (
     CustomFormat,
     ResponseCustomTool,
     ResponseFunction,
     ResponseNamedTool,
     ToolNamespace,
 )
-from baton.router.http.tool_types import FunctionChoice, FunctionTool, ToolChoiceObject
 
 GRAMMAR = CustomFormat(type="grammar", syntax="regex", definition="x+")
 

@@ -16,11 +16,11 @@ from multidict import CIMultiDict
 from baton.metadata.errors import ConfigError, Overloaded, RequestError
 from baton.metadata.wire import messages as m
 from baton.router.config import RouterConfig
-from baton.router.fair_share import Tenant
-from baton.router.http.access import Access, Caller, KeyLevel
+from baton.router.http.server.access import Access, Caller, KeyLevel
+from baton.router.waiting.fair_share import Tenant
 
-from ..conftest import System
-from ..test_runner import own, wait_until
+from ...conftest import System
+from ...test_runner import own, wait_until
 
 ADMIN_ROUTES = [("GET", "/debug/nodes"), ("GET", "/debug/ledger"), ("GET", "/debug/handoff"), ("POST", "/admin/flush")]
 CLIENT_ROUTES = [("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/openapi.json")]

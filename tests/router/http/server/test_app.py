@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ..conftest import System
+from ...conftest import System
 
 OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
 

@@ -14,10 +14,10 @@ from aiohttp import ClientConnectionResetError
 from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.web import RequestPayloadError
 
-from baton.router.http import connection
-from baton.router.http.connection import ClientErrorFilter
+from baton.router.http.server import connection
+from baton.router.http.server.connection import ClientErrorFilter
 
-from ..conftest import System
+from ...conftest import System
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import openai
 import pytest
 
 from baton.metadata.wire import messages as m
-from baton.router.http.access import KeyLevel
-from baton.router.http.routes import ROUTES
+from baton.router.http.server.access import KeyLevel
+from baton.router.http.server.routes import ROUTES
 
-from ..conftest import RunningRouter, System, check_is_declared
-from ..test_runner import own
+from ...conftest import RunningRouter, System, check_is_declared
+from ...test_runner import own
 
 EVIL = "https://evil.example"
 GOOD = "https://chat.example"

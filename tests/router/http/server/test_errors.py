@@ -21,8 +21,15 @@ from baton.router.errors import (
     Unauthorized,
     outcome_of,
 )
-from baton.router.http.errors import HttpRefusal, all_statuses, body_of, from_malformed, from_validation, response_of
-from baton.router.http.openai_types import CompletionRequest
+from baton.router.http.openai.types import CompletionRequest
+from baton.router.http.server.errors import (
+    HttpRefusal,
+    all_statuses,
+    body_of,
+    from_malformed,
+    from_validation,
+    response_of,
+)
 
 
 @pytest.mark.parametrize(

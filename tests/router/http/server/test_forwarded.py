@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.http.forwarded import client_address
-from baton.router.http.origin import trusted_networks
+from baton.router.http.server.forwarded import client_address
+from baton.router.http.server.origin import trusted_networks
 
 TRUSTED = trusted_networks(("10.0.0.0/8", "::1"))
 

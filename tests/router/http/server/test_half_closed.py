@@ -15,8 +15,8 @@ import pytest
 
 from baton.metadata.wire import messages as m
 
-from ..conftest import RunningRouter, System
-from ..test_runner import own, wait_until
+from ...conftest import RunningRouter, System
+from ...test_runner import own, wait_until
 
 PROMPTLY_S = 1.0  # on a machine that does other things as well; it takes less than a tenth
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"

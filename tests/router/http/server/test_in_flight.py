@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.router.errors import NotFound
-from baton.router.http.in_flight import InFlight
+from baton.router.http.server.in_flight import InFlight
 
 
 def test_ended_requests_are_not_in_flight() -> None:

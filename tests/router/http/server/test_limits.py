@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from baton.metadata.wire import messages as m
 
-from ..conftest import System
-from ..test_queue import busy, clients, first_runs
-from ..test_runner import own, wait_until
+from ...conftest import System
+from ...test_runner import own, wait_until
+from ...waiting.test_queue import busy, clients, first_runs
 
 
 def test_no_request_waits_longer_than_max_queue_s(make_system: Callable[..., System]) -> None:

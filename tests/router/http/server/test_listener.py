@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from baton.metadata.bus.descriptors import Descriptors
-from baton.router.http.listener import HttpListener
+from baton.router.http.server.listener import HttpListener
 
-from ..fake_nodes import FakeCluster, make_tokenizer
+from ...fake_nodes import FakeCluster, make_tokenizer
 
 LIMIT = 256
 

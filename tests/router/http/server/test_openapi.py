@@ -20,18 +20,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.router.http import openapi
-from baton.router.http.app import application
-from baton.router.http.errors import all_statuses
-from baton.router.http.explain import Filter
-from baton.router.http.fields import NotServed, rules_of
-from baton.router.http.messages_types import MessagesRequest
-from baton.router.http.openai_types import ChatRequest, CompletionRequest
-from baton.router.http.responses_types import ResponsesRequest
-from baton.router.http.routes import ROUTES
+from baton.router.http.anthropic.types import MessagesRequest
+from baton.router.http.bodies.fields import NotServed, rules_of
+from baton.router.http.openai.types import ChatRequest, CompletionRequest
+from baton.router.http.operators.explain import Filter
+from baton.router.http.responses.types import ResponsesRequest
+from baton.router.http.server import openapi
+from baton.router.http.server.app import application
+from baton.router.http.server.errors import all_statuses
+from baton.router.http.server.routes import ROUTES
 
-from ..conftest import System
-from ..test_runner import wait_until
+from ...conftest import System
+from ...test_runner import wait_until
 
 DOCUMENT = openapi.document(ROUTES)
 
@@ -57,7 +57,7 @@ def test_the_statuses_that_the_code_can_raise_are_declared() -> None:
     """The document declares exactly these statuses. conftest.py (check_is_declared) tests the routes one by one."""
     declared = {int(status) for _, operation in operations() for status in operation["responses"]}
     raised = {200, *all_statuses()}
-    for path in Path(openapi.__file__).parent.rglob("*.py"):
+    for path in Path(openapi.__file__).parents[1].rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "HttpRefusal":
                 raised |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()

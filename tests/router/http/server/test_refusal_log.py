@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton.router.http.refusal_log import MOST_LINES
+from baton.router.http.server.refusal_log import MOST_LINES
 
-from ..conftest import System
-from ..test_runner import wait_until
+from ...conftest import System
+from ...test_runner import wait_until
 
 SECRET = "hunter2"
 CASES: list[tuple[str, str, Any, dict[str, str], str]] = [
@@ -36,8 +36,8 @@ CASES: list[tuple[str, str, Any, dict[str, str], str]] = [
 def test_each_refusal_is_one_line_without_the_text(
     make_system: Callable[..., System], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.router.http.refusal_log.MOST_LINES", 100)
-    caplog.set_level(logging.INFO, "baton.router.http.refusal_log")
+    monkeypatch.setattr("baton.router.http.server.refusal_log.MOST_LINES", 100)
+    caplog.set_level(logging.INFO, "baton.router.http.server.refusal_log")
     system = make_system(router={"api_key": "k", "admin_key": "a"})
     system.cluster.add("prefill", "p")
     authorization = {"Authorization": "Bearer k"}
@@ -56,7 +56,7 @@ def test_each_refusal_is_one_line_without_the_text(
 
 
 def test_many_refusals_do_not_fill_the_disk(system: System, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "baton.router.http.refusal_log")
+    caplog.set_level(logging.INFO, "baton.router.http.server.refusal_log")
     for _ in range(5 * MOST_LINES):
         system.router.request("POST", "/v1/completions", {})
     assert len(caplog.messages) <= 3 * MOST_LINES

@@ -12,8 +12,8 @@ import pytest
 
 from baton.metadata.wire import messages as m
 
-from ..conftest import System
-from ..test_runner import own, wait_until
+from ...conftest import System
+from ...test_runner import own, wait_until
 from .test_access import bearer
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from baton.router.http.access import KeyLevel
-from baton.router.http.routes import ROUTES
+from baton.router.http.server.access import KeyLevel
+from baton.router.http.server.routes import ROUTES
 
-from ..conftest import RunningRouter, System
+from ...conftest import RunningRouter, System
 
 
 def test_every_route_is_declared_once() -> None:

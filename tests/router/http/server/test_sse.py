@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from baton.metadata.wire import messages as m
-from baton.router.http import app
-from baton.router.http.sse import limit_unread
+from baton.router.http.server import app
+from baton.router.http.server.sse import limit_unread
 
-from ..conftest import System
-from ..test_runner import own, wait_until
+from ...conftest import System
+from ...test_runner import own, wait_until
 
 TOKENS = 4000  # more than a megabyte of events
 
