@@ -1,4 +1,4 @@
-"""The sizes and settings of one decoder-only model, as read from its config.json (models/read_config.py)."""
+"""The sizes and settings of one decoder-only model, as read from its config.json (read_config.py)."""
 
 from __future__ import annotations
 
