@@ -1,4 +1,4 @@
-"""Errors that the router raises beside those of metadata/errors.py. http/server/errors.py turns them into HTTP answers."""
+"""Errors that the router raises beside those of metadata/errors.py. http/server/errors.py maps them to answers."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from functools import partial
 import xxhash
 
 from ...metadata.errors import RequestError, Unavailable
+from ..fair_turns import FairTurns
 from ..nodes.node import NodeGroup
 from ..placement.needs import GRAMMAR_PROTOCOL
-from ..waiting.fair_turns import FairTurns
 from .grammar import Grammar, GrammarFault, GrammarSource
 from .grammar_process import GrammarProcess, LoadTokenizer
 

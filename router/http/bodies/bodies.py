@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 
 from ....metadata.errors import BatonError, Overloaded
-from ...waiting.fair_turns import ASKER, FairTurns
+from ...fair_turns import ASKER, FairTurns
 from ..server.connection import INTERIM, reason_of
 from ..server.errors import HttpRefusal, from_malformed, from_validation
 from .body_room import BodyRoom, ReceivedBody

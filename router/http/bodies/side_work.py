@@ -21,11 +21,11 @@ from msgspec import Struct
 from ....metadata.errors import BatonError, RequestError, Unavailable
 from ....metadata.wire.node_info import ModelCard
 from ....metadata.wire.request import ids_column, pack_ids, unpack_ids
+from ...fair_turns import FairTurns
 from ...nodes.node import NodeGroup
 from ...text.chat_template import ChatTemplate
 from ...text.side_process import SideProcess, serve
 from ...text.tokenizer import TextTokenizer
-from ...waiting.fair_turns import FairTurns
 from ..anthropic.types import CountTokensRequest, MessagesRequest
 from ..openai.prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, prompts_of, tokenized
 from ..openai.tool_types import ToolCall

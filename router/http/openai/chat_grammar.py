@@ -15,8 +15,8 @@ from ...reasoning_parsers.base import ReasoningParser
 from ...reasoning_parsers.budget import ThoughtBudget
 from ...text.grammar import GrammarSource
 from ...text.tokenizer import TextTokenizer
-from ..bodies.bound_calls import call_grammar, literal_of
 from ..server.api import Api
+from .bound_calls import call_grammar, literal_of
 from .grammars import asked_grammar, grammar_of, json_whitespace
 from .tools import ToolUse
 from .types import ChatRequest

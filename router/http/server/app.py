@@ -10,7 +10,7 @@ from aiohttp import web
 
 from ....metadata.errors import BatonError, Overloaded
 from ...errors import NotFound
-from ...waiting.fair_turns import ASKER
+from ...fair_turns import ASKER
 from ..bodies.bodies import expected
 from ..bodies.encodings import too_large
 from .access import CALLER, IS_OPERATOR, KeyLevel, share_of

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import Overloaded, RequestError, Unavailable
+from baton.router.fair_turns import FairTurns
 from baton.router.nodes.node import Node, NodeGroup
 from baton.router.text import grammar_checks
 from baton.router.text.grammar import Grammar, GrammarFault, GrammarSource
 from baton.router.text.grammar_checks import GrammarChecks
 from baton.router.text.grammar_process import GrammarProcess, LoadTokenizer
-from baton.router.waiting.fair_turns import FairTurns
 
 from ..sites import add_node, make_group, make_hello
 

@@ -12,8 +12,8 @@ from ....metadata.errors import RequestError
 from ...nodes.node import NodeGroup
 from ...text.grammar import GrammarSource, schema_of
 from ...text.tokenizer import TextTokenizer
-from ..openai.tools import ToolUse
 from ..server.api import Api
+from .tools import ToolUse
 
 
 async def call_grammar(
