@@ -85,7 +85,7 @@ def served(tree: Path, directory: Path) -> Iterator[Served]:
     (directory / "baton").symlink_to(tree)
     path = os.pathsep.join(map(str, (directory, tree / "tests", tree / "tests" / "benchmarks")))
     child = subprocess.Popen(
-        [sys.executable, __file__, "--serve"],
+        [sys.executable, "-P", __file__, "--serve"],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
