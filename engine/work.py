@@ -1,4 +1,4 @@
-"""Plain values for the work that a scheduler gives to a device, and for the reports of the device. Without torch.
+"""Work that a scheduler gives to a device, and reports that the device returns, as plain values. Imports no torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 

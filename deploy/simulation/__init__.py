@@ -1,5 +1,5 @@
-"""Simulates the router and its nodes, event by event. It takes measured times and arrivals of requests, and computes
-latencies and goodput.
+"""A simulation of the router and its nodes, event by event. Its input is measured times and the arrivals of requests.
+Its output is latencies and goodput.
 
     traffic   when requests arrive           times   what a GPU takes, as measured        costs   what a step takes
        |                                                                                            |

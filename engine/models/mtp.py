@@ -16,6 +16,7 @@ from ...kernels.products.norm import rms_norm
 from ..attention.attention import begin_attention
 from ..attention.rope import RotaryEmbedding
 from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.mtp_names import layer_prefixes
 from ..layers.decoder import DecoderLayer
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
@@ -25,7 +26,6 @@ from .families import FAMILIES
 from .head_file import HeadFile
 from .heads import run_body
 from .llama import read_layer
-from .mtp_names import layer_prefixes
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
 

@@ -1,6 +1,8 @@
 """CUDA graphs for the single steps of a decode round, if one graph cannot hold the whole round.
 
-A chunk of prompts beside the round shares its forward, so that weights are read once. A grammar says on the host what
+If a chunk of prompts is computed beside the round, both share one forward, so that weights are read once.
+
+A grammar says on the host what
 the nodes may be, once the drafts are there (rounds/masks.py). A round is three graphs then (round.py):
 
     propose   for a bucket, a draft shape and a kind of sampling

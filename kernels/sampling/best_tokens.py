@@ -1,4 +1,4 @@
-"""The choice of the largest logit of a row whose logits lie on several ranks.
+"""Choice of the token with the largest logit, if several ranks hold parts of a row of logits.
 
     best_of_share   each rank: the best logits of its share, packed with their ids
     best_of_all     each rank: the token of a row, given the packed numbers of all ranks

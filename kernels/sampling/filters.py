@@ -1,4 +1,4 @@
-"""Filters of sampling (min-p, top-k, top-p): they exclude the unlikely tokens of a row.
+"""Sampling filters min-p, top-k and top-p, which exclude unlikely tokens of a row.
 
 They apply in this order (vLLM's), each to what the one before left, after temperature. Every filter comes down to one
 threshold of a row: tokens of equal score stay or go together, whatever order a sort gave them.

@@ -1,4 +1,4 @@
-"""Logit processors: they change the logits of a row by a request's parameters and history, before temperature.
+"""Logit processors, which apply a request's parameters and token history to its logits before the temperature.
 
 Order (vLLM's): logit_bias, min_tokens, repetition penalty, frequency penalty, presence penalty; then what a grammar
 allows. Only elementwise IEEE operations without fusion, so a row's result does not depend on the rows beside it: one

@@ -1,7 +1,7 @@
-"""The search for a threshold: the largest key at and above which the tokens of a row have an amount that is needed.
+"""Search for a threshold in a row: the largest key such that the tokens with this key or a larger one suffice.
 
-An amount is the number of tokens, or their weight (triton_scores.py), an integer either way. Keys are those of scores
-(triton_packed.py), so they are at most 0. There are two searches.
+They suffice if they have the required amount. An amount is the number of tokens, or their weight (triton_scores.py), an
+integer either way. Keys are those of scores (triton_packed.py), so they are at most 0. There are two searches.
 
 `largest_key` bisects keys that lie in registers.
 

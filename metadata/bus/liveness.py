@@ -190,7 +190,8 @@ class _Peer:
 
 
 class PeerLiveness(Generic[_K]):
-    """The router's view of its nodes: alive, stuck (a phase took longer than its own limit) or dead (silent).
+    """States of the nodes as the router sees them. A node is stuck if its phase exceeds the limit of that phase, and
+    dead if it is silent for too long. Otherwise it is alive.
 
     On a starved machine heartbeats come late, and on a slow network a lost packet holds them up for round trips. So a
     node whose last heartbeats were far apart, or that measures a long round trip, may be silent for longer. So may

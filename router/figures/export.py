@@ -118,7 +118,8 @@ def configured_export(environ: Mapping[str, str]) -> TraceExport | None:
 
 
 def _batched(exporter: SpanExporter) -> TracerProvider:
-    """Return a provider, named baton-router by default, whose thread sends batches and drops what it cannot queue."""
+    """Return a provider with the service name baton-router unless another is set. Its thread sends spans in batches.
+    Spans are dropped while its queue is full."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -105,7 +105,7 @@ class RanksTransport(Transport):
             self._fetch(unit, of_unit)
 
     def take(self, rank: int, report: PullReport) -> None:
-        """Take in what a rank reports about this link. What it says of pages shows in the next step."""
+        """Record a rank's report about this link. The next `step` returns the pages that the report names."""
         match report:
             case FetchedPages(number=number, indices=indices, generations=generations, wrong_blocks=wrong_blocks):
                 for index, generation in zip(indices, generations, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.models.mtp_names import layer_prefixes
+from baton.engine.checkpoint.mtp_names import layer_prefixes
 
 
 @pytest.mark.parametrize(
