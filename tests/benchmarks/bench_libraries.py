@@ -8,8 +8,9 @@
     memory      torch's symmetric memory beside `MappedBlocks`: two processes on one GPU allocate a block each, map the
                 other's and sum over both with Baton's kernel
 
-An error is the largest difference from `paged_attention_ref`, d / (1 + value), on the first and last rows. The run ends with exit status
-1 if one of Baton's own results is wrong; a refusal of the library is printed and is no failure.
+An error is the largest difference from `paged_attention_ref`, divided by 1 + the value, on the first and last rows. The
+run ends with exit status 1 if one of Baton's own results is wrong. A refusal of the library is printed and is no
+failure.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def bench_exactness(library: Library, report: Report) -> None:
         own = _equal(torch.cat([ours(part) for part in parts]), ours(whole))
         for asked in ({}, one_split):
             found = report.tried(lambda p=parts, a=asked: _cut_equal(library, whole, p, a))
-            print(f"8192 tokens in chunks of {size:5} {str(asked or ''):22} ours {own}   library {found}", flush=True)
+            print(f"8192 tokens in chunks of {size:5} {asked or ''!s:22} ours {own}   library {found}", flush=True)
     together = ours(mixed)
     firsts = [sum(mixed.query_lens[:seq]) for seq in range(len(mixed.query_lens))]
     spans = [slice(first, first + num) for first, num in zip(firsts, mixed.query_lens, strict=True)]
@@ -273,8 +274,8 @@ def _pair(rank_of: Callable[..., None], *args: str) -> str:
     """Return what the first rank of a pair answers, or why there is no answer."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    with tempfile.TemporaryDirectory() as meeting:
-        ranks = [context.Process(target=rank_of, args=(rank, meeting, answers, *args)) for rank in range(2)]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=rank_of, args=(rank, f"{folder}/meeting", answers, *args)) for rank in range(2)]
         for each in ranks:
             each.start()
         try:
@@ -307,7 +308,7 @@ def _library_rank(rank: int, meeting: str, answers: Any, backend: str, allows: s
         import torch.distributed._symmetric_memory as memory
 
         torch.cuda.set_device(0)
-        store = dist.FileStore(str(Path(meeting) / "store"), 2)
+        store = dist.FileStore(meeting, 2)
         dist.init_process_group(backend, store=store, rank=rank, world_size=2)
         own = memory.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda:0")
         handle = memory.rendezvous(own, dist.group.WORLD.group_name)
