@@ -18,26 +18,11 @@ from checkpoints import make_checkpoint
 
 CheckpointFactory = Callable[..., Path]
 
-_INTEGRATION = "mark.integration"
-
 # Results do not depend on the number of cores then. Threads of many tests at once would wait for each other.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; processes started here inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without integration tests in a run with `-m integration`, because importing all files is slow."""
-    if config.option.markexpr != "integration" or collection_path.suffix != ".py":
-        return None
-    return _INTEGRATION not in collection_path.read_text() or None
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Raise UsageError if a file has integration tests but not the text by which `pytest_ignore_collect` finds it."""
-    if item.get_closest_marker("integration") and _INTEGRATION not in item.path.read_text():
-        raise pytest.UsageError(f"{item.path} has tests of processes and does not say {_INTEGRATION}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

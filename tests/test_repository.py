@@ -61,45 +61,6 @@ TEST_FOLDERS = {  # folders of tests/ that mirror no folder of the product
 SHARED = [ROOT / "tests" / name for name in ("support", "chaos", "benchmarks")]  # imported by bare names
 
 
-# Modules without a test file of their name: (reason, folder, modules). The list may only become shorter.
-_DECLARES = "declares names and types, which the tests of its users cover"
-_TRAINS = "test_train.py and test_drafters.py run the training programs as a whole"
-UNTESTED = [
-    (_DECLARES, "decode_node", "config main"),
-    (_DECLARES, "prefill_node", "config"),
-    (_DECLARES, "router", "config effects errors"),
-    (_DECLARES, "router/http/anthropic", "types"),
-    (_DECLARES, "router/http/openai", "tool_types types"),
-    (_DECLARES, "router/http/operators", "admin_types"),
-    (_DECLARES, "router/http/responses", "types"),
-    (_DECLARES, "router/http/server", "api route"),
-    (_DECLARES, "router/reasoning_parsers", "base"),
-    (_DECLARES, "metadata", "errors"),
-    (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),
-    (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),
-    (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),
-]
-
-# Test files that no module has the name of: (reason, folder of tests/, names). The list may only become shorter.
-_PAIR = "runs a prefill and a decode node together, in one process (tests/support/node_pair.py)"
-_LINK = "runs both ends of a data link together, in one process"
-_TEMPLATES = "compares whole prompts with transformers (tests/support/published_templates)"
-_EVERY_ROUTE = "sends random requests to all routes of a whole router"
-TESTS_OF_SEVERAL = [
-    (_PAIR, "decode_node", "hostile_messages local_prompts matrix missed_rows mtp_layers node_pair speculation"),
-    (_PAIR, "decode_node", "memory triton_nodes"),
-    (_PAIR, "prefill_node", "memory"),
-    (_LINK, "metadata/handoff", "gpu late_messages lost_messages ticket_races versions"),
-    (_EVERY_ROUTE, "router/http", "client_bodies fuzz_http official_types"),
-    (_TEMPLATES, "router/http", "published_templates"),
-]
-
-
-def _places(exceptions: Iterable[tuple[str, str, str]]) -> set[str]:
-    """Return `folder/name` of every exception."""
-    return {f"{folder}/{name}" for _, folder, names in exceptions for name in names.split()}
-
-
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -109,16 +70,19 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def _imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield every import as (line, absolute dotted name): type-only imports and those inside functions too."""
+@functools.cache
+def _imports(path: Path) -> list[tuple[int, str]]:
+    """Return every import as (line, absolute dotted name): type-only imports and those inside functions too."""
     package = ["baton", *path.relative_to(ROOT).parent.parts]
+    found = []
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def _import_graph(files: Iterable[Path], packages: Iterable[Path] = ()) -> dict[str, set[str]]:
@@ -283,31 +247,53 @@ def test_tests_mirror_the_folders() -> None:
     assert set(TEST_FOLDERS) <= names
 
 
-def test_every_module_has_a_test_file_of_its_name() -> None:
-    """`router/waiting/queue.py` has `tests/router/waiting/test_queue.py`. UNTESTED lists the exceptions, and nothing
-    else."""
-    missing = set()
+def test_every_module_is_tested_in_the_room_of_its_name() -> None:
+    """Tests of `router/waiting/queue.py` are in `tests/router/waiting`: a file of that name, or one that imports the
+    module. A module of the same folder that such a module imports belongs to the same noun, and needs no file."""
+    graph = _import_graph(CODE)
+    tested: list[str] = []
     for path in CODE:
-        place = path.relative_to(ROOT)
-        if path.name != "__init__.py" and not (ROOT / "tests" / place.parent / f"test_{path.name}").exists():
-            missing.add(str(place))
-    listed = {f"{place}.py" for place in _places(UNTESTED)}
-    assert sorted(missing - listed) == [], "add a test file of this name"
-    assert sorted(listed - missing) == [], "it has a test file or is gone: take it off the list"
+        room = ROOT / "tests" / path.relative_to(ROOT).parent
+        is_tested = (room / f"test_{path.name}").exists() or "baton." + _dotted(path) in _imported_by_tests_in(room)
+        tested += [_dotted(path)] if is_tested else []
+    seen = set(tested)
+    while tested:
+        name = tested.pop()
+        beside = {each for each in graph[name] if each.rpartition(".")[0] == name.rpartition(".")[0]} - seen
+        seen |= beside
+        tested += beside
+    assert [_name(path) for path in CODE if path.name != "__init__.py" and _dotted(path) not in seen] == []
 
 
-def test_every_test_file_has_the_name_of_a_module() -> None:
-    """`tests/router/waiting/test_queue.py` tests `router/waiting/queue.py`. TESTS_OF_SEVERAL lists the exceptions, and
-    nothing else."""
-    unnamed = set()
-    for folder in {path.parent.relative_to(ROOT) for path in CODE}:
-        for path in (ROOT / "tests" / folder).glob("test_*.py"):
-            name = path.stem.removeprefix("test_")
-            if not (ROOT / folder / f"{name}.py").exists() and not (ROOT / folder / name / "__init__.py").exists():
-                unnamed.add(f"{folder}/{name}")
-    listed = _places(TESTS_OF_SEVERAL)
-    assert sorted(unnamed - listed) == [], "move its tests to the files of the modules that they test"
-    assert sorted(listed - unnamed) == [], "there is such a module, or the test is gone: take it off the list"
+@functools.cache
+def _imported_by_tests_in(room: Path) -> set[str]:
+    """Return the modules and names that test files of this folder import, or the shared modules that they import."""
+    imported = {name for path in room.glob("*.py") for _, name in _imports(path)}
+    shared = [path for folder in SHARED for path in folder.rglob("*.py") if path.stem in imported]
+    imported |= {name for path in shared for _, name in _imports(path)}
+    return imported | {name.rpartition(".")[0] for name in imported}
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+_CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "getrusage"}
+
+
+def test_only_tests_that_read_a_clock_are_marked_timing() -> None:
+    """The mark lets a failed test be repeated. It must not hide a race."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(_tree(path)) if "mark.timing" in path.read_text() else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                is_marked = any(
+                    ast.unparse(each) == "pytest.mark.timing" for each in getattr(node, "decorator_list", ())
+                )
+                reads = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)} & _CLOCKS
+                if is_marked and not reads:
+                    wrong.append(f"{_name(path)}: {node.name}")
+    assert not wrong
 
 
 _OF_EACH_ROLE = {"Outbox", "Request", "Reservations", "Sequence"}  # the same thing, as router and nodes have it

@@ -142,6 +142,7 @@ async def test_each_way_has_its_own_count_and_weight(process: FaultyProcess, nod
     assert await nodes_bus.send("out", SENT["out"]) == []
 
 
+@pytest.mark.timing
 async def test_a_delayed_or_doubled_message_wakes_its_reader(process: FaultyProcess, nodes_bus: Bus) -> None:
     """libzmq has no input left for the socket, so neither a poll nor the file descriptor would wake its reader."""
     link, poller = nodes_bus.link, zmq.Poller()

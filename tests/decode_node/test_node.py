@@ -229,6 +229,7 @@ def members(pulling: NodePair) -> list[str]:
     return [sequence.unit.rid for sequence in pulling.decode._under_way.sequences]
 
 
+@pytest.mark.timing
 def test_pages_that_come_in_time_join_the_next_round(pulling: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:
     computes(monkeypatch, pulling, is_done=False, seconds=30.0)
     started = time.monotonic()

@@ -39,6 +39,7 @@ def test_the_installed_command_is_this_one() -> None:
     assert subprocess.run([installed, "--version"], capture_output=True, check=True).stdout.startswith(b"baton 0.")
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_answers_in_under_0_3_s(flag: str) -> None:
     def once() -> float:

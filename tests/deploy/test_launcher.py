@@ -257,6 +257,7 @@ def test_a_child_that_does_not_stop_is_killed_and_reported(tmp_path: Path, capfd
     assert "did not stop: decode-0" in capfd.readouterr().err
 
 
+@pytest.mark.timing
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     running = Running(tmp_path, {"router": READY_SERVER, "decode-0": STUBBORN}, stop_timeout_s=60.0)
     times: list[float] = []

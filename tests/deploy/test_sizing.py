@@ -169,6 +169,7 @@ def test_a_wrong_trace_is_named(text: str, times: str, tmp_path: Path, capsys: p
     assert f"--trace {tmp_path / 'trace'}" in capsys.readouterr().err
 
 
+@pytest.mark.timing
 def test_ten_minutes_of_traffic_take_less_than_twenty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """Twenty seconds of traffic are tried. CPU time, in units of a loop that takes 0.2 s where ten minutes may take 20:
     other work on the machine, and a slower machine, are not the command's fault."""

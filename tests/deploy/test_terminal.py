@@ -22,6 +22,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.timing
 def test_a_signal_ends_the_wait_and_is_counted() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Signals() as signals:

@@ -91,6 +91,7 @@ def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
+@pytest.mark.timing
 def test_up_answers_and_ctrl_c_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
     with up(tmp_path, model_dir) as running:
         family = running.family()

@@ -29,6 +29,7 @@ START = (
 )
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_from_start_to_end(number: signal.Signals) -> None:
     begun = time.monotonic()

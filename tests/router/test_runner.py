@@ -177,6 +177,7 @@ def test_a_dead_node_costs_no_text(make_system: Callable[..., System], role: str
     system.router.wait_idle()
 
 
+@pytest.mark.timing
 def test_a_silent_node_is_given_up(make_system: Callable[..., System]) -> None:
     system = make_system().up(1, 2)
     system.behaviour.hold = threading.Event()

@@ -26,6 +26,7 @@ def one_group(limit: int = 1000) -> CudaGroup:
     return local_group(0, new_blocks(2), limit)
 
 
+@pytest.mark.timing
 @pytest.mark.skipif(not IS_INTERPRETED, reason="tests/gpu/test_cuda_group.py loses a rank on a GPU")
 def test_a_rank_that_does_not_come_ends_the_wait_and_no_later_one_waits() -> None:
     group = one_group()

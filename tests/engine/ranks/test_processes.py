@@ -128,6 +128,7 @@ def test_a_rank_that_does_not_become_ready_is_ended() -> None:
         processes.wait_ready()
 
 
+@pytest.mark.timing
 def test_a_stopped_rank_is_ended_while_rank_0_waits_for_it_in_an_operation(tmp_path: Path) -> None:
     """The timeout of the group is a minute; the silence of the rank is noticed long before."""
     with ready(2, hang_in_group, str(tmp_path / "meeting")) as processes:

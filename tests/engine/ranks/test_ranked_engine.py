@@ -51,6 +51,7 @@ def test_a_start_that_fails_says_why_and_leaves_no_rank(checkpoint: Callable[...
     assert not [each for each in ranks if "resource_tracker" not in " ".join(each.cmdline())]
 
 
+@pytest.mark.timing
 def test_a_rank_that_ends_before_it_meets_the_others_ends_the_start_at_once(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_the_first_tokens_of_several_requests(grammars: Grammars) -> None:
     assert (masks[0] == -1).all() and 0 < len(ids_of(masks[1])) < VOCAB
 
 
+@pytest.mark.timing
 def test_a_grammar_that_takes_too_much_work_breaks_its_matcher_alone(model: Path, grammars: Grammars) -> None:
     many = " ".join("x?" for _ in range(1500))
     hostile = llguidance.LLMatcher.grammar_from_lark(f'start: "ab" {many}\nx: "a" | "ab" | x x')

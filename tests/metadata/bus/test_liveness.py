@@ -73,6 +73,7 @@ def thread(router: HeartbeatRouter) -> Iterator[HeartbeatThread]:
     thread.close()
 
 
+@pytest.mark.timing
 def test_heartbeats_go_on_while_the_main_thread_is_busy(router: HeartbeatRouter, thread: HeartbeatThread) -> None:
     thread.start()
     thread.enter("step", 0.5)
@@ -169,6 +170,7 @@ def test_a_thread_without_router_keeps_no_old_heartbeats(router: HeartbeatRouter
     assert phases == {"step"}
 
 
+@pytest.mark.timing
 def test_enter_is_cheap(router: HeartbeatRouter, thread: HeartbeatThread) -> None:
     begun = time.perf_counter()
     for _ in range(10_000):

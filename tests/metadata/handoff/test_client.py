@@ -260,6 +260,7 @@ def test_revoke_reaches_the_claimer_and_ends_the_ticket(pair, finished, is_claim
     assert not pair.client.tickets()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("way", ["zmq", "cuda"])
 def test_a_lease_ends_when_renewals_stop_and_decode_is_told(pair):
     pair.server.open(unit(), 2)
@@ -275,6 +276,7 @@ def test_a_lease_ends_when_renewals_stop_and_decode_is_told(pair):
     assert not events[-1].finished and "lease" in events[-1].reason
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("way", ["zmq", "cuda"])
 def test_an_unknown_claim_fails_after_a_second(pair):
     start = time.monotonic()
@@ -623,6 +625,7 @@ def test_split_between_processes_equals_whole(nodes, transport):
     assert prefill.pipe.poll(5) and prefill.pipe.recv() == (unit(), "acked", "")
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_dead_prefill_fails_the_transfer_within_two_seconds(nodes, transport, number):
     prefill = PrefillProcess(list(range(1, 200)), pause_s=0.001, is_endless=True)

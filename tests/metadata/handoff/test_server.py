@@ -338,6 +338,7 @@ def test_a_closed_epoch_ends_its_tickets_at_once_and_no_others(nodes, server):
     held[0].get(server, LinkRefused)  # it lives, and learns that it has to open another link
 
 
+@pytest.mark.timing
 def test_a_decode_node_that_vanished_lets_its_lease_end(nodes, server, decode):
     claim(server, decode)
     decode.close()

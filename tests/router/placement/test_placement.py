@@ -170,6 +170,7 @@ def test_draining_and_too_small_nodes_get_no_requests(make_system: Callable[...,
     assert len(own(unwilling, m.Reserve)) == before
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("len_left", [0, 1, 2])
 def test_a_prompt_about_as_large_as_the_pool_is_served_or_refused_at_once(
     make_system: Callable[..., System], len_left: int

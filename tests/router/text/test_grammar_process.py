@@ -44,6 +44,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_schema_is_refused_in_bounded_time(process: GrammarProcess, name: str) -> None:
     assert isinstance(process.convert(load(), GOOD), Grammar)

@@ -52,6 +52,7 @@ ENDLESS = [
 ]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_rendering_that_takes_too_long_ends(source: str) -> None:
     environment = TemplateEnvironment()

@@ -329,6 +329,7 @@ def test_equal_tenants_cost_no_throughput(num_prompt: int) -> None:
     assert done[4] >= 0.99 * done[1] > 100
 
 
+@pytest.mark.timing
 def test_a_place_in_a_long_queue_costs_about_as_much_as_in_a_short_one() -> None:
     took: dict[int, float] = {}
     for num_waiting in (100, 10_000):

@@ -596,6 +596,7 @@ def waiting(system: System) -> Any:
     return system.router.call(lambda: system.router.router.dispatcher.queues.num_waiting)
 
 
+@pytest.mark.timing
 def test_a_request_that_fits_no_present_node_does_not_block_others(make_system: Callable[..., System]) -> None:
     """The only node that is large enough dies. Its request waits for another one; those behind it are served."""
     system = make_system(router={"node_wait_s": 30.0}, num_pages=8)
@@ -716,6 +717,7 @@ def learned(system: System, *, interval_s: float, service_s: float) -> None:
     system.router.call(learn)
 
 
+@pytest.mark.timing
 def test_requests_that_would_be_late_are_refused_at_once(make_system: Callable[..., System]) -> None:
     """The request's own timeout_s covers queue and service. The router's max_queue_s covers the queue alone."""
     system = busy(make_system, max_queue_s=8.0)

@@ -162,6 +162,7 @@ def test_keys_share_the_room_for_bodies(make_system: Any, tmp_path: Path) -> Non
         connection.close()
 
 
+@pytest.mark.timing
 def test_a_body_that_comes_slowly_is_refused_in_words(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "GRACE_S", 0.2)
     begun = time.monotonic()

@@ -50,6 +50,7 @@ def _chosen(size: int) -> Iterator[LimitBody]:
             yield each
 
 
+@pytest.mark.timing
 def test_no_body_takes_long_in_the_event_loop(make_system: Callable[..., System], slowness: float) -> None:
     """A MiB holds about as many values as a body may have; eight of them are only longer texts. The best of three.
     Unless BATON_WHOLE_MATRIX=1, one body in four."""

@@ -84,6 +84,7 @@ ROUTES: dict[str, tuple[dict[str, Any], bytes, bytes]] = {  # body, what breaks 
 }
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_a_stream_that_waits_is_opened_and_never_silent(
     make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch, *, is_taken: bool

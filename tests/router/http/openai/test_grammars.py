@@ -111,6 +111,7 @@ def test_what_cannot_be_served_is_refused_with_its_place(system: System, fields:
         assert answer["error"]["param"] == words.partition(":")[0].partition(".")[0]
 
 
+@pytest.mark.timing
 def test_streams_go_on_while_a_hostile_schema_is_refused(system: System) -> None:
     """The event loop never pauses for long, and the schema costs a bounded time."""
     hostile = {"properties": {f"p{i}": {"type": "string"} for i in range(3500)}}

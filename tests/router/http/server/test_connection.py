@@ -41,6 +41,7 @@ def test_only_our_own_faults_have_tracebacks(
     assert line in caplog.text if line else not caplog.text
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: local"])
 @pytest.mark.parametrize("has_answer", [False, True])
 def test_a_connection_without_a_request_is_closed(

@@ -199,6 +199,7 @@ def test_a_connection_without_a_request_is_closed(system: System) -> None:
             assert read_all(client) == b""
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_half_a_body_is_a_bad_request(system: System, version: str) -> None:
     begun = time.monotonic()
@@ -242,6 +243,7 @@ PHASES = [
 ]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("leave", [close, reset, shut_both, shut_then_close])
 @pytest.mark.parametrize(("phase", "stream"), PHASES)
 def test_a_client_that_leaves_cancels_its_request(
@@ -265,6 +267,7 @@ def test_a_client_that_leaves_cancels_its_request(
     system.router.wait_idle()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("phase", "stream"), PHASES[2:])
 def test_a_half_closed_client_that_leaves_later_cancels_its_request(
     make_system: Callable[..., System], phase: str, stream: bool
@@ -289,6 +292,7 @@ def test_a_half_closed_client_that_leaves_later_cancels_its_request(
     system.router.wait_idle()
 
 
+@pytest.mark.timing
 def test_http_1_0_has_no_interim_answers(make_system: Callable[..., System]) -> None:
     """Before the answer begins, the router cannot know whether such a client is there, and gives it up soon."""
     system = held(make_system)

@@ -73,6 +73,7 @@ def half_open(port: int) -> socket.socket:
     return client
 
 
+@pytest.mark.timing
 def test_half_open_connections_shut_nobody_out(tmp_path: Path) -> None:
     """Four times as many connections as the process may open, at the port of clients and at that of nodes."""
     log = tmp_path / "log"

@@ -55,6 +55,7 @@ def is_paused(system: System) -> Any:
     return system.router.call(lambda: any(each.is_paused for each in system.router.router.dispatcher.requests.values()))
 
 
+@pytest.mark.timing
 def test_a_client_that_does_not_read_holds_no_page_and_is_cut_off(make_system: Callable[..., System]) -> None:
     system = long_system(make_system, max_unread_s=2.0)
     decode = system.cluster.by_name("d0")
