@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
+_MEMORY = Path("/proc/meminfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
@@ -15,7 +14,13 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 def available_memory() -> int:
     """Return the bytes of the host's memory that are available to this process. A container has no more than its
     control groups (cgroup v1 or v2) leave."""
-    return max(0, min([psutil.virtual_memory().available, *_left_by_groups()]))
+    return max(0, min([_left_by_the_host(), *_left_by_groups()]))
+
+
+def _left_by_the_host() -> int:
+    """Return the bytes that the kernel estimates a new process can take without swapping."""
+    fields = dict(line.split(":") for line in _MEMORY.read_text(encoding="utf-8").splitlines())
+    return int(fields["MemAvailable"].removesuffix("kB")) * 1024
 
 
 def _left_by_groups() -> Iterator[int]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from baton.engine.state import host_memory
@@ -21,7 +19,8 @@ MakeGroup = Callable[..., None]
 @pytest.fixture(autouse=True)
 def own_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with 64 GiB available. Return the file that names the groups of this process."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
+    (tmp_path / "meminfo").write_text(f"MemTotal:  {80 << 20} kB\nMemFree:  1 kB\nMemAvailable:  {64 << 20} kB\n")
+    monkeypatch.setattr(host_memory, "_MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(host_memory, "_GROUPS", tmp_path)
     monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
     return tmp_path / "own"
