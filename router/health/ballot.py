@@ -1,32 +1,24 @@
 """A vote on which pairs of a group compute correctly: nodes answer one prompt, and the answers are compared.
 
-A pure automaton. Answers come in as events, with the time. It returns a verdict on each pair, and the nodes that should
-compute the prompt alone next; health.py asks them. A witness is an answer with the nodes that it depends on:
+A pure automaton, without clock. Each node has one vote: the answer that it computes alone. The answer that most nodes
+gave is the group's, if no other one has as many votes. The canary of a pair is compared with it, and with what its two
+nodes compute alone; it is no vote. The order in which answers came does not count.
 
-    witness                      depends on
-    a pair's canary              the prefill and the decode node
-    a node's own answer          that node
-    the remembered answer        no present node: two witnesses that shared no node once agreed on it
+    a pair is     if its canary
+    faulty        differs from what one of its nodes computes alone, or from the answer of more than half of all nodes
+    ready         is the group's answer, and another node than its prefill node gave that answer alone
+    unconfirmed   is the group's answer, and no such node has answered yet
+    undecided     is none of these: nodes disagree, and it takes another answer to say who is right
 
-The group's answer is the one that blames the fewest nodes. An answer blames as many nodes as must be faulty to explain
-every witness that contradicts it. If two answers blame equally few, the one with more witnesses is the group's. The
-order in which answers came does not count.
-
-A pair is faulty if its canary differs from the group's answer, or from what one of its two nodes computes alone. It is
-ready if its canary gave the group's answer and that answer is confirmed: by its decode node alone, or by two witnesses
-that share no node. Until then it is unconfirmed. All pairs are undecided while answers differ, no answer has two
-witnesses that share no node, and a node that could compute alone has not been heard.
+What two present nodes once agreed on is remembered. It is one more vote, unless two present nodes give it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from ...metadata.wire.node_info import Role
-
-RETRY_S = 2.0  # until a node is asked again that gave no own answer, or another one than the group's
 
 State = Literal["untried", "unconfirmed", "undecided", "ready", "faulty"]
 
@@ -66,31 +58,10 @@ class Voter(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The verdict on a pair. `words` say why, unless the pair is ready or untried."""
+    """The verdict on a pair, or on a node alone. `words` say why, unless the state is ready or untried."""
 
     state: State
     words: str = ""
-
-
-class Witness(NamedTuple):
-    """An answer and the nodes that gave it together."""
-
-    nodes: tuple[Voter, ...]
-    answer: Answer
-
-
-class _OwnAnswer(NamedTuple):
-    """Answer that a node computed alone, and its time."""
-
-    answer: Answer
-    at: float
-
-
-class _NoAnswer(NamedTuple):
-    """Why a node could not compute the prompt alone, and when it was asked."""
-
-    reason: str
-    at: float
 
 
 UNTRIED = Verdict("untried")
@@ -106,46 +77,45 @@ class Ballot:
 
     def __init__(self, tie_gap: float) -> None:
         self._tie_gap = tie_gap
-        self._can_compute: dict[Voter, bool] = {}  # all voters; whether each can compute the prompt alone
+        self._can_vote: dict[Voter, bool] = {}  # all nodes; whether each can compute the prompt alone
         self._canaries: dict[tuple[Voter, Voter], Answer] = {}
-        self._own: dict[Voter, _OwnAnswer] = {}
-        self._unable: dict[Voter, _NoAnswer] = {}
+        self._own: dict[Voter, Answer] = {}
+        self._unable: dict[Voter, str] = {}  # why a node gave no own answer when it was last asked
         self._remembered: Answer | None = None
-        self._group_answer: Answer | None = None
-        self._is_confirmed = False  # two witnesses that share no node gave the group's answer
+        self._votes: list[tuple[Voter | None, Answer]] = []  # own answers, and the remembered one without its nodes
+        self._leader: Answer | None = None  # the group's answer
+        self._has_majority = False  # more than half of all nodes gave it
 
     def joined(self, voter: Voter, *, can_compute: bool) -> None:
         """Add a node. It may be asked for its own answer if `can_compute`. Nothing happens if it is known."""
-        self._can_compute.setdefault(voter, can_compute)
+        if voter not in self._can_vote:
+            self._can_vote[voter] = can_compute
+            self._count()
 
     def left(self, voter: Voter) -> None:
         """Remove a node that is gone, with all answers that depend on it."""
-        self._can_compute.pop(voter, None)
+        self._can_vote.pop(voter, None)
         self._own.pop(voter, None)
         self._unable.pop(voter, None)
         self._canaries = {pair: answer for pair, answer in self._canaries.items() if voter not in pair}
         self._count()
 
     def canary(self, prefill: Voter, decode: Voter, answer: Answer) -> None:
-        """Count the answer of a pair's canary instead of its earlier one. Nothing happens if one of the two is gone."""
-        if prefill not in self._can_compute or decode not in self._can_compute:
-            return
-        if self._canaries.get((prefill, decode)) != answer:
+        """Note the answer of a pair's canary instead of its earlier one. Nothing happens if one of the two is gone."""
+        if prefill in self._can_vote and decode in self._can_vote:
             self._canaries[prefill, decode] = answer
+
+    def own(self, voter: Voter, answer: Answer) -> None:
+        """Count a node's own answer instead of its earlier one. Nothing happens if the node is gone."""
+        if voter in self._can_vote:
+            self._unable.pop(voter, None)
+            self._own[voter] = answer
             self._count()
 
-    def own(self, voter: Voter, answer: Answer, now: float) -> None:
-        """Count a node's own answer instead of its earlier one."""
-        if voter not in self._can_compute:
-            return
-        before, self._own[voter] = self._own.get(voter), _OwnAnswer(answer, now)
-        if before is None or before.answer != answer:
-            self._count()
-
-    def unable(self, voter: Voter, reason: str, now: float) -> None:
-        """Record that a node could not compute the prompt alone. The vote goes on without it; it is asked again."""
-        if voter in self._can_compute:
-            self._unable[voter] = _NoAnswer(reason, now)
+    def unable(self, voter: Voter, reason: str) -> None:
+        """Record that a node could not compute the prompt alone. The vote goes on without it."""
+        if voter in self._can_vote:
+            self._unable[voter] = reason
 
     def verdict(self, prefill: Voter, decode: Voter) -> Verdict:
         """Return the verdict on a pair."""
@@ -154,103 +124,69 @@ class Ballot:
             return UNTRIED
         for node in (decode, prefill):
             own = self._own.get(node)
-            if own is not None and not self._agree(answer, own.answer):
-                return Verdict("faulty", f"its canary gave {answer}, but {node} alone computes {own.answer}")
-        if self._group_answer is None or self._is_open:
-            return Verdict("undecided", f"nodes disagree, and nobody can tell yet who is right: {self._camps()}")
-        if not self._agree(self._group_answer, answer):
-            names = self._names(self._group_answer)
-            return Verdict("faulty", f"its canary gave {answer}; {names} gave {self._group_answer}")
-        if self._is_confirmed or decode in self._own or not self._can_compute[decode]:
-            return READY
-        why = self._unable[decode].reason if decode in self._unable else "it is asked to"
-        return Verdict("unconfirmed", f"its canary gave {answer}, which {decode} has not computed alone yet: {why}")
+            if own is not None and not self._agree(answer, own):
+                return Verdict("faulty", f"its canary gave {answer}, but {node} alone computes {own}")
+        verdict = self._compared(answer) if self._votes else READY
+        asked = decode if self._can_vote[decode] else prefill
+        others = (given for voter, given in self._votes if voter != prefill or asked == prefill)
+        if verdict != READY or any(self._agree(answer, given) for given in others):
+            return verdict
+        why = self._unable.get(asked, "it is asked to")
+        return Verdict("unconfirmed", f"its canary gave {answer}, which {asked} has not computed alone yet: {why}")
 
     def verdict_alone(self, voter: Voter) -> Verdict:
         """Return the verdict on a node that computes whole answers alone."""
         own = self._own.get(voter)
-        if own is None:
-            return UNTRIED
-        if self._group_answer is None or self._is_open:
-            return Verdict("undecided", f"nodes disagree, and nobody can tell yet who is right: {self._camps()}")
-        if not self._agree(self._group_answer, own.answer):
-            names = self._names(self._group_answer)
-            return Verdict("faulty", f"its canary gave {own.answer}; {names} gave {self._group_answer}")
-        return READY
+        return UNTRIED if own is None else self._compared(own)
 
-    def wanted(self, now: float) -> list[Voter]:
-        """Return the nodes that should compute the prompt alone now.
+    def wanted(self) -> list[Voter]:
+        """Return the nodes that should compute the prompt alone, also those that could not do so before.
 
         If answers differ, these are all nodes that have not, and those whose own answer is not the group's. If answers
-        agree but no two witnesses are independent, these are the decode nodes of the canaries, then one prefill node.
+        agree but fewer than two nodes voted, these are the decode nodes of the canaries, or else one prefill node.
         """
         if not self._canaries:
             return []
-        able = [voter for voter, can in self._can_compute.items() if can and self._may_ask(voter, now)]
-        unheard = [voter for voter in able if voter not in self._own]
-        if self._is_disputed:
-            return unheard + [voter for voter in able if self._is_doubted(voter, now)]
-        if self._is_confirmed:
+        unheard = [voter for voter, can_vote in self._can_vote.items() if can_vote and voter not in self._own]
+        answers = [*self._canaries.values(), *(answer for _, answer in self._votes)]
+        if not all(self._agree(answers[0], answer) for answer in answers):
+            leader = self._leader
+            return unheard + [
+                voter for voter, own in self._own.items() if leader is None or not self._agree(leader, own)
+            ]
+        if len(self._votes) >= 2:
             return []
-        decodes = [voter for voter in unheard if any(voter == decode for _, decode in self._canaries)]
-        prefills = [voter for voter in unheard if any(voter == prefill for prefill, _ in self._canaries)]
-        return decodes or prefills[:1]
-
-    def _may_ask(self, voter: Voter, now: float) -> bool:
-        return voter not in self._unable or now - self._unable[voter].at >= RETRY_S
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether answers differ, none has two independent witnesses, and an own answer may still decide."""
-        heard = self._own.keys() | self._unable.keys()
-        has_unheard = any(can_compute and voter not in heard for voter, can_compute in self._can_compute.items())
-        return has_unheard and not self._is_confirmed and self._is_disputed
-
-    @property
-    def _is_disputed(self) -> bool:
-        answers = [witness.answer for witness in self._all_witnesses()]
-        return any(not self._agree(answers[0], answer) for answer in answers[1:])
-
-    def _is_doubted(self, voter: Voter, now: float) -> bool:
-        own = self._own.get(voter)
-        if own is None or now - own.at < RETRY_S:
-            return False
-        return self._group_answer is None or not self._agree(self._group_answer, own.answer)
-
-    def _witnesses(self) -> list[Witness]:
-        witnesses = [Witness(pair, answer) for pair, answer in self._canaries.items()]
-        return witnesses + [Witness((voter,), own.answer) for voter, own in self._own.items()]
-
-    def _all_witnesses(self) -> list[Witness]:
-        """Return the present witnesses and the remembered answer, unless two present ones gave that answer."""
-        here = self._witnesses()
-        if self._remembered is None or self._num_for(self._remembered, here) >= 2:
-            return here
-        return [*here, Witness((), self._remembered)]
+        tried = {voter for pair in self._canaries for voter in pair}
+        decodes = [voter for voter in unheard if voter in tried and voter.role == "decode"]
+        prefills = [voter for voter in unheard if voter in tried and voter.role == "prefill"]
+        if any(voter not in self._unable for voter in decodes):
+            return decodes
+        return decodes + sorted(prefills, key=lambda voter: voter in self._unable)[:1]
 
     def _count(self) -> None:
-        """Determine the group's answer from all witnesses."""
-        here, witnesses = self._witnesses(), self._all_witnesses()
-        ranks = {
-            answer: (
-                self._num_against(answer, witnesses),
-                self._num_against(answer, here),
-                sum(not self._agree(answer, each.answer) for each in witnesses),
-            )
-            for answer in dict.fromkeys(witness.answer for witness in witnesses)
-        }
-        best = [answer for answer, rank in ranks.items() if rank == min(ranks.values())]
-        is_clear = bool(best) and all(self._agree(best[0], other) for other in best[1:])
-        winner = self._group_answer = best[0] if is_clear else None
-        self._is_confirmed = winner is not None and self._num_for(winner, witnesses) >= 2
-        if winner is not None and self._num_for(winner, here) >= 2:
-            self._remembered = winner
+        """Determine the group's answer."""
+        self._votes = list(self._own.items())
+        remembered = self._remembered
+        if remembered is not None and self._num_for(remembered) < 2:
+            self._votes.append((None, remembered))
+        support = {answer: self._num_for(answer) for _, answer in self._votes}
+        best = [answer for answer, num_votes in support.items() if num_votes == max(support.values())]
+        self._leader = best[0] if best and all(self._agree(best[0], other) for other in best) else None
+        num_nodes = sum(self._can_vote.values()) + len(self._votes) - len(self._own)
+        self._has_majority = self._leader is not None and 2 * support[self._leader] > num_nodes
+        if self._leader is not None and sum(self._agree(self._leader, own) for own in self._own.values()) >= 2:
+            self._remembered = self._leader
 
-    def _num_for(self, answer: Answer, witnesses: Iterable[Witness]) -> int:
-        return num_independent(each.nodes for each in witnesses if self._agree(answer, each.answer))
+    def _num_for(self, answer: Answer) -> int:
+        return sum(self._agree(answer, given) for _, given in self._votes)
 
-    def _num_against(self, answer: Answer, witnesses: Iterable[Witness]) -> int:
-        return num_independent(each.nodes for each in witnesses if not self._agree(answer, each.answer))
+    def _compared(self, answer: Answer) -> Verdict:
+        """Return the verdict on an answer by the votes, of which there is one at least."""
+        if self._leader is not None and self._agree(self._leader, answer):
+            return READY
+        if self._leader is not None and self._has_majority:
+            return Verdict("faulty", f"its canary gave {answer}; {self._names(self._leader)} gave {self._leader}")
+        return Verdict("undecided", f"nodes disagree, and nobody can tell yet who is right: {self._camps()}")
 
     def _agree(self, one: Answer, other: Answer) -> bool:
         """Return whether two answers are equal up to their first tie."""
@@ -260,8 +196,8 @@ class Ballot:
         return len(one.ids) == len(other.ids)
 
     def _names(self, answer: Answer) -> str:
-        """Return the names of the witnesses of an answer: nodes that computed it alone, or else pairs."""
-        alone = [str(voter) for voter, own in self._own.items() if self._agree(answer, own.answer)]
+        """Return who gave an answer: nodes that computed it alone, or else pairs."""
+        alone = [str(voter) for voter, own in self._own.items() if self._agree(answer, own)]
         pairs = [
             f"pair {prefill.name} -> {decode.name}"
             for (prefill, decode), given in self._canaries.items()
@@ -273,37 +209,7 @@ class Ballot:
     def _camps(self) -> str:
         """Return who gave which answer, for every different answer."""
         camps: list[Answer] = []
-        for answer in [witness.answer for witness in self._all_witnesses()]:
+        for answer in [*self._canaries.values(), *(given for _, given in self._votes)]:
             if not any(self._agree(answer, known) for known in camps):
                 camps.append(answer)
         return "; ".join(f"{self._names(answer)} gave {answer}" for answer in camps)
-
-
-def num_independent(witnesses: Iterable[Sequence[Voter]]) -> int:
-    """Return the size of the largest set of these witnesses of which no two share a node.
-
-    A witness is given by its nodes: a prefill and a decode node, a single one, or none. If all of them are wrong, this
-    is also the smallest number of faulty nodes that explains it (Koenig's theorem on bipartite graphs).
-    """
-    edges: dict[object, list[object]] = {}
-    for number, nodes in enumerate(witnesses):
-        prefill = next((node for node in nodes if node.role == "prefill"), number)  # a number is shared with no other
-        decode = next((node for node in nodes if node.role == "decode"), number)
-        edges.setdefault(prefill, []).append(decode)
-    partner: dict[object, object] = {}
-    return sum(_pairs_up(prefill, edges, partner, set()) for prefill in edges)
-
-
-def _pairs_up(
-    prefill: object, edges: dict[object, list[object]], partner: dict[object, object], seen: set[object]
-) -> bool:
-    """Find a partner among `edges` for a prefill node, and other partners for those that must give way. `partner`: of
-    each decode node, changed in place. `seen`: decode nodes that were tried, likewise."""
-    for decode in edges[prefill]:
-        if decode in seen:
-            continue
-        seen.add(decode)
-        if decode not in partner or _pairs_up(partner[decode], edges, partner, seen):
-            partner[decode] = prefill
-            return True
-    return False

@@ -7,10 +7,10 @@ GiveUpCanary, PairsReady. Every canary that it starts ends with one event: `answ
     untried ----- a canary's answer ------------> ready, unconfirmed, undecided or faulty, as the ballot decides
     any state --- a canary or transfer failed --> failed, until the answer of a later canary; then the ballot decides
 
-A pair gets a canary when it is new, after a failure, and when it has served no request for `interval_s`. The answer is
-a vote in the ballot of the pair's group (ballot.py). The ballot also names nodes that must compute the prompt alone;
-they get canaries of their own. An untried pair gets requests if each of its nodes is in a pair that is ready. Neither
-nodes without room nor clients that end their requests count against a pair.
+A pair gets a canary when it is new, after a failure, and when it has served no request for `interval_s`. The ballot of
+the pair's group (ballot.py) judges the answer. It also names nodes that must compute the prompt alone; they get
+canaries of their own. An untried pair gets requests if each of its nodes is in a pair that is ready. Neither nodes
+without room nor clients that end their requests count against a pair.
 
 If decode nodes of a group compute prompts, each of them is judged like a pair: by canaries that it computes alone.
 """
@@ -31,7 +31,7 @@ from .canary import Canary, canary_prompt, canary_prompt_len
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 2.0  # from the start of a canary to the next one of the same pair
+RETRY_S = 2.0  # from a canary that did not make its nodes ready to their next one
 FULL_RETRY_S = 0.5  # until nodes that had no room for a canary are asked again
 TIMEOUT_S = 30.0  # a canary is given up after so long without an answer, while none of its nodes computes
 MAX_TIMEOUT_S = 300.0  # and after so long at the latest, since a message may be lost while its nodes compute for others
@@ -62,15 +62,17 @@ class PairsReady(NamedTuple):
 
 
 Effect = StartCanary | GiveUpCanary | PairsReady
+_Key = tuple[bytes | None, bytes | None]  # routing ids of a prefill and a decode node, None for the one left out
 
 
-class _Pair:
-    """State of one pair, or of a decode node that computes prompts."""
+class _Subject:
+    """What is known of a pair, or of a node alone."""
 
     __slots__ = (
         "canary",
         "failure",
         "is_doubted",
+        "nodes",
         "num_failed_transfers",
         "retry_at",
         "verdict",
@@ -78,7 +80,8 @@ class _Pair:
         "worked_at",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Pinned) -> None:
+        self.nodes = nodes
         self.worked_at: float | None = None  # when the last request or canary went through it
         self.retry_at = 0.0  # no canary before
         self.failure: str | None = None  # why its last canary got no answer, or why a transfer failed
@@ -88,17 +91,43 @@ class _Pair:
         self.is_doubted = False  # a request failed on it, so that a canary is due
         self.num_failed_transfers = 0  # of requests, since the pages of one arrived
 
+    @property
+    def is_pair(self) -> bool:
+        return None not in self.nodes
+
+    @property
+    def name(self) -> str:
+        names = [node.node_id for node in self.nodes if node is not None]
+        return f"pair {' -> '.join(names)}" if self.is_pair else f"{self.voter} alone"
+
+    @property
+    def voter(self) -> Voter:
+        """The node, if it is one alone."""
+        (node,) = (node for node in self.nodes if node is not None)
+        return voter_of(node)
+
+    @property
+    def state(self) -> str:
+        """ "ready", "untried", or a sentence on what is wrong."""
+        if self.failure is not None:
+            return self.failure
+        return (
+            f"{self.name} is {self.verdict.state}: {self.verdict.words}" if self.verdict.words else self.verdict.state
+        )
+
 
 class _Vote:
-    """A group's ballot, the prompt that the vote is on, and the nodes that compute it alone now."""
+    """A group's ballot, the prompt that the vote is on, and what the ballot judges. Made anew if a node joins that asks
+    for another prompt: a shorter one if it has no room for this one, or wider ties if it is the first that rounds
+    coarsely."""
 
     def __init__(self, group: NodeGroup) -> None:
         self.group = group
         self.prompt_ids = canary_prompt(group)
         self.is_coarse = group.rounds_coarsely
         self.ballot = Ballot(COARSE_TIE_GAP if self.is_coarse else TIE_GAP[group.layout.target.dtype])
-        self.alone: dict[Voter, Canary] = {}
-        self.full_until: dict[Voter, float] = {}  # nodes that had no room are not asked before
+        self.subjects: dict[_Key, _Subject] = {}
+        self.proven: set[bytes | None] = set()  # routing ids of the nodes in pairs that are ready
 
     @property
     def is_current(self) -> bool:
@@ -106,41 +135,23 @@ class _Vote:
         has_room = len(self.prompt_ids) <= canary_prompt_len(self.group)
         return has_room and (self.is_coarse or not self.group.rounds_coarsely)
 
-    def join(self, node: Node) -> None:
-        """Let a node take part. Nothing happens if it does already."""
-        self.ballot.joined(voter_of(node), can_compute=node.role == "prefill" or node.knows(Compute))
+    def subject(self, nodes: Pinned) -> _Subject:
+        """Return what is known of these nodes, a new entry if nothing is. They take part in the vote from now on."""
+        key = _key(*nodes)
+        if key not in self.subjects:
+            self.subjects[key] = _Subject(nodes)
+            for node in nodes:
+                if node is not None:
+                    can_compute = node.role == "prefill" or node.knows(Compute)
+                    self.ballot.joined(voter_of(node), can_compute=can_compute)
+        return self.subjects[key]
 
-    def node(self, voter: Voter) -> Node | None:
-        """Return the voter's node, None if it takes no canaries now."""
+    def alone(self, voter: Voter) -> Pinned | None:
+        """Return a voter's node as the nodes of a canary, None if it takes no canaries now."""
         node = self.group.nodes.get(voter.key)
-        return node if node is not None and node.is_reachable and not node.is_draining else None
-
-
-class _PairRun(NamedTuple):
-    """A canary on a pair."""
-
-    canary: Canary
-    vote: _Vote
-    pair: _Pair
-    prefill: Node
-    decode: Node
-
-
-class _LocalRun(NamedTuple):
-    """A canary on a decode node that computes prompts."""
-
-    canary: Canary
-    vote: _Vote
-    pair: _Pair
-    decode: Node
-
-
-class _SoloRun(NamedTuple):
-    """A canary on one node alone, for the ballot."""
-
-    canary: Canary
-    vote: _Vote
-    voter: Voter
+        if node is None or not node.is_reachable or node.is_draining:
+            return None
+        return (node, None) if node.role == "prefill" else (None, node)
 
 
 class PairHealth:
@@ -149,11 +160,8 @@ class PairHealth:
     def __init__(self, groups: Mapping[GroupKey, NodeGroup], interval_s: float) -> None:
         self._groups = groups
         self._interval_s = interval_s
-        self._pairs: dict[tuple[bytes, bytes], _Pair] = {}  # by routing ids
-        self._locals: dict[bytes, _Pair] = {}  # decode nodes that compute prompts, by routing id
         self._votes: dict[NodeGroup, _Vote] = {}
-        self._runs: dict[str, _PairRun | _LocalRun | _SoloRun] = {}  # by the rid of the canary's request under way
-        self._proven: set[bytes] = set()  # routing ids of the nodes in pairs that are ready
+        self._runs: dict[str, tuple[_Vote, _Subject, Canary]] = {}  # by the rid of the canary's request under way
 
     @property
     def is_ready(self) -> bool:
@@ -186,27 +194,27 @@ class PairHealth:
 
     def state(self, prefill: Node, decode: Node) -> str:
         """Return a pair's state: "ready", "untried", or a sentence on what is wrong with it."""
-        pair = self._pairs.get(_key(prefill, decode))
+        pair = self._find(prefill, decode)
         if pair is None:
             return "untried"
-        fault = _fault(f"pair {_name(prefill, decode)}", pair)
-        if fault:
-            return fault
+        if pair.failure is not None or pair.verdict.words:
+            return pair.state
         return "ready" if pair.worked_at is not None and self.is_usable(prefill, decode) else "untried"
 
     def is_usable(self, prefill: Node, decode: Node) -> bool:
         """Return whether the pair may get requests: it is ready, or untried with both nodes proven in other pairs."""
         if not prefill.shares_protocol(decode.hello):
             return False
-        pair = self._pairs.get(_key(prefill, decode))
+        pair = self._find(prefill, decode)
         if pair is None or (pair.failure is None and pair.verdict.state == "untried"):
-            return prefill.routing_id in self._proven and decode.routing_id in self._proven
+            proven = self._votes[prefill.group].proven if prefill.group in self._votes else ()
+            return prefill.routing_id in proven and decode.routing_id in proven
         return pair.failure is None and pair.verdict.state == "ready"
 
     def state_alone(self, decode: Node) -> str:
         """Return the state of a decode node that computes prompts: "ready", "untried", or what is wrong with it."""
-        pair = self._locals.get(decode.routing_id)
-        return "untried" if pair is None else _fault(f"decode node {decode.node_id} alone", pair) or pair.verdict.state
+        alone = self._find(None, decode)
+        return "untried" if alone is None else alone.state
 
     def is_usable_alone(self, decode: Node) -> bool:
         """Return whether a decode node may get local prompts."""
@@ -217,33 +225,34 @@ class PairHealth:
 
         It may unless one of its pairs is faulty or undecided and none is ready.
         """
-        if prefill.routing_id in self._proven:
+        vote = self._votes.get(prefill.group)
+        if vote is None or prefill.routing_id in vote.proven:
             return True
-        verdicts = (pair.verdict.state for key, pair in self._pairs.items() if key[0] == prefill.routing_id)
-        return not any(state in ("faulty", "undecided") for state in verdicts)
+        states = (each.verdict.state for each in vote.subjects.values() if each.is_pair and prefill in each.nodes)
+        return not any(state in ("faulty", "undecided") for state in states)
 
     def worked(self, prefill: Node, decode: Node, now: float) -> None:
         """Record that a request's pages arrived at the decode node."""
-        pair = self._pairs.get(_key(prefill, decode))
+        pair = self._find(prefill, decode)
         if pair is not None:
             pair.worked_at, pair.num_failed_transfers = now, 0
 
     def hands_over(self, group: NodeGroup) -> bool:
         """Return whether a pair of the group is not known to fail in handing pages over."""
-        pairs = [self._pairs.get(_key(*nodes)) for nodes in group.pairs()]
+        pairs = [self._find(*nodes) for nodes in group.pairs()]
         return not pairs or any(pair is None or pair.failure is None for pair in pairs)
 
     def worked_alone(self, decode: Node, now: float) -> None:
         """Record that a decode node computed a local prompt."""
-        pair = self._locals.get(decode.routing_id)
-        if pair is not None:
-            pair.worked_at = now
+        alone = self._find(None, decode)
+        if alone is not None:
+            alone.worked_at = now
 
     def doubt_alone(self, decode: Node) -> None:
         """Record that a request with a local prompt failed on a decode node, so that a canary is due."""
-        pair = self._locals.get(decode.routing_id)
-        if pair is not None:
-            pair.is_doubted = True
+        alone = self._find(None, decode)
+        if alone is not None:
+            alone.is_doubted = True
 
     def doubt(self, prefill: Node, decode: Node, failure: str | None, now: float) -> None:
         """Record that a request failed on the pair, so that a canary is due although requests went through it lately.
@@ -252,48 +261,47 @@ class PairHealth:
         has passed. The canary is due at once after the first such failure, and later after each further one in a row: a
         network may let the few pages of a canary through, and not those of requests.
         """
-        pair = self._pairs.get(_key(prefill, decode))
+        pair = self._find(prefill, decode)
         if pair is None:
             return
         pair.is_doubted = True
         if failure is not None and pair.failure is None:
-            name = _name(prefill, decode)
-            logger.warning("pair %s is taken out of service until a canary passes: %s", name, failure)
-            pair.failure = f"pair {name}: {failure}"
+            logger.warning("%s is taken out of service until a canary passes: %s", pair.name, failure)
+            pair.failure = f"{pair.name}: {failure}"
             back_off_s = RETRY_S * 2 ** min(pair.num_failed_transfers - 1, 16) if pair.num_failed_transfers else 0.0
             pair.num_failed_transfers += 1
             pair.retry_at = now + min(back_off_s, MAX_RETRY_S)
 
     def forget(self, node: Node) -> None:
-        """Remove a node that is gone, with its pairs and its votes."""
-        for key in [key for key in self._pairs if node.routing_id in key]:
-            del self._pairs[key]
-        self._locals.pop(node.routing_id, None)
+        """Remove a node that is gone, with its pairs, its votes and the canaries under way on it."""
         vote = self._votes.get(node.group)
         if vote is not None:
+            for subject in [each for each in vote.subjects.values() if node in each.nodes]:
+                del vote.subjects[_key(*subject.nodes)]
+                self._end_run(subject)
             vote.ballot.left(voter_of(node))
             self._recount(vote)
 
     def forget_group(self, group: NodeGroup) -> None:
         """Remove a group that is no more, with its ballot."""
-        self._votes.pop(group, None)
+        vote = self._votes.pop(group, None)
+        for subject in vote.subjects.values() if vote is not None else ():
+            self._end_run(subject)
 
     def look(self, now: float) -> list[Effect]:
         """Start the canaries that are due, and give up those without an answer. Call it several times per second."""
         effects: list[Effect] = []
         for group in self._groups.values():
-            pairs, decodes = list(group.pairs()), group.local_nodes()
-            if group.tokenizer is None or not (pairs or decodes):
+            served: list[Pinned] = [*group.pairs(), *((None, node) for node in group.local_nodes())]
+            if group.tokenizer is None or not served:
                 continue
             effects += self._renew_vote(group)
             vote = self._votes[group]
-            for prefill, decode in pairs:
-                vote.join(prefill)
-                vote.join(decode)
-                effects += self._look_at(vote, prefill, decode, now)
-            for decode in decodes:
-                vote.join(decode)
-                effects += self._look_at_local(vote, decode, now)
+            for subject in vote.subjects.values():
+                effects += _overdue(subject.canary, now) if subject.canary is not None else []
+            for nodes in served:
+                if self._is_due(subject := vote.subject(nodes), now):
+                    effects += self._begin(vote, subject, now)
             effects += self._ask_alone(vote, now)
         return effects
 
@@ -302,177 +310,126 @@ class PairHealth:
 
         Pairs that are ready need no hurry: they wait for their next turn.
         """
-        judged = (*self._pairs.values(), *self._locals.values())
-        full = [pair for pair in judged if pair.was_full and pair.verdict.state != "ready"]
-        votes = [vote for vote in self._votes.values() if vote.full_until]
-        for pair in full:
-            pair.retry_at = 0.0
-        for vote in votes:
-            vote.full_until.clear()
-        return self.look(now) if full or votes else []
+        subjects = [each for vote in self._votes.values() for each in vote.subjects.values()]
+        full = [each for each in subjects if each.was_full and each.verdict.state != "ready"]
+        for subject in full:
+            subject.retry_at = 0.0
+        return self.look(now) if full else []
 
     def answered(self, request: Request, now: float) -> list[Effect]:
         """A canary's request is done: count the answer, or ask for the next token."""
-        match self._runs.pop(request.rid, None):
-            case _PairRun(canary, vote, pair, prefill, decode):
-                pair.canary = pair.failure = None
-                pair.worked_at = now
-                vote.ballot.canary(voter_of(prefill), voter_of(decode), canary.answer)
-                return self._voted(vote, now)
-            case _LocalRun(canary, vote, pair, decode):
-                pair.canary = pair.failure = None
-                pair.worked_at = now
-                vote.ballot.own(voter_of(decode), canary.answer, now)
-                return self._voted(vote, now)
-            case _SoloRun(canary) as run if not canary.is_complete:
-                return [self._start(run, now)]
-            case _SoloRun(canary, vote, voter):
-                del vote.alone[voter]
-                logger.debug("%s alone computes the canary's %s", voter, canary.answer)
-                vote.ballot.own(voter, canary.answer, now)
-                return self._voted(vote, now)
-            case None:
-                return []
+        if request.rid not in self._runs:
+            return []
+        vote, subject, canary = self._runs.pop(request.rid)
+        if not canary.is_complete:
+            return [self._start(vote, subject, canary, now)]
+        subject.canary = subject.failure = None
+        subject.worked_at = now
+        prefill, decode = subject.nodes
+        if prefill is not None and decode is not None:
+            vote.ballot.canary(voter_of(prefill), voter_of(decode), canary.answer)
+        else:
+            logger.debug("%s computes the canary's %s", subject.name, canary.answer)
+            vote.ballot.own(subject.voter, canary.answer)
+        return [*self._recount(vote), *self._ask_alone(vote, now)]
 
     def failed(self, request: Request, reason: str, now: float) -> list[Effect]:
         """A canary's request ended with an error."""
-        match self._runs.pop(request.rid, None):
-            case _PairRun(_, _, pair, prefill, decode):
-                name = _name(prefill, decode)
-                logger.error("pair %s: its canary failed: %s", name, reason)
-                pair.canary, pair.failure = None, f"pair {name}: its canary failed: {reason}"
-                return []
-            case _LocalRun(_, _, pair, decode):
-                logger.error("decode node %s alone: its canary failed: %s", decode.node_id, reason)
-                pair.canary, pair.failure = None, f"decode node {decode.node_id} alone: its canary failed: {reason}"
-                return []
-            case _SoloRun(_, vote, voter):
-                del vote.alone[voter]
-                logger.error("%s could not compute a canary alone: %s", voter, reason)
-                vote.ballot.unable(voter, reason, now)
-                return self._voted(vote, now)
-            case None:
-                return []
+        if request.rid not in self._runs:
+            return []
+        vote, subject, _ = self._runs.pop(request.rid)
+        logger.error("%s: its canary failed: %s", subject.name, reason)
+        subject.canary, subject.failure = None, f"{subject.name}: its canary failed: {reason}"
+        subject.retry_at = max(subject.retry_at, now + RETRY_S)
+        if subject.is_pair:
+            return []
+        vote.ballot.unable(subject.voter, reason)
+        return [*self._recount(vote), *self._ask_alone(vote, now)]
 
     def no_room(self, request: Request, now: float) -> None:
         """The nodes of a canary have no room for it. That is no fault; the canary is tried again soon."""
-        match self._runs.pop(request.rid, None):
-            case _PairRun(_, _, pair) | _LocalRun(_, _, pair):
-                pair.canary, pair.was_full, pair.retry_at = None, True, now + FULL_RETRY_S
-            case _SoloRun(_, vote, voter):
-                del vote.alone[voter]
-                vote.full_until[voter] = now + FULL_RETRY_S
-            case None:
-                pass
+        if request.rid in self._runs:
+            _, subject, _ = self._runs.pop(request.rid)
+            subject.canary, subject.was_full, subject.retry_at = None, True, now + FULL_RETRY_S
 
-    def _start(self, run: _PairRun | _LocalRun | _SoloRun, now: float) -> StartCanary:
-        request = run.canary.next_request(now)
-        self._runs[request.rid] = run
-        return StartCanary(request, run.canary.nodes)
+    def _find(self, prefill: Node | None, decode: Node) -> _Subject | None:
+        vote = self._votes.get(decode.group)
+        return None if vote is None else vote.subjects.get(_key(prefill, decode))
+
+    def _end_run(self, subject: _Subject) -> None:
+        """Forget the canary of a subject that is no more."""
+        if subject.canary is not None and subject.canary.request is not None:
+            del self._runs[subject.canary.request.rid]
+
+    def _start(self, vote: _Vote, subject: _Subject, canary: Canary, now: float) -> StartCanary:
+        request = canary.next_request(now)
+        self._runs[request.rid] = vote, subject, canary
+        return StartCanary(request, subject.nodes)
 
     def _renew_vote(self, group: NodeGroup) -> list[Effect]:
-        """Begin the group's vote, or begin it again for a node that has joined: with a shorter prompt if it has no room
-        for the old one, or with wider ties if it is the first that rounds coarsely."""
+        """Begin the group's vote, or begin it again if it is not current."""
         old = self._votes.get(group)
         if old is not None and old.is_current:
             return []
-        effects: list[Effect] = []
-        for canary in old.alone.values() if old is not None else ():
-            assert canary.request is not None, canary.nodes
-            del self._runs[canary.request.rid]
-            effects.append(GiveUpCanary(canary.request, "a node has joined that asks for another canary"))
-        vote = self._votes[group] = _Vote(group)
-        self._recount(vote)
-        for (prefill, _), pair in self._pairs.items():
-            if prefill in group.nodes:
-                pair.worked_at, pair.retry_at = None, 0.0
-        for routing_id, local in self._locals.items():
-            if routing_id in group.nodes:
-                local.worked_at, local.retry_at = None, 0.0
-        return effects
+        self.forget_group(group)
+        self._votes[group] = _Vote(group)
+        requests = [each.canary.request for each in old.subjects.values() if each.canary] if old is not None else []
+        why = "a node has joined that asks for another canary"
+        return [GiveUpCanary(request, why) for request in requests if request is not None]
 
-    def _look_at(self, vote: _Vote, prefill: Node, decode: Node, now: float) -> list[Effect]:
-        pair = self._pairs.setdefault(_key(prefill, decode), _Pair())
-        if pair.canary is not None:
-            return _overdue(pair.canary, now)
-        if not self._is_due(pair, self.is_usable(prefill, decode), now):
+    def _is_due(self, subject: _Subject, now: float) -> bool:
+        """Return whether a pair, or a node that computes prompts, should get a canary now."""
+        has_worked_lately = subject.worked_at is not None and now - subject.worked_at < self._interval_s
+        prefill, decode = subject.nodes
+        assert decode is not None, subject.name
+        is_usable = self.is_usable_alone(decode) if prefill is None else self.is_usable(prefill, decode)
+        return not has_worked_lately or subject.failure is not None or not is_usable or subject.is_doubted
+
+    def _begin(self, vote: _Vote, subject: _Subject, now: float) -> list[Effect]:
+        """Start a canary, unless one is under way or it is too early for the next one."""
+        if subject.canary is not None or now < subject.retry_at:
             return []
-        pair.canary = Canary(vote.group, vote.prompt_ids, (prefill, decode))
-        return [self._start(_PairRun(pair.canary, vote, pair, prefill, decode), now)]
-
-    def _look_at_local(self, vote: _Vote, decode: Node, now: float) -> list[Effect]:
-        pair = self._locals.get(decode.routing_id)
-        if pair is None:  # what it computed alone before counts
-            pair = self._locals[decode.routing_id] = _Pair()
-            pair.verdict = vote.ballot.verdict_alone(voter_of(decode))
-        if pair.canary is not None:
-            return _overdue(pair.canary, now)
-        if not self._is_due(pair, self.is_usable_alone(decode), now):
-            return []
-        pair.canary = Canary(vote.group, vote.prompt_ids, (None, decode))
-        return [self._start(_LocalRun(pair.canary, vote, pair, decode), now)]
-
-    def _is_due(self, pair: _Pair, is_usable: bool, now: float) -> bool:
-        """Return whether a canary is due. If so, the caller starts one."""
-        if now < pair.retry_at:
-            return False
-        has_worked_lately = pair.worked_at is not None and now - pair.worked_at < self._interval_s
-        if has_worked_lately and pair.failure is None and is_usable and not pair.is_doubted:
-            return False
-        pair.retry_at = now + RETRY_S
-        pair.is_doubted = pair.was_full = False
-        return True
+        subject.retry_at = now + RETRY_S
+        subject.is_doubted = subject.was_full = False
+        subject.canary = Canary(vote.group, vote.prompt_ids, subject.nodes)
+        return [self._start(vote, subject, subject.canary, now)]
 
     def _ask_alone(self, vote: _Vote, now: float) -> list[Effect]:
-        """Start canaries on the nodes that the ballot wants to hear alone, and give up those without an answer."""
-        effects = [effect for canary in vote.alone.values() for effect in _overdue(canary, now)]
-        for voter in vote.ballot.wanted(now):
-            if voter in vote.alone or now < vote.full_until.get(voter, 0.0):
-                continue
-            node = vote.node(voter)
-            if node is None:
-                vote.ballot.unable(voter, "it takes no new work", now)
-                effects += self._recount(vote)
-                continue
-            nodes: Pinned = (node, None) if voter.role == "prefill" else (None, node)
-            canary = vote.alone[voter] = Canary(vote.group, vote.prompt_ids, nodes)
-            effects.append(self._start(_SoloRun(canary, vote, voter), now))
+        """Start canaries on the nodes that the ballot wants to hear alone."""
+        effects: list[Effect] = []
+        for voter in vote.ballot.wanted():
+            nodes = vote.alone(voter)
+            if nodes is None:
+                vote.ballot.unable(voter, "it takes no new work")
+            else:
+                effects += self._begin(vote, vote.subject(nodes), now)
         return effects
 
-    def _voted(self, vote: _Vote, now: float) -> list[Effect]:
-        """Follow up on a new answer. An answer to a prompt that another one replaced has no consequences."""
-        if self._votes.get(vote.group) is not vote:
-            return []
-        return [*self._recount(vote), *self._ask_alone(vote, now)]
-
     def _recount(self, vote: _Vote) -> list[Effect]:
-        """Take over the ballot's verdicts on the pairs of a group, and on decode nodes that compute prompts."""
+        """Take over the ballot's verdicts. Those on nodes alone have consequences if the nodes compute prompts."""
         has_new = False
-        for prefill in vote.group.nodes.values():
-            for decode in vote.group.nodes.values():
-                pair = self._pairs.get(_key(prefill, decode))
-                if pair is None:
-                    continue
-                before, pair.verdict = pair.verdict, vote.ballot.verdict(voter_of(prefill), voter_of(decode))
-                if before != pair.verdict:
-                    has_new |= pair.verdict.state == "ready"
-                    _log(f"pair {_name(prefill, decode)}", before, pair.verdict)
-        for node in vote.group.nodes.values():
-            local = self._locals.get(node.routing_id)
-            if local is None:
-                continue
-            before, local.verdict = local.verdict, vote.ballot.verdict_alone(voter_of(node))
-            if before != local.verdict:
-                has_new |= local.verdict.state == "ready"
-                _log(f"decode node {node.node_id} alone", before, local.verdict)
-        ready = [key for key, pair in self._pairs.items() if pair.verdict.state == "ready"]
-        self._proven = {routing_id for key in ready for routing_id in key}
+        served = {None, *(node.routing_id for node in vote.group.local_nodes())}
+        for (prefill_id, decode_id), subject in vote.subjects.items():
+            before, prefill, decode = subject.verdict, *subject.nodes
+            if prefill is not None and decode is not None:
+                subject.verdict = vote.ballot.verdict(voter_of(prefill), voter_of(decode))
+            else:
+                subject.verdict = vote.ballot.verdict_alone(subject.voter)
+            if before != subject.verdict and (subject.is_pair or (prefill_id is None and decode_id in served)):
+                has_new |= subject.verdict.state == "ready"
+                _log(subject.name, before, subject.verdict)
+        ready = [key for key, each in vote.subjects.items() if each.is_pair and each.verdict.state == "ready"]
+        vote.proven = {routing_id for key in ready for routing_id in key}
         return [PairsReady(vote.group)] if has_new else []
 
 
 def voter_of(node: Node) -> Voter:
     """Return the node as the ballot knows it."""
     return Voter(node.role, node.node_id, node.routing_id)
+
+
+def _key(prefill: Node | None, decode: Node | None) -> _Key:
+    return prefill and prefill.routing_id, decode and decode.routing_id
 
 
 def _overdue(canary: Canary, now: float) -> list[Effect]:
@@ -485,21 +442,6 @@ def _overdue(canary: Canary, now: float) -> list[Effect]:
     if idle_s <= TIMEOUT_S and age_s <= MAX_TIMEOUT_S:
         return []
     return [GiveUpCanary(request, f"no answer within {TIMEOUT_S if idle_s > TIMEOUT_S else MAX_TIMEOUT_S:.0f} s")]
-
-
-def _key(prefill: Node, decode: Node) -> tuple[bytes, bytes]:
-    return prefill.routing_id, decode.routing_id
-
-
-def _name(prefill: Node, decode: Node) -> str:
-    return f"{prefill.node_id} -> {decode.node_id}"
-
-
-def _fault(name: str, pair: _Pair) -> str:
-    """Return a sentence on the fault of a pair or node; "" if none is known."""
-    if pair.failure is not None:
-        return pair.failure
-    return f"{name} is {pair.verdict.state}: {pair.verdict.words}" if pair.verdict.words else ""
 
 
 def _log(name: str, before: Verdict, after: Verdict) -> None:

@@ -45,7 +45,12 @@ def main() -> None:
     print(f"import circles, type-only imports included: {len(circles)} ({sum(map(len, circles))} files)")
     for circle in circles:
         print(f"    {' '.join(circle)}")
-    for name, files in reading_lists(_text(args.lists or root / "docs/architecture.md")):
+    print_lists(root, args.lists or root / "docs/architecture.md")
+
+
+def print_lists(root: Path, page: Path) -> None:
+    """Print how long each reading list of a page is."""
+    for name, files in reading_lists(_text(page)):
         print(_row(f"to read: {name}", [root / file for file in files]))
 
 

@@ -20,7 +20,6 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.membership import IDLE, Heartbeat
 from baton.metadata.wire.node_info import Capacity, Load, NodeStats
 from baton.metadata.wire.request import TokenLogprobs
-from baton.router.health import ballot
 from baton.router.health.health import (
     FULL_RETRY_S,
     MAX_TIMEOUT_S,
@@ -427,9 +426,9 @@ def test_an_own_answer_that_fails_is_asked_for_again(world: World) -> None:
     world.mute.clear()
     world.take(world.health.failed(alone.request, "disk is on fire", world.now))
     assert "has not computed alone yet: disk is on fire" in world.state("p0", "d0")
-    world.look(0.9 * ballot.RETRY_S)
+    world.look(0.9 * RETRY_S)
     assert world.states() == {"p0 d0": "unconfirmed"}
-    world.look(0.2 * ballot.RETRY_S)
+    world.look(0.2 * RETRY_S)
     assert world.states() == {"p0 d0": "ready"}
 
 
@@ -535,7 +534,7 @@ def test_a_node_alone_that_does_not_answer_is_given_up_and_asked_again(world: Wo
     assert world.given_up == [(alone, "no answer within 30 s")]
     world.answer_all()
     assert world.states() == {"p0 d0": "unconfirmed"}
-    world.look(ballot.RETRY_S)
+    world.look(RETRY_S)
     assert world.states() == {"p0 d0": "ready"}
 
 
