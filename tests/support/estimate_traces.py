@@ -24,9 +24,9 @@ from typing import Any
 from adaptive_world import Machine, World
 from gap_world import Device, with_arrivals
 
+from baton.metadata.estimate import Estimate
 from baton.prefill_node.chunk_rate import ChunkRate
 from baton.router.placement.estimate_error import EstimateError
-from baton.router.placement.handoff_times import HandoffTimes
 from baton.router.placement.prompt_placement import LocalFigures, PromptTimes, RemoteFigures, place_sooner
 from baton.router.waiting.pace import Pace
 
@@ -82,7 +82,7 @@ def gaps(trace: str, seed: int) -> tuple[float, float]:
 def placement(trace: str, seed: int, num_prompts: int = 1500) -> float:
     """Let a router choose between a prefill node and a decode node, and return the mean regret."""
     rng, now, regrets = random.Random(seed), 0.0, list[float]()
-    rate, handoffs = ChunkRate(), HandoffTimes()
+    rate, handoffs = ChunkRate(), Estimate(num_kept=15, quantile=0.5)
     rate.observe(4000, 0.08)
     errors = {"remote": EstimateError(), "local": EstimateError()}
     told = PromptTimes((0.5 if seed % 2 else 2.0) * 4e-5 if trace == "wrong table" else 4e-5, 0.004)
@@ -105,9 +105,7 @@ def placement(trace: str, seed: int, num_prompts: int = 1500) -> float:
         for where in real:
             real[where] *= math.exp(rng.gauss(0.0, 0.1)) * (10 if trace == "pause" and rng.random() < 0.03 else 1)
         times = PromptTimes(rate.token_s, rate.fixed_s)
-        remote = RemoteFigures(
-            num_queued, num_tokens, times, handoffs.expected_s, round_s, errors["remote"].factor(now)
-        )
+        remote = RemoteFigures(num_queued, num_tokens, times, handoffs.mean, round_s, errors["remote"].factor(now))
         local = LocalFigures(0, num_tokens, told, round_s, True, 2, 64, 10_000, 10, errors["local"].factor(now))
         place = place_sooner([remote], [local]).place
         actual_s = real[place.where]

@@ -501,7 +501,7 @@ def auto_world(*names: str, prefill: dict[str, Any] = {}, decode: dict[str, Any]
     """Return a world of nodes that have measured how long prompts take, and a handoff."""
     names = names or ("p0", "d0")
     world = local_world(*names, local_prefill="auto", sizes=LARGE, **settings)
-    world.group.handoffs.observe(HANDOFF_S)
+    world.group.handoff_s.observe(HANDOFF_S)
     beat_all(world, *names, prefill=prefill, decode=decode)
     return world
 
@@ -672,7 +672,7 @@ def test_the_next_turn_of_a_conversation_goes_to_the_decode_node_that_has_the_hi
     world.tokens(name, asked, 1, output[1:], reason="length")
     beat_all(world, "p0", "d0", "d1")
     for _ in range(9):
-        world.group.handoffs.observe(HANDOFF_S)
+        world.group.handoff_s.observe(HANDOFF_S)
     second = converse(world, [*first, *client.ids[0], *range(40)])
     assert place_of(second) == ("local", "sooner") and len(world.got(name, m.Compute)) == 1
     other = converse(world, [*first, *client.ids[0], *range(40)], cache_salt="other")
@@ -726,7 +726,7 @@ def test_a_request_whose_local_attempt_failed_goes_to_a_prefill_node(code: str) 
 def test_auto_measures_how_long_handoffs_take() -> None:
     world = World("p0", "d0", local_prefill="auto", sizes=LARGE)
     beat_all(world, "p0", "d0")
-    assert world.group.handoffs.expected_s == 0.0
+    assert world.group.handoff_s.mean == 0.0
     client = world.submit(prompt_len=3000)
     assert place_of(client)[0] == "remote"
     asked = world.got("d0", m.Reserve)[-1]
@@ -734,7 +734,7 @@ def test_auto_measures_how_long_handoffs_take() -> None:
     world.tokens("p0", asked, 0, IDS[:1])
     world.now += 0.02
     world.say("d0", m.Admitted(Unit(asked.rid, 0, asked.attempt), 0.1, 2, 4096, 0))
-    assert world.group.handoffs.expected_s == pytest.approx(0.02 + 0.006 / 2)
+    assert world.group.handoff_s.mean == pytest.approx(0.02 + 0.006 / 2)
 
 
 def test_auto_needs_decode_nodes_that_compute_and_measured_times() -> None:
