@@ -18,8 +18,16 @@ from ...metadata.wire.membership import IDLE, Heartbeat, Hello
 from ...metadata.wire.messages import Compute
 from ...metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ...metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
-from ..placement.estimate_error import EstimateError
-from ..placement.prompt_placement import LOST_S, GroupFacts, LocalPrefill, PromptTimes, Where, patience_s, place_prompt
+from ..placement.prompt_placement import (
+    LOST_S,
+    EstimateError,
+    GroupFacts,
+    LocalPrefill,
+    PromptTimes,
+    Where,
+    patience_s,
+    place_prompt,
+)
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import TextTokenizer
 

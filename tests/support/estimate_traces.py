@@ -26,8 +26,13 @@ from gap_world import Device, with_arrivals
 
 from baton.metadata.estimate import Estimate
 from baton.prefill_node.chunk_rate import ChunkRate
-from baton.router.placement.estimate_error import EstimateError
-from baton.router.placement.prompt_placement import LocalFigures, PromptTimes, RemoteFigures, place_sooner
+from baton.router.placement.prompt_placement import (
+    EstimateError,
+    LocalFigures,
+    PromptTimes,
+    RemoteFigures,
+    place_sooner,
+)
 from baton.router.waiting.pace import Pace
 
 TRACES = ("steady", "pause", "new kind of sampling", "change of text", "wrong table")
