@@ -7,9 +7,9 @@ error of a difference.
 - Robust. A disturbance, such as a pause or a kernel that compiles, only adds to a time. So each new measurement counts
   as the least of the last few, or as another quantile of them.
 - Mean. The mean of these values. The first ones weigh the same, and later ones are forgotten at a constant rate.
-- Prior. An estimate may begin with a guess. If several measurements are kept, the first one alone does not change it.
-- Forgetting. A mean above the prior may speak against what is measured, which then is never measured again. So it can
-  go back to the prior while no measurement comes.
+- Guess. An estimate may begin with a guess. If several measurements are kept, the first one alone does not change it.
+- Forgetting. A large mean may speak against what is measured, which then is never measured again. So it can go back to
+  a smaller value while no measurement comes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,32 @@ from typing import NamedTuple
 
 
 class Fading(NamedTuple):
-    """How a mean above the prior goes back to it while no measurement comes. The unit is that of the caller's `now`."""
+    """How a mean above `to` goes back to it while no measurement comes. The unit of time is that of `Estimate.at`."""
 
+    to: float
     after: float  # the age of the last measurement at which it begins
-    half_life: float  # 0: at once
+    half_life: float
 
 
 class Estimate:
     """What is known about one quantity. `mean` is 0 if nothing is."""
 
-    __slots__ = ("_fading", "_has_prior", "_memory", "_num_kept", "_prior", "_quantile", "_seen_at", "count", "lasts",
-                 "mean", "spread")  # fmt: skip
+    __slots__ = (
+        "_fading",
+        "_has_guess",
+        "_memory",
+        "_num_kept",
+        "_quantile",
+        "_seen_at",
+        "count",
+        "lasts",
+        "mean",
+        "spread",
+    )
 
     def __init__(
         self,
-        prior: float | None = None,
+        guess: float | None = None,
         *,
         num_kept: int = 1,
         quantile: float = 0.0,
@@ -41,12 +52,12 @@ class Estimate:
         weight: int = 0,
         fading: Fading | None = None,
     ) -> None:
-        """`prior` counts as `weight` measurements. Of the last `num_kept` measurements, the `quantile` counts: 0 is the
+        """`guess` counts as `weight` measurements. Of the last `num_kept` measurements, the `quantile` counts: 0 is the
         least, 0.5 the median. The mean is of about `memory` values."""
         self._num_kept, self._quantile, self._memory = num_kept, quantile, memory
-        self._prior, self._has_prior, self._fading = prior or 0.0, prior is not None, fading
+        self._has_guess, self._fading = guess is not None, fading
         self._seen_at = 0.0
-        self.mean = self._prior
+        self.mean = guess or 0.0
         self.spread = 0.0  # the usual distance of a measurement from the mean
         self.count = weight  # of measurements, up to the number that the mean remembers
         self.lasts: list[float] = []  # the last `num_kept` measurements
@@ -58,7 +69,7 @@ class Estimate:
         self.count = min(self.count + 1, self._memory + self._num_kept - 1)
         self.mean, self._seen_at = self.at(now), now
         if self.count == 1:
-            self.mean = self.mean if self._has_prior and self._num_kept > 1 else measured
+            self.mean = self.mean if self._has_guess and self._num_kept > 1 else measured
             return 0.0
         rate = 1 / max(1, self.count - self._num_kept + 1)
         error = _quantile(self.lasts, self._quantile) - self.mean
@@ -67,14 +78,12 @@ class Estimate:
         return error
 
     def at(self, now: float) -> float:
-        """Return the mean at a time: it may have gone back towards the prior."""
-        if self._fading is None or self.mean <= self._prior:
+        """Return the mean at a time, for which it may have faded."""
+        if self._fading is None or self.mean <= self._fading.to:
             return self.mean
-        age = now - self._seen_at - self._fading.after
-        if age <= 0:
-            return self.mean
-        kept = 0.5 ** (age / self._fading.half_life) if self._fading.half_life else 0.0
-        return self._prior + kept * (self.mean - self._prior)
+        to, after, half_life = self._fading
+        age = now - self._seen_at - after
+        return self.mean if age <= 0 else to + (self.mean - to) * 0.5 ** (age / half_life)
 
     def upper(self, num_spreads: float) -> float:
         """Return a bound that few values exceed: so many spreads above the mean."""

@@ -199,7 +199,7 @@ class EstimateError:
     no answer comes, a factor above 1 goes back to 1, so a role that gets no prompts is tried again after some time."""
 
     def __init__(self) -> None:
-        self._log = Estimate(0.0, memory=4, weight=3, fading=Fading(0.0, _ERROR_HALF_LIFE_S))
+        self._log = Estimate(0.0, memory=4, weight=3, fading=Fading(0.0, 0.0, _ERROR_HALF_LIFE_S))
 
     def factor(self, now: float) -> float:
         """Return the factor at a time (monotonic seconds)."""
