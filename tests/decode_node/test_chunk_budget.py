@@ -20,7 +20,7 @@ from baton.decode_node.chunk_budget import (
     PromptTokens,
     Queue,
 )
-from baton.decode_node.round_seconds import RoundSeconds
+from baton.decode_node.round_clock import RoundSeconds
 from baton.engine.pace.chunk_costs import ChunkCosts
 from baton.engine.pace.joint_sizes import MAX_PROMPTS, JointSizes, joint_sizes
 from baton.engine.pace.step_times import KEPT
