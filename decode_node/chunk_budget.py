@@ -40,7 +40,7 @@ from typing import NamedTuple
 from ..engine.pace.chunk_costs import ChunkCosts
 from ..engine.pace.joint_sizes import EVERY_SIZE, JointSizes
 from ..engine.work import BatchRow
-from .round_seconds import RoundSeconds
+from .round_clock import RoundSeconds
 
 DEFAULT_GAP = 1.5  # rounds
 LEAST_TOKENS = 16  # of a chunk; a shorter one takes hardly less time

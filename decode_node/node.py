@@ -58,8 +58,7 @@ from .chunk_budget import MAX_AHEAD, ChunkBudget, ChunksAlone, PromptTokens
 from .outbox import Outbox
 from .parts import DecodeParts, Policy
 from .reservations import Reservations
-from .round_clock import RoundClock, RoundTime
-from .round_seconds import RoundSeconds
+from .round_clock import RoundClock, RoundSeconds, RoundTime
 from .scheduler import StepPlan
 from .sequence import Sequence
 

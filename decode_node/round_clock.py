@@ -1,12 +1,15 @@
-"""The round clock measures on the host how long rounds take. An adaptive node chooses its draft length by that."""
+"""Times of rounds: the round clock measures them on the host, and `RoundSeconds` expects the next ones by that."""
 
 from __future__ import annotations
 
 import time
 from typing import NamedTuple
 
+from ..engine.pace.step_times import KEPT
+from ..metadata.estimate import Estimate
+
 _OTHER_SHARE = 0.5  # a round's time is not used if other work took more than this share of it ...
-_LEAST_AHEAD_S, _SHARE_AHEAD = 1e-3, 0.2  # of a round, before whose end the next one is submitted
+LEAST_AHEAD_S, SHARE_AHEAD = 1e-3, 0.2  # of a round, before whose end the next one is submitted
 _MAX_PASSED = 8  # ... unless so many rounds in a row were not used: then other work is the normal case
 
 
@@ -73,7 +76,7 @@ class RoundClock:
         the device is not left without work. The one under way has `num_steps` draft steps, and a chunk beside it or
         not. It began when the last one was settled."""
         lasts = self._last_s.get((num_steps, has_chunk), 0.0)
-        return self._settled_at + lasts - max(_LEAST_AHEAD_S, _SHARE_AHEAD * lasts)
+        return self._settled_at + lasts - max(LEAST_AHEAD_S, SHARE_AHEAD * lasts)
 
     def judge(self, seconds: float) -> RoundTime:
         """Return the times of the last settled round, None for those that other work distorted.
@@ -91,3 +94,25 @@ class RoundClock:
     def end_step(self) -> None:
         """The step ends."""
         self._ended_at = time.monotonic()
+
+
+class RoundSeconds:
+    """Expected seconds of rounds without a chunk beside them, by draft steps and magnitude of the batch."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: of a round of one sequence without drafts, measured at the start."""
+        self._kinds: dict[tuple[int, int], Estimate] = {}
+        self.observe(1, 0, seconds)
+
+    def observe(self, num_seqs: int, num_steps: int, seconds: float) -> None:
+        """A round of `num_seqs` sequences with `num_steps` draft steps took so long."""
+        kind = (num_steps, num_seqs.bit_length())
+        if kind not in self._kinds:
+            self._kinds[kind] = Estimate(num_kept=KEPT)
+        self._kinds[kind].observe(seconds)
+
+    def expected(self, num_seqs: int, num_steps: int) -> float:
+        """Return the seconds of such a round. A kind that was never measured takes those of the kind most like it."""
+        kind = (num_steps, num_seqs.bit_length())
+        like = min(self._kinds, key=lambda each: (abs(each[0] - kind[0]), abs(each[1] - kind[1]), each))
+        return self._kinds[like].mean

@@ -41,7 +41,7 @@ from ..metadata.handoff.server import HandoffServer
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
-from .chunk_rate import ChunkRate
+from .chunk_times import ChunkSeconds
 from .chunks import ChunkUnderWay
 from .outbox import FirstToken, Outbox
 from .parts import PrefillParts
@@ -91,7 +91,7 @@ class PrefillNode:
         parts.prepare()
         self._tickets = Tickets(self.cache.pool, handoff)
         self._counts = _Counts()
-        self._rate = ChunkRate()
+        self._rate = ChunkSeconds()
         if prompts.longest_chunk is not None:  # a canary alone would tell the seconds per token of a short chunk
             self._rate.observe(*prompts.longest_chunk)
         self._keys = itertools.count()

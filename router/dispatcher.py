@@ -480,7 +480,7 @@ class Dispatcher:
                 if sequence.seen_at is not None and len(sequence.received) > sequence.num_before:
                     # a sequence waits half a round on average, until the next one begins
                     wait_s = node.load.round_s / 2
-                    node.group.handoffs.observe(now - sequence.seen_at + wait_s)
+                    node.group.handoff_s.observe(max(0.0, now - sequence.seen_at + wait_s))
                     sequence.request.learn(attempt, sequence.seen_at, now + wait_s + node.load.round_s, now)
 
     def _failed(self, node: Node, message: Failed, now: float) -> None:

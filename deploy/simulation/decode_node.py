@@ -18,15 +18,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ...decode_node.chunk_budget import ChunkBudget, ChunkRoom, ChunksAlone, PromptRate, PromptTokens, Queue
-from ...decode_node.round_seconds import RoundSeconds
+from ...decode_node.round_clock import LEAST_AHEAD_S, SHARE_AHEAD, RoundSeconds
 from ...engine.pace.chunk_costs import ChunkCosts
 from ...router.placement.placement import DecodeFigures
 from ...router.placement.prompt_placement import LocalFigures, PromptTimes
 from .agenda import Agenda
 from .costs import ChunkPart, Costs
 from .request import SLACK, SimulatedRequest
-
-_LEAST_AHEAD_S, _SHARE_AHEAD = 1e-3, 0.2  # of a round, before whose end the next one is submitted (round_clock.py)
 
 
 class DecodeOwner(Protocol):
@@ -255,7 +253,7 @@ class SimulatedDecodeNode:
             self._round += 1
             self._budget.begin_round(has_chunk=bool(self._pieces))
             seconds = self._costs.round_s(batch, self._context_tokens)
-            ahead_s = max(_LEAST_AHEAD_S, _SHARE_AHEAD * seconds)
+            ahead_s = max(LEAST_AHEAD_S, SHARE_AHEAD * seconds)
         if self._pieces:
             pieces = [ChunkPart(num_tokens, request.num_computed) for request, num_tokens in self._pieces]
             seconds += self._costs.beside_s(pieces, batch)

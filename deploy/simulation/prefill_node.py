@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...prefill_node.chunk_rate import ChunkRate
 from ...prefill_node.chunk_sharing import may_share, sharing_limit
+from ...prefill_node.chunk_times import ChunkSeconds
 from ...prefill_node.tails import PromptTails
 from ...router.placement.placement import QUEUED_PER_SLOT, PrefillFigures
 from ...router.placement.prompt_placement import PromptTimes, RemoteFigures
@@ -48,7 +48,7 @@ class SimulatedPrefillNode:
         self._max_running, self._pool_tokens, self._chunk_tokens = max_running, pool_tokens, chunk_tokens
         self._waiting = deque[SimulatedRequest]()
         self._computing = deque[SimulatedRequest]()
-        self._rate = ChunkRate()
+        self._rate = ChunkSeconds()
         self._tails = PromptTails[SimulatedRequest](chunk_tokens)
         self._sharing_limit = sharing_limit(lambda num_tokens: costs.chunk_s([ChunkPart(num_tokens, 0)]), chunk_tokens)
         self._is_idle = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ...router.placement.handoff_times import HandoffTimes
+from ...metadata.estimate import Estimate
 from ...router.placement.placement import choose_decode, choose_prefill
 from ...router.placement.prompt_placement import GroupFacts, choose_local, place_prompt, place_sooner
 from .agenda import Agenda
@@ -25,7 +25,7 @@ class SimulatedRouter:
 
     def __init__(self, agenda: Agenda, costs: Costs, facts: GroupFacts) -> None:
         self._agenda, self._costs, self._facts = agenda, costs, facts
-        self._handoffs = HandoffTimes()
+        self._handoff_s = Estimate(num_kept=15, quantile=0.5)  # as the real router's
         self._prefills: Sequence[SimulatedPrefillNode] = ()
         self._decodes: Sequence[SimulatedDecodeNode] = ()
         self._queue = deque[SimulatedRequest]()
@@ -71,7 +71,7 @@ class SimulatedRouter:
 
     def _handed_over(self, node: SimulatedPrefillNode, request: SimulatedRequest, seconds: float) -> None:
         _, decode = self._pairs.pop(request)
-        self._handoffs.observe(seconds + decode.round_s / 2)  # as the real router does
+        self._handoff_s.observe(seconds + decode.round_s / 2)  # as the real router does
         node.release(request)
         decode.arrive(request)
         self._dispatch()
@@ -96,7 +96,7 @@ class SimulatedRouter:
         if decode is not None or request.num_tokens == 1:
             prefills = [node for node in self._prefills if node.figures.num_queued < node.figures.max_queued]
         if request.num_tokens > 1 and decode is not None:
-            round_s, handoff_s = decode.round_s, self._handoffs.expected_s
+            round_s, handoff_s = decode.round_s, self._handoff_s.mean
         nodes = self._local_nodes()
         place, index = place_sooner(
             [node.remote_figures(request, handoff_s, round_s) for node in prefills],

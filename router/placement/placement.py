@@ -231,7 +231,7 @@ class Placement:
             node.num_queued_tokens(now),
             self._num_uncached(node, entry),
             node.prompt_times,
-            0.0 if decode is None else entry.request.group.handoffs.expected_s,
+            0.0 if decode is None else entry.request.group.handoff_s.mean,
             0.0 if decode is None else decode.load.round_s,
             entry.request.group.errors["remote"].factor(now),
         )

@@ -8,8 +8,11 @@ between them. `baton explain` shows the reason, and `/metrics` counts it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
+
+from ...metadata.estimate import Estimate, Fading
 
 LocalPrefill = Literal["never", "auto", "always"]  # the values of --local-prefill
 Where = Literal["remote", "local"]
@@ -32,6 +35,7 @@ Reason = Literal[
 LOST_S = 1.0  # without a prefill node or a working handoff, after a group has had one, until decode nodes compute
 BUSY_STREAMS = 160  # on a node with so many, one second of waiting of a stream costs one second (`stall_s`)
 SESSION_SLACK = 0.1  # of its places: so much fuller may the decode node of a session be
+_ERROR_BOUNDS, _ERROR_HALF_LIFE_S = (0.5, 4.0), 20.0
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
 
 
@@ -120,7 +124,7 @@ class RemoteFigures(NamedTuple):
     times: PromptTimes
     handoff_s: float  # from the end of the prompt to the second token, without one round; 0: unknown
     round_s: float  # of the decode node that would generate; 0: unknown
-    error: float = 1.0  # estimates are multiplied by it (estimate_error.py)
+    error: float = 1.0  # estimates are multiplied by it (`EstimateError`)
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +150,7 @@ class LocalFigures(NamedTuple):
     max_running: int
     room: int  # free pages of its largest pool, without those of reservations under way
     num_pages: int  # that the request needs there
-    error: float = 1.0  # estimates are multiplied by it (estimate_error.py)
+    error: float = 1.0  # estimates are multiplied by it (`EstimateError`)
     is_sessions: bool = False  # it served the request's session last
 
     @property
@@ -186,6 +190,27 @@ class LocalFigures(NamedTuple):
         it left out."""
         waiting_s = self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
         return self.num_running / BUSY_STREAMS * waiting_s
+
+
+class EstimateError:
+    """The factor by which estimates of a role must be multiplied to be right on average.
+
+    Chunks take longer than a node expects if streams come meanwhile, and a router learns the load of a node late. While
+    no answer comes, a factor above 1 goes back to 1, so a role that gets no prompts is tried again after some time."""
+
+    def __init__(self) -> None:
+        self._log = Estimate(0.0, memory=4, weight=3, fading=Fading(0.0, 0.0, _ERROR_HALF_LIFE_S))
+
+    def factor(self, now: float) -> float:
+        """Return the factor at a time (monotonic seconds)."""
+        return math.exp(self._log.at(now))
+
+    def observe(self, expected_s: float, actual_s: float, now: float) -> None:
+        """The first two tokens came after `actual_s` on average; `expected_s` was the estimate without any factor. Many
+        answers may come for prompts that were placed before the first of them: each says the same."""
+        if expected_s > 0:
+            least, most = _ERROR_BOUNDS
+            self._log.observe(math.log(min(most, max(least, actual_s / expected_s))), now)
 
 
 class SoonerPlace(NamedTuple):

@@ -14,36 +14,15 @@ from __future__ import annotations
 
 import heapq
 
+from ...metadata.estimate import Estimate
 from .fair_share import DEFAULT
 
 MAX_RETRY_S = 60.0  # no client is told to come back later than that
 NUM_SPREADS = 2  # a request that takes so many spreads longer than the mean is an exception
-MEMORY = 16  # samples in a moving average
-KEPT = 8  # samples that still count when nodes become full again: requests may have changed since
+MEMORY = 16  # measurements that a mean remembers
+KEPT = 8  # measurements that still count when nodes become full again: requests may have changed since
 SOON_S = (1.0, 3.0)  # range of times to come again before any pace is known
 _HALF = 20  # so many clients get the earlier half of that range
-
-
-class Average:
-    """Moving average of a figure, and of its distance from the average. `mean` is None before the first sample."""
-
-    def __init__(self) -> None:
-        self.mean: float | None = None
-        self.spread = 0.0
-        self.num_samples = 0
-
-    def add(self, value: float) -> None:
-        """Add a sample. The first MEMORY samples weigh the same."""
-        self.num_samples = min(self.num_samples + 1, MEMORY)
-        if self.mean is None:
-            self.mean = value
-            return
-        self.spread += (abs(value - self.mean) - self.spread) / self.num_samples
-        self.mean += (value - self.mean) / self.num_samples
-
-    def fade(self, num_samples: int) -> None:
-        """Let earlier samples weigh no more than so many."""
-        self.num_samples = min(self.num_samples, num_samples)
 
 
 class Pace:
@@ -55,9 +34,9 @@ class Pace:
     def __init__(self) -> None:
         self.blocked_since: float | None = None
         self._granted_at = 0.0
-        self._interval = Average()  # between grants
-        self._service = Average()  # from the grant to the end
-        self._per_token = Average()  # the same per output token
+        self._interval = Estimate(memory=MEMORY)  # between grants
+        self._service = Estimate(memory=MEMORY)  # from the grant to the end
+        self._per_token = Estimate(memory=MEMORY)  # the same per output token
         # by tenant: a heap of the times at which refused clients are expected back
         self._promises: dict[str, list[float]] = {}
 
@@ -77,26 +56,23 @@ class Pace:
     def granted(self, now: float) -> None:
         """A request was given its nodes."""
         if self.blocked_since is not None:
-            self._interval.add(now - max(self.blocked_since, self._granted_at))
+            self._interval.observe(now - max(self.blocked_since, self._granted_at))
         self._granted_at = now
 
     def served(self, service_s: float, num_tokens: int) -> None:
         """A request ended after `service_s` with nodes, and with so many output tokens."""
-        self._service.add(service_s)
-        self._per_token.add(service_s / max(1, num_tokens))
+        self._service.observe(service_s)
+        self._per_token.observe(service_s / max(1, num_tokens))
 
     def wait_s(self, num_before: int) -> float:
         """Return how long a request waits behind so many others; 0 if nodes have room or nothing is known."""
-        if self.blocked_since is None or self._interval.mean is None:
+        if self.blocked_since is None:
             return 0.0
         return (num_before + 1) * self._interval.mean
 
     def service_s(self, max_tokens: int) -> float:
         """Return how long most requests of at most so many tokens take once they have nodes; 0 if nothing is known."""
-        if self._service.mean is None or self._per_token.mean is None:
-            return 0.0
-        per_token = self._per_token.mean + NUM_SPREADS * self._per_token.spread
-        return min(self._service.mean + NUM_SPREADS * self._service.spread, per_token * max_tokens)
+        return min(self._service.upper(NUM_SPREADS), max_tokens * self._per_token.upper(NUM_SPREADS))
 
     def retry_after_s(
         self, now: float, num_excess: int, num_running: int = 1, tenant: str = DEFAULT.name, part: float = 1.0
@@ -132,12 +108,10 @@ class Pace:
         it came now. An average of few samples is shortened: a client that comes too early is told a better time, but
         one that comes too late leaves nodes idle."""
         since = 0.0 if self.blocked_since is None else now - max(self.blocked_since, self._granted_at)
-        mean, num_samples = self._interval.mean, self._interval.num_samples
-        guesses = [] if mean is None else [_believed(mean, num_samples)]
-        if self._service.mean is not None:
-            guesses.append(_believed(self._service.mean / num_running, self._service.num_samples))
-        if mean is not None and num_samples >= min(2 * num_running, MEMORY):
-            return min(guesses) + max(0.0, since - mean) / (num_samples + 1)
+        known = ((self._interval, 1), (self._service, num_running))
+        guesses = [_believed(each.mean / number, each.count) for each, number in known if each.count]
+        if self._interval.count >= min(2 * num_running, MEMORY):
+            return min(guesses) + max(0.0, since - self._interval.mean) / (self._interval.count + 1)
         # The running requests may have begun together: then the first grants come late and all at once
         if guesses:
             return max(min(guesses), since / num_running)

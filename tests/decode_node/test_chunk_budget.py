@@ -1,16 +1,12 @@
 """Chunks beside rounds: gaps keep the bound, prompts advance, and the router learns how long prompts take.
 
-A simulated device stands for the clock: its rounds and chunks take times that the node has to learn, with noise and
-pauses. The scheduler and the budget are the product's own.
+The simulated node of gap_world.py stands for the clock and the device.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-
 import pytest
+from gap_world import FULL, Device, Simulation, with_arrivals
 
 from baton.decode_node.chunk_budget import (
     DEFAULT_GAP,
@@ -24,155 +20,12 @@ from baton.decode_node.chunk_budget import (
     PromptTokens,
     Queue,
 )
-from baton.decode_node.round_seconds import RoundSeconds
-from baton.decode_node.scheduler import DecodeScheduler
-from baton.decode_node.sequence import Sequence, new_sequence
+from baton.decode_node.round_clock import RoundSeconds
 from baton.engine.pace.chunk_costs import ChunkCosts
 from baton.engine.pace.joint_sizes import MAX_PROMPTS, JointSizes, joint_sizes
 from baton.engine.pace.step_times import KEPT
 from baton.engine.rounds.draft_shape import NO_DRAFTS
-from baton.engine.state.pages import PagePool
-from baton.engine.state.prefix_cache import PrefixCache
-from baton.engine.work import Accepted, BatchRow
-from baton.metadata.wire.messages import Compute
-from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
-
-CONTEXT_LEN = 40_000
-FULL = 1024
-
-
-@dataclass
-class Device:
-    """Times of a large model on a large GPU. `fixed_s`: of a chunk beside a round; one forward for both takes less."""
-
-    fixed_s: float = 0.005
-    token_s: float = 2e-5
-    noise: float = 0.02
-    num_pauses: float = 0.002  # per step
-    random: random.Random = field(default_factory=lambda: random.Random(3))
-
-    def round_s(self, num_seqs: int) -> float:
-        return 0.006 + 5e-5 * num_seqs
-
-    def chunk_s(self, num_tokens: int, depth: int) -> float:
-        return self.fixed_s + self.token_s * num_tokens * (1 + depth / 20_000)
-
-    def noisy(self, seconds: float) -> float:
-        pause = 0.03 if self.random.random() < self.num_pauses else 0.0
-        return seconds * (1 + abs(self.random.gauss(0, self.noise))) + pause
-
-
-class Simulation:
-    """A decode node with a simulated clock."""
-
-    def __init__(self, device: Device, max_gap_s: float | None, max_running: int = 16) -> None:
-        self.device, self.now = device, 0.0
-        alone = Device(token_s=device.token_s)  # one forward for chunk and round is not measured at the start
-        costs = ChunkCosts({size: alone.chunk_s(size, 0) for size in (16, 256, FULL)})
-        self.budget = ChunkBudget(costs, RoundSeconds(device.round_s(1)), FULL, max_gap_s)
-        self.cache = PrefixCache(PagePool(40_000, 16))
-        self.scheduler = DecodeScheduler(
-            self.cache, max_running, FULL, context_len=CONTEXT_LEN, budget=self.budget.room
-        )
-        self.gaps: list[float] = []
-        self.waits: dict[str, float] = {}  # from arrival to the first token
-        self._arrived: dict[str, float] = {}
-        self._seen: dict[Sequence, float] = {}
-        self._alone = ChunksAlone()
-        self._num = 0
-
-    def submit(self, prompt_len: int, max_tokens: int) -> Sequence | None:
-        """Reserve a local prompt, if there is room."""
-        self._num += 1
-        rid = f"r{self._num}"
-        ids = [self.device.random.randrange(1000) for _ in range(prompt_len)]
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        message = Compute("router", rid, 0, (0,), GenerationRequest(pack_ids(ids), params))
-        sequence = new_sequence(message, 0, self._num, vocab_size=1000, context_len=CONTEXT_LEN)
-        if not self.scheduler.reserve(sequence):
-            return None
-        self.scheduler.start_local(sequence.unit)
-        self._arrived[rid] = self.now
-        return sequence
-
-    def stream(self, prompt_len: int = 100, max_tokens: int = 20_000) -> Sequence:
-        """Start a sequence that decodes at once."""
-        sequence = self.submit(prompt_len, max_tokens)
-        assert sequence is not None
-        sequence.compute(sequence.num_to_compute - 1)
-        return sequence
-
-    def step(self) -> None:
-        begun = self.now
-        plan = self.scheduler.plan()
-        assert plan.rows or plan.decoding, "no step may do nothing while sequences run"
-        chunk = self._chunk(plan.rows, plan.sequences) if plan.rows else None
-        seconds = self.device.chunk_s(chunk.num_tokens, chunk.depth) if chunk is not None else 0.0
-        if not plan.decoding:
-            assert chunk is not None
-            self.now += self.device.noisy(seconds)
-            self._alone.add(chunk, begun)
-            return
-        num_seqs = len(plan.decoding)
-        self.budget.begin_round(has_chunk=chunk is not None)
-        self.now += self.device.noisy(seconds + self.device.round_s(num_seqs))
-        alone = self._alone.take()
-        if chunk is not None:
-            if alone is None:
-                self.budget.end_beside(num_seqs, 0, chunk, self.now - begun)
-        elif alone is not None:
-            self.budget.end_alone(num_seqs, 0, alone, self.now - alone.since)
-        else:
-            self.budget.end_round(num_seqs, 0, self.now - begun)
-        for sequence in plan.decoding:
-            self._accept(sequence)
-
-    def run(self, seconds: float) -> Iterator[float]:
-        """Yield before each step for so many seconds."""
-        until = self.now + seconds
-        while self.now < until:
-            yield self.now
-            if self.scheduler.running:
-                self.step()
-            else:
-                self.now += 0.001
-
-    def late_share(self, bound_s: float) -> float:
-        """Return the share of gaps beyond a bound."""
-        return sum(gap > bound_s for gap in self.gaps) / len(self.gaps)
-
-    def _chunk(self, rows: list[BatchRow], sequences: list[Sequence]) -> PromptTokens:
-        for row, sequence in zip(rows, sequences, strict=True):
-            sequence.compute(len(row.input_ids))
-        return PromptTokens.of(rows)
-
-    def _accept(self, sequence: Sequence) -> None:
-        rid = sequence.unit.rid
-        if sequence in self._seen:
-            self.gaps.append(self.now - self._seen[sequence])
-        else:
-            self.waits[rid] = self.now - self._arrived[rid]
-        self._seen[sequence] = self.now
-        sequence.accept(Accepted([5], [None], 0, 0), CONTEXT_LEN)
-        if sequence.ended is not None:
-            self.scheduler.finish(sequence)
-            del self._seen[sequence]
-
-
-def with_arrivals(
-    device: Device, max_gap_s: float | None, *, every_s: float, prompt_len: int = 2000, seconds: float = 20.0
-) -> Simulation:
-    """Return what happened while prompts came at random to a node with four long streams."""
-    world = Simulation(device, max_gap_s)
-    for _ in range(4):
-        world.stream()
-    next_at = 0.0
-    for now in world.run(seconds):
-        if now >= next_at:
-            world.submit(prompt_len, max_tokens=100)
-            next_at = now + device.random.expovariate(1 / every_s)
-    return world
-
+from baton.engine.work import BatchRow
 
 FORWARDS = {"one forward each": 0.005, "one forward for both": 0.0003}
 

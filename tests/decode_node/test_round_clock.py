@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.decode_node import round_clock
-from baton.decode_node.round_clock import RoundClock, RoundTime
+from baton.decode_node.round_clock import RoundClock, RoundSeconds, RoundTime
 
 
 class Clock:
@@ -120,3 +120,14 @@ def test_a_round_is_submitted_before_the_one_under_way_can_end(clock: Clock) -> 
     rounds.settle(since, 0, has_chunk=True)
     assert rounds.submit_by(0, has_chunk=True) > clock.now + 0.020, "a round with a chunk takes longer"
     assert rounds.submit_by(0) - clock.now == pytest.approx(before_s + 0.030), "the others take as long as before"
+
+
+def test_rounds_with_drafts_have_times_of_their_own() -> None:
+    rounds = RoundSeconds(0.006)
+    assert rounds.expected(9, 3) == 0.006
+    for seconds in (0.012, 0.010, 0.011):
+        rounds.observe(8, 3, seconds)
+    assert rounds.expected(9, 3) == 0.010 and rounds.expected(9, 0) == 0.006
+    for _ in range(3):
+        rounds.observe(8, 3, 0.02)
+    assert rounds.expected(9, 3) == 0.02

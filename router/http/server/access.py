@@ -19,11 +19,12 @@ from weakref import WeakValueDictionary
 from aiohttp import web
 
 from ....metadata.errors import ConfigError, Overloaded, RequestError
+from ....metadata.estimate import Estimate
 from ...config import RouterConfig
 from ...errors import Forbidden, Unauthorized
 from ...keys import MAX_NAME, ApiKey, KeysFile, digest_of, is_name
 from ...waiting.fair_share import DEFAULT, Tenant
-from ...waiting.pace import Average
+from ...waiting.pace import MEMORY
 from .origin import is_trusted, trusted_networks
 
 
@@ -92,7 +93,7 @@ class Access:
             self._callers[self._admin] = Caller(is_admin=True, name="admin", digest=self._admin)
         if self._limit is not None and not self.has_api_keys:
             raise ConfigError("max_concurrent_per_key is set, but no API key is: give --api-key or --api-keys as well")
-        self._durations = Average()  # seconds that requests took
+        self._durations = Estimate(memory=MEMORY)  # seconds that requests took
         self._proxies, self._header = trusted_networks(config.trusted_proxy), config.tenant_header
         self._named: WeakValueDictionary[tuple[bytes, str], Caller] = WeakValueDictionary()  # by a proxy
 
@@ -147,7 +148,7 @@ class Access:
 
     def add_duration(self, seconds: float) -> None:
         """Record how long a request took. The estimate in Retry-After is made from these."""
-        self._durations.add(seconds)
+        self._durations.observe(seconds)
 
     def _known(self, http_request: web.Request) -> Caller | None:
         scheme, _, given = http_request.headers.get("Authorization", "").partition(" ")

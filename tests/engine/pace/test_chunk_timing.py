@@ -14,7 +14,7 @@ from node_pair import params
 from solo import Solo
 
 from baton.decode_node.chunk_budget import ChunkBudget
-from baton.decode_node.round_seconds import RoundSeconds
+from baton.decode_node.round_clock import RoundSeconds
 from baton.engine.pace import chunk_timing
 from baton.engine.pace.chunk_timing import measure_chunk, measure_costs, measure_joint
 from baton.engine.pace.joint_sizes import EVERY_SIZE

@@ -19,6 +19,7 @@ from baton.router.placement.prompt_placement import (
     BUSY_STREAMS,
     LOAD_ROUNDS,
     LOST_S,
+    EstimateError,
     GroupFacts,
     LocalFigures,
     PromptTimes,
@@ -501,7 +502,7 @@ def auto_world(*names: str, prefill: dict[str, Any] = {}, decode: dict[str, Any]
     """Return a world of nodes that have measured how long prompts take, and a handoff."""
     names = names or ("p0", "d0")
     world = local_world(*names, local_prefill="auto", sizes=LARGE, **settings)
-    world.group.handoffs.observe(HANDOFF_S)
+    world.group.handoff_s.observe(HANDOFF_S)
     beat_all(world, *names, prefill=prefill, decode=decode)
     return world
 
@@ -672,7 +673,7 @@ def test_the_next_turn_of_a_conversation_goes_to_the_decode_node_that_has_the_hi
     world.tokens(name, asked, 1, output[1:], reason="length")
     beat_all(world, "p0", "d0", "d1")
     for _ in range(9):
-        world.group.handoffs.observe(HANDOFF_S)
+        world.group.handoff_s.observe(HANDOFF_S)
     second = converse(world, [*first, *client.ids[0], *range(40)])
     assert place_of(second) == ("local", "sooner") and len(world.got(name, m.Compute)) == 1
     other = converse(world, [*first, *client.ids[0], *range(40)], cache_salt="other")
@@ -726,7 +727,7 @@ def test_a_request_whose_local_attempt_failed_goes_to_a_prefill_node(code: str) 
 def test_auto_measures_how_long_handoffs_take() -> None:
     world = World("p0", "d0", local_prefill="auto", sizes=LARGE)
     beat_all(world, "p0", "d0")
-    assert world.group.handoffs.expected_s == 0.0
+    assert world.group.handoff_s.mean == 0.0
     client = world.submit(prompt_len=3000)
     assert place_of(client)[0] == "remote"
     asked = world.got("d0", m.Reserve)[-1]
@@ -734,7 +735,7 @@ def test_auto_measures_how_long_handoffs_take() -> None:
     world.tokens("p0", asked, 0, IDS[:1])
     world.now += 0.02
     world.say("d0", m.Admitted(Unit(asked.rid, 0, asked.attempt), 0.1, 2, 4096, 0))
-    assert world.group.handoffs.expected_s == pytest.approx(0.02 + 0.006 / 2)
+    assert world.group.handoff_s.mean == pytest.approx(0.02 + 0.006 / 2)
 
 
 def test_auto_needs_decode_nodes_that_compute_and_measured_times() -> None:
@@ -805,3 +806,43 @@ def test_decode_nodes_that_compute_unlike_answers_do_not_serve(make_system: Any)
     assert system.complete()[1]["choices"][0]["text"] == system.text
     assert not own(system.cluster.by_name("d1"), m.Compute)
     system.router.wait_idle()
+
+
+# --- the error of estimates ---
+
+
+@pytest.mark.parametrize("num_under_way", [1, 4, 64])
+def test_an_estimate_that_is_always_too_short_is_corrected(num_under_way: int) -> None:
+    """However many prompts are placed before the answer to the first comes."""
+    error = EstimateError()
+    for step in range(40 + num_under_way):
+        now = 0.01 * step
+        if step >= num_under_way:
+            error.observe(0.1, 0.15, now)
+            assert 1.0 < error.factor(now) < 1.5001
+    assert error.factor(now) == pytest.approx(1.5, rel=0.01)
+
+
+def test_one_slow_answer_changes_little() -> None:
+    error = EstimateError()
+    error.observe(0.1, 60.0, 1.0)
+    assert error.factor(1.0) == pytest.approx(4**0.25)
+    error.observe(0.0, 60.0, 1.0)
+    assert error.factor(1.0) == pytest.approx(4**0.25), "nothing was expected"
+
+
+def test_the_correction_is_bounded() -> None:
+    error = EstimateError()
+    for _ in range(100):
+        error.observe(0.1, 60.0, 1.0)
+    assert error.factor(1.0) == pytest.approx(4.0)
+    for _ in range(100):
+        error.observe(0.1, 0.001, 1.0)
+    assert error.factor(1.0) == pytest.approx(0.5)
+
+
+def test_a_role_that_gets_no_prompts_is_tried_again() -> None:
+    error = EstimateError()
+    for _ in range(100):
+        error.observe(0.1, 60.0, 1.0)
+    assert error.factor(21.0) == pytest.approx(2.0) and error.factor(81.0) < 1.1
