@@ -69,7 +69,7 @@ UNTESTED = [
     (_DECLARES, "prefill_node", "config"),
     (_DECLARES, "router", "config effects errors"),
     (_DECLARES, "router/http/anthropic", "types"),
-    (_DECLARES, "router/http/openai", "tool_types types"),
+    (_DECLARES, "router/http/generation", "tool_types types"),
     (_DECLARES, "router/http/operators", "admin_types"),
     (_DECLARES, "router/http/responses", "types"),
     (_DECLARES, "router/http/server", "api route"),
