@@ -11,7 +11,7 @@ from msgspec import UnsetType
 from ....metadata.errors import BatonError
 from ...requests.request import Delta, Request, Sequence
 from ...text.tokenizer import TextTokenizer
-from ..generation.output_reader import OutputReader, OutputReading
+from ..generation.output import OutputReader, OutputReading
 from ..generation.types import CompletionTokensDetails, Usage
 from ..openai.format import AnswerFormat
 from ..server.errors import messages_body_of

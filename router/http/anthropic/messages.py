@@ -14,7 +14,7 @@ from ...text.tokenizer import TextTokenizer
 from ..bodies.fields import check_served
 from ..bodies.renamed import renamed
 from ..generation.grammars import asked_grammar
-from ..generation.output_reader import OutputReading
+from ..generation.output import OutputReading
 from ..generation.tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
 from ..generation.tools import check_callers, tool_use
 from ..generation.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat

@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct
 from ....metadata.wire.request import FinishReason
 from ...reasoning_parsers.base import Thought
 from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
-from ..generation.output_reader import OutputReader, OutputReading, WholeCall
+from ..generation.output import OutputReader, OutputReading, WholeCall
 from ..generation.tool_types import CalledFunction, FunctionDelta, ToolCall, ToolCallDelta
 from ..generation.types import AssistantMessage, ChatDelta, ChatFinishReason
 

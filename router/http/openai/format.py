@@ -18,7 +18,7 @@ from ...requests.output_parser import ThoughtCounter
 from ...requests.request import Delta, Request, Sequence
 from ...text.detokenizer import TokenBytes
 from ...text.tokenizer import TextTokenizer
-from ..generation.output_reader import OutputReading
+from ..generation.output import OutputReading
 from ..generation.types import (
     AssistantMessage,
     ChatChoice,

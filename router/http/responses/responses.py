@@ -10,7 +10,7 @@ from ....metadata.errors import RequestError
 from ...text.tokenizer import TextTokenizer
 from ..bodies.fields import check_served
 from ..bodies.renamed import renamed
-from ..generation.output_reader import OutputReading
+from ..generation.output import OutputReading
 from ..generation.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from ..openai.completions import serve_chat
 from ..openai.format import AnswerFormat

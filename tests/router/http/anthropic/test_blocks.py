@@ -13,7 +13,7 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.router.http.anthropic.blocks import MessageBlocks
-from baton.router.http.generation.output_reader import OutputReader, OutputReading
+from baton.router.http.generation.output import OutputReader, OutputReading
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.requests.output_parser import OutputParser
 from baton.router.tool_parsers.hermes import HermesParser
