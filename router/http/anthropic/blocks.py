@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from ...reasoning_parsers.base import Thought
 from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
-from ..openai.output_reader import OutputReader, WholeCall, WholePart
+from ..generation.output import OutputReader, WholeCall, WholePart
 from .types import (
     BlockDelta,
     BlockEvent,

@@ -13,13 +13,13 @@ from ...reasoning_parsers.registry import REASONING_PARSERS
 from ...text.tokenizer import TextTokenizer
 from ..bodies.fields import check_served
 from ..bodies.renamed import renamed
-from ..openai.answer_format import AnswerFormat
+from ..generation.grammars import asked_grammar
+from ..generation.output import OutputReading
+from ..generation.tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
+from ..generation.tools import check_callers, tool_use
+from ..generation.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from ..openai.completions import serve_chat
-from ..openai.grammars import asked_grammar
-from ..openai.output_reader import OutputReading
-from ..openai.tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
-from ..openai.tools import check_callers, tool_use
-from ..openai.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
+from ..openai.format import AnswerFormat
 from ..server.api import Api, json_response
 from .format import MessagesFormat
 from .turns import chat_messages, content_of

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....metadata.errors import RequestError
-from ..openai.tool_types import CalledFunction, ToolCall
-from ..openai.types import ChatMessage, MessagePart, TextPart
+from ..generation.tool_types import CalledFunction, ToolCall
+from ..generation.types import ChatMessage, MessagePart, TextPart
 from .types import (
     AssistantTurn,
     MessageText,

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers that follow Anthropic's API. Unknown fields are treated as in openai/types.py."""
+"""Bodies of requests and answers that follow Anthropic's API. Unknown fields are treated as in generation/types.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, Struct
 
 from ....metadata.wire.request import MAX_CONTEXT
-from ..openai.tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, ToolName
-from ..openai.types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
+from ..generation.tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, ToolName
+from ..generation.types import MAX_STOPS, MessagePart, NumTokens, StopText, TextPart
 
 StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 

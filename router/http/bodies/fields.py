@@ -32,8 +32,8 @@ from ..anthropic.types import (
     SystemTurn,
     UserTurn,
 )
-from ..openai.tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoiceObject
-from ..openai.types import (
+from ..generation.tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoiceObject
+from ..generation.types import (
     ChatMessage,
     ChatRequest,
     CommonRequest,

@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Raw, inspect
 
 from ....metadata.errors import RequestError
-from ..openai.tool_types import ClientTool
-from ..openai.types import PARTS_NOT_SERVED, MessagePart
+from ..generation.tool_types import ClientTool
+from ..generation.types import PARTS_NOT_SERVED, MessagePart
 from .fields import Converted, Ignored, Merged, NotServed, Renamed, Rule, check_value, rules_of
 
 MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that would take long

@@ -27,9 +27,9 @@ from ...text.chat_template import ChatTemplate
 from ...text.side_process import SideProcess, serve
 from ...text.tokenizer import TextTokenizer
 from ..anthropic.types import CountTokensRequest, MessagesRequest
-from ..openai.prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, prompts_of, tokenized
-from ..openai.tool_types import ToolCall
-from ..openai.types import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ..generation.prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, prompts_of, tokenized
+from ..generation.tool_types import ToolCall
+from ..generation.types import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ..operators.admin_types import DrainRequest
 from ..responses.input import messages_of
 from ..responses.types import ResponsesRequest

@@ -16,9 +16,9 @@ from msgspec import UNSET, Struct
 from ....metadata.wire.request import FinishReason
 from ...reasoning_parsers.base import Thought
 from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
-from .output_reader import OutputReader, OutputReading, WholeCall
-from .tool_types import CalledFunction, FunctionDelta, ToolCall, ToolCallDelta
-from .types import AssistantMessage, ChatDelta, ChatFinishReason
+from ..generation.output import OutputReader, OutputReading, WholeCall
+from ..generation.tool_types import CalledFunction, FunctionDelta, ToolCall, ToolCallDelta
+from ..generation.types import AssistantMessage, ChatDelta, ChatFinishReason
 
 
 class _Draft(Struct):

@@ -8,7 +8,7 @@ A handler turns the body of a request into an answer, in seven steps. The files 
     tools      the model's tools and an output parser are chosen  tools.py, output_readings.py
     prompts    texts and messages become token ids                prompts.py
     grammar    the grammar of the output is compiled              grammars.py, bound_calls.py, chat_grammar.py
-    serve      the dispatcher gets one Request per prompt; the    answers.py, answer_format.py
+    serve      the dispatcher gets one Request per prompt; the    answers.py, format.py
                client gets a whole answer or a stream
 
 When the handler ends, it cancels the Requests that still run.
@@ -28,19 +28,19 @@ from ...nodes.node import NodeGroup
 from ...requests.request import Request
 from ...text.tokenizer import TextTokenizer
 from ...waiting.queue import Asked
+from ..generation.answers import StreamedAnswer, WholeAnswer
+from ..generation.chat_grammar import chat_grammar
+from ..generation.grammars import asked_grammar, grammar_of
+from ..generation.output_readings import OutputReading, markers_of, output_reading, reasoning_parser
+from ..generation.parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
+from ..generation.prompts import prompts_of
+from ..generation.sessions import session_id
+from ..generation.tools import tool_use
+from ..generation.types import ChatRequest, CommonRequest, CompletionRequest
 from ..server.access import CALLER
 from ..server.api import ARRIVED, Api, request_id
 from ..server.limits import admitted, wait_limited
-from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
-from .answers import StreamedAnswer, WholeAnswer
-from .chat_grammar import chat_grammar
-from .grammars import asked_grammar, grammar_of
-from .output_readings import OutputReading, markers_of, output_reading, reasoning_parser
-from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
-from .prompts import prompts_of
-from .sessions import session_id
-from .tools import tool_use
-from .types import ChatRequest, CommonRequest, CompletionRequest
+from .format import AnswerFormat, ChatFormat, CompletionFormat
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from ....metadata.wire.request import TokenLogprobs
 from ...text.detokenizer import TokenBytes
 from ...text.tokenizer import TextTokenizer
-from .types import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
+from ..generation.types import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
 
 
 class LegacyColumns:

@@ -9,9 +9,9 @@ from aiohttp import web
 from ...errors import NotFound
 from ...nodes.node import NodeGroup
 from ..anthropic.types import AnthropicModel, AnthropicModelList
+from ..generation.types import ModelInfo, ModelList
 from ..server.api import Api, json_response
 from ..server.errors import is_anthropic
-from .types import ModelInfo, ModelList
 
 
 async def models(api: Api, http_request: web.Request) -> web.StreamResponse:

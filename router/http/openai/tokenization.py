@@ -6,8 +6,8 @@ import msgspec
 from aiohttp import web
 
 from ....metadata.errors import RequestError
+from ..generation.types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizerInfo
 from ..server.api import Api, json_response
-from .types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizerInfo
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)

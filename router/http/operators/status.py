@@ -11,7 +11,7 @@ from ....metadata.version import package_version
 from ...errors import NoNode
 from ...figures.metrics import CONTENT_TYPE
 from ...placement.availability import degraded
-from ..openai.types import Version
+from ..generation.types import Version
 from ..server.access import IS_OPERATOR
 from ..server.api import Api, json_response
 from .admin_types import HealthAnswer, ReadyAnswer

@@ -12,9 +12,9 @@ from msgspec import UnsetType
 from ....metadata.errors import BatonError
 from ...requests.request import Delta, Request, Sequence
 from ...text.tokenizer import TextTokenizer
-from ..openai.answer_format import AnswerFormat
-from ..openai.output_reader import OutputReader, OutputReading
-from ..openai.types import CompletionTokensDetails, Usage
+from ..generation.output import OutputReader, OutputReading
+from ..generation.types import CompletionTokensDetails, Usage
+from ..openai.format import AnswerFormat
 from ..server.errors import body_of
 from ..server.sse import named_event
 from .output import ResponseOutput

@@ -16,9 +16,9 @@ from msgspec import Raw, Struct
 
 from ....metadata.errors import RequestError
 from ..bodies.bodies import decode
-from ..openai.tool_types import CalledFunction, ToolCall
-from ..openai.tools import arguments_of
-from ..openai.types import ChatMessage, TextPart
+from ..generation.tool_types import CalledFunction, ToolCall
+from ..generation.tools import arguments_of
+from ..generation.types import ChatMessage, TextPart
 from .tools import custom_arguments, name_for_chat
 from .types import (
     INPUT_ITEMS,

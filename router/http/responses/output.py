@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from ...reasoning_parsers.base import Thought
 from ...requests.output_parser import OutputEvent
 from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
-from ..openai.output_reader import OutputReader, WholeCall, WholePart
+from ..generation.output import OutputReader, WholeCall, WholePart
 from .tools import CalledTool, ResponseTools, custom_input
 from .types import (
     OutputCall,

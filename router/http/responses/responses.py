@@ -10,10 +10,10 @@ from ....metadata.errors import RequestError
 from ...text.tokenizer import TextTokenizer
 from ..bodies.fields import check_served
 from ..bodies.renamed import renamed
-from ..openai.answer_format import AnswerFormat
+from ..generation.output import OutputReading
+from ..generation.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from ..openai.completions import serve_chat
-from ..openai.output_reader import OutputReading
-from ..openai.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
+from ..openai.format import AnswerFormat
 from ..server.api import Api
 from .format import ResponsesFormat
 from .tools import ResponseTools, choice_for_chat

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..openai.tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
-from ..openai.tools import check_callers
+from ..generation.tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
+from ..generation.tools import check_callers
 from .types import (
     ResponseCustomTool,
     ResponseFunction,

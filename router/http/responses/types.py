@@ -1,4 +1,4 @@
-"""Bodies of requests and answers of OpenAI's Responses API. Unknown fields are treated as in openai/types.py."""
+"""Bodies of requests and answers of OpenAI's Responses API. Unknown fields are treated as in generation/types.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
-from ..openai.tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, FunctionChoice, FunctionTool, ToolName
-from ..openai.types import MessagePart, NumTokens, SessionKey
+from ..generation.tool_types import MAX_TOOLS, CallId, ClientTool, DirectCallers, FunctionChoice, FunctionTool, ToolName
+from ..generation.types import MessagePart, NumTokens, SessionKey
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

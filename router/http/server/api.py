@@ -28,7 +28,7 @@ from ...text.tokenizer import TextTokenizer
 from ..bodies.bodies import Bodies, decoded_mended, decoded_strictly
 from ..bodies.body_size import BODY_SIZE, most_plain, quick_size, takes_ids
 from ..bodies.side_work import SideWork
-from ..openai.cache_salts import CacheSalts
+from ..generation.cache_salts import CacheSalts
 from ..operators.ledgers import Ledgers
 from .access import Access
 from .in_flight import InFlight

@@ -14,8 +14,8 @@ from ...errors import outcome_of
 from ...nodes.node import NodeGroup
 from ...requests.request import Request
 from ...waiting.queue import Asked
-from ..openai.parameters import asked_tokens, timeout_s
-from ..openai.types import CommonRequest
+from ..generation.parameters import asked_tokens, timeout_s
+from ..generation.types import CommonRequest
 from .access import CALLER, Caller
 from .api import Api
 

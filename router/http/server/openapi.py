@@ -9,7 +9,7 @@ import msgspec
 
 from ....metadata.version import package_version
 from ..bodies.fields import Ignored, NotServed, rules_of
-from ..openai.types import EXACTLY_ONE_OF
+from ..generation.types import EXACTLY_ONE_OF
 from ..responses.types import INPUT_ITEMS, ResponsesRequest
 from .access import KeyLevel
 from .errors import MessagesErrorBody

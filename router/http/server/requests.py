@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ..openai.types import CancelledRequest
+from ..generation.types import CancelledRequest
 from .access import CALLER
 from .api import Api, json_response
 

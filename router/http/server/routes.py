@@ -23,8 +23,7 @@ from ..anthropic.types import (
     MessagesRequest,
     TokenCount,
 )
-from ..openai import completions, models, tokenization
-from ..openai.types import (
+from ..generation.types import (
     CancelledRequest,
     ChatChunk,
     ChatCompletion,
@@ -41,6 +40,7 @@ from ..openai.types import (
     TokenizerInfo,
     Version,
 )
+from ..openai import completions, models, tokenization
 from ..operators import admin, explain, handoff, status
 from ..operators.admin_types import (
     DrainRequest,

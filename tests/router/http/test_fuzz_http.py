@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from thinned import num_examples
 
 from baton.router.http.anthropic.types import CountTokensRequest, MessagesRequest
-from baton.router.http.openai.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from baton.router.http.generation.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from baton.router.http.responses.types import ResponsesRequest
 from baton.router.text.tokenizer import TextTokenizer
 

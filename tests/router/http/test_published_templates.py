@@ -25,9 +25,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.metadata.errors import RequestError
-from baton.router.http.openai.prompts import chat_text
-from baton.router.http.openai.tool_types import Tool
-from baton.router.http.openai.types import ChatMessage
+from baton.router.http.generation.prompts import chat_text
+from baton.router.http.generation.tool_types import Tool
+from baton.router.http.generation.types import ChatMessage
 from baton.router.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).parents[3]

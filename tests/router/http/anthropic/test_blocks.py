@@ -13,14 +13,14 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.router.http.anthropic.blocks import MessageBlocks
-from baton.router.http.openai.output_reader import OutputReader, OutputReading
+from baton.router.http.generation.output import OutputReader, OutputReading
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.requests.output_parser import OutputParser
 from baton.router.tool_parsers.hermes import HermesParser
 
 from ...conftest import RunningRouter, System
 from ..chats import TEMPLATE, USER, accepts, call, marked_system, prompt_of, say
-from ..openai.test_output_readings import QWEN3, TEXT, num_tokens
+from ..generation.test_output_readings import QWEN3, TEXT, num_tokens
 
 WEATHER: Any = {
     "name": "get_weather",

@@ -18,11 +18,11 @@ from baton.router.http.anthropic.types import (
     ToolUseBlock,
     UserTurn,
 )
-from baton.router.http.openai.types import ChatMessage, TextPart
+from baton.router.http.generation.types import ChatMessage, TextPart
 
 from ...conftest import RunningRouter, System
 from ..chats import TEMPLATE, USER, call, marked_system, prompt_of, say
-from ..openai.test_output_readings import num_tokens
+from ..generation.test_output_readings import num_tokens
 from .test_blocks import ENABLED, NOW, PARIS, WEATHER
 
 THOUGHTS = TEMPLATE.replace(

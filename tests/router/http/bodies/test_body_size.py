@@ -17,7 +17,7 @@ from baton.router.http.bodies.body_size import (
     most_plain,
     quick_size,
 )
-from baton.router.http.openai.types import ChatRequest, CompletionRequest, DetokenizeRequest
+from baton.router.http.generation.types import ChatRequest, CompletionRequest, DetokenizeRequest
 
 MESSAGE = {"role": "user", "content": "a"}
 

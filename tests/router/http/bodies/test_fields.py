@@ -14,7 +14,7 @@ from baton.metadata.errors import RequestError
 from baton.router.http.anthropic.types import MessagesRequest
 from baton.router.http.bodies.bodies import decode
 from baton.router.http.bodies.fields import Ignored, NotServed, rules_of
-from baton.router.http.openai.types import ChatRequest, CompletionRequest
+from baton.router.http.generation.types import ChatRequest, CompletionRequest
 from baton.router.http.responses.types import ResponsesRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

@@ -12,7 +12,7 @@ from baton.metadata.errors import RequestError
 from baton.router.http.anthropic.types import MessagesRequest, ToolUseBlock
 from baton.router.http.bodies.bodies import decode
 from baton.router.http.bodies.refused_bodies import MAX_NULLS, mended
-from baton.router.http.openai.types import PARTS_NOT_SERVED, ChatRequest, CompletionRequest
+from baton.router.http.generation.types import PARTS_NOT_SERVED, ChatRequest, CompletionRequest
 
 from ...conftest import System
 

@@ -7,8 +7,8 @@ import json
 import pytest
 from msgspec import UNSET
 
+from baton.router.http.generation.output import OutputReading
 from baton.router.http.openai.chat_output import ChatOutput
-from baton.router.http.openai.output_reader import OutputReading
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.requests.output_parser import OutputParser
 from baton.router.tool_parsers.hermes import HermesParser

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import Overloaded
-from baton.router.http.openai.output_reader import OutputReading
+from baton.router.http.generation.output import OutputReading
 from baton.router.http.responses.format import ResponsesFormat
 from baton.router.http.responses.tools import ResponseTools
 from baton.router.http.responses.types import ResponsesRequest

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.openai.types import ChatMessage, TextPart
+from baton.router.http.generation.types import ChatMessage, TextPart
 from baton.router.http.responses.input import messages_of
 from baton.router.http.responses.types import ResponsesRequest
 

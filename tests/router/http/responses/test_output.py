@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.router.http.openai.output_reader import OutputReader, OutputReading
+from baton.router.http.generation.output import OutputReader, OutputReading
 from baton.router.http.responses.output import ResponseOutput
 from baton.router.http.responses.tools import ResponseTools
 from baton.router.http.responses.types import ResponseCustomTool, ResponseFunction, Status, ToolNamespace

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.router.http.openai.tool_types import FunctionChoice, FunctionTool, ToolChoiceObject
+from baton.router.http.generation.tool_types import FunctionChoice, FunctionTool, ToolChoiceObject
 from baton.router.http.responses.tools import (
     CalledTool,
     ResponseTools,

@@ -21,7 +21,7 @@ from baton.router.errors import (
     Unauthorized,
     outcome_of,
 )
-from baton.router.http.openai.types import CompletionRequest
+from baton.router.http.generation.types import CompletionRequest
 from baton.router.http.server.errors import (
     HttpRefusal,
     all_statuses,

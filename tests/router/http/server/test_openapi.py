@@ -22,7 +22,7 @@ import pytest
 
 from baton.router.http.anthropic.types import MessagesRequest
 from baton.router.http.bodies.fields import NotServed, rules_of
-from baton.router.http.openai.types import ChatRequest, CompletionRequest
+from baton.router.http.generation.types import ChatRequest, CompletionRequest
 from baton.router.http.operators.explain import Filter
 from baton.router.http.responses.types import ResponsesRequest
 from baton.router.http.server import openapi

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from multidict import CIMultiDict
 
-from baton.router.http.openai.sessions import HEADERS, MAX_ID, session_id
+from baton.router.http.generation.sessions import HEADERS, MAX_ID, session_id
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from baton.metadata.errors import Unavailable
-from baton.router.http.openai import answers
-from baton.router.http.openai.answers import WholeAnswer
+from baton.router.http.generation import answers
+from baton.router.http.generation.answers import WholeAnswer
 from baton.router.http.server import sse
 from baton.router.requests.request import Delta
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from baton.router.http.openai.answer_format import AnswerFormat, ChatFormat, CompletionFormat, usage_of
+from baton.router.http.openai.format import AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from baton.router.requests.request import Delta
 
 REQUEST: Any = SimpleNamespace(

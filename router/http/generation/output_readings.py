@@ -9,7 +9,7 @@ from ...requests.request import Sequence
 from ...text.chat_template import ChatTemplate
 from ...text.detokenizer import make_detokenizer
 from ...text.tokenizer import TextTokenizer
-from .output_reader import OutputReading, ReasoningField
+from .output import OutputReading, ReasoningField
 from .tools import NO_PARSER, ToolUse
 
 

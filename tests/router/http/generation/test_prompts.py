@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from baton.metadata.errors import RequestError
-from baton.router.http.openai.prompts import EncodedPrompt, chat_text, encoded_prompt, prompts_of
-from baton.router.http.openai.tool_types import CalledFunction, ToolCall
-from baton.router.http.openai.types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
+from baton.router.http.generation.prompts import EncodedPrompt, chat_text, encoded_prompt, prompts_of
+from baton.router.http.generation.tool_types import CalledFunction, ToolCall
+from baton.router.http.generation.types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.tokenizer import TextTokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from baton.router.http.openai.cache_salts import CacheSalts
+from baton.router.http.generation.cache_salts import CacheSalts
 from baton.router.http.server.access import Caller
 from baton.router.waiting.fair_share import Tenant
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.metadata.wire import messages
-from baton.router.http.openai.bound_calls import literal_of
+from baton.router.http.generation.bound_calls import literal_of
 
 from ...conftest import System
 from ..chats import NOW, TEMPLATE, USER, WEATHER, accepts, call, say

@@ -18,11 +18,8 @@ from ...requests.output_parser import ThoughtCounter
 from ...requests.request import Delta, Request, Sequence
 from ...text.detokenizer import TokenBytes
 from ...text.tokenizer import TextTokenizer
-from ..server.sse import COMMENT, DONE, error_event, event
-from .chat_output import ChatOutput
-from .logprobs import LegacyColumns, chat_logprobs, joined
-from .output_reader import OutputReading
-from .types import (
+from ..generation.output import OutputReading
+from ..generation.types import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -38,6 +35,9 @@ from .types import (
     SpeculationDetails,
     Usage,
 )
+from ..server.sse import COMMENT, DONE, error_event, event
+from .chat_output import ChatOutput
+from .logprobs import LegacyColumns, chat_logprobs, joined
 
 _encode = msgspec.json.Encoder().encode
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.http.openai.output_reader import OutputReader, OutputReading, WholeCall, WholePart
+from baton.router.http.generation.output import OutputReader, OutputReading, WholeCall, WholePart
 from baton.router.reasoning_parsers.base import Thought
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.requests.output_parser import OutputParser
