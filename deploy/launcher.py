@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ..engine.checkpoint.model_check import resolve_model
 from ..metadata.errors import BatonError, ConfigError, Unavailable
 from ..router.config import RouterConfig
 from .child import Child
@@ -89,6 +90,7 @@ class Launcher:
             say(f"starting a router, {prefill} and {decode}; logs in {self._run_dir}")
             for child in self._children:
                 child.start()
+            self._recommend_shape()
             if not self._wait_ready():
                 return self._stop()
             self._children[0].forget("--expect")  # a router that starts again serves with the nodes that it finds
@@ -102,6 +104,16 @@ class Launcher:
         finally:
             for child in self._children:
                 child.kill()
+
+    def _recommend_shape(self) -> None:
+        """Print which shape serves the GPUs of this host best. The nodes load meanwhile."""
+        if num_gpus := self._plan.num_gpus_to_plan:
+            from .sizing import recommendation  # the simulation, which a host without several GPUs never needs
+
+            try:
+                say(recommendation(num_gpus, resolve_model(self._plan.decode.model)))
+            except ConfigError as error:  # a damaged times.json of the model, which no node reads
+                say(f"no shape is recommended: {error}")
 
     def _wait_ready(self) -> bool:
         """Wait until a canary request has succeeded. Returns False if a signal came first.

@@ -134,8 +134,7 @@ class Plan:
     @property
     def advice(self) -> str | None:
         """A sentence if another number of nodes would serve better on the GPUs of this host; None otherwise."""
-        uses_gpu = "cpu" not in (self.prefill.device, self.decode.device)
-        if not self.up.prefill or not uses_gpu or len(_gpus()) != 1:
+        if not self.up.prefill or not self._may_use_gpus or len(_gpus()) != 1:
             return None
         num_nodes = self.up.prefill + self.up.decode
         return (
@@ -143,6 +142,16 @@ class Plan:
             "all the same; --prefill 0 --decode 1 holds them once, leaves the memory to the KV cache, and bounds the "
             "delay (--max-gap-ms)"
         )
+
+    @property
+    def _may_use_gpus(self) -> bool:
+        return "cpu" not in (self.prefill.device, self.decode.device)
+
+    @property
+    def num_gpus_to_plan(self) -> int:
+        """Number of GPUs of this host if `baton plan` knows shapes of them: two to eight, one for each node. Else 0."""
+        num_gpus, num_ranks = len(_gpus()), max(self.prefill.num_ranks, self.decode.num_ranks)
+        return num_gpus if self._may_use_gpus and num_ranks == 1 and 2 <= num_gpus <= 8 else 0
 
     def tables(self) -> dict[str, Any]:
         """Return the configurations by the name of their TOML table."""

@@ -26,6 +26,8 @@ from .simulation.times import Times, find, read
 from .simulation.traffic import Arrival, poisson, read_trace
 
 MAX_GPUS = 64
+ORDINARY_MODEL = "llama-3.1-8b-h200"
+ORDINARY_RATE = 8.0  # requests per second and GPU
 _MOST_REQUESTS = 1_000_000
 _ENOUGH = 0.9  # of all requests; fewer good ones mean that the load is too much
 _SEED = 0
@@ -115,16 +117,14 @@ def run(config: SizingConfig) -> int:
     """Print the figures of all shapes and the best one. Raises ConfigError."""
     if config.model is None:
         raise ConfigError("--model is missing: name a file of measured times, such as llama-3.1-8b-h200")
-    times = read(find(config.model))
+    times, slo = read(find(config.model)), Slo.parse(config.slo)
     arrivals = load(config)
-    slo, max_gap_s = Slo.parse(config.slo), None if config.max_gap_ms is None else config.max_gap_ms / 1e3
     found = shapes(config.gpus)
     candidates: list[Candidate] = []
     with Progress(len(found)) as progress:
         for shape in found:
             progress.begin(shape.name)
-            outcome = simulate(shape, times, arrivals, config.max_running, max_gap_s)
-            candidates.append(Candidate(shape, outcome, summary(outcome.records, outcome.took_s, [slo]), slo))
+            candidates.append(_candidate(shape, times, arrivals, config))
     if not candidates[0].outcome.records:
         raise ConfigError(
             f"no node can hold any of the {len(arrivals)} requests: the model takes {times.context_len:,} tokens, and "
@@ -135,6 +135,30 @@ def run(config: SizingConfig) -> int:
     else:
         print("\n".join(_text(candidates, times, arrivals, slo)))
     return 0
+
+
+def recommendation(num_gpus: int, model_dir: Path) -> str:
+    """Return a line for `baton up`: the best shape of these GPUs for an ordinary load, and how to plan for another one.
+
+    The times are those of the model if its directory has any, else those of an 8B model that come with Baton.
+    """
+    model = str(model_dir) if (model_dir / "times.json").is_file() else ORDINARY_MODEL
+    config = SizingConfig(gpus=num_gpus, model=model, rate=ORDINARY_RATE * num_gpus, prompt_len=1024, tokens=256)
+    times = read(find(model))
+    arrivals = poisson(ORDINARY_RATE * num_gpus, 40 / num_gpus, 1024, 256, _SEED)
+    shape = best([_candidate(each, times, arrivals, config) for each in shapes(num_gpus)]).shape
+    load = f"--rate {config.rate:g} --prompt-len {config.prompt_len} --tokens {config.tokens}"
+    return (
+        f"{num_gpus} GPUs: for prompts of 1,024 and answers of 256 tokens, {config.rate:g} requests per second and the "
+        f"times of {times.model}, the best shape is `baton up {shape.flags}`; for your load: "
+        f"`baton plan --gpus {num_gpus} --model {model} {load}`"
+    )
+
+
+def _candidate(shape: ClusterShape, times: Times, arrivals: Sequence[Arrival], config: SizingConfig) -> Candidate:
+    slo, max_gap_s = Slo.parse(config.slo), None if config.max_gap_ms is None else config.max_gap_ms / 1e3
+    outcome = simulate(shape, times, arrivals, config.max_running, max_gap_s)
+    return Candidate(shape, outcome, summary(outcome.records, outcome.took_s, [slo]), slo)
 
 
 class Progress:

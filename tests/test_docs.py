@@ -15,12 +15,13 @@ import pytest
 from baton.deploy.cli import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+PRODUCT = ("decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router")
+NOTES = [page for name in PRODUCT for page in sorted((ROOT / name).rglob("README.md")) if "demo" not in page.parts]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy/demo").rglob("*.md"), *NOTES])
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # the change log also names what is gone
-WRAPPED = [page for page in PAGES if not page.is_relative_to(ROOT / "deploy")]
+WRAPPED = [page for page in PAGES if not page.is_relative_to(ROOT / "deploy/demo")]
 ARCHITECTURE = ROOT / "docs/architecture.md"
 MAX_COLUMNS = 100
-PRODUCT = ("decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router")
 SCRIPTS = [path for folder in ("deploy", "tests") for path in (ROOT / folder).rglob("*.py")]
 COMMANDS = ("up", "router", "prefill", "decode", "chat", "explain", "plan", "keys")
 OTHERS_FLAGS = {"--help", "--target"}  # of every command, of pip
@@ -105,7 +106,7 @@ def test_prose_is_wrapped(page: Path) -> None:
     wide = [
         f"{page.name}:{number}"
         for number, line, is_code in _lines(page.read_text(encoding="utf-8"))
-        if len(line) > MAX_COLUMNS and not is_code and not line.startswith(("|", "#", "!["))
+        if len(line) > MAX_COLUMNS and not is_code and not line.startswith(("|", "#", "![", "<!--"))
     ]
     assert not wide
 
@@ -126,10 +127,33 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in targets if not (page.parent / link).exists()] == []
 
 
+@by_page
+def test_links_to_a_section_find_its_heading(page: Path) -> None:
+    lost = []
+    for target, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        other = (page.parent / target).read_text(encoding="utf-8") if target else page.read_text(encoding="utf-8")
+        headings = {line.strip("# ") for _, line, is_code in _lines(other) if line.startswith("#") and not is_code}
+        if section not in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}:
+            lost.append(f"{target}#{section}")
+    assert lost == []
+
+
 def test_the_entry_page_leads_to_every_page() -> None:
     index = ROOT / "docs/index.md"
     links = {(index.parent / link).resolve() for link in _LINK.findall(index.read_text(encoding="utf-8"))}
-    assert set(PAGES) - links == {index, ROOT / "README.md"} - links
+    assert set(PAGES) - links == {index, ROOT / "README.md", *NOTES} - links
+
+
+def test_the_architecture_names_every_room_with_notes() -> None:
+    rooms = {str(page.relative_to(ROOT).parent) for page in NOTES}
+    named = set(re.findall(r"\(\.\./([\w/]+)/README\.md\)", ARCHITECTURE.read_text(encoding="utf-8")))
+    assert rooms == named
+
+
+@pytest.mark.parametrize("page", NOTES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_notes_name_are_in_their_room(page: Path) -> None:
+    named = set(re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8")))
+    assert [name for name in sorted(named) if not (page.parent / name).is_file()] == []
 
 
 @pytest.fixture(scope="session")

@@ -134,6 +134,21 @@ def test_when_ready_a_request_to_try_is_printed_and_a_signal_stops_all(
     assert "decode-0: loading" in err
 
 
+@pytest.mark.parametrize(("gpus", "is_recommended"), [("0,1", True), ("", False)])
+def test_a_host_with_several_gpus_is_told_which_shape_serves_best(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: str, is_recommended: bool
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
+
+    def script() -> None:
+        running.until_ready()
+        interrupt()
+
+    assert running.run(threading.Thread(target=script)) == 0
+    assert ("2 GPUs: for prompts of 1,024" in capfd.readouterr().err) == is_recommended
+
+
 @pytest.mark.parametrize("algorithm", ["eagle", "none"])
 def test_figures_of_speculation_are_printed_while_the_cluster_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, algorithm: Any

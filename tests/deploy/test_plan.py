@@ -128,6 +128,26 @@ def test_nodes_of_both_roles_on_one_gpu_are_advised_against(
 
 
 @pytest.mark.parametrize(
+    ("gpus", "device", "tp", "num_gpus"),
+    [
+        ("0,1", "cuda", 1, 2),
+        ("0,1,2,3", "auto", 1, 4),
+        ("0", "cuda", 1, 0),
+        ("", "auto", 1, 0),
+        ("0,1", "cpu", 1, 0),
+        ("0,1", "cuda", 2, 0),
+        ("0,1,2,3,4,5,6,7,8", "cuda", 1, 0),
+    ],
+)
+def test_a_shape_is_planned_for_two_to_eight_gpus_with_a_node_each(
+    gpus: str, device: str, tp: int, num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    plan = Plan(UpConfig(), RouterConfig(), PrefillConfig(device=device), DecodeConfig(device=device, tp=tp))
+    assert plan.num_gpus_to_plan == num_gpus
+
+
+@pytest.mark.parametrize(
     ("prefill", "decode", "words"),
     [
         (0, 0, "--decode 0: must be 1 to 64, since only decode nodes generate"),

@@ -17,7 +17,7 @@ from baton.deploy import cli, sizing
 from baton.deploy.simulation.cluster import ClusterShape, Outcome
 from baton.deploy.simulation.figures import Record, Slo
 from baton.deploy.simulation.times import StatedError
-from baton.deploy.sizing import Candidate, best, shapes
+from baton.deploy.sizing import Candidate, best, recommendation, shapes
 
 LOAD = ["--rate", "5", "--prompt-len", "200", "--tokens", "20", "--seconds", "20", "--slo", "100,20"]
 
@@ -49,6 +49,15 @@ def test_the_best_serves_most_good_requests_then_has_most_to_spare() -> None:
     assert (most.goodput, half.goodput, half.good_share()) == (1.0, 0.5, 0.5)
     assert best([most, spare], ttft=1.5) is spare and most.good_share(ttft=1.5) == 0.5
     assert half.good_share(ttft=0.4) == 1.0
+
+
+def test_the_best_shape_of_a_host_is_recommended_with_the_command_for_another_load(tmp_path: Path) -> None:
+    line = recommendation(2, tmp_path)
+    shape = re.search(r"`baton up (--prefill \d --decode \d(?: --local-prefill \w+)?)`", line)
+    assert shape is not None and shape[1] in {each.flags for each in shapes(2)}
+    assert "\n" not in line and "`baton plan --gpus 2 --model llama-3.1-8b-h200 --rate 16 " in line
+    (tmp_path / "times.json").write_bytes(msgspec.json.encode(TIMES))
+    assert f"--model {tmp_path} " in recommendation(2, tmp_path) and TIMES.model in recommendation(2, tmp_path)
 
 
 def test_a_refused_request_is_not_good() -> None:

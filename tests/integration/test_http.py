@@ -349,10 +349,10 @@ def test_clients_that_leave_in_any_phase_leave_nothing_behind(demo: Cluster) -> 
 def test_metrics_are_documented_and_sane(demo: Cluster) -> None:
     demo.complete(CODE, max_tokens=8, ignore_eos=True)
     page = demo.get("/metrics")[1]
-    documented = (ROOT / "docs" / "operations.md").read_text()
+    documented = (ROOT / "docs" / "metrics.md").read_text()
     names = set(re.findall(r"(?m)^# TYPE (baton_\w+) ", page))
     for name in names:
-        assert f"`{name}`" in documented or _is_of_nodes(name, documented), f"{name} is not in operations.md"
+        assert f"`{name}`" in documented or _is_of_nodes(name, documented), f"{name} is not in metrics.md"
     values = {key: float(value) for key, value in re.findall(r"(?m)^(baton_\S+) (\S+)$", page)}
     total = sum(books["capacity"]["num_pages"] for books in demo.nodes())
     assert sum(value for key, value in values.items() if key.startswith("baton_node_pages{")) == total

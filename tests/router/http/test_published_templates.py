@@ -1,7 +1,7 @@
 """Prompts of templates in the shape of the published ones are those of transformers, or refused by a sentence.
 
 The templates (tests/support/published_templates) are written for this test. FACTS says what each of them reads.
-`as_documented` gives transformers the messages as docs/operations.md says that they are read:
+`as_documented` gives transformers the messages as docs/api.md says that they are read:
 
     developer              the system, if the template knows no developer
     late system messages   joined to the message before them, if the template does not write them there

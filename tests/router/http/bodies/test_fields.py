@@ -18,7 +18,7 @@ from baton.router.http.generation.types import ChatRequest, CompletionRequest
 from baton.router.http.responses.types import ResponsesRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-DOCS = Path(__file__).parents[4] / "docs" / "operations.md"
+DOCS = Path(__file__).parents[4] / "docs" / "api.md"
 BODIES = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
 
 
@@ -102,4 +102,4 @@ def test_the_docs_name_every_field_of_the_table() -> None:
     for kind in BODIES:
         for name, rule in rules_of(kind).items():
             is_shown = name not in kind.__struct_fields__ and isinstance(rule, Ignored | NotServed)
-            assert name in named or not is_shown, f"docs/operations.md lacks {name}"
+            assert name in named or not is_shown, f"docs/api.md lacks {name}"
