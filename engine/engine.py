@@ -27,7 +27,7 @@ from ..metadata.handoff.schema.kv_layout import DTYPE_BYTES, KvLayout, Shard
 from ..metadata.handoff.schema.schema import kv_layouts, on_gpu, page_bytes
 from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
-from .attention.attention import AttentionContext
+from .attention.context import AttentionContext
 from .attention.latent_pieces import is_faster, piece_size
 from .background import begin
 from .checkpoint.fingerprint import fingerprint, fingerprint_of
@@ -37,7 +37,8 @@ from .checkpoint.model_check import longest_context, resolve_model
 from .checkpoint.model_config import ModelConfig
 from .checkpoint.quantization import chosen
 from .checkpoint.read_config import read_model_config
-from .config import SHARING, DtypeChoice, EngineConfig
+from .config import SHARING, EngineConfig
+from .device import SCORED_AT_ONCE, choose_device, choose_dtype, kind_of
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.family import Speculation
 from .drafters.speculation import read_speculation
@@ -69,9 +70,7 @@ MIN_LEASE_S = 1.0
 LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
 _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
-SCORED_AT_ONCE = 1024  # rows of logits
 _STEP_LEN = 512  # tokens of a sequence in `padding_step`
-_WARM_UP_SIZES = (1, 4, 8, 16, 32)  # rows of a product that have kernels of their own on CUDA
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -93,10 +92,11 @@ class Engine:
         self.model_dir = resolve_model(config.model)
         self.model_config = read_target(self.model_dir, config)
         self.device = choose_device(config.device)
+        self.kind = kind_of(self.device)
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
-        self.schema = schema if self.device.type == "cpu" else on_gpu(schema)
+        self.schema = on_gpu(schema) if self.kind.is_apart else schema
         self.context_len = longest_context(config, self.model_config)
         if self.speculation.draft is not None:
             ranks.of_drafts.check(self.speculation.draft)
@@ -138,7 +138,7 @@ class Engine:
             self._ranks,
             load_format=self._config.load_format,
         )
-        if not captures(self.device):
+        if not self.captures:
             return load()
         loading = begin(load, "weights")
         self._plan_prompts(min(self._config.chunk(self.device.type), self.context_len), dtype)
@@ -150,6 +150,11 @@ class Engine:
             return fingerprint(self.model_dir, self.model_config)
         made = f"{load_format} on {self.device.type}"  # devices draw other numbers
         return fingerprint_of(self.model_config, {"": made.encode()})
+
+    @property
+    def captures(self) -> bool:
+        """Whether CUDA graphs can hold forwards and rounds, because the host reads nothing of them."""
+        return captures(self.device)
 
     @property
     def rounds_coarsely(self) -> bool:
@@ -207,7 +212,7 @@ class Engine:
         self.device_pool: DevicePool | None = None
         layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
         self._page_bytes = sum(layout.page_bytes for layout in layouts)
-        if self.device.type == "cuda":
+        if self.kind.is_apart:
             num_mirrored = num_pages * self.num_pools if self._hands_over else 0
             self.memory = [PageMemory(layout, num_mirrored) for layout in layouts if num_mirrored]
             self._pools = _on_gpu(layouts, num_pages, self.device, is_given=config.num_pages is not None)
@@ -254,7 +259,7 @@ class Engine:
         pages = self.pool.allocate(num_pages, Owner.REQUEST)
         num_tokens = min(chunk_tokens, num_pages * self.pool.page_size, self.context_len)
         step_s = 0.0
-        sizes = [size for size in _WARM_UP_SIZES if size < num_tokens] if self.device.type == "cuda" else [1]
+        sizes = [size for size in self.kind.warm_up_sizes if size < num_tokens] or [1]
         for num_new in (*sizes, num_tokens, num_tokens):
             started = time.monotonic()
             self._ranks.announce(num_new)
@@ -263,13 +268,13 @@ class Engine:
                 self.sample(computed.logits, [state])
             self._warm_up_drafter(num_new, pages, computed.extend)
             step_s = time.monotonic() - started
-            if computed.final is not None:  # on a GPU as many as service scores at once, for they take memory
-                scored = computed.final[: SCORED_AT_ONCE if self.device.type == "cuda" else 1]
+            if computed.final is not None:
+                scored = computed.final[: self.kind.num_warm_up_scores]
                 self.score(scored, torch.zeros(len(scored), dtype=torch.int64, device=self.device), 1)
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.longest_chunk = num_tokens, step_s
         self._warm_up_history(num_tokens, pages)
-        if self.num_pools > 1 and self.device.type == "cuda":  # rows of unlike numbers are padded, which takes memory
+        if self.num_pools > 1 and self.kind.is_apart:  # rows of unlike numbers are padded, which takes memory
             self.compute([BatchRow([0] * self._ranks.announce_longest(num_tokens), 0, pages)])
         self.pool.release(pages)
 
@@ -281,7 +286,7 @@ class Engine:
             self.announce(batch.num_tokens)
             return self.compute_batch(batch)
 
-        if captures(self.device):
+        if self.captures:
             quantization, num_shards = self.model_config.quantization, self._ranks.num_head_shards
             is_fp8 = quantization is not None and quantization.rounding != "none"
             sizes = bucket_sizes(self.model_config.layer_products, num_shards, is_fp8=is_fp8)
@@ -312,7 +317,7 @@ class Engine:
         all their pages are the first one of `pages`."""
         context_len, page_size = longest_context(self._config, self.model_config), self.pool.page_size
         config, num_seqs = self._ranks.own(self.model_config), 1
-        if not captures(self.device):
+        if not self.captures:
             return
         if config.latent is not None:
             most = piece_size(config.latent, config.num_heads, self.kv.itemsize) + page_size
@@ -334,7 +339,7 @@ class Engine:
                 self.drafter.observe_prompt([chunk] * num_seqs, computed.extend)
 
     def _warm_up_drafter(self, num_tokens: int, pages: list[int], extend: torch.Tensor | None) -> None:
-        if self.drafter is None or self.device.type != "cuda":
+        if self.drafter is None or not self.kind.is_apart:
             return
         ids, num_rows = [0] * num_tokens, self.drafter.hidden.num_target_rows
         rows, last = (None, None) if extend is None else (extend[-1 - num_rows : -1], extend[-1:])
@@ -352,7 +357,7 @@ class Engine:
     def row_shares(self) -> RowShares | None:
         """The ranks that divide the rows which are sampled; None: every rank samples its own. On GPUs no rank divides
         them: whether that pays was not measured there."""
-        return self._ranks.row_shares if self.device.type == "cpu" else None
+        return None if self.kind.is_apart else self._ranks.row_shares
 
     def check(self) -> None:
         """Raise RuntimeError if results that the device has computed are wrong, because another rank is gone."""
@@ -458,24 +463,10 @@ def use_threads(config: EngineConfig) -> None:
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // (2 * config.num_ranks)))
 
 
-def choose_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use --device cpu or auto")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
 def read_target(model_dir: Path, config: EngineConfig) -> ModelConfig:
     """Read the configuration of the checkpoint in `model_dir`, with the quantization that is asked for."""
     model = read_model_config(model_dir)
     return replace(model, quantization=chosen(model.quantization, config.quantization))
-
-
-def choose_dtype(name: DtypeChoice, device: torch.device, checkpoint_dtype: HiddenDtype) -> HiddenDtype:
-    if name != "auto":
-        return name
-    return "float32" if device.type == "cpu" else checkpoint_dtype
 
 
 def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
@@ -521,7 +512,7 @@ def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.de
     A node on a GPU with our compiled kernels takes what its share allows instead (memory_share.py)."""
     wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1
     free = available_memory()
-    if device.type == "cuda":
+    if kind_of(device).is_apart:
         free = min(free, torch.cuda.mem_get_info(device)[0])
     num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // (num_pools * page_bytes(schema))))
     if num_pages * schema.page_size < context_len:

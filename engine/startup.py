@@ -22,7 +22,8 @@ from ..metadata.wire.node_info import Capacity, Role
 from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .checkpoint.model_card import read_tokenizer
 from .config import EngineConfig
-from .engine import Engine, choose_device, default_node_id, use_threads
+from .device import choose_device, kind_of
+from .engine import Engine, default_node_id, use_threads
 from .progress import ProgressBar
 from .ranks.processes import RankProcesses
 from .ranks.ranks import ONE_RANK, Ranks
@@ -49,7 +50,7 @@ def load_engine(
     started = time.monotonic()
     use_threads(config)
     device = choose_device(config.device)
-    fits = device.type == "cuda" and captures(device) and config.num_pages is None
+    fits = captures(device) and kind_of(device).is_apart and config.num_pages is None
     with memory_to_start():
         with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
             engine = Engine(config, progress, ranks, num_pages=rehearsal_pages(config, device) if fits else None)
@@ -75,7 +76,7 @@ def load_engine(
 def tune_products(engine: Engine, *, measures: bool) -> None:
     """On CUDA, choose the kernels of small products: those that an earlier start measured, and, if `measures`, the
     fastest ones for shapes that none has measured. The next warm-up compiles them."""
-    if engine.device.type != "cuda" or not captures(engine.device):
+    if not (engine.captures and engine.kind.is_apart):
         return
     if not measures:
         use_file(engine.device)
@@ -215,9 +216,8 @@ def make_endpoint(
 
 def transports(config: EngineConfig, engine: Engine) -> tuple[str, ...]:
     """The transports that the node may use, best first. Raises ConfigError where it can use none."""
-    if config.transport == "cuda" and engine.device.type != "cuda":
+    if config.transport == "cuda" and not engine.kind.is_apart:
         raise ConfigError(f"transport cuda needs device cuda, this node is on {engine.device.type}; use auto")
     if config.transport != "auto":
         return (config.transport,)
-    has_device = engine.device.type == "cuda"
-    return tuple(name for name, transport in TRANSPORTS.items() if has_device or not transport.needs_device)
+    return tuple(name for name, each in TRANSPORTS.items() if engine.kind.is_apart or not each.needs_device)

@@ -5,6 +5,9 @@ file declares `name = Operation("name", name_ref)`, which is what callers call. 
 `triton_<file>.py` (kernels for CUDA), `numba_<file>.py` (kernels for a CPU) or `torch_<file>.py` (fewer torch calls
 than the specification). TABLE lists the backends in the order in which they are asked. The reference serves the rest.
 
+An operation that only kernels serve, because its arguments are theirs (a plan of theirs, memory of other ranks), is
+declared with `@kernel`, and has no specification of its own.
+
 A backend's module is imported at the first call that it serves, so a node on a CPU imports no triton and a node on CUDA
 no numba. `BATON_TRITON=0` switches Triton off. If triton or numba is missing, one warning says so.
 
@@ -68,16 +71,18 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         # paged_rows.py
         "attend": (_numba("attention.numba_attention"),),
         "attend_stored": (_numba("attention.numba_attention", None),),
-        # attention.py; a forward's plan depends on the backend, so callers ask `captures` and import the module
-        "decode_attention": (_triton("attention.triton_attention", _FLOATS),),
-        "extend_attention": (_triton("attention.triton_extend", _FLOATS),),
-        "norm_rotate_store": (_triton("state.triton_store", _FLOATS),),
-        # latents.py; all but the first depend on the plan, too
+        # paged_plan.py
+        "decode_attention": (_triton("attention.triton_attention"),),
+        "extend_attention": (_triton("attention.triton_extend"),),
+        "norm_rotate_store": (_triton("state.triton_store"),),
+        "token_rows": (_triton("state.triton_store"),),
+        "pack": (_triton("attention.triton_visibility"),),
+        # latents.py
         "latent_values": (_triton("attention.triton_latent_heads", _FLOATS),),
-        "absorb_latents": (_triton("attention.triton_latent_heads", _FLOATS),),
-        "turn_latents": (_triton("attention.triton_latent_heads", _FLOATS),),
-        "latent_attention": (_triton("attention.triton_latents", _FLOATS),),
-        "expanded_attention": (_triton("attention.triton_expanded", _FLOATS),),
+        "absorb_latents": (_triton("attention.triton_latent_heads"),),
+        "turn_latents": (_triton("attention.triton_latent_heads"),),
+        "latent_attention": (_triton("attention.triton_latents"),),
+        "expanded_attention": (_triton("attention.triton_expanded"),),
         # history.py
         "gather_keys": (_triton("attention.triton_history", _FLOATS | _FP8),),
         "join_parts": (_triton("attention.triton_history", _FLOATS),),
@@ -128,8 +133,17 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "copy_numbers_": (_triton("state.triton_copies"),),
         "copy_columns_": (_triton("state.triton_copies"),),
         "load_column_": (_triton("state.triton_copies"),),
-        "gather_pages": (_triton("state.triton_pages", _INT32)._replace(has_switch=False),),
+        "gather_pages": (_triton("state.triton_pages"),),
+        "least_of_many": (_triton("state.triton_pages"),),
         "page_checksums": (_triton("state.triton_pages", _INT32)._replace(has_switch=False),),
+        # all_reduce.py
+        "all_reduce": (_triton("ranks.triton_all_reduce"),),
+        "all_max": (_triton("ranks.triton_all_reduce"),),
+        "all_gather": (_triton("ranks.triton_all_reduce"),),
+        "all_gather_columns": (_triton("ranks.triton_all_reduce"),),
+        "all_reduce_norm_": (_triton("ranks.triton_all_reduce", None, "serves_norm"),),
+        "reduce_scatter": (_triton("ranks.triton_all_reduce"),),
+        "reduce_scatter_norm_": (_triton("ranks.triton_all_reduce", None, "serves_scatter"),),
     }
 )
 
@@ -186,10 +200,20 @@ def backends(name: str, tensor: torch.Tensor) -> list[Backend]:
     return sorted(fitting, key=lambda each: each.kind != _preferred)
 
 
-def function(name: str, tensor: torch.Tensor) -> Callable[..., Any] | None:
-    """Return a backend's function of an operation for a tensor of this device and dtype; None: there is none."""
-    found = backends(name, tensor)
-    return getattr(_module(found[0].module), name) if found else None
+def kernel(declared: Callable[P, R]) -> Callable[P, R]:
+    """Declare an operation that only one backend serves, on any device. `declared` has the backend's arguments. Its
+    body does what the backend's `serves` refuses; without `serves` it has none."""
+    name = declared.__name__
+    [backend] = TABLE[name]
+
+    @functools.wraps(declared)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        module = _module(backend.module)
+        if backend.serves is not None and not getattr(module, backend.serves)(*args, **kwargs):
+            return declared(*args, **kwargs)
+        return getattr(module, name)(*args, **kwargs)
+
+    return call
 
 
 @functools.cache
@@ -200,9 +224,12 @@ def captures(device: torch.device) -> bool:
 
 
 @functools.cache
-def reads_pages(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether compiled kernels of the CPU read pages of this device and dtype where they lie."""
-    return dtype is torch.float32 and _serves("numba", "cpu", device)
+def reader(device: torch.device, dtype: torch.dtype) -> Kind:
+    """Return which kernels read pages of this device and dtype where they lie. "torch": none do, and torch gathers
+    the pages first."""
+    if captures(device):
+        return "triton"
+    return "numba" if dtype is torch.float32 and _serves("numba", "cpu", device) else "torch"
 
 
 @contextmanager
@@ -222,7 +249,7 @@ def preferring(kind: Kind | Literal["reference"]) -> Iterator[None]:
 def forget() -> None:
     """Choose all backends anew, after a change of the environment."""
     captures.cache_clear()
-    reads_pages.cache_clear()
+    reader.cache_clear()
     for operation in _operations.values():
         operation.forget()
 

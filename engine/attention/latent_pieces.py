@@ -9,18 +9,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.attention.latents import LatentWeights
+from ...kernels.attention.latents import Keys, LatentWeights, expanded_attention
 from ..checkpoint.model_config import LatentConfig
 from ..rounds.batch import ForwardBatch, upload
-
-if TYPE_CHECKING:
-    from ...kernels.attention.triton_expanded import ExpandedTiles
 
 _LEAST = 64  # tokens of a batch; for fewer, launches take longer than what they save
 _PIECE_BYTES = 256 << 20  # of the keys and values of a piece
@@ -60,14 +57,12 @@ class LatentPieces:
         kv_layer: Tensor,
         weights: LatentWeights,
         scale: float,
-        tiles: ExpandedTiles | None = None,
+        tiles: Any = None,
     ) -> Tensor:
         """Return the values of all tokens, [num_tokens, num_heads * value_dim].
 
         `q` [num_tokens, num_heads, plain_dim + rope_dim] is rotated. The latents of the batch, `latents` [num_tokens,
         rank + rope_dim], are stored in `kv_layer` [num_pages, 1, 1, page_size, rank + rope_dim]."""
-        from ...kernels.attention.triton_expanded import Keys, expanded_attention
-
         rank, is_whole = weights.rank, len(self.pieces) == 1
         shape = (*q.shape[:2], weights.up.shape[1] - weights.plain_dim)
         out, lse = q.new_empty(shape), None

@@ -15,10 +15,9 @@ import xxhash
 from ...metadata.errors import ModelError
 from ...metadata.wire.membership import TokenizerFile
 from ...metadata.wire.node_info import MAX_SPECIAL_TOKENS, ModelCard
-from ...metadata.wire.request import SamplingParams
+from ...metadata.wire.request import FROM_CHECKPOINT, SamplingParams
 from .model_config import ModelConfig
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -144,7 +143,7 @@ def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
 def _defaults(path: Path) -> dict[str, float]:
     generation = _read_json(path)
     found: dict[str, float] = {}
-    for name in _DEFAULTS:
+    for name in FROM_CHECKPOINT:
         value = generation.get(name)
         if not isinstance(value, int | float):
             continue

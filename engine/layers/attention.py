@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..attention.attention import AttentionContext, HeadNorms
+from ..attention.context import AttentionContext, HeadNorms, LayerHeads
 from ..products.base import Rows, WeightShard
 from ..products.linear import Linear
 from ..ranks.group import Group
@@ -69,4 +69,4 @@ class Attention:
         qkv = self.qkv(normed)
         if self.wide_norms is not None:
             self.wide_norms.apply_(qkv)
-        return context(self.index, qkv, self.head_norms, self.window, self.sinks)
+        return context(qkv, LayerHeads(self.index, self.head_norms, self.window, self.sinks))

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..attention.attention import AttentionContext
+from ..attention.context import AttentionContext
 from ..products.base import Rows
 from ..products.linear import Linear
 from .residual import Residual

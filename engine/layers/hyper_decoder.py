@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.products.norm import add_rms_norm_
-from ..attention.attention import AttentionContext
+from ..attention.context import AttentionContext
 from .decoder import DecoderLayer
 
 

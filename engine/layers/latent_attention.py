@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels.attention.latents import LatentWeights
 from ...kernels.products.norm import Norm, rms_norm
-from ..attention.attention import AttentionContext, attend_latents
+from ..attention.context import AttentionContext
 from ..checkpoint.model_config import LatentConfig
 from ..products.base import Rows
 from ..products.linear import Linear
@@ -48,4 +48,4 @@ class LatentAttention:
         if self.query_up is not None and self.query_norm is not None:
             q = self.query_up(rms_norm(q, self.query_norm, _EPS))
         weights = LatentWeights(Norm(self.latent_norm, _EPS), self.up, latent.plain_dim, latent.is_interleaved)
-        return attend_latents(context, self.index, q.unflatten(1, (len(self.up), -1)), stored, weights)
+        return context.attend_latents(self.index, q.unflatten(1, (len(self.up), -1)), stored, weights)

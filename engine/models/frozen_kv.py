@@ -11,20 +11,16 @@ width.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ...kernels.attention.attention import paged_attention
-from ...kernels.attention.paged_rows import attend_stored
-from ...kernels.operations import captures, reads_pages
 from ...kernels.products.norm import rms_norm
 from ...kernels.products.rotary import apply_rotary_
 from ...metadata.errors import ConfigError, ModelError
-from ..attention.attention import triton_plan
+from ..attention.attention import begin_queries
 from ..attention.rope import RotaryEmbedding
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.read_config import read_model_config
@@ -109,7 +105,7 @@ class FrozenKvHead:
         logits are those of this rank's rows alone."""
         config = self._config
         eps, num_tokens = config.rms_norm_eps, batch.num_tokens
-        attend = self._attention(batch, kv)
+        attend = begin_queries(batch, kv, self._target.dtype)
         cos, sin = self._rotary(batch.positions, self._target.dtype)
         x = self._pre_projection(torch.cat([self._target.embed(batch.input_ids), hidden], 1))
         for layer, source in zip(self._layers, self._target_layers, strict=True):
@@ -119,18 +115,6 @@ class FrozenKvHead:
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, eps))
         final = rms_norm(x, self._norm, eps)
         return FrozenOutput(self._post_projection(final), self._lm_head(final, lens))
-
-    def _attention(self, batch: ForwardBatch, kv: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        """Return the function that attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""
-        if captures(kv.device):
-            from ...kernels.attention.triton_attention import decode_attention
-
-            on_gpu = triton_plan(batch, is_stored=True)
-            return lambda q, layer: decode_attention(q, kv[layer], on_gpu)
-        if reads_pages(kv.device, kv.dtype):
-            return lambda q, layer: attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
-        plan = batch.attention_plan(self._config.num_kv_heads, (None,), self._target.dtype)
-        return lambda q, layer: paged_attention(q, kv[layer], plan, None)
 
 
 def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...kernels.products.norm import rms_norm
 from ...metadata.errors import ModelError
-from ..attention.attention import AttentionContext, begin_attention
+from ..attention.attention import begin_attention
+from ..attention.context import AttentionContext
 from ..attention.rope import RotaryEmbedding
 from ..checkpoint.model_config import ModelConfig
 from ..layers.decoder import DecoderBody, DecoderLayer

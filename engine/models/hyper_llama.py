@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...kernels.products.norm import add_rms_norm_
-from ..attention.attention import AttentionContext
+from ..attention.context import AttentionContext
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Weights
 from ..layers.hyper_decoder import HyperDecoderLayer, StreamSite

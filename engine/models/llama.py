@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..attention.attention import HeadNorms
+from ..attention.context import HeadNorms
 from ..attention.rope import rotary_order
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Weights

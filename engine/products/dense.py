@@ -8,6 +8,7 @@ from typing import Self
 
 from torch import Tensor
 
+from ...kernels.experts.experts import ExpertWeight
 from ...kernels.products.linear import fuses, gated_linear, linear, linear_parts
 from ...kernels.products.norm import Norm
 from ...kernels.products.silu import silu_mul
@@ -43,3 +44,8 @@ class DenseProduct(Product):
 
     def fuses(self, x: Tensor, *, is_gated: bool = False) -> bool:
         return not (is_gated and self.bias is not None) and fuses(x, self.weight, is_gated=is_gated)
+
+
+def read_experts(source: WeightSource) -> tuple[ExpertWeight, None]:
+    """Return the weights of all experts as kernels take them. No rows are rounded."""
+    return ExpertWeight(source.fused("weight"), None, source.in_size, source.bias), None

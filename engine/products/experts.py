@@ -6,7 +6,7 @@ down of every expert in another.
 
 Either may have biases. The gate is a SwiGLU, which may be clamped.
 
-A format is a class and a line in EXPERT_PRODUCTS. It reads the tensors that a product of that format reads.
+The formats of weights are those of other products (registry.py), and stand in the same files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...kernels.experts import mxfp4
 from ...kernels.experts.experts import (
     ExpertWeight,
     experts_linear,
@@ -34,8 +33,8 @@ from ...kernels.products.fp8 import RoundedRows, add_rms_norm_round_
 from ...kernels.products.norm import Norm, add_rms_norm_
 from ...kernels.products.silu import clamped_silu_mul
 from .base import GivenWeight, Product, Rows, WeightSource
-from .fp8 import RowRounding, read_fp8
-from .registry import choose
+from .fp8 import RowRounding
+from .registry import choose, read_experts
 
 
 class ExpertSources(NamedTuple):
@@ -90,7 +89,7 @@ class TorchExperts(Experts):
             return None
         products, roundings = list[tuple[Product, ...]](), list[RowRounding]()
         for source in (sources.gate_up, sources.down):
-            weight, rounding = _read(source)
+            weight, rounding = read_experts(source)
             dtype = source.dtype if rounding is None else torch.float32
             biases = [None if each is None else each.to(dtype) for each in weight.biases(sources.num_experts)]
             each = zip(weight.numbers(sources.num_experts, dtype), biases, strict=True)
@@ -128,7 +127,7 @@ class GroupedExperts(Experts):
 
     @classmethod
     def build(cls, sources: ExpertSources) -> Self | None:
-        (gate_up, of_x), (down, of_inner) = _read(sources.gate_up), _read(sources.down)
+        (gate_up, of_x), (down, of_inner) = read_experts(sources.gate_up), read_experts(sources.down)
         roundings = None if of_x is None or of_inner is None else (of_x, of_inner)
         return cls(gate_up, down, sources.num_experts, sources.gate_up.dtype, roundings, sources.clamp)
 
@@ -162,16 +161,3 @@ def choose_experts_product(sources: ExpertSources) -> Experts:
     """Make the experts of a mixture by the first class that serves them on their device."""
     found = (built for kind in EXPERT_PRODUCTS if (built := kind.build(sources)) is not None)
     return next(found)
-
-
-def _read(source: WeightSource) -> tuple[ExpertWeight, RowRounding | None]:
-    """Return a weight in the format that its tensors have, and how rows are rounded for it; None: they are not."""
-    quantization = source.quantization
-    if quantization is not None and quantization.weight_scale == "mxfp4" and source.has("blocks"):
-        stored = (torch.cat(source.parts(name)).to(source.device) for name in ("blocks", "scales"))
-        values, scales = mxfp4.from_checkpoint(*stored)
-        return ExpertWeight(values, scales, source.in_size // scales.shape[1], source.bias), None
-    if quantization is None or not (quantization.is_online or source.has(quantization.scale_name)):
-        return ExpertWeight(source.fused("weight"), None, source.in_size, source.bias), None
-    weight, rounding = read_fp8(source)
-    return ExpertWeight(*weight, source.bias), rounding

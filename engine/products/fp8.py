@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ...kernels.experts.experts import ExpertWeight
 from ...kernels.products.fp8 import (
     BLOCK,
     E4M3,
@@ -85,7 +86,7 @@ class Fp8Product(Product):
     def tensors(
         cls, out_size: int, in_size: int, quantization: Quantization | None
     ) -> Mapping[str, StoredTensor] | None:
-        if quantization is None or quantization.weight_scale == "mxfp4":
+        if quantization is None:
             return None
         if quantization.is_online:
             return {"weight": StoredTensor((out_size, in_size))}
@@ -94,6 +95,8 @@ class Fp8Product(Product):
             "rows": StoredTensor((out_size, 1)),
             "tensor": StoredTensor(()),
         }
+        if quantization.weight_scale not in scales:
+            return None
         stored = {"weight": StoredTensor((out_size, in_size), _STORED)}
         stored[quantization.scale_name] = scales[quantization.weight_scale]
         if quantization.rounding == "stored":
@@ -183,6 +186,16 @@ class Fp8ProductOnCpu(Product):
         return self.product(self.rounding.numbers(x))
 
 
+def read_experts(source: WeightSource) -> tuple[ExpertWeight, RowRounding] | None:
+    """Return the weights of all experts as kernels take them, and how rows are rounded for them; None: they are not in
+    FP8."""
+    quantization = source.quantization
+    if quantization is None or not (quantization.is_online or source.has(quantization.scale_name)):
+        return None
+    weight, rounding = read_fp8(source)
+    return ExpertWeight(*weight, source.bias), rounding
+
+
 def read_fp8(source: WeightSource) -> tuple[Fp8Weight, RowRounding]:
     """Return a quantized weight, and how the rows are rounded that it multiplies."""
     quantization = source.quantization
@@ -211,8 +224,8 @@ def _stored(source: WeightSource, quantization: Quantization) -> Fp8Weight:
         case "tensor":
             spread = [each.reshape(1, 1).expand(size, 1) for each, size in zip(scales, out_sizes, strict=True)]
             return Fp8Weight(values, torch.cat(spread), source.in_size)
-        case "mxfp4":
-            raise AssertionError("not FP8")
+        case other:
+            raise AssertionError(f"{other} is not FP8")
 
 
 def _rounded(source: WeightSource) -> Fp8Weight:

@@ -6,17 +6,23 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from ...kernels.experts.experts import ExpertWeight
 from ...metadata.errors import ModelError
 from ..checkpoint.quantization import Quantization
+from . import dense, fp8, mxfp4
 from .base import Product, StoredTensor, WeightSource
 from .blocked import BlockedProduct
 from .dense import DenseProduct
-from .fp8 import Fp8Product, Fp8ProductOnCpu
+from .fp8 import Fp8Product, Fp8ProductOnCpu, RowRounding
 from .half import HalfProduct
 
 # The tensors of a weight fix its format: the first whose tensors are all there. Of the products that read this format,
 # the first that serves the device holds the weight. A format with more tensors stands before those with fewer.
 PRODUCTS: tuple[type[Product], ...] = (Fp8ProductOnCpu, Fp8Product, HalfProduct, BlockedProduct, DenseProduct)
+
+# The same for the weights of all experts: a function of each format. The last one takes what the others leave.
+EXPERTS: tuple[Callable[[WeightSource], tuple[ExpertWeight, RowRounding | None] | None], ...]
+EXPERTS = (mxfp4.read_experts, fp8.read_experts, dense.read_experts)
 
 
 def stored_tensors(
@@ -42,6 +48,12 @@ def choose(source: WeightSource) -> Product:
             return built
     stored = stored_tensors(source.has, source.out_sizes[0], source.in_size, source.quantization)
     raise ModelError(f"weights of {' and '.join(stored)} in {source.dtype} are not served on {source.device.type}")
+
+
+def read_experts(source: WeightSource) -> tuple[ExpertWeight, RowRounding | None]:
+    """Return the weights of all experts in the format that their tensors have, and how rows are rounded for them; None:
+    they are not."""
+    return next(found for read in EXPERTS if (found := read(source)) is not None)
 
 
 def plain_numbers(source: WeightSource) -> Tensor:

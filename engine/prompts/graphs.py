@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import kind_of
 from ..progress import Progress, tracked
 from ..rounds.batch import Computed, ForwardBatch, aligned
 from ..rounds.capture import captured
@@ -136,7 +137,7 @@ class PromptGraphs:
         if size not in self._captured:
             return None
         found = self._captured[size]
-        inputs = PromptInputs.of(rows, self._page_size, size, self._num_columns, pinned=self._device.type == "cuda")
+        inputs = PromptInputs.of(rows, self._page_size, size, self._num_columns, pinned=kind_of(self._device).is_apart)
         found.inputs.block.copy_(inputs.block, non_blocking=True)
         found.graph.replay()
         return own(found.computed, rows)

@@ -67,7 +67,7 @@ class Prompts:
     @property
     def runs_ahead(self) -> bool:
         """Whether the device works while the host goes on, so that the next chunk is submitted meanwhile."""
-        return self.engine.device.type != "cpu"
+        return self.engine.kind.is_apart
 
     @property
     def keys(self) -> frozenset[int]:

@@ -1,5 +1,5 @@
 """Collective operations over ranks on GPUs of one host, by kernels that read each other's memory
-(kernels/ranks/triton_all_reduce.py). A CUDA graph can hold them.
+(kernels/ranks/all_reduce.py). A CUDA graph can hold them.
 
 Numbers of the host (tensors on the CPU) go another way, which needs no GPU.
 """
@@ -13,9 +13,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.products.linear import sum_parts
 from ...kernels.products.norm import add_rms_norm_
-from ...kernels.ranks.all_reduce import CONTROL, PeerBlocks
+from ...kernels.ranks.all_reduce import (
+    CONTROL,
+    PeerBlocks,
+    all_gather,
+    all_gather_columns,
+    all_max,
+    all_reduce,
+    all_reduce_norm_,
+    reduce_scatter,
+    reduce_scatter_norm_,
+    whole,
+)
 from .group import Group
 
 
@@ -44,23 +54,14 @@ class CudaGroup:
             return self._host.sum(x)
         if not x.is_floating_point():
             return self._all(x).sum(0, dtype=x.dtype)
-        from ...kernels.ranks.triton_all_reduce import all_reduce
-
         return all_reduce(x, self._blocks)
 
     def sum_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from ...kernels.ranks.triton_all_reduce import all_reduce_norm_, serves_norm
-
-        if serves_norm(hidden, weight):
-            return all_reduce_norm_(hidden, delta, weight, eps, self._blocks)
-        own = delta if delta.ndim == 2 else sum_parts(delta, hidden.dtype)
-        return add_rms_norm_(hidden, self.sum(own), weight, eps)
+        return all_reduce_norm_(hidden, delta, weight, eps, self._blocks)
 
     def max(self, x: Tensor) -> Tensor:
         if not self._is_here(x):
             return self._host.max(x)
-        from ...kernels.ranks.triton_all_reduce import all_max
-
         return all_max(x, self._blocks)
 
     def gather(self, x: Tensor, lens: Sequence[int]) -> Tensor:
@@ -76,8 +77,6 @@ class CudaGroup:
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
         if not self._is_here(x):
             return self._host.gather_columns(x, num_columns)
-        from ...kernels.ranks.triton_all_reduce import all_gather_columns
-
         return all_gather_columns(x, num_columns, self._blocks)
 
     def exchange_columns(self, x: Tensor, lens: Sequence[int], num_columns: int) -> Tensor:
@@ -90,8 +89,6 @@ class CudaGroup:
             return self._host.reduce_scatter(x, lens)
         if not x.is_floating_point():
             return self.sum(x).split(list(lens))[self.rank].clone()
-        from ...kernels.ranks.triton_reduce_scatter import reduce_scatter
-
         if len(set(lens)) == 1:
             return reduce_scatter(x.unflatten(0, (self.size, lens[0])), self._blocks)
         padded = x.new_zeros(self.size, max(lens), *x.shape[1:])  # lanes of all ranks meet equally often
@@ -102,12 +99,9 @@ class CudaGroup:
     def reduce_scatter_norm_(
         self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, lens: Sequence[int]
     ) -> Tensor:
-        from ...kernels.ranks.triton_reduce_scatter import reduce_scatter_norm_, serves_norm
-
-        if len(set(lens)) == 1 and serves_norm(hidden, weight, self.size):
+        if len(set(lens)) == 1:
             return reduce_scatter_norm_(hidden, delta, weight, eps, self._blocks)
-        own = delta if delta.ndim == 2 else sum_parts(delta, hidden.dtype)
-        return add_rms_norm_(hidden, self.reduce_scatter(own, lens), weight, eps)
+        return add_rms_norm_(hidden, self.reduce_scatter(whole(delta, hidden.dtype), lens), weight, eps)
 
     def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
         rows = self.gather(x, [sum(each) for each in lens]).split(list(itertools.chain.from_iterable(lens)))
@@ -134,6 +128,4 @@ class CudaGroup:
 
     def _all(self, x: Tensor) -> Tensor:
         """Return all ranks' `x`: [num_ranks, ...]."""
-        from ...kernels.ranks.triton_all_reduce import all_gather
-
         return all_gather(x, self._blocks)

@@ -6,7 +6,8 @@ import torch
 
 from ..checkpoint.model_check import resolve_model
 from ..config import EngineConfig
-from ..engine import choose_device, read_target
+from ..device import choose_device, kind_of
+from ..engine import read_target
 from .devices import check_devices
 from .ranks import check_shares
 
@@ -14,7 +15,7 @@ from .ranks import check_shares
 def check_dp_attention(config: EngineConfig) -> None:
     """Raise ConfigError if so many ranks, `config.dp_attention`, cannot divide the model, or have too few GPUs."""
     size = config.dp_attention
-    if choose_device(config.device).type == "cuda":
+    if kind_of(choose_device(config.device)).is_apart:
         check_devices(size, torch.cuda.device_count(), "--dp-attention")
     model_dir = resolve_model(config.model)
     check_shares(read_target(model_dir, config), size, f"the model in {model_dir}", has_all_heads=True)

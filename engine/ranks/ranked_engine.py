@@ -23,8 +23,9 @@ from ...metadata.handoff.ranks.orders import BeginPulling, BeginServing
 from ...metadata.logs import setup_logging
 from ..checkpoint.model_check import resolve_model
 from ..config import EngineConfig
+from ..device import choose_device, choose_dtype, kind_of
 from ..drafters.speculation import read_speculation
-from ..engine import Engine, choose_device, choose_dtype, read_target
+from ..engine import Engine, read_target
 from ..products.ranked import RankRows
 from ..prompts.prompts import Prompts
 from ..rounds.device_executor import DeviceExecutor
@@ -47,7 +48,7 @@ from .worker import RankWorker, serve_rank
 def check_ranks(config: EngineConfig, size: int) -> None:
     """Raise ConfigError if `size` ranks cannot serve with this configuration, before any of them starts."""
     device = choose_device(config.device)
-    if device.type == "cuda":
+    if kind_of(device).is_apart:
         check_devices(size, torch.cuda.device_count(), "--tp")
     model_dir = resolve_model(config.model)
     model = read_target(model_dir, config)
@@ -156,7 +157,7 @@ def executor_of(engine: Engine, num_slots: int) -> DeviceExecutor:
 
 def _gpu_orders(config: EngineConfig, devices: Sequence[int]) -> list[str]:
     """Return the order in which each rank sees the GPUs. Empty: the ranks compute on CPUs."""
-    if choose_device(config.device).type == "cpu":
+    if not kind_of(choose_device(config.device)).is_apart:
         return []
     return orders(torch.cuda.device_count(), devices)
 
@@ -166,7 +167,7 @@ def _meet(config: EngineConfig, rank: int, size: int, meeting: str) -> Group:
 
     Its operations may wait as long as those of a start. In service rank 0 waits less, and ends the other ranks."""
     host = CpuGroup(rank, size, Path(meeting), timeout_s=START_TIMEOUT_S)
-    if choose_device(config.device).type == "cpu":
+    if not kind_of(choose_device(config.device)).is_apart:
         return host
     try:
         device = torch.device("cuda", torch.cuda.current_device())

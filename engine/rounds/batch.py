@@ -16,6 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from ...kernels.attention.attention import AttentionPlan, Tree
+from ..device import kind_of
 from ..state.copies import to_device
 from ..work import BatchRow
 
@@ -143,7 +144,7 @@ class Computed(NamedTuple):
 def upload(numbers: Sequence[ArrayLike], device: torch.device | str) -> list[torch.Tensor]:
     """Each as an int64 tensor of its shape, by one copy."""
     arrays = [np.asarray(each, dtype=np.int64) for each in numbers]
-    if torch.device(device).type == "cpu":
+    if not kind_of(torch.device(device)).is_apart:
         return [torch.from_numpy(each) for each in arrays]
     offsets = aligned([each.size for each in arrays])
     joined = np.zeros(offsets[-1], dtype=np.int64)

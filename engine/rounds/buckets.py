@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..device import kind_of
 from ..state.block_tables import BlockTables
 from ..work import CatchUp, Round
 from .inputs import HostInputs, InputBlock
@@ -97,5 +98,5 @@ class Buckets:
 
     def _allocate(self, num_seqs: int, *, on_host: bool = True) -> InputBlock:
         device = "cpu" if on_host else self._device
-        is_pinned = on_host and self._device.type == "cuda"
+        is_pinned = on_host and kind_of(self._device).is_apart
         return InputBlock.allocate(num_seqs, self._tables.num_columns, self._max_steps, device, pinned=is_pinned)

@@ -117,7 +117,7 @@ class DeviceExecutor:
             max_steps=self.shape.num_steps,
             device=engine.device,
         )
-        self._masks = RoundMasks(engine.grammars, pinned=engine.device.type == "cuda")
+        self._masks = RoundMasks(engine.grammars, pinned=engine.kind.is_apart)
         self._graphs: _Graphs | None = None
         self._used: list[InputBlock] = []  # by work since the last round
         self._under_way: deque[_UnderWay] = deque()
@@ -152,12 +152,16 @@ class DeviceExecutor:
         return self.engine.window
 
     @property
+    def _captures(self) -> bool:
+        return captures(self.engine.device)
+
+    @property
     def runs_ahead(self) -> bool:
-        return self.engine.device.type != "cpu"
+        return self.engine.kind.is_apart
 
     @property
     def joint_sizes(self) -> JointSizes:
-        if not captures(self.engine.device):
+        if not self._captures:
             return EVERY_SIZE
         steps = None if self._graphs is None else self._graphs.steps
         return JointSizes(() if steps is None else steps.sizes, self.shape)
@@ -169,7 +173,7 @@ class DeviceExecutor:
 
         `expects_prompts`: also capture graphs of rounds with chunks beside them, and of chunks alone."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
-        if captures(self.engine.device):
+        if self._captures:
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
             self._graphs = self._capture(shapes, sizes, progress, expects_prompts=expects_prompts)
             if expects_prompts:
@@ -185,7 +189,7 @@ class DeviceExecutor:
     def rehearse(self, *, expects_prompts: bool = False) -> None:
         """Capture the largest graphs that `warm_up` captures, and keep none. They take as much memory as all of them,
         since smaller ones fit in theirs. Raises as `warm_up`."""
-        if captures(self.engine.device):
+        if self._captures:
             sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
             kept = self._capture([self.shape], sizes[-1:], of_largest=True, expects_prompts=expects_prompts)
             if expects_prompts:
@@ -314,7 +318,7 @@ class DeviceExecutor:
             result = self._run_alone(block, work)
         else:
             work, result = self._run_both(work, work.beside)
-        numbers = _numbers_to_host(result.numbers[: len(work.slots)])
+        numbers = self._to_host(result.numbers[: len(work.slots)])
         logprobs = result.logprobs
         if logprobs is not None:
             num_rows = len(work.slots) * (numbers.shape[1] - _COUNTS)
@@ -389,7 +393,7 @@ class DeviceExecutor:
         ways: list[Callable[[], Callable[[], RoundResult]]] = [partial(self._begin_apart, block, work, chunk)]
         if steps is not None and size is not None:
             ways.insert(0, partial(self._begin_by_graphs, steps, size, block, work, chunk))
-        elif not captures(self.engine.device):
+        elif not self._captures:
             ways.insert(0, partial(self._begin_jointly, block, work, chunk))
         for begin in ways:  # the way that needs less memory last
             settling = None
@@ -454,6 +458,14 @@ class DeviceExecutor:
         else:
             self._catch_up(block.to(self.engine.device), work.num_rows, work.needs.of_drafts)
 
+    def _to_host(self, numbers: Tensor) -> Tensor:
+        """Return a copy of the numbers of a round, as `to_host`. Every round is collected, so its memory stays until
+        the copy is done."""
+        if not self._captures:
+            return to_host(numbers)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=self.engine.kind.is_apart)
+        return copy_numbers_(host, numbers)
+
     def _load_each_kind(self) -> None:
         """Load a slot for each kind of sampling, so that no request pays for the first kernels of its kind."""
         plain = SamplingState(SamplingParams(max_tokens=1), [0], [0], vocab_size=self.engine.model_config.vocab_size)
@@ -517,14 +529,6 @@ def _report(done: _UnderWay) -> RoundTokens:
         num_drafted = min(work.limits[row], num_rows - 1)
         rows.append(Accepted(tokens[:count], logprobs[start : start + count], num_accepted, num_drafted))
     return RoundTokens(rows, done.masking)
-
-
-def _numbers_to_host(numbers: Tensor) -> Tensor:
-    """Return a copy of the numbers of a round, as `to_host`. Every round is collected, so its memory stays until the
-    copy is done."""
-    if not captures(numbers.device):
-        return to_host(numbers)
-    return copy_numbers_(torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda), numbers)
 
 
 def _no_memory(work: RoundWork) -> str:

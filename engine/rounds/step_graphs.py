@@ -188,7 +188,7 @@ class StepGraphs:
         width], valid until the next call; None: the drafter takes none, or there is no row."""
         if size.num_tokens:
             chunk = PromptInputs.of(
-                rows, self._page_size, size.num_tokens, self._num_columns, pinned=self._engine.device.type == "cuda"
+                rows, self._page_size, size.num_tokens, self._num_columns, pinned=self._engine.kind.is_apart
             )
             self._prompts[size.num_tokens].block.copy_(chunk.block, non_blocking=True)
         self._replay(_Key("verify", size.num_seqs, size.shape, size.num_tokens))

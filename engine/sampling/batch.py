@@ -8,8 +8,9 @@ counted. The functions `fill_..._` write what states say about each token of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -23,11 +24,29 @@ from ..state.copies import to_device
 from .row_shares import Lens, RowShares
 from .state import Needs, SamplingState
 
-INTS = ("seed", "position", "num_generated", "min_tokens", "top_k")
-FLOATS = ("temperature", "log_min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_ALL_TOKENS = 2**31 - 1  # top_k that cuts nothing
+# The columns of a row: what the table declares is what a batch and a slot hold.
+_INTS: Mapping[str, Callable[[SamplingState], int]] = MappingProxyType(
+    {
+        "seed": lambda state: state.seed,
+        "position": lambda state: state.position,
+        "num_generated": lambda state: state.num_generated,
+        "min_tokens": lambda state: state.params.min_tokens,
+        "top_k": lambda state: state.params.top_k or _ALL_TOKENS,
+    }
+)
+_FLOATS: Mapping[str, Callable[[SamplingState], float]] = MappingProxyType(
+    {
+        "temperature": lambda state: 0.0 if state.is_greedy else state.params.temperature,
+        "log_min_p": lambda state: math.log(state.params.min_p) if state.params.min_p > 0 else -math.inf,
+        "repetition_penalty": lambda state: state.params.repetition_penalty,
+        "frequency_penalty": lambda state: state.params.frequency_penalty,
+        "presence_penalty": lambda state: state.params.presence_penalty,
+    }
+)
+INTS, FLOATS = tuple(_INTS), tuple(_FLOATS)
 _SEED, _POSITION, _NUM_GENERATED, _MIN_TOKENS, _TOP_K = range(len(INTS))
 _TEMPERATURE, _LOG_MIN_P, _REPETITION = range(3)  # frequency and presence follow
-_ALL_TOKENS = 2**31 - 1  # top_k that cuts nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,18 +189,8 @@ class SamplingBatch:
 
 def columns(state: SamplingState) -> tuple[list[int], list[float], float]:
     """Return a row's INTS, FLOATS and top_p."""
-    params = state.params
-    return (
-        [state.seed, state.position, state.num_generated, params.min_tokens, params.top_k or _ALL_TOKENS],
-        [
-            0.0 if state.is_greedy else params.temperature,
-            math.log(params.min_p) if params.min_p > 0 else -math.inf,
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-        ],
-        params.top_p,
-    )
+    ints, floats = [read(state) for read in _INTS.values()], [read(state) for read in _FLOATS.values()]
+    return ints, floats, state.params.top_p
 
 
 Fill = Callable[[Tensor, Sequence[SamplingState]], None]

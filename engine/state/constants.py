@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device import kind_of
+
 _made: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
@@ -15,6 +17,8 @@ def counted(num: int, device: torch.device, step: int = 1) -> Tensor:
         return _made[key]
     with torch.inference_mode(mode=False):
         numbers = torch.arange(0, num * step, step, device=device)
-    if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():  # what a graph makes is there after it ran
+    if not (
+        kind_of(device).is_apart and torch.cuda.is_current_stream_capturing()
+    ):  # what a graph makes is there after it ran
         _made[key] = numbers
     return numbers

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device import kind_of
+
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A tensor of the host on `device`; itself where that is the host. A pinned one must not be written before the copy
@@ -29,7 +31,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 def recorded_event(device: torch.device) -> torch.cuda.Event | None:
     """Happens when the device has done all that was asked of it up to now; None where that is the case already."""
-    if device.type == "cpu":
+    if not kind_of(device).is_apart:
         return None
     event = torch.cuda.Event()
     event.record()

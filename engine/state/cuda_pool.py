@@ -12,20 +12,24 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from ...kernels.state.pages import WordSpan, has_kernels, page_checksums
+from ...kernels.state.pages import (
+    PoolAddress,
+    WordSpan,
+    gather_pages,
+    has_kernels,
+    least_of_many,
+    page_checksums,
+)
 from ...metadata.errors import OutOfMemory, TransferError
 from ...metadata.handoff.pages import MappedPools, Shared
 from ...metadata.handoff.ranks.shards import PagePart
 from ...metadata.handoff.schema.kv_layout import KvLayout
 from .cuda_memory import Mapping, map_shared, share
-
-if TYPE_CHECKING:
-    from ...kernels.state.triton_pages import PoolAddress
 
 logger = logging.getLogger(__name__)
 
@@ -169,8 +173,6 @@ class CudaPool:
         for. Without one, the kernel has been compiled at the start."""
         if not has_kernels():
             raise TransferError("triton is not installed, which reads a peer's pool")
-        from ...kernels.state.triton_pages import PoolAddress
-
         mapping = CudaMapping([], [], (self._stream,), None if part is None else word_spans(part))
         all_words = [pool.shape[2] for pool in self._pools]
         if part is not None:
@@ -221,8 +223,6 @@ class CudaPool:
         return self.digest(pages)
 
     def _gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> CudaGather:
-        from ...kernels.state.triton_pages import gather_pages
-
         assert isinstance(peer, CudaMapping), peer
         with torch.cuda.device(self._device):
             self._pass_fences(targets)
@@ -284,8 +284,6 @@ class CudaPool:
         hello: for every run one that digests few pages, and one that digests many."""
         self.digest([0])
         if has_kernels():
-            from ...kernels.state.triton_pages import PoolAddress, least_of_many
-
             many = [least_of_many(len(run.words), run.blocks.stop - run.blocks.start) for run in self._runs]
             self.digest([0] * max(many, default=0))
             self.expect([0])  # zeros may still be on their way into it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device import kind_of
 from .copies import recorded_event
 
 _NUM_ROWS = 1024
@@ -24,7 +25,7 @@ class PinnedRows:
         self._device, self._width = device, width
         # each row begins at a multiple of 16 bytes, so that one compiled kernel reads all
         shape = num_rows, width + width % 2
-        self._rows = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._rows = torch.zeros(shape, dtype=torch.int64, pin_memory=kind_of(device).is_apart)
         self._next = 0
         self._done: list[torch.cuda.Event | None] = [None, None]  # when the device has read the rows of each half
 

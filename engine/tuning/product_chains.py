@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.products.linear_configs import ProductShape
-from ..attention.attention import AttentionContext
+from ..attention.context import AttentionContext
 from ..layers.attention import Attention
 from ..layers.decoder import DecoderBody
 from ..layers.mlp import Mlp

@@ -33,7 +33,7 @@ from ...kernels.products.linear_configs import (
     default,
     trying,
 )
-from ..attention.attention import AttentionContext
+from ..attention.context import AttentionContext
 from ..models.decoder import DecoderModel
 from ..progress import Progress
 from ..ranks.ranks import Ranks

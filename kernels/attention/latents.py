@@ -14,12 +14,30 @@ side by side, and `in_halves` moves them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..operations import Operation
+from ..operations import Operation, kernel
 from ..products.norm import Norm, rms_norm
+from .paged_plan import PagedPlan
+
+
+class Turns(NamedTuple):
+    """Values of a forward's tokens that do not depend on the layer."""
+
+    cos: torch.Tensor  # [num_tokens, 1, rope_dim], contiguous
+    sin: torch.Tensor  # [num_tokens, 1, rope_dim], contiguous; its first half is negated
+    rows: torch.Tensor  # [num_tokens] int64 of `token_rows` (paged_plan.py), where latents are stored
+
+
+class Keys(NamedTuple):
+    """The expanded keys and values of some slots of each sequence, end to end."""
+
+    expanded: torch.Tensor  # [num_keys, num_heads * (plain_dim + value_dim)]
+    turned: torch.Tensor  # [num_keys, rope_dim], the part of a key that all heads share; may be strided by key
+    starts: torch.Tensor  # [num_seqs + 1] int32, first key of each sequence, and the end
+    offsets: torch.Tensor | None  # [num_seqs] int32: token t sees its sequence's first t + offset + 1 keys; None: t + 1
 
 
 class LatentWeights(NamedTuple):
@@ -73,3 +91,34 @@ def latent_values_ref(attended: torch.Tensor, weights: LatentWeights) -> torch.T
 
 
 latent_values = Operation("latent_values", latent_values_ref)
+
+
+@kernel
+def absorb_latents(
+    q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights, turns: Turns, kv_layer: torch.Tensor
+) -> torch.Tensor: ...
+
+
+@kernel
+def turn_latents(
+    q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights, turns: Turns, kv_layer: torch.Tensor
+) -> torch.Tensor: ...
+
+
+@kernel
+def latent_attention(
+    q: torch.Tensor, kv_layer: torch.Tensor, plan: PagedPlan, rank: int, scale: float
+) -> torch.Tensor: ...
+
+
+@kernel
+def expanded_attention(
+    q: torch.Tensor,
+    keys: Keys,
+    starts: torch.Tensor,
+    plain_dim: int,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    tiles: Any = None,
+) -> torch.Tensor: ...

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -30,79 +28,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import gpu
 from ..products.fp8 import E4M3
 from ..state.fp8_pages import block_size, has_close_blocks, scales_of
-from ..state.triton_store import token_rows
-from .attention import Tree
+from .paged_plan import PagedPlan
 from .triton_pairs import in_pairs, join_sums, load_scales, numbers_of, packed, scores_of, split_queries, weigh_pairs
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work
 from .triton_softmax import combine, has_nan, quotient, sink_seen, store_heads, store_part, weigh, weigh_seen
-from .triton_visibility import in_window, pack, seen_in_tree, span
+from .triton_visibility import in_window, seen_in_tree, span
 
-MAX_DECODE_QUERY_LEN = 64  # causal tokens per sequence; with more, tiles are full enough without splits
 _TILE_BYTES = 16 * 1024  # per tile of keys, and of values; half of it in float32, which has no tensor cores and spills
 _STAGES_BYTES = 192 * 1024  # of keys and values under way, of 227 KiB of an H100
 _TWO_STAGE_SHARES = (0, *range(3, 16))  # programs for a tile of rows with which two stages are faster, on an H200
 _FULL_ROWS = tl.constexpr(64)  # of a tile, from which on operands come from shared memory, not from registers
 _INTERPRETED_SMS = 4
 _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TritonPlan:
-    """Values that all layers of one forward share. Tensors are on the device. All else follows from shapes."""
-
-    block_table: torch.Tensor  # [num_seqs, max_pages] int64
-    seq_lens: torch.Tensor  # [num_seqs] int64, after this forward; 0 for padding is fine
-    rows: torch.Tensor | None  # [num_tokens] int64, where new KV goes (`token_rows`); None: it is stored already
-    query_len: int | None  # new tokens of every sequence; None: as `starts` says
-    starts: torch.Tensor | None  # [num_seqs + 1] int32, first token of each sequence, and the end
-    tree_starts: torch.Tensor | None  # [num_seqs] int64, as in `Tree`; None: causal
-    visible: torch.Tensor | None  # [num_tokens, num_words] int64: bit i of word w is column 64 w + i of a `Tree`
-    positions: torch.Tensor | None  # [num_tokens] int64 of the nodes of a tree, which windows count by
-    _shares: dict[tuple[int, ...], Shares] = field(default_factory=dict, init=False)
-
-    @classmethod
-    def uniform(
-        cls,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_len: int,
-        page_size: int,
-        tree: Tree | None = None,
-        positions: torch.Tensor | None = None,
-        *,
-        is_stored: bool = False,
-    ) -> TritonPlan:
-        """Return the plan of a forward with `query_len` new tokens in each sequence, in its last slots.
-
-        Arguments are as in the fields; `seq_lens` is [num_seqs] int64. A tree needs `positions` [num_tokens] int64. If
-        the new KV `is_stored` already, no rows are computed for `norm_rotate_store`."""
-        num_tokens = len(seq_lens) * query_len
-        rows = None if is_stored else token_rows(block_table, seq_lens, num_tokens, page_size, query_len)
-        if tree is not None:
-            assert tree.starts.shape == seq_lens.shape and tree.starts.is_contiguous(), tree.starts.shape
-            assert positions is not None and positions.shape == (num_tokens,), positions
-            visible = pack(tree.visible, num_tokens)
-            return cls(block_table, seq_lens, rows, query_len, None, tree.starts, visible, positions)
-        starts = None
-        if query_len > MAX_DECODE_QUERY_LEN:
-            starts = torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32, device=seq_lens.device)
-        return cls(block_table, seq_lens, rows, query_len, starts, None, None, None)
-
-    @classmethod
-    def ragged(
-        cls, block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, num_tokens: int, page_size: int
-    ) -> TritonPlan:
-        """Return the plan of a forward in which sequence i has the new tokens starts[i] .. starts[i + 1] - 1.
-
-        `starts` is [num_seqs + 1] int32. Its last number is `num_tokens`."""
-        rows = token_rows(block_table, seq_lens, num_tokens, page_size, None, starts)
-        return cls(block_table, seq_lens, rows, None, starts, None, None, None)
-
-    def shares(self, make: Callable[..., Shares], *cut: int) -> Shares:
-        """Return `make(plan, *cut)`, computed by the first layer that asks for it."""
-        if cut not in self._shares:
-            self._shares[cut] = make(self, *cut)
-        return self._shares[cut]
 
 
 class DecodeTiles(NamedTuple):
@@ -134,7 +71,7 @@ class DecodeTiles(NamedTuple):
 def decode_attention(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
-    plan: TritonPlan,
+    plan: PagedPlan,
     window: int | None = None,
     tiles: DecodeTiles | None = None,
     out: torch.Tensor | None = None,
@@ -193,12 +130,12 @@ def empty_parts(num_rows: int, head_dim: int, device: torch.device) -> tuple[tor
     return sums, torch.empty((2, num_rows), dtype=torch.float32, device=device)
 
 
-def _shares(plan: TritonPlan, *cut: int) -> Shares:
+def _shares(plan: PagedPlan, *cut: int) -> Shares:
     """Return the division of the sequences' keys among programs."""
     return Shares.of(plan.seq_lens, *cut)
 
 
-def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: TritonPlan) -> tuple[int, int, int]:
+def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: PagedPlan) -> tuple[int, int, int]:
     """Assert the shapes, dtypes and strides that kernels take, and return (num_tokens, num_heads, head_dim)."""
     num_tokens, num_heads, head_dim = q.shape
     assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)

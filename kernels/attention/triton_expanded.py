@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .latents import Keys
 from .triton_attention import padded
 from .triton_extend import tile_at
 from .triton_softmax import has_nan, nothing_seen, quotient, weigh, weigh_seen
@@ -44,15 +45,6 @@ class ExpandedTiles(NamedTuple):
         if q.dtype == torch.float32:  # no tensor cores; for tests more than for speed
             return cls(16, 16, num_warps=4, num_stages=1)
         return cls(128, 64, num_warps=8, num_stages=3)
-
-
-class Keys(NamedTuple):
-    """The expanded keys and values of some slots of each sequence, end to end."""
-
-    expanded: torch.Tensor  # [num_keys, num_heads * (plain_dim + value_dim)]
-    turned: torch.Tensor  # [num_keys, rope_dim], the part of a key that all heads share; may be strided by key
-    starts: torch.Tensor  # [num_seqs + 1] int32, first key of each sequence, and the end
-    offsets: torch.Tensor | None  # [num_seqs] int32: token t sees its sequence's first t + offset + 1 keys; None: t + 1
 
 
 def expanded_attention(

@@ -27,8 +27,8 @@ import triton.language as tl
 
 from ..products.fp8 import E4M3
 from ..state.fp8_pages import block_size, scales_of
+from .paged_plan import PagedPlan
 from .triton_attention import (
-    TritonPlan,
     check_shapes,
     empty_parts,
     load_pages,
@@ -72,7 +72,7 @@ class ExtendTiles(NamedTuple):
 def extend_attention(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
-    plan: TritonPlan,
+    plan: PagedPlan,
     window: int | None = None,
     tiles: ExtendTiles | None = None,
     out: torch.Tensor | None = None,
@@ -116,7 +116,7 @@ def _per_sm(q: torch.Tensor) -> int:
 
 
 def tile_shares(
-    plan: TritonPlan, num_tiles: int, group: int, block_m: int, num_slots: int, num_kv_heads: int, min_split: int
+    plan: PagedPlan, num_tiles: int, group: int, block_m: int, num_slots: int, num_kv_heads: int, min_split: int
 ) -> Shares:
     """Return the division of the keys of `num_tiles` tiles among programs, by the number of keys of each tile."""
     assert plan.starts is not None

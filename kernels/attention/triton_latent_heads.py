@@ -12,26 +12,16 @@ tokens torch multiplies, and `turn_latents` only rotates and stores.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import gpu
-from .latents import LatentWeights, latent_values_ref
+from .latents import LatentWeights, Turns, latent_values_ref
 from .triton_attention import padded
 
 _MAX_FEW = 256  # tokens; torch multiplies more of them faster
-
-
-class Turns(NamedTuple):
-    """Values of a forward's tokens that do not depend on the layer."""
-
-    cos: torch.Tensor  # [num_tokens, 1, rope_dim], contiguous
-    sin: torch.Tensor  # [num_tokens, 1, rope_dim], contiguous; its first half is negated
-    rows: torch.Tensor  # [num_tokens] int64 of `token_rows` (triton_store.py), where latents are stored
 
 
 def absorb_latents(

@@ -24,7 +24,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import gpu
-from .triton_attention import TritonPlan, load_pages, num_sms, padded, tile_rows
+from .paged_plan import PagedPlan
+from .triton_attention import load_pages, num_sms, padded, tile_rows
 from .triton_extend import tile_at, tile_shares, tile_work
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work
 from .triton_softmax import combine, has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
@@ -66,7 +67,7 @@ class LatentTiles(NamedTuple):
 def latent_attention(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
-    plan: TritonPlan,
+    plan: PagedPlan,
     rank: int,
     scale: float,
     tiles: LatentTiles | None = None,
@@ -90,7 +91,7 @@ def latent_attention(
 
 
 def _attend_few(
-    out: torch.Tensor, q: torch.Tensor, kv_layer: torch.Tensor, plan: TritonPlan, scale: float, tiles: LatentTiles
+    out: torch.Tensor, q: torch.Tensor, kv_layer: torch.Tensor, plan: PagedPlan, scale: float, tiles: LatentTiles
 ) -> None:
     """Attend with the same few tokens in each sequence, as `decode_attention` does."""
     (num_tokens, num_heads, rank), width, num_seqs = out.shape, q.shape[2], len(plan.seq_lens)
@@ -122,14 +123,14 @@ def _attend_few(
         combine(out, parts, stats, firsts, lens, min(num_slots, most_splits), MIN_SPLIT, dependent=dependent)
 
 
-def _seq_shares(plan: TritonPlan, *cut: int) -> Shares:
+def _seq_shares(plan: PagedPlan, *cut: int) -> Shares:
     """Return the division of the sequences' keys among programs."""
     *sizes, gathers = cut
     return Shares.of(plan.seq_lens, *sizes, gathers=bool(gathers))
 
 
 def _attend_any(
-    out: torch.Tensor, q: torch.Tensor, kv_layer: torch.Tensor, plan: TritonPlan, scale: float, tiles: LatentTiles
+    out: torch.Tensor, q: torch.Tensor, kv_layer: torch.Tensor, plan: PagedPlan, scale: float, tiles: LatentTiles
 ) -> None:
     """Attend with any number of tokens in each sequence, as `extend_attention` does."""
     (num_tokens, num_heads, rank), width, num_seqs = out.shape, q.shape[2], len(plan.seq_lens)

@@ -25,7 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..products.norm import add_rms_norm_ref_
+from ..operations import kernel
+from ..products.linear import sum_parts
+from ..products.norm import add_rms_norm_, add_rms_norm_ref_
 
 NUM_LANES = 128  # two ranks that share one GPU have all lanes under way at once
 MAX_RANKS = 16  # the flags of a lane fill one line of the cache
@@ -33,7 +35,7 @@ MAX_ROW_BYTES = 32768  # a row is held in registers
 SLOT_BYTES = 4 * MAX_ROW_BYTES  # the more rows a slot holds, the fewer meetings a long chunk of a prompt takes
 FLAGS_AT = NUM_LANES * 8
 SLOTS_AT = FLAGS_AT + NUM_LANES * MAX_RANKS * 8
-SCATTER_AT = SLOTS_AT + 2 * NUM_LANES * SLOT_BYTES  # counts, flags and slots of triton_reduce_scatter.py
+SCATTER_AT = SLOTS_AT + 2 * NUM_LANES * SLOT_BYTES  # counts, flags and slots of `reduce_scatter`
 BLOCK_BYTES = 2 * SCATTER_AT
 
 
@@ -106,3 +108,39 @@ def all_reduce_norm_ref_(hidden: Tensor, deltas: Sequence[Tensor], weight: Tenso
     rounded to hidden's dtype before it is added to that of another rank."""
     own = [delta if delta.ndim == 2 else delta.sum(0).to(hidden.dtype) for delta in deltas]
     return add_rms_norm_ref_(hidden, all_reduce_ref(own), weight, eps)
+
+
+@kernel
+def all_reduce(x: Tensor, blocks: PeerBlocks) -> Tensor: ...
+
+
+@kernel
+def all_max(x: Tensor, blocks: PeerBlocks) -> Tensor: ...
+
+
+@kernel
+def all_gather(x: Tensor, blocks: PeerBlocks) -> Tensor: ...
+
+
+@kernel
+def all_gather_columns(x: Tensor, num_columns: int, blocks: PeerBlocks) -> Tensor: ...
+
+
+@kernel
+def reduce_scatter(x: Tensor, blocks: PeerBlocks) -> Tensor: ...
+
+
+@kernel
+def all_reduce_norm_(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, blocks: PeerBlocks) -> Tensor:
+    return add_rms_norm_(hidden, all_reduce(whole(delta, hidden.dtype), blocks), weight, eps)
+
+
+@kernel
+def reduce_scatter_norm_(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, blocks: PeerBlocks) -> Tensor:
+    rows = whole(delta, hidden.dtype).unflatten(0, (blocks.size, -1))
+    return add_rms_norm_(hidden, reduce_scatter(rows, blocks), weight, eps)
+
+
+def whole(delta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a delta, the sum of its parts if it has parts."""
+    return delta if delta.ndim == 2 else sum_parts(delta, dtype)

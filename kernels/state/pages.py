@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ..operations import Operation, is_installed
+from ..operations import Operation, is_installed, kernel
 
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64 (S. Vigna, public domain)
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -70,6 +71,22 @@ class WordSpan(NamedTuple):
     num_words: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolAddress:
+    """The address of a pool that this device can read, but that is not a tensor of this process.
+
+    Triton's interpreter does not take it."""
+
+    address: int
+    num_pages: int
+    page_words: int | None = None  # of a page in one layer; None: as in the pool that is written
+    dtype: torch.dtype = torch.int32
+
+    def data_ptr(self) -> int:
+        """Return the address. Triton calls this method of its arguments."""
+        return self.address
+
+
 def gather_pages_ref(
     peer: torch.Tensor,
     pool: torch.Tensor,
@@ -82,6 +99,21 @@ def gather_pages_ref(
     for source, target, num_words in [WordSpan(0, 0, pool.shape[2])] if spans is None else spans:
         copied = peer[:, sources.long(), source : source + num_words].to(pool.device)
         pool[:, targets.long(), target : target + num_words] = copied
+
+
+@kernel
+def gather_pages(
+    peer: torch.Tensor | PoolAddress,
+    pool: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    stream: torch.cuda.Stream | None = None,
+    spans: Sequence[WordSpan] | None = None,
+) -> None: ...
+
+
+@kernel
+def least_of_many(num_layers: int, num_blocks: int) -> int: ...
 
 
 def multipliers(count: int) -> torch.Tensor:

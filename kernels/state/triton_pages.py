@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..direct_launch import launch
-from .pages import _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2, WordSpan
+from .pages import _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2, PoolAddress, WordSpan
 
 _GATHER_WORDS = 4096  # per program of `_gather_kernel`
 _TILE_WORDS = 4096  # that a program of `_checksums_kernel` loads in one step
@@ -29,22 +28,6 @@ _ROWS, _FEW_ROWS = 16, 4
 _FEW_PROGRAMS = 512
 
 _STEP, _M1, _M2 = tl.constexpr(_GOLDEN), tl.constexpr(_MULTIPLIER_1), tl.constexpr(_MULTIPLIER_2)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolAddress:
-    """The address of a pool that this device can read, but that is not a tensor of this process.
-
-    Triton's interpreter does not take it."""
-
-    address: int
-    num_pages: int
-    page_words: int | None = None  # of a page in one layer; None: as in the pool that is written
-    dtype: torch.dtype = torch.int32
-
-    def data_ptr(self) -> int:
-        """Return the address. Triton calls this method of its arguments."""
-        return self.address
 
 
 def gather_pages(

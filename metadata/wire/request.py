@@ -81,6 +81,10 @@ class Unit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 Units = Annotated[tuple[Unit, ...], Meta(max_length=MAX_BATCH)]
 
 
+# fields of SamplingParams that a client may leave out: then the checkpoint's generation_config.json may give them
+FROM_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 class SamplingParams(Message, frozen=True):
     """Parameters that choose tokens and end a choice. The router checks the values; a node may trust their bounds."""
 

@@ -30,7 +30,8 @@ from quantized import fp8_pool
 
 from baton.kernels.attention import history
 from baton.kernels.attention.attention import Tree, paged_attention_ref
-from baton.kernels.attention.triton_attention import DecodeTiles, TritonPlan, decode_attention
+from baton.kernels.attention.paged_plan import PagedPlan
+from baton.kernels.attention.triton_attention import DecodeTiles, decode_attention
 from baton.kernels.attention.triton_extend import ExtendTiles, extend_attention
 from baton.kernels.products.fp8 import E4M3
 from baton.kernels.state.triton_store import norm_rotate_store
@@ -115,7 +116,7 @@ def bench_decode(
         visible = torch.rand(num_tokens, query_len, device="cuda") < 0.3
         visible |= torch.eye(query_len, dtype=torch.bool, device="cuda").repeat(num_seqs, 1)
         tree, positions = Tree(pool.seq_lens - query_len, visible), torch.zeros_like(qkv[:, 0], dtype=torch.int64)
-    plan = TritonPlan.uniform(pool.block_table, pool.seq_lens, query_len, page_size, tree, positions, is_stored=True)
+    plan = PagedPlan.uniform(pool.block_table, pool.seq_lens, query_len, page_size, tree, positions, is_stored=True)
     chosen = DecodeTiles.choose(q, pool.kv[0], num_seqs)
     name = f"{'tree' if is_tree else 'decode'} {num_seqs} x {query_len} of {seq_len}, pages of {page_size}"
     num_bytes = num_seqs * seq_len * pool.token_bytes
@@ -144,7 +145,7 @@ def bench_extend(num_seqs: int, query_len: int, seq_len: int, page_size: int, ar
     qkv = torch.randn(num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     q = qkv.view(num_tokens, -1, HEAD_DIM)[:, :NUM_HEADS]
     starts = torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32, device="cuda")
-    plan = TritonPlan.ragged(pool.block_table, pool.seq_lens, starts, num_tokens, page_size)
+    plan = PagedPlan.ragged(pool.block_table, pool.seq_lens, starts, num_tokens, page_size)
     pairs = num_seqs * (query_len * (seq_len - query_len) + query_len * (query_len + 1) // 2)
     num_flops = 4 * NUM_HEADS * HEAD_DIM * pairs
     name = f"extend {num_seqs} x {query_len} of {seq_len}, pages of {page_size}"
@@ -180,7 +181,7 @@ def bench_history(query_len: int, num_before: int, page_size: int = 64) -> None:
     qkv = torch.randn(query_len, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     q = qkv.view(query_len, -1, HEAD_DIM)[:, :NUM_HEADS]
     starts = torch.tensor([0, query_len], dtype=torch.int32, device="cuda")
-    plan = TritonPlan.ragged(pool.block_table, pool.seq_lens, starts, query_len, page_size)
+    plan = PagedPlan.ragged(pool.block_table, pool.seq_lens, starts, query_len, page_size)
     num_flops = 4 * NUM_HEADS * HEAD_DIM * (query_len * num_before + query_len * (query_len + 1) // 2)
     found = history.history_attention(q, pool.kv[0], pool.block_table, 0, num_before)
     torch.testing.assert_close(found, extend_attention(q, pool.kv[0], plan), atol=TOLERANCE, rtol=TOLERANCE)
@@ -198,7 +199,7 @@ def bench_store(num_tokens: int, args: argparse.Namespace) -> None:
     qkv = torch.randn(len(pool.kv), num_tokens, width, device="cuda", dtype=torch.bfloat16)
     cos, sin = torch.randn(2, num_tokens, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16).unbind(0)
     norms = (torch.ones(HEAD_DIM, device="cuda", dtype=torch.bfloat16),) * 2
-    rows = TritonPlan.uniform(pool.block_table, pool.seq_lens, num_tokens, 16).rows
+    rows = PagedPlan.uniform(pool.block_table, pool.seq_lens, num_tokens, 16).rows
     assert rows is not None
 
     def store(layer: int) -> torch.Tensor:

@@ -25,10 +25,11 @@ from baton.engine.checkpoint.model_config import LatentConfig
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
 from baton.kernels.attention.attention import paged_attention_ref
-from baton.kernels.attention.latents import LatentWeights
-from baton.kernels.attention.triton_attention import TritonPlan, num_sms
+from baton.kernels.attention.latents import LatentWeights, Turns
+from baton.kernels.attention.paged_plan import PagedPlan
+from baton.kernels.attention.triton_attention import num_sms
 from baton.kernels.attention.triton_expanded import ExpandedTiles
-from baton.kernels.attention.triton_latent_heads import Turns, absorb_latents, latent_values, turn_latents
+from baton.kernels.attention.triton_latent_heads import absorb_latents, latent_values, turn_latents
 from baton.kernels.attention.triton_latents import LatentTiles, latent_attention
 from baton.kernels.products.norm import Norm
 
@@ -109,7 +110,7 @@ def main() -> None:
 def bench_attention(num_heads: int, num_seqs: int, query_len: int, seq_len: int, args: argparse.Namespace) -> None:
     pool, num_tokens = Pool.make(num_seqs, seq_len), num_seqs * query_len
     q = torch.randn(num_tokens, num_heads, WIDTH, device="cuda", dtype=torch.bfloat16)
-    plan = TritonPlan.uniform(pool.block_table, pool.seq_lens, query_len, PAGE_SIZE)
+    plan = PagedPlan.uniform(pool.block_table, pool.seq_lens, query_len, PAGE_SIZE)
     some = min(query_len, 64)  # tokens that the specification computes
     expected = paged_attention_ref(
         q[-some:], pool.kv[0], pool.block_table[-1:], [some], [seq_len], None, scale=SCALE
@@ -144,7 +145,7 @@ def bench_prompts(num_heads: int, num_seqs: int, query_len: int, seq_len: int, a
     rows = [BatchRow([0] * query_len, seq_len - query_len, pages) for pages in table]
     batch = ForwardBatch.build(rows, PAGE_SIZE, "cuda")
     assert batch.starts is not None
-    plan = TritonPlan.ragged(batch.block_table, batch.seq_lens, batch.starts, batch.num_tokens, PAGE_SIZE)
+    plan = PagedPlan.ragged(batch.block_table, batch.seq_lens, batch.starts, batch.num_tokens, PAGE_SIZE)
     assert plan.rows is not None
     inputs = Inputs.make(num_heads, plan.rows, 2)
     pieces = LatentPieces.of(batch, LATENT, num_heads, 2)
@@ -179,7 +180,7 @@ def bench_prompts(num_heads: int, num_seqs: int, query_len: int, seq_len: int, a
 def bench_heads(num_heads: int, num_tokens: int) -> None:
     """The launches around attention: queries and latents, and values."""
     pool = Pool.make(num_tokens, PAGE_SIZE)
-    plan = TritonPlan.uniform(pool.block_table, pool.seq_lens, 1, PAGE_SIZE)
+    plan = PagedPlan.uniform(pool.block_table, pool.seq_lens, 1, PAGE_SIZE)
     assert plan.rows is not None
     num_bytes = num_heads * (LATENT.plain_dim + LATENT.value_dim) * RANK * 2
     inputs = Inputs.make(num_heads, plan.rows, min(64, int(COLD_BYTES // num_bytes) + 1))

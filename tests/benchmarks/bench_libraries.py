@@ -38,7 +38,7 @@ from quantized import fp8_pool
 
 from baton.kernels.attention import history, prompt_attention
 from baton.kernels.attention.attention import paged_attention_ref
-from baton.kernels.attention.triton_attention import TritonPlan
+from baton.kernels.attention.paged_plan import PagedPlan
 from baton.kernels.attention.triton_extend import extend_attention
 from baton.kernels.ranks.all_reduce import BLOCK_BYTES, CONTROL, PeerBlocks
 
@@ -128,7 +128,7 @@ class Library:
         return self.prepared(chunk, window, **asked)(0)
 
 
-def ours(chunk: Chunk, plan: TritonPlan | None = None, layer: int = 0, **options: Any) -> Tensor:
+def ours(chunk: Chunk, plan: PagedPlan | None = None, layer: int = 0, **options: Any) -> Tensor:
     """Return the attention of a chunk by the kernel that a prefill node takes for it."""
     num_tokens, num_before = chunk.query_lens[0], chunk.seq_lens[0] - chunk.query_lens[0]
     kind = chunk.q.device, chunk.q.dtype, HEAD_DIM
@@ -140,9 +140,9 @@ def ours(chunk: Chunk, plan: TritonPlan | None = None, layer: int = 0, **options
     return extend_attention(chunk.q, chunk.kv[layer], plan or plan_of(chunk), **options)
 
 
-def plan_of(chunk: Chunk) -> TritonPlan:
+def plan_of(chunk: Chunk) -> PagedPlan:
     lens = torch.tensor(chunk.seq_lens, device="cuda")
-    return TritonPlan.ragged(chunk.block_table, lens, chunk.starts, len(chunk.qkv), chunk.kv.shape[4])
+    return PagedPlan.ragged(chunk.block_table, lens, chunk.starts, len(chunk.qkv), chunk.kv.shape[4])
 
 
 def error_of(out: Tensor, chunk: Chunk, window: int | None = None, sinks: Tensor | None = None) -> float:

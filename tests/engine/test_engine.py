@@ -15,6 +15,7 @@ from baton.engine import engine as engines
 from baton.engine.checkpoint.fingerprint import fingerprint
 from baton.engine.checkpoint.model_check import resolve_model
 from baton.engine.config import EngineConfig
+from baton.engine.device import choose_device, choose_dtype
 from baton.engine.engine import LEASE_STEPS, MIN_LEASE_S, Engine, default_node_id
 from baton.engine.rounds.batch import Computed
 from baton.engine.sampling import logprobs
@@ -104,14 +105,14 @@ def test_the_demo_model_is_the_default() -> None:
     ],
 )
 def test_the_dtype_follows_the_device_and_the_checkpoint(asked: Any, device: str, stored: Any, dtype: str) -> None:
-    assert engines.choose_dtype(asked, torch.device(device), stored) == dtype
+    assert choose_dtype(asked, torch.device(device), stored) == dtype
 
 
 def test_auto_takes_cuda_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_there, expected in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
-        assert engines.choose_device("auto").type == expected
-        assert engines.choose_device("cpu").type == "cpu"
+        assert choose_device("auto").type == expected
+        assert choose_device("cpu").type == "cpu"
 
 
 def test_a_node_is_named_after_role_host_and_process() -> None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from baton.engine.state.cuda_memory import can_share, map_shared, share, shareable_zeros
-from baton.kernels.state.triton_pages import PoolAddress
+from baton.kernels.state.pages import PoolAddress
 from baton.metadata.errors import TransferError
 from baton.metadata.handoff.descriptors import DescriptorInbox, new_token, send_descriptors
 

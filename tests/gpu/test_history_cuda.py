@@ -17,7 +17,7 @@ from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 from baton.kernels.attention import history
 from baton.kernels.attention.history import gather_keys, history_attention
-from baton.kernels.attention.triton_attention import TritonPlan
+from baton.kernels.attention.paged_plan import PagedPlan
 from baton.kernels.attention.triton_extend import extend_attention
 
 DEVICE = torch.device("cuda")
@@ -80,7 +80,7 @@ def test_it_is_the_specification(
     out = history_attention(q, kv_layer, table, 1, num_before)
     lens = torch.tensor([num_before + num_tokens], device=DEVICE)
     starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=DEVICE)
-    ours = extend_attention(q, kv_layer, TritonPlan(table[1:], lens, None, None, starts, None, None, None))
+    ours = extend_attention(q, kv_layer, PagedPlan(table[1:], lens, None, None, starts, None, None, None))
     torch.testing.assert_close(out, ours, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     tokens = [0, 1, 63, num_tokens // 2, num_tokens - 2, num_tokens - 1]
     expected = specified(q, kv_layer, table, num_before, tokens)

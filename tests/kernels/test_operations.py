@@ -16,7 +16,7 @@ import torch
 from triton_device import IS_INTERPRETED
 
 from baton.kernels import operations
-from baton.kernels.operations import TABLE, Operation, backends, captures, function, preferring, reads_pages
+from baton.kernels.operations import TABLE, Operation, backends, captures, preferring, reader
 from baton.kernels.products.norm import add_rms_norm_, rms_norm, rms_norm_ref
 
 pytest.importorskip("triton")
@@ -53,9 +53,16 @@ DECLARED = {
     "state.copies": ["copy_numbers_", "copy_columns_", "load_column_"],
     "state.pages": ["page_checksums"],
 }
-# Operations whose arguments depend on the backend: callers ask `function`.
-ASKED_FOR = ["decode_attention", "extend_attention", "norm_rotate_store", "gather_pages"]
-ASKED_FOR += ["absorb_latents", "turn_latents", "latent_attention", "expanded_attention"]
+# Operations that only kernels serve, by file.
+KERNELS_ALONE = {
+    "attention.paged_plan": ["decode_attention", "extend_attention", "norm_rotate_store", "token_rows", "pack"],
+    "attention.latents": ["absorb_latents", "turn_latents", "latent_attention", "expanded_attention"],
+    "state.pages": ["gather_pages", "least_of_many"],
+    "ranks.all_reduce": [
+        *("all_reduce", "all_max", "all_gather", "all_gather_columns", "all_reduce_norm_"),
+        *("reduce_scatter", "reduce_scatter_norm_"),
+    ],
+}
 NUMBA = ["add_rms_norm_", "silu_mul", "attend", "attend_stored", "gumbel_noise", "add_gumbel_noise_"]
 TORCH = ["rms_norm"]
 NOT_TRITON = ["attend", "attend_stored", "gumbel_noise"]
@@ -76,7 +83,18 @@ def declared(file: str, name: str) -> Operation[..., object]:
 
 
 def test_every_operation_is_in_the_table() -> None:
-    assert sorted(TABLE) == sorted([name for _, name in NAMES] + ASKED_FOR)
+    alone = [name for names in KERNELS_ALONE.values() for name in names]
+    assert sorted(TABLE) == sorted([name for _, name in NAMES] + alone)
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in KERNELS_ALONE.items() for name in names])
+def test_a_kernel_has_the_arguments_that_are_declared(file: str, name: str) -> None:
+    """And more, with defaults, for those who tune it."""
+    [backend] = TABLE[name]
+    wanted = list(inspect.signature(getattr(importlib.import_module(f"baton.kernels.{file}"), name)).parameters)
+    own = inspect.signature(getattr(importlib.import_module(f"baton.kernels.{backend.module}"), name)).parameters
+    assert [each for each in own if each in wanted] == wanted
+    assert all(parameter.default is not parameter.empty for each, parameter in own.items() if each not in wanted)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -157,14 +175,13 @@ def test_a_switch_turns_triton_off_but_not_what_reads_pages(monkeypatch: pytest.
     operations.forget()
     assert not captures(CUDA) and not backends("silu_mul", _OnCuda(torch.float16))  # type: ignore[arg-type]
     assert [each.kind for each in backends("page_checksums", _OnCuda(torch.int32))] == ["triton"]  # type: ignore[arg-type]
-    assert function("gather_pages", _OnCuda(torch.int32)) is not None  # type: ignore[arg-type]
-    assert reads_pages(CPU, torch.float32)
+    assert reader(CPU, torch.float32) == "numba"
 
 
 def test_questions_about_a_device() -> None:
     assert captures(CUDA) and not captures(CPU)
-    assert reads_pages(CPU, torch.float32) and not reads_pages(CPU, torch.bfloat16)
-    assert not reads_pages(CUDA, torch.float32)
+    assert [reader(CPU, dtype) for dtype in (torch.float32, torch.bfloat16)] == ["numba", "torch"]
+    assert reader(CUDA, torch.float32) == "triton"
 
 
 def test_a_preferred_backend_comes_first_and_only_inside() -> None:
@@ -176,8 +193,8 @@ def test_a_preferred_backend_comes_first_and_only_inside() -> None:
         assert kinds == (["triton", "numba"] if IS_INTERPRETED else ["numba"])
         assert captures(CPU) == IS_INTERPRETED and captures(CUDA)
         with preferring("reference"):
-            assert backends("add_rms_norm_", x) == [] and function("decode_attention", x) is None
-            assert not captures(CPU) and not reads_pages(CPU, torch.float32)
+            assert backends("add_rms_norm_", x) == []
+            assert not captures(CPU) and reader(CPU, torch.float32) == "torch"
         preferred = add_rms_norm_(x.clone(), None, weight, 1e-5)
     assert not captures(CPU)
     torch.testing.assert_close(preferred, add_rms_norm_(x.clone(), None, weight, 1e-5))

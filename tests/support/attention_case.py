@@ -10,7 +10,8 @@ from quantized import fp8_numbers, fp8_pool
 from triton_device import DEVICE, IS_INTERPRETED
 
 from baton.kernels.attention.attention import Tree, paged_attention_ref
-from baton.kernels.attention.triton_attention import DecodeTiles, TritonPlan, decode_attention
+from baton.kernels.attention.paged_plan import PagedPlan
+from baton.kernels.attention.triton_attention import DecodeTiles, decode_attention
 from baton.kernels.attention.triton_extend import ExtendTiles, extend_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -98,7 +99,7 @@ class Case:
         return sinks.to(DEVICE)
 
     def decode(self, window: int | None = None, sinks: torch.Tensor | None = None, **tiles: int) -> torch.Tensor:
-        plan = TritonPlan.uniform(
+        plan = PagedPlan.uniform(
             self.table, self.lens, self.query_lens[0], self.page_size, self.tree, self.positions, is_stored=True
         )
         assert plan.starts is None
@@ -106,7 +107,7 @@ class Case:
         return decode_attention(self.q, self.kv, plan, window, chosen, sinks=sinks)
 
     def extend(self, window: int | None = None, sinks: torch.Tensor | None = None, **tiles: int) -> torch.Tensor:
-        plan = TritonPlan.ragged(self.table, self.lens, self.starts, len(self.qkv), self.page_size)
+        plan = PagedPlan.ragged(self.table, self.lens, self.starts, len(self.qkv), self.page_size)
         tiles_of = ExtendTiles.choose(self.q, self.kv)._replace(**tiles)
         return extend_attention(self.q, self.kv, plan, window, tiles_of, sinks=sinks)
 

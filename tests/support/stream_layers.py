@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.attention.attention import HeadNorms
+from baton.engine.attention.context import LayerHeads
 from baton.engine.layers.attention import Attention
 from baton.engine.layers.decoder import DecoderBody
 from baton.engine.layers.mlp import Mlp
@@ -24,10 +24,8 @@ class Mixing:
     def __init__(self) -> None:
         self.indices: list[int] = []  # of the layers that asked
 
-    def __call__(
-        self, index: int, qkv: Tensor, norms: HeadNorms | None, window: int | None, sinks: Tensor | None = None
-    ) -> Tensor:
-        self.indices.append(index)
+    def __call__(self, qkv: Tensor, heads: LayerHeads) -> Tensor:
+        self.indices.append(heads.layer)
         return qkv.unflatten(1, (3, -1)).mean(1)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ....metadata.errors import RequestError
-from ....metadata.wire.request import MAX_CONTEXT, SamplingParams
+from ....metadata.wire.request import FROM_CHECKPOINT, MAX_CONTEXT, SamplingParams
 from ...nodes.node import NodeGroup
 from ...requests.request import TextOptions
 from ..bodies.fields import check_served
@@ -59,7 +59,6 @@ def sampling_params(
     the end of the context.
     """
     card = group.card
-    defaults = card.defaults
     eos = () if body.ignore_eos else card.eos_token_ids
     stop_ids = tuple(dict.fromkeys((*eos, *(body.stop_token_ids or ()))))
     _check_ids("stop_token_ids", stop_ids, card.vocab_size)
@@ -69,17 +68,14 @@ def sampling_params(
     if min_tokens > max_tokens:
         raise RequestError(f"min_tokens: {min_tokens} is above max_tokens = {max_tokens}", param="min_tokens")
 
-    def pick(value: float | None, name: str, otherwise: float) -> float:
-        return value if value is not None else defaults.get(name, otherwise)
-
+    asked: dict[str, Any] = {name: getattr(body, name) for name in FROM_CHECKPOINT}
+    chosen = {name: card.defaults.get(name) if value is None else value for name, value in asked.items()}
+    top_k = max(0, int(chosen.pop("top_k") or 0))
     return SamplingParams(
         max_tokens=max(1, max_tokens),  # a node generates a token after every prompt; the answer may leave it out
         min_tokens=min_tokens,
-        temperature=pick(body.temperature, "temperature", 1.0),
-        top_k=max(0, int(pick(body.top_k, "top_k", 0))),
-        top_p=pick(body.top_p, "top_p", 1.0),
-        min_p=pick(body.min_p, "min_p", 0.0),
-        repetition_penalty=pick(body.repetition_penalty, "repetition_penalty", 1.0),
+        top_k=top_k,
+        **{name: value for name, value in chosen.items() if value is not None},
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=body.logit_bias or {},

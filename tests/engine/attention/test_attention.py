@@ -14,7 +14,8 @@ from thinned import halved
 
 pytest.importorskip("triton")
 
-from baton.engine.attention.attention import HeadNorms, begin_attention
+from baton.engine.attention.attention import begin_attention
+from baton.engine.attention.context import HeadNorms, LayerHeads
 from baton.engine.attention.rope import RotaryEmbedding
 from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.checkpoint.read_config import read_model_config
@@ -59,7 +60,7 @@ def attend(
         parts = (ForwardBatch.build(part, PAGE_SIZE, "cpu") for part in (rows[:num_first], rows[num_first:]))
         batch = JointBatch.of(*parts)
     context = begin_attention(config, rotary, batch, kv, qkv.dtype)
-    out = context(1, qkv, norms, config.sliding_window[1], sinks)
+    out = context(qkv, LayerHeads(1, norms, config.sliding_window[1], sinks))
     return out, fp8_numbers(kv) if in_fp8 else kv
 
 

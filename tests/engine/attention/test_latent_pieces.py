@@ -14,7 +14,7 @@ from triton_device import DEVICE, random
 pytest.importorskip("triton")
 
 from baton.engine.attention import latent_pieces
-from baton.engine.attention.attention import attend_latents, begin_attention
+from baton.engine.attention.attention import begin_attention
 from baton.engine.attention.latent_pieces import LatentPieces, is_faster, piece_size
 from baton.engine.attention.rope import RotaryEmbedding
 from baton.engine.checkpoint.model_config import LatentConfig
@@ -130,7 +130,7 @@ def test_both_forms_bring_the_same(
         with preferring("triton"):
             monkeypatch.setattr(latent_pieces, "is_faster", lambda *_, found=is_expanded: found)
             context = begin_attention(config, rotary, batch, kv, kv.dtype)
-            outs.append(attend_latents(context, 1, q.clone(), stored.clone(), weights))
+            outs.append(context.attend_latents(1, q.clone(), stored.clone(), weights))
     torch.testing.assert_close(outs[0], outs[1], atol=2e-5, rtol=2e-5)
 
 

@@ -23,8 +23,7 @@ from baton.engine.state import cuda_pool
 from baton.engine.state.cuda_pool import CudaPool, word_spans
 from baton.kernels.state import pages as page_kernels
 from baton.kernels.state import triton_pages
-from baton.kernels.state.pages import gather_pages_ref, page_checksums_ref
-from baton.kernels.state.triton_pages import PoolAddress
+from baton.kernels.state.pages import PoolAddress, gather_pages_ref, page_checksums_ref
 from baton.metadata.errors import OutOfMemory, TransferError
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.ranks.shards import blocks_here, digest_columns, page_parts

@@ -27,7 +27,8 @@ from attention_case import HEADS_IN_DTYPES, NOT_NUMBERS, ODD_SHAPES, Case, asser
 
 from baton.kernels.attention import triton_attention
 from baton.kernels.attention.attention import Tree, paged_attention_ref
-from baton.kernels.attention.triton_attention import DecodeTiles, TritonPlan, decode_attention
+from baton.kernels.attention.paged_plan import PagedPlan
+from baton.kernels.attention.triton_attention import DecodeTiles, decode_attention
 from baton.kernels.state.fp8_pages import scales_of
 
 
@@ -120,7 +121,7 @@ def test_padding_rows() -> None:
     table = torch.cat([case.table, torch.zeros(3, case.table.shape[1], dtype=torch.int64, device=DEVICE)])
     lens = torch.cat([case.lens, torch.tensor([2, 2, 0], device=DEVICE)])
     q = torch.cat([case.q, torch.full((6, 4, 32), float("nan"), device=DEVICE)])
-    plan = TritonPlan.uniform(table, lens, 2, case.page_size, is_stored=True)
+    plan = PagedPlan.uniform(table, lens, 2, case.page_size, is_stored=True)
     for num_slots in (1, 2):
         tiles = DecodeTiles.choose(q, case.kv, len(table))._replace(num_slots=num_slots)
         out = decode_attention(q, case.kv, plan, None, tiles)
@@ -172,7 +173,7 @@ def test_one_long_sequence_among_short_ones(
 ) -> None:
     """With fewer slots than twice the sequences, the last program of a sequence combines its splits."""
     case = Case((query_len,) * 3, (query_len, 300, 140), heads)
-    plan = TritonPlan.uniform(case.table, case.lens, query_len, case.page_size, is_stored=True)
+    plan = PagedPlan.uniform(case.table, case.lens, query_len, case.page_size, is_stored=True)
     tiles = DecodeTiles.choose(case.q, case.kv, 3)._replace(num_slots=num_slots, block_n=16, block_m=16)
     outs = [decode_attention(case.q, case.kv, plan, window, tiles) for _ in range(2)]  # two layers
     case.check(outs[0], window)
@@ -227,7 +228,7 @@ def test_a_graph_holds_a_forward(tree_before: int | None) -> None:
                 static.copy_(each)
 
     def forward() -> torch.Tensor:
-        return decode_attention(q, kv, TritonPlan.uniform(table, lens, 4, 16, tree, positions), 40)
+        return decode_attention(q, kv, PagedPlan.uniform(table, lens, 4, 16, tree, positions), 40)
 
     fill(case)
     torch.cuda.synchronize()  # inputs were made on another stream
@@ -246,7 +247,7 @@ def test_a_graph_holds_a_forward(tree_before: int | None) -> None:
 
 def test_plans_hold_tensors_and_shapes_only() -> None:
     case = Case((2, 2), (5, 9), tree_before=0)
-    plan = TritonPlan.uniform(case.table, case.lens, 2, case.page_size, case.tree, case.positions)
+    plan = PagedPlan.uniform(case.table, case.lens, 2, case.page_size, case.tree, case.positions)
     kinds = {type(getattr(plan, field.name)) for field in dataclasses.fields(plan) if field.init}
     assert kinds <= {torch.Tensor, int, type(None)}
 
@@ -313,7 +314,7 @@ def test_more_splits_than_a_warp_combines(num_slots: int, monkeypatch: pytest.Mo
 def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
     q, pool = make_queries(3), make_large_pool(tmp_path)
     expected = paged_attention_ref(q, small_pool(pool)[0], SMALL_TABLE, [3], [SEQ_LEN], None)
-    out = decode_attention(q, pool[0], TritonPlan.uniform(TABLE, LENS, 3, PAGE_SIZE, is_stored=True))
+    out = decode_attention(q, pool[0], PagedPlan.uniform(TABLE, LENS, 3, PAGE_SIZE, is_stored=True))
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 

@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 
 from attention_case import TOLERANCE
 
-from baton.kernels.attention.triton_expanded import ExpandedTiles, Keys, expanded_attention
+from baton.kernels.attention.latents import Keys
+from baton.kernels.attention.triton_expanded import ExpandedTiles, expanded_attention
 
 NUM_HEADS, PLAIN_DIM, ROPE_DIM, VALUE_DIM = 3, 20, 12, 24
 SCALE = 0.11

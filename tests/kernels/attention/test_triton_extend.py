@@ -26,7 +26,7 @@ from attention_case import HEADS_IN_DTYPES, NOT_NUMBERS, ODD_SHAPES, Case, asser
 
 from baton.kernels.attention import triton_extend
 from baton.kernels.attention.attention import paged_attention_ref
-from baton.kernels.attention.triton_attention import TritonPlan
+from baton.kernels.attention.paged_plan import PagedPlan
 from baton.kernels.attention.triton_extend import ExtendTiles, extend_attention
 from baton.kernels.state.fp8_pages import scales_of
 
@@ -92,7 +92,7 @@ def test_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_long_uniform_chunks_are_ragged_ones() -> None:
     case = Case((70, 70), (70, 90), (2, 1))
-    plan = TritonPlan.uniform(case.table, case.lens, 70, case.page_size)
+    plan = PagedPlan.uniform(case.table, case.lens, 70, case.page_size)
     assert plan.starts is not None and plan.starts.tolist() == [0, 70, 140]
     case.check(extend_attention(case.q, case.kv, plan))
 
@@ -115,7 +115,7 @@ def test_short_chunks_behind_long_prefixes(
 
     monkeypatch.setattr(torch, "empty", empty)
     case = Case(query_lens, seq_lens, (4, 2))
-    plan = TritonPlan.ragged(case.table, case.lens, case.starts, len(case.qkv), case.page_size)
+    plan = PagedPlan.ragged(case.table, case.lens, case.starts, len(case.qkv), case.page_size)
     tiles = ExtendTiles.choose(case.q, case.kv)._replace(block_m=16, block_n=16, num_slots=20)
     outs = [extend_attention(case.q, case.kv, plan, window, tiles) for _ in range(2)]
     case.check(outs[0], window)
@@ -195,7 +195,7 @@ def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
     q, pool = make_queries(3), make_large_pool(tmp_path)
     expected = paged_attention_ref(q, small_pool(pool)[0], SMALL_TABLE, [3], [SEQ_LEN], None)
     starts = torch.tensor([0, 3], dtype=torch.int32)
-    out = extend_attention(q, pool[0], TritonPlan.ragged(TABLE, LENS, starts, 3, PAGE_SIZE))
+    out = extend_attention(q, pool[0], PagedPlan.ragged(TABLE, LENS, starts, 3, PAGE_SIZE))
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from attention_case import Case
 
-from baton.kernels.attention.latents import LatentWeights, join_latents, latent_values_ref
-from baton.kernels.attention.triton_latent_heads import Turns, absorb_latents, latent_values, turn_latents
+from baton.kernels.attention.latents import LatentWeights, Turns, join_latents, latent_values_ref
+from baton.kernels.attention.triton_latent_heads import absorb_latents, latent_values, turn_latents
 from baton.kernels.operations import preferring
 from baton.kernels.products.norm import Norm
 from baton.kernels.products.rotary import rotary_ref

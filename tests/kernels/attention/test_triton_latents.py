@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from attention_case import TOLERANCE, Case
 
 from baton.kernels.attention.attention import Tree, paged_attention_ref
-from baton.kernels.attention.triton_attention import TritonPlan
+from baton.kernels.attention.paged_plan import PagedPlan
 from baton.kernels.attention.triton_latents import LatentTiles, latent_attention
 
 RANK, ROTARY_DIM = 40, 16
@@ -31,17 +31,17 @@ def case_of(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], num_heads: i
     return case
 
 
-def plan_of(case: Case) -> TritonPlan:
+def plan_of(case: Case) -> PagedPlan:
     if len(set(case.query_lens)) > 1:
         return ragged_plan_of(case)
-    return TritonPlan.uniform(case.table, case.lens, case.query_lens[0], case.page_size, case.tree, case.positions)
+    return PagedPlan.uniform(case.table, case.lens, case.query_lens[0], case.page_size, case.tree, case.positions)
 
 
-def ragged_plan_of(case: Case) -> TritonPlan:
-    return TritonPlan.ragged(case.table, case.lens, case.starts, len(case.qkv), case.page_size)
+def ragged_plan_of(case: Case) -> PagedPlan:
+    return PagedPlan.ragged(case.table, case.lens, case.starts, len(case.qkv), case.page_size)
 
 
-def attend(case: Case, plan: TritonPlan | None = None, **tiles: int) -> torch.Tensor:
+def attend(case: Case, plan: PagedPlan | None = None, **tiles: int) -> torch.Tensor:
     chosen = LatentTiles.choose(case.q, len(case.lens))._replace(**tiles)
     return latent_attention(case.q, case.kv, plan or plan_of(case), RANK, SCALE, chosen)
 
@@ -128,7 +128,7 @@ def test_padding_rows() -> None:
     lens = torch.cat([case.lens, torch.tensor([2, 0], device=DEVICE)])
     q = torch.cat([case.q, torch.full((4, 5, WIDTH), float("nan"), device=DEVICE)])
     starts = torch.arange(0, 9, 2, dtype=torch.int32, device=DEVICE)
-    for plan in (TritonPlan.ragged(table, lens, starts, 8, 4), TritonPlan.uniform(table, lens, 2, 4)):
+    for plan in (PagedPlan.ragged(table, lens, starts, 8, 4), PagedPlan.uniform(table, lens, 2, 4)):
         out = latent_attention(q, case.kv, plan, RANK, SCALE)
         torch.testing.assert_close(out[:4], expected)
         assert (out[6:] == 0).all()
@@ -193,7 +193,7 @@ def test_a_graph_holds_a_forward(tree_before: int | None) -> None:
                 static.copy_(each)
 
     def forward() -> torch.Tensor:
-        plan = TritonPlan.uniform(table, lens, 4, 16, tree, positions)
+        plan = PagedPlan.uniform(table, lens, 4, 16, tree, positions)
         return latent_attention(q, kv, plan, RANK, SCALE)
 
     fill(cases[0])

@@ -5,6 +5,7 @@ tests/gpu/test_cuda_group.py does the same between processes that share a GPU.""
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,8 +16,23 @@ from triton_device import IS_INTERPRETED
 
 pytest.importorskip("triton")
 
-from baton.kernels.ranks.all_reduce import CONTROL, MAX_ROW_BYTES, PeerBlocks, all_reduce_norm_ref_
-from baton.kernels.ranks.triton_all_reduce import all_max, all_reduce, all_reduce_norm_, serves_norm
+from baton.kernels.ranks.all_reduce import (
+    CONTROL,
+    MAX_ROW_BYTES,
+    NUM_LANES,
+    SLOT_BYTES,
+    PeerBlocks,
+    all_reduce_norm_ref_,
+)
+from baton.kernels.ranks.triton_all_reduce import (
+    all_max,
+    all_reduce,
+    all_reduce_norm_,
+    reduce_scatter,
+    reduce_scatter_norm_,
+    serves_norm,
+    serves_scatter,
+)
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="tests/gpu/test_cuda_group.py tests them on a GPU")
 
@@ -54,12 +70,31 @@ CASES = [
 ]
 
 
+SCATTER_CASES = [
+    Case("reduce_scatter", (12, 17)),
+    Case("reduce_scatter", (9, 64), torch.int64),
+    Case("reduce_scatter", (0, 64), HALF),
+    Case("equal_scatter", (6, 301)),
+    Case("sum", (3, 301)),  # lanes of both kernels take turns
+    Case("equal_scatter", (12 * NUM_LANES, 200), HALF),  # a lane meets the others twice in a launch
+    Case("equal_scatter", (6, 64)),
+    Case("reduce_scatter_norm_", (6, 256)),
+    Case("reduce_scatter_norm_", (6 * (NUM_LANES + 2), 24)),
+    Case("sum_norm_", (5, 100), HALF),
+    Case("reduce_scatter_norm_", (12, 72), HALF, num_parts=4),
+    Case("reduce_scatter_norm_", (0, 64)),
+    Case("reduce_scatter_norm_", (6, 5000)),  # no slot holds a row for each rank
+    Case("equal_scatter", (6, 5)),
+]
+
+
+@pytest.mark.parametrize("cases", [CASES, SCATTER_CASES], ids=["reduce", "scatter"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_operation_has_the_bits_of_the_specification(size: int) -> None:
-    found = run_processes(size, CASES)
+def test_every_operation_has_the_bits_of_the_specification(size: int, cases: list[Case]) -> None:
+    found = run_processes(size, cases)
     for rank, values in found.items():
-        assert len(values) == len(CASES), values[-1]
-        for case, value in zip(CASES, values, strict=True):
+        assert len(values) == len(cases), values[-1]
+        for case, value in zip(cases, values, strict=True):
             check(case, rank, size, [torch.from_numpy(each) for each in value])
 
 
@@ -70,10 +105,10 @@ def one_group(limit: int = 1000) -> Any:
 
 def test_a_row_that_does_not_fit_into_registers_is_not_fused() -> None:
     weight = torch.ones(MAX_ROW_BYTES // 4)
-    assert serves_norm(weight[None], weight)
-    assert not serves_norm(torch.ones(1, MAX_ROW_BYTES // 4 + 1), weight)
-    assert not serves_norm(weight[None], weight.half())
-    assert serves_norm(torch.ones(1, MAX_ROW_BYTES // 2, dtype=HALF), weight.half())
+    assert serves_norm(weight[None], weight, weight)
+    assert not serves_norm(torch.ones(1, MAX_ROW_BYTES // 4 + 1), weight, weight)
+    assert not serves_norm(weight[None], weight, weight.half())
+    assert serves_norm(torch.ones(1, MAX_ROW_BYTES // 2, dtype=HALF), weight, weight.half())
 
 
 def test_unlike_shapes_are_refused() -> None:
@@ -116,3 +151,25 @@ def test_a_strided_residual_is_added_to_in_place() -> None:
     actual = second.sum_norm_(table[:, :64], delta, weight, 1e-5)
     torch.testing.assert_close(actual, normed)
     assert torch.equal(table[:, :64], expected) and not table[:, 64:].any()
+
+
+def test_a_slot_must_hold_a_row_for_each_rank_and_registers_one() -> None:
+    def serves(hidden: torch.Tensor, weight: torch.Tensor, num_ranks: int = 2) -> bool:
+        return serves_scatter(hidden, hidden, weight, 1e-5, Mock(size=num_ranks))
+
+    weight = torch.ones(MAX_ROW_BYTES // 4)
+    most = SLOT_BYTES // MAX_ROW_BYTES
+    assert serves(weight[None], weight, most) and not serves(weight[None], weight, most + 1)
+    assert not serves(torch.ones(1, MAX_ROW_BYTES // 4 + 1), torch.ones(MAX_ROW_BYTES // 4 + 1))
+    assert not serves(weight[None], weight.half())
+    assert not serves(torch.ones(8, 2).T, torch.ones(8)), "a row is contiguous"
+
+
+def test_unlike_shapes_of_a_scatter_are_refused() -> None:
+    blocks, hidden, weight = local_group(0, new_blocks(2), 1000)._blocks, torch.ones(3, 64), torch.ones(64)
+    for delta in (torch.ones(3, 64), torch.ones(6, 32), torch.ones(6, 64, dtype=HALF), torch.ones(2, 6, 64).half()):
+        with pytest.raises(AssertionError):
+            reduce_scatter_norm_(hidden, delta, weight, 1e-5, blocks)
+    for x in (torch.ones(2, 3, dtype=torch.int64), torch.ones(3, 3)):
+        with pytest.raises(AssertionError):
+            reduce_scatter(x, blocks)

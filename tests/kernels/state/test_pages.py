@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE
 
-from baton.kernels.operations import function
+from baton.kernels.operations import captures
 from baton.kernels.state import pages
-from baton.kernels.state.pages import gather_pages_ref, has_kernels, multipliers, page_checksums
+from baton.kernels.state.pages import gather_pages, gather_pages_ref, has_kernels, multipliers, page_checksums
 
 pytestmark = [
     pytest.mark.usefixtures("each_backend"),
@@ -86,7 +86,7 @@ def test_every_changed_bit_and_swapped_word_shows() -> None:
 
 def gather(peer: Tensor, pool: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Gather by the backend that is preferred, which callers of pages.py ask for too."""
-    (function("gather_pages", pool) or gather_pages_ref)(peer, pool, sources, targets)
+    (gather_pages if captures(pool.device) else gather_pages_ref)(peer, pool, sources, targets)
 
 
 @pytest.mark.parametrize("moves", [[], [(6, 1)], [(0, 3), (6, 0), (2, 2), (0, 1)]], ids=len)

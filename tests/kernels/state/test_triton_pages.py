@@ -12,8 +12,7 @@ from triton_device import DEVICE, IS_INTERPRETED
 pytest.importorskip("triton")
 
 from baton.kernels.state import triton_pages
-from baton.kernels.state.pages import WordSpan, gather_pages_ref, page_checksums_ref
-from baton.kernels.state.triton_pages import PoolAddress
+from baton.kernels.state.pages import PoolAddress, WordSpan, gather_pages_ref, page_checksums_ref
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's products wrap aloud
 

@@ -1,0 +1,87 @@
+"""What the attention layers of one forward share, for every way to compute it (attention.py)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...kernels.attention.latents import LatentWeights, join_latents, latent_values
+
+CosSin = tuple[torch.Tensor, torch.Tensor]  # of the batch's tokens, [num_tokens, 1, rotary_dim]; the sine is signed
+
+
+class HeadNorms(NamedTuple):
+    """Weights that norm q and k per head before their rotation."""
+
+    q: torch.Tensor  # [head_dim]
+    k: torch.Tensor  # [head_dim]
+
+
+class LayerHeads(NamedTuple):
+    """What a layer's attention needs of the layer."""
+
+    layer: int  # its index in the pool
+    norms: HeadNorms | None = None
+    window: int | None = None  # positions that a query sees, its own included; None: all
+    sinks: torch.Tensor | None = None  # [num_heads] float32, scores of query heads that have no value
+
+
+class AttentionContext(ABC):
+    """State that the attention layers of one forward share: positions, pages, masks, plans of kernels."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        """Attend in a layer: `qkv` [num_tokens, q_size + num_planes * kv_size] -> [num_tokens, q_size].
+
+        `qkv` may be overwritten. On return the new tokens' KV is stored."""
+
+    def attend_latents(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        """Attend in layer `index` of a pool of latents, and store the new tokens' latents: return the values,
+        [num_tokens, num_heads * value_dim].
+
+        `q` [num_tokens, num_heads, plain_dim + rope_dim] and `stored` [num_tokens, rank + rope_dim], the latents before
+        their norm, are not rotated yet. They may be views, and may be overwritten."""
+        joined = join_latents(q, stored, weights)
+        attended = self(joined.flatten(1), LayerHeads(index)).unflatten(1, (q.shape[1], -1))
+        return latent_values(attended[..., : weights.rank], weights)
+
+    def joined(self, second: AttentionContext, num_first: int) -> AttentionContext:
+        """Return the attention of this batch, which has `num_first` tokens, and of another one in one forward."""
+        return _JointAttention(self, second, num_first)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IdleAttention(AttentionContext):
+    """The attention of a rank without rows: it stores nothing and returns no rows, of the usual width."""
+
+    q_size: int
+
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        del heads
+        assert len(qkv) == 0, qkv.shape
+        return qkv[:, : self.q_size]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _JointAttention(AttentionContext):
+    """The attention of two batches of one forward, each by its own way. The first may see tokens of the second, so the
+    KV of the second is stored first."""
+
+    first: AttentionContext
+    second: AttentionContext
+    num_first: int  # tokens of the first batch
+
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        first, second = qkv.tensor_split((self.num_first,))
+        of_second = self.second(second, heads)
+        return torch.cat([self.first(first, heads), of_second])
+
+    def attend_latents(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        (q, other_q), (stored, other) = q.tensor_split((self.num_first,)), stored.tensor_split((self.num_first,))
+        of_second = self.second.attend_latents(index, other_q, other, weights)
+        return torch.cat([self.first.attend_latents(index, q, stored, weights), of_second])

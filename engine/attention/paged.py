@@ -1,0 +1,128 @@
+"""Attention by kernels that read KV in its pages (kernels/attention/paged_plan.py, latents.py), on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.attention.latents import (
+    LatentWeights,
+    Turns,
+    absorb_latents,
+    latent_attention,
+    latent_values,
+    turn_latents,
+)
+from ...kernels.attention.paged_plan import PagedPlan, decode_attention, extend_attention, norm_rotate_store
+from ..checkpoint.model_config import ModelConfig
+from ..rounds.batch import ForwardBatch
+from .context import AttentionContext, CosSin, LayerHeads
+from .latent_pieces import LatentPieces
+from .prompt_pieces import PromptPieces
+
+
+def begin_paged(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_sin: CosSin) -> AttentionContext:
+    """Return the context by kernels that read pages in place. Arguments are as in `begin_compiled`."""
+    (cos, sin), kv_layers = cos_sin, kv.unbind(0)
+    if config.latent is not None:
+        plan = _plan(batch)
+        pieces = LatentPieces.of(batch, config.latent, config.num_heads, kv.itemsize)
+        return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
+    prompts = PromptPieces.of(batch, kv, cos.dtype) if set(config.sliding_window) == {None} else None
+    return _PagedAttention(config, _plan(batch), prompts, kv_layers, cos, sin)
+
+
+def paged_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Do the work of `begin_queries` by kernels that read pages in place."""
+    plan = _plan(batch, is_stored=True)
+    return lambda q, layer: decode_attention(q, kv[layer], plan)
+
+
+def _plan(batch: ForwardBatch, *, is_stored: bool = False) -> PagedPlan:
+    """Return the plan of the kernels. Prompts and chunks of any lengths share one kernel; rounds have another.
+
+    `is_stored`: the queries have no KV of their own, all that they see is in pages already."""
+    table, seq_lens = batch.block_table, batch.seq_lens
+    if batch.starts is not None:
+        return PagedPlan.ragged(table, seq_lens, batch.starts, batch.num_tokens, batch.page_size)
+    query_len = batch.query_lens[0]
+    return PagedPlan.uniform(
+        table, seq_lens, query_len, batch.page_size, batch.tree, batch.positions, is_stored=is_stored
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PagedAttention(AttentionContext):
+    config: ModelConfig
+    plan: PagedPlan
+    prompts: PromptPieces | None
+    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 2, num_kv_heads, page_size, head_dim]
+    cos: torch.Tensor  # [num_tokens, 1, head_dim]
+    sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
+
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        kv_layer, rows, eps = self.kv_layers[heads.layer], self.plan.new_rows, self.config.rms_norm_eps
+        prompts = self.prompts if heads.sinks is None else None  # torch's fused attention has none
+        fuses = prompts is not None
+        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, rows, heads.norms, eps, writes_back=fuses)
+        if prompts is not None:
+            return prompts.attend(q, qkv, kv_layer)
+        return self.attend(q, heads).flatten(1)
+
+    def attend(self, q: torch.Tensor, heads: LayerHeads, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the attention of `q` [num_tokens, num_heads, head_dim], whose KV is stored: `out`, or a new tensor of
+        q's shape."""
+        attend = decode_attention if self.plan.starts is None else extend_attention
+        return attend(q, self.kv_layers[heads.layer], self.plan, heads.window, out=out, sinks=heads.sinks)
+
+    def joined(self, second: AttentionContext, num_first: int) -> AttentionContext:
+        if isinstance(second, _PagedAttention):
+            return _JointPagedAttention(self, second, *map(torch.cat, zip(self._tokens, second._tokens, strict=True)))
+        return AttentionContext.joined(self, second, num_first)
+
+    @property
+    def _tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What belongs to the batch's tokens."""
+        return self.plan.new_rows, self.cos, self.sin
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _JointPagedAttention(AttentionContext):
+    """The attention of two batches of one forward. One launch stores the new tokens of both. Prompts of the batches
+    read their keys in pages."""
+
+    first: _PagedAttention
+    second: _PagedAttention
+    rows: torch.Tensor  # [num_tokens] int64, where new KV of both goes
+    cos: torch.Tensor  # [num_tokens, 1, head_dim]
+    sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
+
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        kv_layer, eps = self.first.kv_layers[heads.layer], self.first.config.rms_norm_eps
+        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.rows, heads.norms, eps)
+        out, num_first = torch.empty_like(q, memory_format=torch.contiguous_format), len(self.first.cos)
+        self.first.attend(q[:num_first], heads, out[:num_first])
+        self.second.attend(q[num_first:], heads, out[num_first:])
+        return out.flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PagedLatents(AttentionContext):
+    scale: float
+    plan: PagedPlan
+    turns: Turns
+    pieces: LatentPieces | None  # keys of prompts in the expanded form; None: all is in the absorbed form
+    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 1, 1, page_size, rank + rope_dim]
+
+    def __call__(self, *_: object, **__: object) -> torch.Tensor:
+        raise AssertionError("a layer of latents asks `attend_latents`")
+
+    def attend_latents(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        kv_layer = self.kv_layers[index]
+        if self.pieces is not None:
+            latents = turn_latents(q, stored, weights, self.turns, kv_layer)
+            return self.pieces.attend(q, latents, kv_layer, weights, self.scale)
+        heads = absorb_latents(q, stored, weights, self.turns, kv_layer)
+        return latent_values(latent_attention(heads, kv_layer, self.plan, weights.rank, self.scale), weights)
