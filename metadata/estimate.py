@@ -35,10 +35,10 @@ class Estimate:
         "_memory",
         "_num_kept",
         "_quantile",
-        "_seen_at",
         "count",
         "lasts",
         "mean",
+        "seen_at",
         "spread",
     )
 
@@ -56,7 +56,7 @@ class Estimate:
         least, 0.5 the median. The mean is of about `memory` values."""
         self._num_kept, self._quantile, self._memory = num_kept, quantile, memory
         self._has_guess, self._fading = guess is not None, fading
-        self._seen_at = 0.0
+        self.seen_at = 0.0  # when the last measurement was taken
         self.mean = guess or 0.0
         self.spread = 0.0  # the usual distance of a measurement from the mean
         self.count = weight  # of measurements, up to the number that the mean remembers
@@ -67,7 +67,7 @@ class Estimate:
         self.lasts.append(measured)
         del self.lasts[: -self._num_kept]
         self.count = min(self.count + 1, self._memory + self._num_kept - 1)
-        self.mean, self._seen_at = self.at(now), now
+        self.mean, self.seen_at = self.at(now), now
         if self.count == 1:
             self.mean = self.mean if self._has_guess and self._num_kept > 1 else measured
             return 0.0
@@ -82,7 +82,7 @@ class Estimate:
         if self._fading is None or self.mean <= self._fading.to:
             return self.mean
         to, after, half_life = self._fading
-        age = now - self._seen_at - after
+        age = now - self.seen_at - after
         return self.mean if age <= 0 else to + (self.mean - to) * 0.5 ** (age / half_life)
 
     def upper(self, num_spreads: float) -> float:

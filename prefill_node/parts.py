@@ -20,7 +20,7 @@ from ..engine.state.prefix_cache import PrefixCache
 from ..engine.state.ranked_cache import NodeCache, RankedCache
 from ..metadata.wire.node_info import RankLoad
 from . import chunks, ranked_chunks
-from .chunk_sharing import sharing_limit
+from .chunk_length import measured_sharing_limit
 from .chunks import ChunkUnderWay
 from .ranked_scheduler import RankedPrefillScheduler
 from .request import Request
@@ -83,7 +83,7 @@ class PrefillParts:
         cls, prompts: PromptExecutor, cache: PrefixCache, max_running: int, chunk: int, *, has_tails: bool = True
     ) -> PrefillParts:
         """Return the parts of a node with one pool. `cache` owns its pages, which `prompts` writes. `has_tails`: long
-        prompts are divided (tails.py)."""
+        prompts are divided (chunk_length.py)."""
         scheduler = PrefillScheduler(cache, max_running, chunk, has_tails=has_tails)
         return cls(
             prompts=prompts,
@@ -111,7 +111,7 @@ def _limit_sharing(scheduler: PrefillScheduler, prompts: PromptExecutor) -> None
     """Measure up to which size of a chunk prompts gain by sharing it. Ranks that have prompts of their own have no
     limit: a step takes as long as the longest chunk, so a rank with short prompts would wait for the others."""
     chunk_s = functools.partial(measure_prompt, prompts, scheduler.page_size)
-    limit = sharing_limit(chunk_s, min(scheduler.chunk_tokens, prompts.context_len))
+    limit = measured_sharing_limit(chunk_s, min(scheduler.chunk_tokens, prompts.context_len))
     scheduler.share_up_to(limit)
     if limit is not None:
         logger.info("prompts share chunks of up to %d tokens", limit)

@@ -6,7 +6,7 @@
 A prompt starts only when the pool can hold all of it. Prompts start in the order in which they came. The decode node
 has reserved its pages before a prompt comes here, so every ticket ends, and no prompt waits for ever.
 
-Prompts share a chunk only while it is small (chunk_sharing.py)."""
+chunk_length.py decides how many tokens a step computes, and how many prompts share them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages
 from ..metadata.wire.node_info import RankLoad
-from .chunk_sharing import may_share
+from .chunk_length import ChunkLength
 from .request import Request
-from .tails import PromptTails
 
 
 class PlannedChunk(NamedTuple):
@@ -44,13 +43,12 @@ class PrefillScheduler:
     """Owns the waiting, computing and handing-over requests and all pages that they hold."""
 
     def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int, *, has_tails: bool = False) -> None:
-        """`has_tails`: long prompts are divided (tails.py)."""
-        self._tails = PromptTails[Request](chunk_tokens) if has_tails else None
+        """`has_tails`: long prompts are divided (chunk_length.py)."""
+        self._length = ChunkLength[Request](chunk_tokens, has_tails=has_tails)
         self.cache = cache
         self.page_size = cache.pool.page_size
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
-        self._sharing_limit: int | None = None
         self.waiting: deque[Request] = deque()
         self.computing: list[Request] = []  # oldest first
         self.handing_over: list[Request] = []
@@ -58,7 +56,7 @@ class PrefillScheduler:
     def share_up_to(self, num_tokens: int | None) -> None:
         """From now on, a prompt joins others in a chunk only if the chunk then has at most `num_tokens` tokens, all
         that are left of the prompt included. None: it also joins with a part of its tokens, to fill the chunk."""
-        self._sharing_limit = num_tokens
+        self._length.sharing_limit = num_tokens
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -91,7 +89,7 @@ class PrefillScheduler:
         for request in self.computing:
             start = request.num_submitted
             num_left = len(request.token_ids) - start
-            if budget == 0 or (plan and not may_share(most - budget + num_left, self._sharing_limit)):
+            if budget == 0 or (plan and not self._length.may_share(most - budget + num_left)):
                 break
             num_new = min(budget, num_left)
             is_last = num_new == num_left
@@ -155,11 +153,11 @@ class PrefillScheduler:
 
     def _budget(self) -> int:
         """Return how many tokens the next chunk may have."""
-        if self._tails is None or not self.computing:
+        if not self.computing:
             return self.chunk_tokens
         oldest = self.computing[0]
         is_alone = len(self.computing) == 1 and not self.waiting and oldest.decode is not None
-        return self._tails.budget(oldest, len(oldest.token_ids) - oldest.num_submitted, is_alone=is_alone)
+        return self._length.budget(oldest, len(oldest.token_ids) - oldest.num_submitted, is_alone=is_alone)
 
     def _take_pages(self, request: Request) -> bool:
         """Give the request all its pages, cached ones first, or none (False)."""

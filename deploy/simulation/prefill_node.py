@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...prefill_node.chunk_sharing import may_share, sharing_limit
+from ...prefill_node.chunk_length import ChunkLength, measured_sharing_limit
 from ...prefill_node.chunk_times import ChunkSeconds
-from ...prefill_node.tails import PromptTails
 from ...router.placement.placement import QUEUED_PER_SLOT, PrefillFigures
 from ...router.placement.prompt_placement import PromptTimes, RemoteFigures
 from .agenda import Agenda
@@ -49,8 +48,8 @@ class SimulatedPrefillNode:
         self._waiting = deque[SimulatedRequest]()
         self._computing = deque[SimulatedRequest]()
         self._rate = ChunkSeconds()
-        self._tails = PromptTails[SimulatedRequest](chunk_tokens)
-        self._sharing_limit = sharing_limit(lambda num_tokens: costs.chunk_s([ChunkPart(num_tokens, 0)]), chunk_tokens)
+        limit = measured_sharing_limit(lambda tokens: costs.chunk_s([ChunkPart(tokens, 0)]), chunk_tokens)
+        self._length = ChunkLength[SimulatedRequest](chunk_tokens, has_tails=True, sharing_limit=limit)
         self._is_idle = True
         self._free_at = 0.0  # when the device will have computed all chunks
         self._held_tokens = 0
@@ -130,7 +129,7 @@ class SimulatedPrefillNode:
         while computing and budget:
             request = computing[0]
             num_left = request.prompt_len - request.num_computed
-            if pieces and not may_share(most - budget + num_left, self._sharing_limit):
+            if pieces and not self._length.may_share(most - budget + num_left):
                 break
             num_new = min(budget, num_left)
             pieces.append(ChunkPart(num_new, request.num_computed))
@@ -153,4 +152,4 @@ class SimulatedPrefillNode:
             return self._chunk_tokens
         oldest = self._computing[0]
         is_alone = len(self._computing) == 1 and not self._waiting
-        return self._tails.budget(oldest, oldest.prompt_len - oldest.num_computed, is_alone=is_alone)
+        return self._length.budget(oldest, oldest.prompt_len - oldest.num_computed, is_alone=is_alone)

@@ -18,6 +18,7 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ...metadata.estimate import Estimate
 from .step_times import KEPT, MEMORY
 
 _ENOUGH_S = 0.5  # of measuring at the start on a slow machine
@@ -32,21 +33,6 @@ class _Kind(NamedTuple):
     depth: int  # magnitude of its history
 
 
-class _Measured:
-    """The last KEPT corrections of one kind, and the number of chunks that were measured before the last of them."""
-
-    __slots__ = ("lasts", "seen_at")
-
-    def __init__(self) -> None:
-        self.lasts: list[float] = []
-        self.seen_at = 0
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether other kinds may rely on it: it has enough measurements, or one that no disturbance can explain."""
-        return len(self.lasts) == KEPT or min(self.lasts) < 0
-
-
 class ChunkCosts:
     """A table of seconds by tokens, linear between the measured points, and its corrections."""
 
@@ -56,7 +42,7 @@ class ChunkCosts:
         self._seconds: list[float] = []  # of each size, rising
         for size in self._sizes:
             self._seconds.append(max([seconds[size], *self._seconds[-1:]]))
-        self._measured: dict[_Kind, _Measured] = {}
+        self._measured: dict[_Kind, Estimate] = {}
         self._num_measured = 0
         self._corrections: dict[_Kind, float] = {}  # what `_correction` found since the last measurement
 
@@ -91,12 +77,11 @@ class ChunkCosts:
     def observe(self, num_tokens: int, depth: int, seconds: float, *, is_joint: bool) -> None:
         """Correct the table by the seconds of a chunk; in the step of a round: those by which the round was longer."""
         kind = _Kind(is_joint, num_tokens.bit_length(), _magnitude(depth))
-        measured = self._measured.setdefault(kind, _Measured())
-        measured.lasts.append(max(0.0, seconds) - self._table(num_tokens))
-        del measured.lasts[:-KEPT]
         self._num_measured += 1
-        measured.seen_at = self._num_measured
-        for old in [old for old, each in self._measured.items() if self._is_forgotten(each)]:
+        estimate = self._measured.setdefault(kind, Estimate(num_kept=KEPT))
+        estimate.observe(max(0.0, seconds) - self._table(num_tokens), self._num_measured)
+        long_ago = self._num_measured - MEMORY
+        for old in [old for old, each in self._measured.items() if each.mean > 0 and each.seen_at < long_ago]:
             del self._measured[old]
         self._corrections.clear()
 
@@ -111,28 +96,26 @@ class ChunkCosts:
                 high = middle - 1
         return low
 
-    def _is_forgotten(self, measured: _Measured) -> bool:
-        return min(measured.lasts) > 0 and self._num_measured - measured.seen_at > MEMORY
-
     def _correction(self, kind: _Kind) -> float:
-        """Return the correction of a kind."""
+        """Return the correction of a kind: what is measured, or what is likely if that is little."""
         if kind not in self._corrections:
-            own = self._measured.get(kind)
-            lasts = [] if own is None else own.lasts
-            self._corrections[kind] = min(lasts if len(lasts) == KEPT else [*lasts, self._likely(kind)])
+            own, likely = self._measured.get(kind), self._likely(kind)
+            if own is not None:
+                likely = own.mean if own.count == KEPT else min(own.mean, likely)
+            self._corrections[kind] = likely
         return self._corrections[kind]
 
     def _likely(self, kind: _Kind) -> float:
         """Return the correction of the known kind most like this one. A correction that adds grows with the chunk: a
         long history or a slow machine costs time per token."""
-        known = [each for each, measured in self._measured.items() if each != kind and measured.is_sure]
+        known = [other for other, each in self._measured.items() if other != kind and _is_sure(each)]
         known = [each for each in known if each.is_joint == kind.is_joint] or [
             each for each in known if not each.is_joint
         ]
         if not known:
             return 0.0
         like = min(known, key=lambda each: (abs(each.depth - kind.depth), abs(each.size - kind.size), each))
-        correction = min(self._measured[like].lasts)
+        correction = self._measured[like].mean
         return correction * 2.0 ** (kind.size - like.size) if correction > 0 else correction
 
     def _table(self, num_tokens: int) -> float:
@@ -142,6 +125,11 @@ class ChunkCosts:
         left, right = self._sizes[high - 1], self._sizes[high]
         share = (num_tokens - left) / (right - left)
         return max(self._seconds[0] / 2, (1 - share) * self._seconds[high - 1] + share * self._seconds[high])
+
+
+def _is_sure(estimate: Estimate) -> bool:
+    """Return whether other kinds may rely on it: a disturbance makes no chunk faster."""
+    return estimate.count == KEPT or estimate.mean < 0
 
 
 def _magnitude(depth: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.engine.state.pages import Owner
-from baton.prefill_node import tails as tail_module
+from baton.prefill_node import chunk_length
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler
 
@@ -103,7 +103,7 @@ def test_chunks_that_are_all_shared_are_filled(scheduler: PrefillScheduler, make
 def tails(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Iterator[PrefillScheduler]:
     """A scheduler for which 7 tokens are a long prompt."""
     for name, value in {"LEAST_TAIL": 2, "_UNIT": 4, "_LONG": 7}.items():
-        monkeypatch.setattr(tail_module, name, value)
+        monkeypatch.setattr(chunk_length, name, value)
     yield PrefillScheduler(engine.cache, max_running=3, chunk_tokens=CHUNK, has_tails=True)
     engine.cache.flush()
 
