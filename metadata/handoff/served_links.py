@@ -16,9 +16,9 @@ import msgspec
 import zmq
 
 from ..bus.addresses import address_of_rank
+from ..bus.connection_monitor import PortWatch
 from ..bus.descriptors import NodePort, limit_of_descriptors
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
-from ..bus.strangers import PortWatch
 from ..bus.tcp_connection import TcpConnection
 from ..bus.throttle import Throttle
 from ..errors import ConfigError, ProtocolError, TransferError
