@@ -1,17 +1,75 @@
 """A chunk: the prompt tokens of one step, which the device computes together.
 
 `submit` makes the work of a step's plan, and asks the device for it. It returns before the device is done, so the node
-can submit the next chunk before it reads the results of this one.
+can submit the next chunk before it reads the results of this one. If the last token of a prompt is in the chunk, its
+choices sample their first tokens, and tickets follow (`PromptEnd`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..engine.prompts.executor import BegunChunk, PromptExecutor
-from ..engine.work import Chunk, ChunkRow
-from .prompt_ends import PromptEnd, batches, tails
+from ..engine.sampling.state import SamplingState
+from ..engine.work import Chunk, ChunkRow, CopyPages, Tail, Tails
+from ..metadata.wire.request import Unit
+from .request import Request
 from .scheduler import PlannedChunk, StepPlan
+
+_MAX_CHOICES = 256  # sampled in one pass, which holds a row of logits per choice
+
+
+class PromptEnd(NamedTuple):
+    """A request and its choices when its last token was submitted. Some may be dropped before the results are read."""
+
+    row: int  # of the chunk
+    request: Request
+    units: list[Unit]
+    states: list[SamplingState]
+    block_tables: list[list[int]]
+
+    @classmethod
+    def of(cls, row: int, request: Request) -> PromptEnd:
+        """Return the end of the prompt whose last tokens are this row of the chunk."""
+        tables = [request.block_table(index) for index in range(len(request.choices))]
+        return cls(row, request, list(request.choices), list(request.choices.values()), tables)
+
+    @property
+    def tail(self) -> Tail:
+        """Return the work for the device."""
+        return Tail(
+            row=self.row,
+            states=self.states,
+            block_tables=self.block_tables,
+            copies=self._copies(),
+            is_handed_over=bool(self.request.tickets),
+            num_cached=self.request.num_cached,
+        )
+
+    def _copies(self) -> CopyPages:
+        """Return the copies of the pages that a first token changes, for every choice but the first."""
+        num_shared = self.request.num_shared
+        own, *others = [block_table[num_shared:] for block_table in self.block_tables]
+        return CopyPages(own * len(others), [page for pages in others for page in pages])
+
+
+def batches(ends: Sequence[PromptEnd]) -> list[list[PromptEnd]]:
+    """Return the ends in batches of at most _MAX_CHOICES choices. A prompt is not split."""
+    found: list[list[PromptEnd]] = []
+    num_choices = 0
+    for end in ends:
+        if not found or num_choices + len(end.units) > _MAX_CHOICES:
+            found.append([])
+            num_choices = 0
+        found[-1].append(end)
+        num_choices += len(end.units)
+    return found
+
+
+def tails(ends: Sequence[PromptEnd]) -> Tails:
+    """Return the work of one batch."""
+    return Tails([end.tail for end in ends])
 
 
 class ChunkUnderWay(NamedTuple):

@@ -42,10 +42,9 @@ from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, Prefill
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
 from .chunk_times import ChunkSeconds
-from .chunks import ChunkUnderWay
+from .chunks import ChunkUnderWay, PromptEnd
 from .outbox import FirstToken, Outbox
 from .parts import PrefillParts
-from .prompt_ends import PromptEnd
 from .request import Request, new_request
 from .scheduler import PlannedChunk, StepPlan
 from .tickets import FailedUnit, Tickets

@@ -88,7 +88,10 @@ class Dispatcher:
         self.queues = Queues(bounds)
         self.cancels = Cancels(epoch, self._effects)
         self.reservations = Reservations(epoch)
-        self._placement = Placement(self._is_usable, lambda group: self.queues.waiting_in(group).shares.are_several)
+        self._placement = Placement(
+            lambda prefill, decode: self.health.is_usable(prefill, decode),
+            lambda group: self.queues.waiting_in(group).shares.are_several,
+        )
         self._streams = TokenStreams(epoch, self._requests, metrics, self._effects)
         self._rescheduling = Rescheduling(
             self._requests,
@@ -496,12 +499,10 @@ class Dispatcher:
         if not message.retryable:
             self._fail(request, NodeFault(where, message.code), now)
             return
-        if attempt.prefill is not None and attempt.decode is not None:
-            failure = where if message.code == TransferError.code else None
+        if attempt.decode is not None:
+            failure = where if attempt.prefill is not None and message.code == TransferError.code else None
             self.health.doubt(attempt.prefill, attempt.decode, failure, now)
             self._look(now)
-        elif attempt.decode is not None:
-            self.health.doubt_alone(attempt.decode)
         if message.code == OutOfMemory.code:
             refused = self._rescheduling.out_of_memory(request, attempt, sequence.index, where, now, at=node)
         else:
@@ -530,7 +531,7 @@ class Dispatcher:
                 if not request.is_canary:
                     self._placement.has_generated(attempt.decode, sequence)
             if attempt.decode is not None and attempt.prefill is None:
-                self.health.worked_alone(attempt.decode, now)
+                self.health.worked(None, attempt.decode, now)
             attempt.choices.discard(sequence.index)
             if not attempt.choices and attempt.prefill_done:
                 request.attempts.pop(attempt.number, None)
@@ -668,12 +669,6 @@ class Dispatcher:
             del self._requests[request.rid]
             request.is_over = True
             self.health.no_room(request, now)
-
-    def _is_usable(self, prefill: Node | None, decode: Node | None) -> bool:
-        """Whether this pair, or this prefill or decode node alone, may get requests."""
-        if prefill is None:
-            return decode is not None and self.health.is_usable_alone(decode)
-        return self.health.may_answer_alone(prefill) if decode is None else self.health.is_usable(prefill, decode)
 
     # Time
 

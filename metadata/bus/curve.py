@@ -4,8 +4,8 @@ cluster.
 Without an allow-list a server accepts exactly the clients that prove to hold its own pair. libzmq asks a handler in the
 socket's context about every handshake (ZAP, RFC 27), and passes it the ZAP domain, a string that each server socket
 sets. Here the domain is the one accepted public key, or it names an allow-list of this process. Sockets set
-ZAP_ENFORCE_DOMAIN, so nobody gets in without a handler. Every later message carries its sender's key (`sender_key`), so
-a key can be shut out while its connection is still open; libzmq does not close such connections.
+ZAP_ENFORCE_DOMAIN, so nobody gets in without a handler. Every later message carries its sender's key (`sender_key` in
+sockets.py), so a key can be shut out while its connection is still open; libzmq does not close such connections.
 """
 
 from __future__ import annotations
@@ -144,12 +144,6 @@ def secure_client(socket: zmq.Socket[bytes], keys: KeyPair, server: str) -> None
     socket.curve_serverkey = keys.server_key(server)
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret
-
-
-def sender_key(frame: zmq.Frame) -> bytes:
-    """Return the public key that the sender of a message proved. `frame` is any of its frames, received uncopied at a
-    socket that `secure_server` made."""
-    return cast(str, frame.get("User-Id")).encode()
 
 
 def _require_private(path: str | Path, status: os.stat_result) -> None:

@@ -16,7 +16,7 @@ import time
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
-from .strangers import Stranger
+from .connection_monitor import Stranger
 from .throttle import Throttle
 
 CROWDED = 0.8

@@ -24,7 +24,7 @@ from ..wire.membership import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, Router
 from ..wire.messages import ToNode, ToRouter
 from ..wire.protocol import PROTOCOL_MIN
 from .addresses import parse_address, require_keys
-from .connection_monitor import ConnectionMonitor
+from .connection_monitor import ConnectionMonitor, Porter
 from .curve import KeyPair, secure_server
 from .sockets import (
     DRAIN_LIMIT,
@@ -38,7 +38,6 @@ from .sockets import (
     receive_from,
     send_frames,
 )
-from .strangers import Porter
 from .throttle import Throttle
 
 logger = logging.getLogger(__name__)

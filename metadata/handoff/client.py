@@ -30,8 +30,7 @@ from ..wire.node_info import Peer
 from ..wire.request import MAX_TEXT, Unit
 from .endpoint import Endpoint
 from .pages import ReceivedPages
-from .pull_link import ANSWER_S, PullLink
-from .pull_links import PullLinks
+from .pull_link import ANSWER_S, PullLink, PullLinks
 from .ranks.orders import RankLine
 from .ranks.team import RankTeam
 from .transfer import Event, Revoked, Transfer, TransferFailed

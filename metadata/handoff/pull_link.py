@@ -8,12 +8,15 @@ The peer answers in the loop that computes, so a connected peer is silent during
 heartbeat shows that the process runs and can be reached, and the router ends a loop that hangs, by the node's own
 heartbeat. If answers stay away, the link says hello again. The peer reads messages in their order, so the welcome that
 comes back proves that it has read the earlier ones: what it has not answered by then was lost.
+
+A decode node, and each of its ranks, has one link per epoch of a prefill node (`PullLinks`). They share an inbox for
+file descriptors.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,6 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, open_monitor, receive_frames, send_frames
 from ..bus.tcp_connection import TcpConnection
+from ..bus.throttle import Throttle
 from ..errors import ConfigError, ProtocolError, StaleMessage, TransferError
 from ..wire.data_link import LinkHello, LinkWelcome
 from ..wire.frames import decode_frame, encode
@@ -34,9 +38,10 @@ from .data_socket import UNACKNOWLEDGED_S, connect_data_socket, silence_s
 from .descriptors import DescriptorInbox
 from .endpoint import Endpoint
 from .ranks.shards import PagePart
+from .schema.kv_layout import Shard
 from .transports.base import POLL_BYTES, PullEnd, PullTeam, Transport
 from .transports.ranks import RANKS
-from .transports.registry import transport_named
+from .transports.registry import TRANSPORTS, transport_named
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,8 @@ ANSWER_S = 5.0  # how long an unreachable peer may owe an answer; a connected on
 HANDSHAKE_FACTOR = 2  # of ANSWER_S: how long the handshake may take
 BUSY_FACTOR = 15  # of ANSWER_S: how long a connected peer may owe an answer. Longer than a step may take
 MAX_PASSED_OVER = 3  # hellos that a rank answers before pages. It may not know yet who may pull them
+MAX_NAMES = 1024  # nodes whose handshakes are remembered
+AWAY_S = 0.5  # if two polls lie further apart, the peers are not blamed for the time beyond
 HELLO_S = 0.5  # an unanswered hello is repeated, well within the lease of the tickets that wait for their claim
 _LOSSES = {
     zmq.EVENT_DISCONNECTED: "the connection was closed",
@@ -356,3 +363,109 @@ class PullLink:
         self._hello = msgspec.structs.replace(self._hello, transports=others)
         self._greeted_at = self._clock()
         self.send(self._hello)
+
+
+class PullLinks:
+    """The links of our `end`, by the peer's epoch. `answer_s` is how long a peer may owe an answer.
+
+    Links for tickets have the `team` of this node's ranks. Links of a rank go to rank `source` of prefill nodes, which
+    gives a `part` of each page.
+    """
+
+    def __init__(
+        self,
+        end: Endpoint,
+        answer_s: float,
+        *,
+        team: PullTeam | None = None,
+        source: Shard | None = None,
+        part: PagePart | None = None,
+    ) -> None:
+        self._end, self._answer_s, self._team, self._part = end, answer_s, team, part
+        needs_inbox = end.device is not None and any(TRANSPORTS[name].needs_inbox for name in end.transports)
+        self._inbox = _inbox() if needs_inbox else None
+        self._inbox_looks = Throttle(clock=end.clock)
+        inbox = "" if self._inbox is None else self._inbox.address
+        self.hello = end.hello(inbox) if source is None else end.rank_hello(inbox, source)
+        self.by_epoch: dict[str, PullLink] = {}
+        self._handshakes_s: dict[str, float] = {}  # of the last link, by the peer's name
+        self._router_round_trip_s = 0.0
+        self._polled_at = end.clock()
+
+    def __iter__(self) -> Iterator[PullLink]:
+        """Iterate over the links as they are now. Links may be opened and closed meanwhile."""
+        return iter(list(self.by_epoch.values()))
+
+    def open(self, peer: Peer) -> PullLink:
+        """Return the link to this epoch of the peer, opened if need be. Raises TransferError if its address cannot be
+        used."""
+        link = self.by_epoch.get(peer.epoch)
+        if link is None:
+            link = self.by_epoch[peer.epoch] = PullLink(
+                peer,
+                self.hello,
+                self._end,
+                self._inbox,
+                self._answer_s,
+                team=self._team,
+                part=self._part,
+                handshake_s=self._handshakes_s.get(peer.node_id, 0.0),
+                round_trip_s=self._router_round_trip_s,
+            )
+        return link
+
+    def allow_for(self, round_trip_s: float) -> None:
+        """Give new links more time, since a message to the router and back takes so long."""
+        self._router_round_trip_s = round_trip_s
+
+    def other_epochs(self, peer: Peer) -> list[PullLink]:
+        """Return the links to other epochs of the peer."""
+        return [link for link in self if link.peer.node_id == peer.node_id and link.peer.epoch != peer.epoch]
+
+    def close(self, link: PullLink) -> None:
+        """Close the link. The peer's memory is unmapped at once."""
+        del self.by_epoch[link.peer.epoch]
+        if len(self._handshakes_s) >= MAX_NAMES:
+            self._handshakes_s.clear()
+        self._handshakes_s[link.peer.node_id] = link.handshake_s
+        link.close()
+        self._tidy_inbox()
+
+    def close_all(self) -> None:
+        """Close all links and the inbox."""
+        for link in self:
+            self.close(link)
+        if self._inbox is not None:
+            self._inbox.close()
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Return the sockets that the loop polls for input. They change when links open and close."""
+        return [socket for link in self for socket in (link.socket, link.monitor)]
+
+    def begin_poll(self) -> None:
+        """Excuse the peers from the time in which this node did not poll, and lose links whose key is not listed any
+        more. Called before the links are read."""
+        now = self._end.clock()
+        away_s, self._polled_at = max(0.0, now - self._polled_at - AWAY_S), now  # a long step, or a clock that jumped
+        is_check_due = self._end.allow_list is not None and self._end.allow_list.is_due()
+        for link in self:
+            if is_check_due:
+                link.check_key()
+            link.excuse(away_s)
+        if self._inbox_looks.is_due():
+            self._tidy_inbox()
+
+    def _tidy_inbox(self) -> None:
+        """Close descriptors that arrived for a link that is over. A link that is still opening may wait for its
+        descriptors."""
+        if self._inbox is not None and all(link.transport is not None for link in self):
+            self._inbox.discard()
+
+
+def _inbox() -> DescriptorInbox | None:
+    """Return an inbox for the descriptors of peers' pools; None if the system has no such sockets."""
+    try:
+        return DescriptorInbox()
+    except OSError as error:
+        logger.warning("no Unix socket for descriptors (%s): pages travel by way of the host", error.strerror)
+        return None

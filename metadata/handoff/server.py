@@ -26,14 +26,13 @@ from ..errors import ConfigError, OutOfMemory, ProtocolError
 from ..wire.data_link import LinkHello
 from ..wire.messages import Ack, Claim, Drop, Pull, Renew, Revoke, RevokeAck, ToPrefill, UnknownClaim
 from ..wire.request import MAX_TEXT, Unit
-from .decode_peers import DecodePeer
 from .endpoint import Endpoint
 from .offers import write_offers
 from .pages import OfferedPages
 from .ranks.digests import RankDigests
 from .ranks.orders import OfferDigests, OfferFailed, RankLine
 from .schema.schema import row_bytes
-from .served_links import ServedLinks
+from .served_links import DecodePeer, ServedLinks
 from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded, TicketFailed
 from .transports.registry import transport_named
 

@@ -108,12 +108,9 @@ class _Subject:
 
     @property
     def state(self) -> str:
-        """ "ready", "untried", or a sentence on what is wrong."""
-        if self.failure is not None:
-            return self.failure
-        return (
-            f"{self.name} is {self.verdict.state}: {self.verdict.words}" if self.verdict.words else self.verdict.state
-        )
+        """The word ready or untried, or a sentence on what is wrong."""
+        state, words = self.verdict
+        return self.failure or (f"{self.name} is {state}: {words}" if words else state)
 
 
 class _Vote:
@@ -146,6 +143,11 @@ class _Vote:
                     self.ballot.joined(voter_of(node), can_compute=can_compute)
         return self.subjects[key]
 
+    def has_bad_pair(self, prefill: Node) -> bool:
+        """Return whether a pair of a prefill node is faulty or undecided."""
+        pairs = (each for each in self.subjects.values() if each.is_pair and prefill in each.nodes)
+        return any(pair.verdict.state in ("faulty", "undecided") for pair in pairs)
+
     def alone(self, voter: Voter) -> Pinned | None:
         """Return a voter's node as the nodes of a canary, None if it takes no canaries now."""
         node = self.group.nodes.get(voter.key)
@@ -161,22 +163,18 @@ class PairHealth:
         self._groups = groups
         self._interval_s = interval_s
         self._votes: dict[NodeGroup, _Vote] = {}
-        self._runs: dict[str, tuple[_Vote, _Subject, Canary]] = {}  # by the rid of the canary's request under way
+        self._runs: dict[str, tuple[_Vote, _Subject]] = {}  # by the rid of the canary's request under way
 
     @property
     def is_ready(self) -> bool:
         """Whether a pair that takes new requests is ready, or a decode node that takes local prompts."""
-        groups = self._groups.values()
-        return any(self.state(*nodes) == "ready" for group in groups for nodes in group.pairs()) or any(
-            self.is_usable_alone(node) for group in groups for node in group.local_nodes()
-        )
+        return any(self.state(*nodes) == "ready" for group in self._groups.values() for nodes in _serving(group))
 
     @property
     def reason(self) -> str:
         """Why no pair is ready, for operators."""
         groups = list(self._groups.values())
-        states = [self.state(*nodes) for group in groups for nodes in group.pairs()]
-        states += [self.state_alone(node) for group in groups for node in group.local_nodes()]
+        states = [self.state(*nodes) for group in groups for nodes in _serving(group)]
         failures = [state for state in states if state not in ("ready", "untried")]
         words = [
             failures[0] if failures else missing_for_service(groups),
@@ -186,91 +184,69 @@ class PairHealth:
 
     def why_unusable(self, group: NodeGroup) -> str:
         """Return why no pair of the group may get requests, for operators."""
-        states = [self.state(*nodes) for nodes in group.pairs() if not self.is_usable(*nodes)]
-        states += [self.state_alone(node) for node in group.local_nodes() if not self.is_usable_alone(node)]
+        states = [self.state(*nodes) for nodes in _serving(group) if not self.is_usable(*nodes)]
         if not states:
             return "its nodes know no common protocol version"
         return next((state for state in states if state != "untried"), "no canary request has passed yet")
 
-    def state(self, prefill: Node, decode: Node) -> str:
-        """Return a pair's state: "ready", "untried", or a sentence on what is wrong with it."""
-        pair = self._find(prefill, decode)
-        if pair is None:
+    def state(self, prefill: Node | None, decode: Node | None) -> str:
+        """Return the state of a pair or of a node alone: "ready", "untried", or a sentence on what is wrong with it."""
+        subject = self._find(prefill, decode)
+        if subject is None:
             return "untried"
-        if pair.failure is not None or pair.verdict.words:
-            return pair.state
-        return "ready" if pair.worked_at is not None and self.is_usable(prefill, decode) else "untried"
+        has_worked = subject.is_pair and subject.worked_at is not None
+        return (
+            "ready" if subject.state == "untried" and has_worked and self.is_usable(prefill, decode) else subject.state
+        )
 
-    def is_usable(self, prefill: Node, decode: Node) -> bool:
-        """Return whether the pair may get requests: it is ready, or untried with both nodes proven in other pairs."""
-        if not prefill.shares_protocol(decode.hello):
-            return False
-        pair = self._find(prefill, decode)
-        if pair is None or (pair.failure is None and pair.verdict.state == "untried"):
-            proven = self._votes[prefill.group].proven if prefill.group in self._votes else ()
-            return prefill.routing_id in proven and decode.routing_id in proven
-        return pair.failure is None and pair.verdict.state == "ready"
+    def is_usable(self, prefill: Node | None, decode: Node | None) -> bool:
+        """Return whether a pair or a node alone may get requests.
 
-    def state_alone(self, decode: Node) -> str:
-        """Return the state of a decode node that computes prompts: "ready", "untried", or what is wrong with it."""
-        alone = self._find(None, decode)
-        return "untried" if alone is None else alone.state
-
-    def is_usable_alone(self, decode: Node) -> bool:
-        """Return whether a decode node may get local prompts."""
-        return self.state_alone(decode) == "ready"
-
-    def may_answer_alone(self, prefill: Node) -> bool:
-        """Return whether a prefill node may answer requests for one token, which no decode node takes part in.
-
-        It may unless one of its pairs is faulty or undecided and none is ready.
+        A pair may if it is ready, or untried with both nodes proven in other pairs. A decode node may get local prompts
+        if it is ready. A prefill node may answer requests for one token unless one of its pairs is faulty or undecided
+        and none is ready.
         """
-        vote = self._votes.get(prefill.group)
-        if vote is None or prefill.routing_id in vote.proven:
-            return True
-        states = (each.verdict.state for each in vote.subjects.values() if each.is_pair and prefill in each.nodes)
-        return not any(state in ("faulty", "undecided") for state in states)
-
-    def worked(self, prefill: Node, decode: Node, now: float) -> None:
-        """Record that a request's pages arrived at the decode node."""
-        pair = self._find(prefill, decode)
-        if pair is not None:
-            pair.worked_at, pair.num_failed_transfers = now, 0
+        subject = self._find(prefill, decode)
+        if prefill is not None:
+            vote = self._votes.get(prefill.group)
+            proven = vote.proven if vote is not None else set[bytes | None]()
+            if decode is None:
+                return prefill.routing_id in proven or vote is None or not vote.has_bad_pair(prefill)
+            if not prefill.shares_protocol(decode.hello):
+                return False
+            if subject is None or subject.state == "untried":
+                return prefill.routing_id in proven and decode.routing_id in proven
+        return subject is not None and subject.state == "ready"
 
     def hands_over(self, group: NodeGroup) -> bool:
         """Return whether a pair of the group is not known to fail in handing pages over."""
         pairs = [self._find(*nodes) for nodes in group.pairs()]
         return not pairs or any(pair is None or pair.failure is None for pair in pairs)
 
-    def worked_alone(self, decode: Node, now: float) -> None:
-        """Record that a decode node computed a local prompt."""
-        alone = self._find(None, decode)
-        if alone is not None:
-            alone.worked_at = now
+    def worked(self, prefill: Node | None, decode: Node, now: float) -> None:
+        """Record that a request's pages arrived at the decode node, or that it computed a local prompt."""
+        subject = self._find(prefill, decode)
+        if subject is not None:
+            subject.worked_at, subject.num_failed_transfers = now, 0
 
-    def doubt_alone(self, decode: Node) -> None:
-        """Record that a request with a local prompt failed on a decode node, so that a canary is due."""
-        alone = self._find(None, decode)
-        if alone is not None:
-            alone.is_doubted = True
-
-    def doubt(self, prefill: Node, decode: Node, failure: str | None, now: float) -> None:
-        """Record that a request failed on the pair, so that a canary is due although requests went through it lately.
+    def doubt(self, prefill: Node | None, decode: Node, failure: str | None, now: float) -> None:
+        """Record that a request failed on a pair, or with a local prompt on a decode node. A canary is due although
+        requests went through lately.
 
         If a transfer between the two nodes failed, `failure` says why, and the pair gets no requests before a canary
         has passed. The canary is due at once after the first such failure, and later after each further one in a row: a
         network may let the few pages of a canary through, and not those of requests.
         """
-        pair = self._find(prefill, decode)
-        if pair is None:
+        subject = self._find(prefill, decode)
+        if subject is None:
             return
-        pair.is_doubted = True
-        if failure is not None and pair.failure is None:
-            logger.warning("%s is taken out of service until a canary passes: %s", pair.name, failure)
-            pair.failure = f"{pair.name}: {failure}"
-            back_off_s = RETRY_S * 2 ** min(pair.num_failed_transfers - 1, 16) if pair.num_failed_transfers else 0.0
-            pair.num_failed_transfers += 1
-            pair.retry_at = now + min(back_off_s, MAX_RETRY_S)
+        subject.is_doubted = True
+        if failure is not None and subject.failure is None:
+            logger.warning("%s is taken out of service until a canary passes: %s", subject.name, failure)
+            subject.failure = f"{subject.name}: {failure}"
+            num_before = subject.num_failed_transfers
+            subject.num_failed_transfers += 1
+            subject.retry_at = now + (min(RETRY_S * 2 ** min(num_before - 1, 16), MAX_RETRY_S) if num_before else 0.0)
 
     def forget(self, node: Node) -> None:
         """Remove a node that is gone, with its pairs, its votes and the canaries under way on it."""
@@ -292,7 +268,7 @@ class PairHealth:
         """Start the canaries that are due, and give up those without an answer. Call it several times per second."""
         effects: list[Effect] = []
         for group in self._groups.values():
-            served: list[Pinned] = [*group.pairs(), *((None, node) for node in group.local_nodes())]
+            served = _serving(group)
             if group.tokenizer is None or not served:
                 continue
             effects += self._renew_vote(group)
@@ -320,7 +296,9 @@ class PairHealth:
         """A canary's request is done: count the answer, or ask for the next token."""
         if request.rid not in self._runs:
             return []
-        vote, subject, canary = self._runs.pop(request.rid)
+        vote, subject = self._runs.pop(request.rid)
+        canary = subject.canary
+        assert canary is not None, subject.name
         if not canary.is_complete:
             return [self._start(vote, subject, canary, now)]
         subject.canary = subject.failure = None
@@ -337,7 +315,7 @@ class PairHealth:
         """A canary's request ended with an error."""
         if request.rid not in self._runs:
             return []
-        vote, subject, _ = self._runs.pop(request.rid)
+        vote, subject = self._runs.pop(request.rid)
         logger.error("%s: its canary failed: %s", subject.name, reason)
         subject.canary, subject.failure = None, f"{subject.name}: its canary failed: {reason}"
         subject.retry_at = max(subject.retry_at, now + RETRY_S)
@@ -349,11 +327,12 @@ class PairHealth:
     def no_room(self, request: Request, now: float) -> None:
         """The nodes of a canary have no room for it. That is no fault; the canary is tried again soon."""
         if request.rid in self._runs:
-            _, subject, _ = self._runs.pop(request.rid)
+            _, subject = self._runs.pop(request.rid)
             subject.canary, subject.was_full, subject.retry_at = None, True, now + FULL_RETRY_S
 
-    def _find(self, prefill: Node | None, decode: Node) -> _Subject | None:
-        vote = self._votes.get(decode.group)
+    def _find(self, prefill: Node | None, decode: Node | None) -> _Subject | None:
+        node = prefill or decode
+        vote = self._votes.get(node.group) if node is not None else None
         return None if vote is None else vote.subjects.get(_key(prefill, decode))
 
     def _end_run(self, subject: _Subject) -> None:
@@ -363,7 +342,7 @@ class PairHealth:
 
     def _start(self, vote: _Vote, subject: _Subject, canary: Canary, now: float) -> StartCanary:
         request = canary.next_request(now)
-        self._runs[request.rid] = vote, subject, canary
+        self._runs[request.rid] = vote, subject
         return StartCanary(request, subject.nodes)
 
     def _renew_vote(self, group: NodeGroup) -> list[Effect]:
@@ -380,10 +359,7 @@ class PairHealth:
     def _is_due(self, subject: _Subject, now: float) -> bool:
         """Return whether a pair, or a node that computes prompts, should get a canary now."""
         has_worked_lately = subject.worked_at is not None and now - subject.worked_at < self._interval_s
-        prefill, decode = subject.nodes
-        assert decode is not None, subject.name
-        is_usable = self.is_usable_alone(decode) if prefill is None else self.is_usable(prefill, decode)
-        return not has_worked_lately or subject.failure is not None or not is_usable or subject.is_doubted
+        return not has_worked_lately or subject.is_doubted or not self.is_usable(*subject.nodes)
 
     def _begin(self, vote: _Vote, subject: _Subject, now: float) -> list[Effect]:
         """Start a canary, unless one is under way or it is too early for the next one."""
@@ -408,19 +384,24 @@ class PairHealth:
     def _recount(self, vote: _Vote) -> list[Effect]:
         """Take over the ballot's verdicts. Those on nodes alone have consequences if the nodes compute prompts."""
         has_new = False
-        served = {None, *(node.routing_id for node in vote.group.local_nodes())}
-        for (prefill_id, decode_id), subject in vote.subjects.items():
+        local_nodes = vote.group.local_nodes()
+        for subject in vote.subjects.values():
             before, prefill, decode = subject.verdict, *subject.nodes
             if prefill is not None and decode is not None:
                 subject.verdict = vote.ballot.verdict(voter_of(prefill), voter_of(decode))
             else:
                 subject.verdict = vote.ballot.verdict_alone(subject.voter)
-            if before != subject.verdict and (subject.is_pair or (prefill_id is None and decode_id in served)):
+            if before != subject.verdict and (subject.is_pair or decode in local_nodes):
                 has_new |= subject.verdict.state == "ready"
                 _log(subject.name, before, subject.verdict)
         ready = [key for key, each in vote.subjects.items() if each.is_pair and each.verdict.state == "ready"]
         vote.proven = {routing_id for key in ready for routing_id in key}
         return [PairsReady(vote.group)] if has_new else []
+
+
+def _serving(group: NodeGroup) -> list[Pinned]:
+    """Return the pairs that take new work, and the decode nodes that compute prompts."""
+    return [*group.pairs(), *((None, node) for node in group.local_nodes())]
 
 
 def voter_of(node: Node) -> Voter:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from heads import ALGORITHM, write_head
+from node_pair import NodePair, Result, node_pairs, params
 
 from baton.engine.engine import Engine
 from baton.engine.prompts.prompts import Prompts
 from baton.metadata.errors import OutOfMemory
-from baton.prefill_node import prompt_ends
-from baton.prefill_node.chunks import ChunkUnderWay, submit
+from baton.prefill_node import chunks
+from baton.prefill_node.chunks import ChunkUnderWay, PromptEnd, batches, submit, tails
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler
 
@@ -80,7 +84,7 @@ def test_prompts_with_many_choices_are_sampled_in_several_batches(
         return compute(engine, [make_request("r" * n, 3 + n, n=n) for n in (1, 2, 3, 4)], 64)
 
     (together,) = run()
-    monkeypatch.setattr(prompt_ends, "_MAX_CHOICES", 3)
+    monkeypatch.setattr(chunks, "_MAX_CHOICES", 3)
     (apart,) = run()
     assert [[len(end.units) for end in ends] for ends in together.ends] == [[1, 2, 3, 4]]
     assert [[len(end.units) for end in ends] for ends in apart.ends] == [[1, 2], [3], [4]]
@@ -104,3 +108,120 @@ def test_a_chunk_without_memory_changes_no_request(
     assert request.num_submitted == 0 and scheduler.plan() == plan
     assert submit(Prompts(engine), plan).submitted.chunk.num_tokens == request.num_submitted == 5
     scheduler.remove(request)
+
+
+SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "num_logprobs": 2}
+
+
+@pytest.fixture
+def make_pair(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., NodePair]]:
+    with node_pairs() as start:
+
+        def make(speculative: str = "none", **prefill: Any) -> NodePair:
+            model, settings = checkpoint("llama"), {"page_size": 4}
+            if speculative != "none":
+                head = write_head(tmp_path / speculative, speculative, model)
+                settings |= {"speculative": ALGORITHM[speculative], "draft_model": str(head), "draft_steps": 3}
+            return start(model, prefill=settings | prefill, decode=settings)
+
+        yield make
+
+
+def submit_prompts(pair: NodePair, names: str, again: str = "") -> None:
+    """Submit different requests: with one or more choices, greedy or seeded, some ended by the first token. `again` is
+    appended to their names."""
+    for name in names:
+        index = ord(name) - ord("a")
+        rng = random.Random(index)
+        prompt = [rng.randrange(50) for _ in range(5 + 3 * index)]
+        more = {"seed": index, **SAMPLED} if index % 2 else {}
+        pair.submit(name + again, prompt, params(1 if index == 2 else 8, **more), n=1 + index % 3)
+
+
+def together(pair: NodePair, num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delay computing until one step can compute this many prompts."""
+    scheduler, plan = pair.prefill.scheduler, pair.prefill.scheduler.plan
+    monkeypatch.setattr(scheduler, "plan", lambda: plan() if len(scheduler.computing) >= num_prompts else [])
+
+
+def by_name(results: dict[tuple[str, int], Result]) -> dict[tuple[str, int], Any]:
+    return {
+        (rid[0], choice): (each.ids, [entry.top_ids for entry in each.logprobs])
+        for (rid, choice), each in results.items()
+    }
+
+
+def test_every_choice_but_the_first_copies_the_pages_that_differ(engine: Engine, make_request: MakeRequest) -> None:
+    request = make_request("r", 16, n=3)
+    lease = engine.cache.acquire([], "", 0)
+    request.start(lease, [1, 2, 3, 4], [11, 12, 21, 22], num_shared=2, num_cached=0)
+    tail = PromptEnd.of(5, request).tail
+    assert tail.row == 5 and tail.block_tables == [[1, 2, 3, 4], [1, 2, 11, 12], [1, 2, 21, 22]]
+    assert (tail.copies.sources, tail.copies.targets) == ([3, 4, 3, 4], [11, 12, 21, 22])
+    engine.cache.release(lease)
+
+
+def test_only_a_prompt_with_open_tickets_is_handed_over(make_request: MakeRequest) -> None:
+    request = make_request("r", 5, n=2)
+    first, _ = request.choices
+    assert not PromptEnd.of(0, request).tail.is_handed_over
+    request.open_ticket(first)
+    tail = PromptEnd.of(0, request).tail
+    assert tail.is_handed_over and list(tail.states) == list(request.choices.values())
+    assert list(tail.copies.sources) == []
+
+
+def test_a_batch_holds_whole_prompts(make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.prefill_node.chunks._MAX_CHOICES", 4)
+    ends = [PromptEnd.of(row, make_request("r", 5, n=n)) for row, n in enumerate((2, 2, 1, 9, 1))]
+    found = batches(ends)
+    assert [[end.row for end in batch] for batch in found] == [[0, 1], [2], [3], [4]]
+    assert [tail.row for batch in found for tail in tails(batch).tails] == [0, 1, 2, 3, 4]
+    assert batches([]) == []
+
+
+@pytest.mark.parametrize("speculative", ["none", "eagle", "mtp3-deepseek"])
+def test_prompts_that_end_in_one_step(
+    speculative: str, make_pair: Callable[..., NodePair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "abcdef"
+    pair = make_pair(speculative, prefix_cache=False)
+    for name in names:
+        submit_prompts(pair, name)
+        pair.run()
+    alone, accepted = by_name(pair.results), pair.decode.rounds.stats.num_accepted
+    pair.results.clear()
+    together(pair, len(names), monkeypatch)
+    submit_prompts(pair, names, " again")
+    before = pair.prefill.stats().steps
+    assert by_name(pair.run()) == alone
+    assert pair.prefill.stats().steps == before + 1
+    assert pair.decode.rounds.stats.num_accepted == 2 * accepted
+
+
+@pytest.mark.parametrize("speculative", ["none", "mtp3-deepseek"])
+def test_logits_that_are_nan_fail_only_their_prompt(
+    speculative: str, make_pair: Callable[..., NodePair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six prompts in one step, the second one fails, with both its choices."""
+    names = "abcdef"
+    pair = make_pair(speculative, prefix_cache=False)
+    submit_prompts(pair, names)
+    good = by_name(pair.run())
+    pair.results.clear()
+    together(pair, len(names), monkeypatch)
+    model = pair.prefill.prompts.engine.model
+    logits = model.logits
+
+    def broken(hidden: torch.Tensor, *lens: Any) -> torch.Tensor:
+        found = logits(hidden, *lens)
+        found[1, 7] = float("nan")
+        return found
+
+    monkeypatch.setattr(model, "logits", broken)
+    submit_prompts(pair, names, " again")
+    results = pair.run()
+    bad = {(rid[0], choice): each for (rid, choice), each in results.items() if each.failed is not None}
+    assert set(bad) == {("b", 0), ("b", 1)} and not any(result.ids for result in bad.values())
+    assert all(each.failed is not None and each.failed.code == "model_error" for each in bad.values())
+    assert by_name(results) == good | {key: ([], []) for key in bad}

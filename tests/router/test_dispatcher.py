@@ -67,7 +67,7 @@ class World:
         self.now = time.monotonic()
         self.dispatcher = Dispatcher(RouterConfig(**settings), "e", METRICS)
         self.dispatcher.health.look = lambda now: []  # type: ignore[method-assign]
-        self.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign]
+        self.dispatcher.health.is_usable = lambda prefill, _: prefill is not None  # type: ignore[method-assign]
         self.sent: list[tuple[str, m.ToNode]] = []
         self.order: list[Effect] = []
         self.unreachable: set[str] = set()  # names of nodes to which nothing can be sent

@@ -249,7 +249,7 @@ class Served:
 
         def count() -> int:
             groups = self.dispatcher.registry.groups.values()
-            return sum(self.dispatcher.health.is_usable_alone(node) for group in groups for node in group.local_nodes())
+            return sum(self.dispatcher.health.is_usable(None, node) for group in groups for node in group.local_nodes())
 
         return self.call(count)
 

@@ -26,8 +26,7 @@ from ...wire.messages import Pages, ToDecode
 from ...wire.request import Unit
 from ..endpoint import Endpoint
 from ..pages import ReceivedPages
-from ..pull_link import ANSWER_S, HELLO_S, PullLink
-from ..pull_links import PullLinks
+from ..pull_link import ANSWER_S, HELLO_S, PullLink, PullLinks
 from ..schema.checksums import CHECKSUM_BYTES
 from ..schema.kv_layout import Shard
 from ..schema.schema import blocks_per_page, kv_layouts

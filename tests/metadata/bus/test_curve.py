@@ -14,8 +14,8 @@ import zmq
 from key_files import Listed
 
 from baton.metadata.bus.allow_list import AllowList
-from baton.metadata.bus.curve import KeyPair, secure_client, secure_server, sender_key
-from baton.metadata.bus.sockets import bound_address
+from baton.metadata.bus.curve import KeyPair, secure_client, secure_server
+from baton.metadata.bus.sockets import bound_address, sender_key
 from baton.metadata.bus.throttle import Throttle
 from baton.metadata.config import ProcessConfig
 from baton.metadata.errors import ConfigError

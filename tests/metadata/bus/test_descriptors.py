@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from baton.metadata.bus import descriptors
+from baton.metadata.bus.connection_monitor import Stranger
 from baton.metadata.bus.descriptors import Descriptors, NodePort, group_of
-from baton.metadata.bus.strangers import Stranger
 
 
 class Fake:

@@ -167,7 +167,7 @@ def test_early_pulls_are_bounded_and_go_with_their_ticket(of: Server) -> None:
 
 
 def test_no_pull_is_kept_of_a_link_that_was_forgotten(of: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.metadata.handoff.decode_peers.MAX_LINKS", 1)
+    monkeypatch.setattr("baton.metadata.handoff.served_links.MAX_LINKS", 1)
     for number in range(5):
         link = of.link(epoch=f"{number}" * 16)
         link.next(LinkWelcome)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from baton.router.health.ballot import Answer, Ballot, Rival, Verdict, Voter
 
 GAP = 1e-4
-P = [Voter("prefill", f"p{i}", b"p%d" % i) for i in range(4)]
-D = [Voter("decode", f"d{i}", b"d%d" % i) for i in range(4)]
+P = [Voter("prefill", f"p{i}", b"p%d" % i) for i in range(5)]
+D = [Voter("decode", f"d{i}", b"d%d" % i) for i in range(5)]
 
 
 FAR = Rival(99, 1.0)  # nobody generates it
@@ -321,7 +321,7 @@ def test_one_prefill_node_is_asked_to_confirm_an_answer_not_all_of_them() -> Non
 
 def test_a_verdict_names_four_witnesses_and_counts_the_others() -> None:
     for num_right in (5, 6, 7):
-        each, right = ballot(4, 4), [*D, *P][:num_right]
+        each, right = ballot(4, 4), [*D[:4], *P][:num_right]
         for node in right:
             each.own(node, RIGHT)
         each.own(P[3], WRONG)
@@ -451,7 +451,7 @@ class World:
 @given(st.data())
 def test_a_minority_of_faulty_nodes_never_prevails(data: st.DataObject) -> None:
     """Nodes join, answer and leave in any order. At rest every good pair is ready and every other one faulty."""
-    nodes = P[: data.draw(st.integers(1, 4))] + D[: data.draw(st.integers(1, 4))]
+    nodes = P[: data.draw(st.integers(1, 5))] + D[: data.draw(st.integers(1, 5))]
     wrong = data.draw(st.permutations([WRONG, OTHER, says(5, 5, 5, 5), says(1, 2, 3, 5)]))
     num_bad = data.draw(st.integers(0, (len(nodes) - 1) // 2))
     bad = dict(zip(data.draw(st.permutations(_breakable(nodes)))[:num_bad], wrong, strict=False))
@@ -488,7 +488,7 @@ def test_a_minority_of_faulty_nodes_never_prevails(data: st.DataObject) -> None:
 @given(st.data())
 def test_nodes_that_are_wrong_in_the_same_way_lose_to_a_majority_that_has_answered(data: st.DataObject) -> None:
     """Several hosts may have the same bad build, for example."""
-    nodes = P[: data.draw(st.integers(1, 4))] + D[: data.draw(st.integers(1, 4))]
+    nodes = P[: data.draw(st.integers(1, 5))] + D[: data.draw(st.integers(1, 5))]
     bad = data.draw(st.permutations(nodes))[: data.draw(st.integers(0, (len(nodes) - 1) // 2))]
     world = World(dict.fromkeys(bad, WRONG), set(), nodes)
     for node in nodes:

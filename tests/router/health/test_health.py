@@ -518,11 +518,11 @@ def test_a_faulty_prefill_node_may_not_answer_alone(world: World) -> None:
     world.corrupt = faulty("p0")
     world.mute = {"p0"}
     world.join("p0", "p1")
-    assert world.health.may_answer_alone(world.nodes["p0"]), "nothing is known yet"
+    assert world.health.is_usable(world.nodes["p0"], None), "nothing is known yet"
     world.join("d0", "d1")
     world.answer_all()
     world.look(2 * RETRY_S)
-    assert [world.health.may_answer_alone(world.nodes[name]) for name in ("p0", "p1")] == [False, True]
+    assert [world.health.is_usable(world.nodes[name], None) for name in ("p0", "p1")] == [False, True]
 
 
 def test_a_node_alone_that_does_not_answer_is_given_up_and_asked_again(world: World) -> None:
@@ -549,11 +549,12 @@ def test_answers_of_nodes_that_are_gone_do_not_count(world: World) -> None:
     assert world.states() == {"p0 d3": "ready"}, world.health.reason
 
 
-def test_canaries_of_a_node_that_is_gone_change_nothing(world: World) -> None:
+def test_canaries_of_a_node_that_is_gone_change_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.join("p0", "d0")
     world.mute = {"d1"}
     world.join("d1")
     world.leave("d1")
+    assert "its canary failed" not in caplog.text
     assert world.states() == {"p0 d0": "ready"} and not world.unanswered
     world.mute = set()
     world.join("d1", epoch="second")

@@ -257,7 +257,7 @@ def test_one_decode_node_that_cannot_compute_prompts_keeps_a_group_remote() -> N
 def local_world(*names: str, **settings: Any) -> World:
     """Return a world whose decode nodes may get local prompts, after its nodes have been there for a while."""
     world = World(*(names or ("d0",)), **settings)
-    world.dispatcher.health.is_usable_alone = lambda _: True  # type: ignore[method-assign]
+    world.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign]
     world.wait(6.0)
     return world
 
@@ -284,12 +284,12 @@ def test_requests_go_on_locally_while_no_pair_hands_pages_over() -> None:
     """As between hosts whose network drops large packets. When a pair hands over again, it gets the prompts again."""
     world = World("p0", "d0")
     health: Any = world.dispatcher.health
-    health.is_usable_alone = lambda _: True
+    health.is_usable = lambda *_: True
     client = world.submit(max_tokens=4)
     world.grant()
     asked = world.got("d0", m.Reserve)[-1]
     world.tokens("p0", asked, 0, IDS[:1])
-    health.is_usable, health.hands_over = lambda *_: False, lambda _: False
+    health.is_usable, health.hands_over = lambda prefill, _: prefill is None, lambda _: False
     unit = Unit(asked.rid, 0, asked.attempt)
     world.say("d0", m.Failed(unit=unit, code="transfer_error", message="no page came", retryable=True))
     assert not world.got("d0", m.Compute)
@@ -343,7 +343,7 @@ def test_prompts_go_to_a_prefill_node_again_when_one_joins() -> None:
 
 def test_requests_go_on_locally_when_the_only_prefill_node_is_lost() -> None:
     world = World("p0", "d0")
-    world.dispatcher.health.is_usable_alone = lambda _: True  # type: ignore[method-assign]
+    world.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign]
     client = world.submit(max_tokens=4)
     world.grant()
     world.tokens("p0", world.got("d0", m.Reserve)[-1], 0, IDS[:1])
@@ -474,7 +474,7 @@ def test_a_failed_local_attempt_tries_another_decode_node() -> None:
 
 def test_a_node_that_cannot_compute_prompts_is_never_asked_to() -> None:
     world = World("p0", "d0", local_prefill="always", protocol_max=OLD)
-    world.dispatcher.health.is_usable_alone = lambda _: True  # type: ignore[method-assign]
+    world.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign]
     world.wait(1.0)
     world.submit()
     assert len(world.got("d0", m.Reserve)) == 1 and not world.got("d0", m.Compute)
