@@ -81,6 +81,8 @@ def begin_attention(
         if isinstance(first, _TritonAttention) and isinstance(second, _TritonAttention):
             return _JointTritonAttention.of(first, second)
         return _JointAttention(first, second, batch.first.num_tokens)
+    if batch.attention is not None:
+        return batch.attention(config, rotary)
     num_planes = 2 if config.latent is None else 1
     shape = (config.num_layers, num_planes, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)

@@ -53,6 +53,7 @@ class FrozenKvFile:
     directory: Path
     config: ModelConfig
     target_layers: tuple[int, ...]  # for each draft layer, the target layer to whose KV it attends
+    tensors: Callable[..., HeadTensors] = HeadTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +73,7 @@ class FrozenKvHead:
         shape."""
         config, tensors = (
             file.config,
-            HeadTensors(file.directory, target.dtype, target.device, ranks, file.config.quantization),
+            file.tensors(file.directory, target.dtype, target.device, ranks, file.config.quantization),
         )
         size, width, inner = config.hidden_size, target.config.hidden_size, config.intermediate_size
         self._config, self._target_layers, self._target = tensors.own(config), file.target_layers, target
@@ -122,6 +123,8 @@ class FrozenKvHead:
 
     def _attention(self, batch: ForwardBatch, kv: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
         """Return the function that attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""
+        if batch.attention is not None:
+            return batch.attention(self._config, self._rotary)
         if captures(kv.device):
             from ...kernels.attention.triton_attention import decode_attention
 

@@ -13,7 +13,7 @@ those of the text, so both see the same prefix. Every figure is a mean over the 
     greedy draft   p[argmax q]: the likeliest draft token, accepted with its target mass
     independent    sum p q: the event of the first line with two independent noises
 
-The forwards run the torch models of deploy/demo/training over whole windows, which equals drafting step by step
+The forwards run the models of deploy/demo/training over whole windows, which equals drafting step by step
 (tests/deploy/demo/training/test_drafters.py), in float32 on the bfloat16 weights. The program ends with an error if
 shared noise differs from the expected value by more than 4.5 standard errors, or if the drawn ids do not fit p (or q).
 """
@@ -35,10 +35,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from baton.deploy.demo.training.corpus import read_corpus, standard_library
-from baton.deploy.demo.training.drafters_files import load, load_target
-from baton.deploy.demo.training.drafters_models import Drafter, Target
-from baton.deploy.demo.training.drafters_training import unroll
 from baton.deploy.demo.training.evaluate import encode_documents
+from baton.deploy.demo.training.windows import Drafter, Model
+from baton.kernels.operations import preferring
 from baton.kernels.sampling.noise import gumbel_noise
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
@@ -140,26 +139,27 @@ class Measurement:
     """Measures all drafters, window after window."""
 
     def __init__(self, model: Path) -> None:
-        self._target: Target = load_target(model)
-        self._drafters: dict[str, Drafter] = {name: load(model / name) for name in DRAFTERS}
-        vocab_size = len(self._target.embedding)
+        self._target = Model(model, torch.device("cpu"))
+        self._drafters = {name: Drafter(model / name, self._target) for name in DRAFTERS}
+        vocab_size = self._target.config.vocab_size
         self.draws = {name: Draws(vocab_size) for name in ("target", *DRAFTERS)}
         self.rows: dict[tuple[str, int], list[Rows]] = {(name, k): [] for name in DRAFTERS for k in range(NUM_STEPS)}
 
     @torch.no_grad()
+    @preferring("reference")
     def add(self, input_ids: Tensor, seeds: range) -> None:
         """Add one window, [window_len]. The token at index i is drawn with the noise of (seed, i), for each seed."""
-        positions, vocab_size = torch.arange(len(input_ids)), len(self._target.embedding)
+        positions, vocab_size = torch.arange(len(input_ids)), self._target.config.vocab_size
         noise = torch.stack([gumbel_noise(torch.full_like(positions, seed), positions, vocab_size) for seed in seeds])
-        target_rows = self._target(input_ids[None])
-        logits = self._target.logits(target_rows.hidden)[0]  # [window_len, vocab_size]: row i draws token i + 1
+        target_rows = self._target.rows(input_ids[None])
+        logits = self._target.logits(target_rows.states.final)  # [window_len, vocab_size]: row i draws token i + 1
         drawn = draw(logits[:-1], noise[:, 1:])  # [num_draws, window_len - 1]
         own = slice(FIRST_ROW + 1, len(input_ids) - 1)
         self.draws["target"].add(drawn[:, own], logits[own])
         for name, drafter in self._drafters.items():
-            steps = unroll(drafter, self._target, target_rows, input_ids[None], NUM_STEPS)
-            for k, (features, _) in enumerate(steps):  # anchor r proposes token r + 2 + k
-                draft_logits = drafter.logits(features, self._target)[0, FIRST_ROW:]
+            steps = drafter.unroll(target_rows, input_ids[None], NUM_STEPS)
+            for k, (scores, _) in enumerate(steps):  # anchor r proposes token r + 2 + k
+                draft_logits = drafter.of_all(scores)[0, FIRST_ROW:]
                 at = slice(FIRST_ROW + 1 + k, FIRST_ROW + 1 + k + len(draft_logits))  # the target's rows
                 proposals = draw(draft_logits, noise[:, at.start + 1 : at.stop + 1])
                 self.rows[name, k].append(compare(logits[at], draft_logits, proposals == drawn[:, at]))
