@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import rooms  # noqa: F401
 from bench_tables import tables
 
 HERE = Path(__file__).parent
@@ -58,7 +59,7 @@ class Part(NamedTuple):
 
 def parts(models: Path, num_gpus: int) -> list[Part]:
     """Return all parts that can be measured with this number of GPUs."""
-    handoff = [str(HERE / "bench_handoff.py"), "--device", "cuda"]
+    handoff = [str(HERE / "ranks" / "bench_handoff.py"), "--device", "cuda"]
     found = [
         Part("handoff", [*handoff, "--rounds", "15"]),
         Part("handoff-pages-of-16", [*handoff, "--rounds", "9", "--page-size", "16"]),
@@ -74,7 +75,9 @@ def parts(models: Path, num_gpus: int) -> list[Part]:
             found += [Part(f"engine-{size}-fp8", [*engine, "--quantization", "fp8"], size)]
             continue
         found.append(Part(f"engine-{size}", engine, size))
-        found.append(Part(f"system-{size}", [str(HERE / "bench_system.py"), "--model", str(directory)], size))
+        found.append(
+            Part(f"system-{size}", [str(HERE / "serving" / "bench_system.py"), "--model", str(directory)], size)
+        )
         only = ["--only", "rounds", "adaptive", "--batches", "1", "8", "32", "64", "--num-tokens", "260000"]
         for share in model.heads:
             head = [*engine, "--drafter", str(directory / f"eagle3-{share}"), *only]

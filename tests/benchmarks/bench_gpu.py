@@ -36,6 +36,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import rooms  # noqa: F401
 import torch
 from bench_adaptive import adaptive
 from bench_joint import joint

@@ -44,9 +44,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
-
+import rooms  # noqa: F401
 from bench_router import Stream, completion
 from bench_system import tokens_of
 from planted_text import PlantedText
