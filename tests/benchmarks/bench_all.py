@@ -5,7 +5,8 @@
 Each part runs in its own process, whose output goes to OUT/NAME.log. If a part needs a planted checkpoint that is not
 in --models, the checkpoint is made first. A part succeeds if what it generated or moved equals what is known; its
 figures are then in OUT/NAME.json. Parts with such a file are not run again unless --again is given, so a run that was
-interrupted continues where it stopped. After each part, OUT/figures.json and OUT/figures.md hold all figures so far.
+interrupted continues where it stopped. After each part, OUT/figures.json and OUT/figures.md hold all figures so
+far, and OUT/figures the main tables.
 
 The exit status is 1 if a part failed. The other parts run anyway.
 """
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import rooms  # noqa: F401
-from bench_tables import tables
+from gpu_figures import write_gpu_figures
+from harness import tables
 
 HERE = Path(__file__).parent
 
@@ -178,6 +180,7 @@ def write_figures(out: Path) -> None:
     (out / "figures.json").write_text(json.dumps(about | {"parts": reports}, indent=1) + "\n")
     head = "\n".join(f"{name}: {value}" for name, value in about.items())
     (out / "figures.md").write_text(f"{head}\n\n{tables(reports)}\n")
+    write_gpu_figures(out / "figures", list(reports.values()), f"python tests/benchmarks/bench_all.py --out {out}")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ shared noise differs from the expected value by more than 4.5 standard errors, o
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +38,10 @@ from baton.deploy.demo.training.evaluate import encode_documents
 from baton.deploy.demo.training.windows import Drafter, Model
 from baton.kernels.operations import preferring
 from baton.kernels.sampling.noise import gumbel_noise
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import flags, report
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
 DRAFTERS = ("standalone", "eagle", "eagle3", "mtp3", "frozen_kv_mtp")
@@ -190,23 +193,6 @@ def check(figures: list[dict[str, Any]], draws: dict[str, Draws]) -> dict[str, d
     return result
 
 
-def report(figures: list[dict[str, Any]], marginals: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
-    head = ("drafter", "k", "shared noise", "se", "se text", "expected", "z", "optimum", "greedy", "independent")
-    print("{:>14} {:>2} {:>12} {:>7} {:>7} {:>8} {:>5} {:>8} {:>7} {:>11}".format(*head))
-    for row in figures:
-        print(
-            f"{row['drafter']:>14} {row['k']:>2} {row['shared']:12.4f} {row['noise_se']:7.4f} {row['text_se']:7.4f}"
-            f" {row['expected']:8.4f} {row['z']:5.1f} {row['optimum']:8.4f} {row['greedy']:7.4f}"
-            f" {row['independent']:11.4f}"
-        )
-    for name, row in marginals.items():
-        ids = "no id came often enough to be compared"
-        if row["num_ids"]:
-            ids = f"z of {row['num_ids']} ids rms {row['rms_z']:.2f}, largest {row['max_abs_z']:.1f}"
-        print(f"draws of {name}: {ids}; z of their log-probability {row['log_p_z']:.1f}")
-
-
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
@@ -219,38 +205,31 @@ def main() -> None:
         {"drafter": name, "k": k + 1} | summarize(rows, options.draws) for (name, k), rows in measurement.rows.items()
     ]
     marginals = check(figures, measurement.draws)
-    num_positions = sum(len(rows.shared) for rows in measurement.rows[DRAFTERS[0], 0])
     about = {
-        "positions": num_positions,
+        "positions": sum(len(rows.shared) for rows in measurement.rows[DRAFTERS[0], 0]),
         "draws": options.draws,
         "windows": len(windows),
         "window": options.window,
-        "dtype": "float32",
         "threads": options.threads,
-        "torch": torch.__version__,
-        "commit": _commit(),
+        "marginals": marginals,
         "seconds": round(time.perf_counter() - started),
     }
-    report(figures, marginals, about)
-    if options.json:
-        options.json.write_text(json.dumps(about | {"figures": figures, "marginals": marginals}, indent=1))
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(DEMO), "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    report(options, "coupling", figures, unit="share of positions", about=about)
+    for name, row in marginals.items():
+        ids = "no id came often enough to be compared"
+        if row["num_ids"]:
+            ids = f"z of {row['num_ids']} ids rms {row['rms_z']:.2f}, largest {row['max_abs_z']:.1f}"
+        print(f"draws of {name}: {ids}; z of their log-probability {row['log_p_z']:.1f}")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO, help="with the drafters' directories below")
     parser.add_argument("--source", type=Path, default=standard_library(), help="of 3.11.7, the library trained on")
     parser.add_argument("--windows", type=_at_least(2), default=64)  # one window has no spread
     parser.add_argument("--window", type=_at_least(MIN_WINDOW), default=512, help="tokens")
     parser.add_argument("--draws", type=_at_least(1), default=4, help="at each position")
     parser.add_argument("--threads", type=_at_least(1), default=1)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

@@ -9,19 +9,19 @@ first 256 tokens and the 512 after them are compared with a node without drafts 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rooms  # noqa: F401
 from adaptive_world import Machine, World
+from harness import flags, report
 
 MACHINES = {
     "waits for weights": Machine(1.0, 0.15, 0.001, call=0.3, row_missed=0.005),
@@ -49,35 +49,31 @@ def simulate(machine: Machine, batch: int, chance: float, seed: int) -> Result:
     return Result(first, later, max(speeds))
 
 
-def table(results: dict[float, Sequence[Result]]) -> str:
-    """Return rows of Markdown, one per spread of times."""
-    lines = ["| spread | first 256 tokens, worst | 1 % | below 0.98 | of the best | later, of the best |"]
-    lines.append("|---|---|---|---|---|---|")
-    for spread, found in results.items():
-        firsts = sorted(each.first for each in found)
-        below = sum(first < 0.98 for first in firsts) / len(firsts)
-        shares = [statistics.mean(speed / each.best for speed, each in zip(speeds, found, strict=True))
-                  for speeds in ([each.first for each in found], [each.later for each in found])]  # fmt: skip
-        lines.append(
-            f"| {spread:.0%} | {firsts[0]:.3f} | {firsts[len(firsts) // 100]:.3f} | {below:.1%} | {shares[0]:.3f} "
-            f"| {shares[1]:.3f} |"
-        )
-    return "\n".join(lines)
+def row_of(spread: float, found: Sequence[Result]) -> dict[str, Any]:
+    """Return the row of all nodes whose measured times spread so."""
+    firsts = sorted(each.first for each in found)
+    return {
+        "spread": f"{spread:.0%}",
+        "first 256 tokens, worst": firsts[0],
+        "1 %": firsts[len(firsts) // 100],
+        "below 0.98": f"{sum(first < 0.98 for first in firsts) / len(firsts):.1%}",
+        "of the best": statistics.mean(each.first / each.best for each in found),
+        "later, of the best": statistics.mean(each.later / each.best for each in found),
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=6)
-    options = parser.parse_args()
-    results: dict[float, Sequence[Result]] = {}
+def rows(num_seeds: int) -> Iterator[dict[str, Any]]:
     for spread in SPREADS:
-        cases = itertools.product(MACHINES.values(), BATCHES, CHANCES, range(options.seeds))
-        results[spread] = [
+        cases = itertools.product(MACHINES.values(), BATCHES, CHANCES, range(num_seeds))
+        found = [
             simulate(replace(machine, noise=spread, pauses=0.01), batch, chance, seed)
             for machine, batch, chance, seed in cases
         ]
-    print(table(results))
+        yield row_of(spread, found)
 
 
 if __name__ == "__main__":
-    main()
+    parser = flags(__doc__)
+    parser.add_argument("--seeds", type=int, default=6)
+    options = parser.parse_args()
+    report(options, "draft-length", rows(options.seeds), unit="of no drafts")

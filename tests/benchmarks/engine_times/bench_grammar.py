@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rooms  # noqa: F401
 from bench_sequences import run_rounds, start, stop
+from harness import flags, report
 from planted_text import PlantedText
 
 from baton.decode_node.config import DecodeConfig
@@ -80,19 +81,12 @@ class NotedStats(RoundStats):
             self.noted.append(masking)
 
 
-HEADER = (
-    "| streams | drafts | free ms per round | bound | of free | masks ms p50 / p99 | late | checked tokens |\n"
-    "|---|---|---|---|---|---|---|---|"
-)
-
-
-def row_of(point: Point) -> str:
+def row_of(point: Point) -> dict[str, Any]:
     """Return the point's row of the table."""
-    p50, p99 = np.percentile(point.fill_ms, [50, 99])
-    return (
-        f"| {point.streams} | {point.steps} | {point.free_ms:.2f} | {point.bound_ms:.2f} "
-        f"| {point.free_ms / point.bound_ms:.3f} | {p50:.2f} / {p99:.2f} | {point.late:.0%} | {point.num_checked} |"
-    )
+    p50, p99 = np.percentile(point.fill_ms, [50, 99]).tolist()
+    row = {"streams": point.streams, "drafts": point.steps, "free": point.free_ms, "bound": point.bound_ms}
+    row |= {"bound, of free": point.free_ms / point.bound_ms, "masks p50": p50, "masks p99": p99}
+    return row | {"late": f"{point.late:.0%}", "checked tokens": point.num_checked}
 
 
 def with_texts(model: Path, directory: Path) -> Path:
@@ -163,26 +157,23 @@ def main() -> None:
         engine.grammars.matcher(SamplingState(BOUND, [0], vocab_size=engine.card.vocab_size))
         compile_ms = (time.monotonic() - begun) * 1e3
         device = torch.cuda.get_device_name() if engine.device.type == "cuda" else "CPU"
-        print(f"{device}, {engine.card.vocab_size} tokens; the grammar is ready after {compile_ms:.1f} ms\n{HEADER}")
-        points: list[Point] = []
-        for streams in options.streams:
-            for steps in sorted({0, executor.shape.num_steps}):
-                points.append(measure(engine, executor, streams, executor.shape.with_steps(steps), options.rounds))
-                print(row_of(points[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([point._asdict() for point in points]))
+        print(f"{device}, {engine.card.vocab_size} tokens; the grammar is ready after {compile_ms:.1f} ms")
+        rows = (
+            row_of(measure(engine, executor, streams, executor.shape.with_steps(steps), options.rounds))
+            for streams in options.streams
+            for steps in sorted({0, executor.shape.num_steps})
+        )
+        report(options, "grammars", rows, unit="ms", about={"compile_ms": compile_ms})
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__, rounds=48)
     parser.add_argument("--model", required=True, help="its directory; planted")
     parser.add_argument("--draft-model", help="an EAGLE-3 head of it (default: none)")
     parser.add_argument("--load-format", default="safetensors", help="planted:maker: the model has no files of weights")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--rounds", type=int, default=48, help="of each kind")
     parser.add_argument("--num-pages", type=int, help="(default: what fits)")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

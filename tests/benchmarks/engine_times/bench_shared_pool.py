@@ -9,10 +9,9 @@ compared with the planted text. The ratio of a batch is the median of the ratios
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rooms  # noqa: F401
 from bench_sequences import run_rounds, start, stop
-from bench_tables import heading
+from harness import alternate, flags, ratio, report
 
 from baton.engine import engine as engines
 from baton.engine.config import EngineConfig
@@ -35,31 +34,28 @@ NUM_STEPS = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__, rounds=9)
     parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--commit")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     num_new = (options.rounds + 1) * NUM_STEPS + 64
     num_pages = max(BATCHES) * -(-(1024 + num_new + 64) // 64) + 8
     made = {name: _make(options.model, num_pages, is_shared=name == "shared") for name in ("torch's", "shared")}
-    rows = []
-    for batch in BATCHES:
-        sequences = {name: start(*pair, batch, num_new) for name, pair in made.items()}
-        times: dict[str, list[float]] = {name: [] for name in made}
-        for number in range(options.rounds + 1):
-            for name, (_, rounds) in made.items():
-                step_s = run_rounds(rounds, sequences[name], rounds.shape.with_steps(0), NUM_STEPS)
-                times[name] += [step_s] if number else []  # the first warms up
-        checked = sum(stop(*pair, sequences[name]) for name, pair in made.items())
-        ratio = statistics.median(b / a for a, b in zip(times["torch's"], times["shared"], strict=True))
-        row = {f"{name} ms": statistics.median(each) * 1e3 for name, each in times.items()}
-        rows.append({"batch": batch} | row | {"ratio": ratio, "checked_tokens": checked})
-        print(rows[-1], flush=True)
-    if options.json:
-        report: dict[str, Any] = {**heading(options.commit), "model": Path(options.model).name, "steps": rows}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    rows = (_compare(made, batch, num_new, options.rounds) for batch in BATCHES)
+    report(options, "shared-pool", rows, unit="ms", about={"model": Path(options.model).name})
+
+
+def _compare(
+    made: dict[str, tuple[engines.Engine, Rounds]], batch: int, num_new: int, num_rounds: int
+) -> dict[str, Any]:
+    sequences = {name: start(*pair, batch, num_new) for name, pair in made.items()}
+
+    def steps(name: str, rounds: Rounds) -> Callable[[int], float]:
+        return lambda number: run_rounds(rounds, sequences[name], rounds.shape.with_steps(0), NUM_STEPS)
+
+    times = alternate({name: steps(name, rounds) for name, (_, rounds) in made.items()}, num_rounds)
+    checked = sum(stop(*pair, sequences[name]) for name, pair in made.items())
+    row = {"batch": batch} | {name: statistics.median(each) * 1e3 for name, each in times.items()}
+    return row | {"ratio": ratio(times["shared"], times["torch's"]), "checked tokens": checked}
 
 
 def _make(model: str, num_pages: int, *, is_shared: bool) -> tuple[engines.Engine, Rounds]:

@@ -24,8 +24,8 @@ def test_the_fewest_tokens_are_measured(tmp_path: Path) -> None:
     done = run("--windows", "2", "--window", "69", "--draws", "1", "--json", str(report))
     assert done.returncode == 0, done.stderr
     written = json.loads(report.read_text())
-    assert written["positions"] == 2 and len(written["figures"]) == 15
-    assert all(1 >= row["optimum"] >= row["expected"] > 0 for row in written["figures"])
+    assert written["positions"] == 2 and len(written["rows"]) == 15
+    assert all(1 >= row["optimum"] >= row["expected"] > 0 for row in written["rows"])
     assert all(row["num_ids"] == 0 and "rms_z" not in row for row in written["marginals"].values())
     assert "draws of target: no id came often enough to be compared; z of their log-probability" in done.stdout
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import llguidance
-from bench_grammar import GRAMMAR, HEADER, Point, row_of, write_words
+import pytest
+from bench_grammar import GRAMMAR, Point, row_of, write_words
 from planted_text import PlantedText
 
 
@@ -25,5 +26,4 @@ def test_every_text_of_the_words_is_a_list_of_objects(tmp_path: Path) -> None:
 
 def test_bound_rounds_are_compared_with_free_ones() -> None:
     row = row_of(Point(32, 5, 8.0, 10.0, [1.0, 2.0, 3.0], 0.25, 640))
-    assert row == "| 32 | 5 | 8.00 | 10.00 | 0.800 | 2.00 / 2.98 | 25% | 640 |"
-    assert row.count("|") == HEADER.splitlines()[0].count("|")
+    assert row["bound, of free"] == 0.8 and row["masks p99"] == pytest.approx(2.98) and row["late"] == "25%"

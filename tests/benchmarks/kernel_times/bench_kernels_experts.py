@@ -1,33 +1,22 @@
-"""Time the products of mixtures of experts on a GPU, at the shapes of Qwen3-30B-A3B, DeepSeek-V2-Lite and gpt-oss-20b.
+"""Time the products of mixtures of experts on a GPU, the choice of experts, and the places of the pairs.
 
-    python tests/benchmarks/kernel_times/bench_kernels_experts.py [--rows 1 8 64 256 1024 8192]
-        [--models 30b v2-lite 20b]
-                                                     [--formats bf16 fp8 mxfp4] [--tiles]
+    python tests/benchmarks/kernel_times/bench_kernels_experts.py [--only 30b v2-lite 20b routes] [--rows 1 8 64 256]
 
-Rows choose their experts uniformly. A time is that of a CUDA graph of eight calls with different choices, divided by
-eight. GB/s are of the weights of the experts that are chosen, TFLOP/s of the products of all pairs. The error is the
-largest difference from float32 products of some pairs, divided by the largest of those products. The floor is the time
-to read those weights at 4.2 TB/s, or that of the products at 700 TFLOP/s. With --tiles, each product of MXFP4 is timed
-with each of TILES.
+Products have the shapes of Qwen3-30B-A3B, DeepSeek-V2-Lite and gpt-oss-20b. Rows choose their experts uniformly; eight
+calls have different choices. Bytes are the weights of the experts that are chosen, the error is that of float32
+products of some pairs. "both" is the whole mixture of one row, which is rounded already. `routes` is the choice alone,
+the places alone, and both one after the other as a layer makes them, at the shapes of published mixtures.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import rooms  # noqa: F401
-from bench_kernels_dense import microseconds
+from graph_times import Kernel, copies, each, measure, normal
 from torch import Tensor
 
 from baton.kernels.experts import triton_expert_row, triton_experts
@@ -39,14 +28,15 @@ from baton.kernels.experts.experts import (
     place_experts_ref,
 )
 from baton.kernels.experts.mxfp4 import GROUP, from_checkpoint, unpacked
-from baton.kernels.experts.triton_expert_packed import PackedTiles, packed_product
+from baton.kernels.experts.routes import Routing, routes_ref
+from baton.kernels.experts.triton_places import place_experts
+from baton.kernels.experts.triton_routes import routes
 from baton.kernels.products.fp8 import dequantized, round_rows
 from baton.kernels.products.silu import silu_mul_ref
 
 NUM_CALLS = 8
-NUM_THREADS = 16  # that compile
 TOLERANCE = {"bf16": 1e-2, "fp8": 2e-2, "mxfp4": 1e-2}
-READ, MULTIPLIED = 4.2e6, 700e6  # bytes and floating point operations per us of the floor
+MIN_SAME = 0.99  # rows whose experts are those of the reference; in the others, two scores nearly tie
 
 
 class Mixture(NamedTuple):
@@ -64,50 +54,47 @@ MODELS = {
     "20b": Mixture(32, 4, 2880, 2880),
 }
 
-# By pairs of a block.
-TILES = {
-    16: (
-        PackedTiles(64, 128, True, 2, 4, has_halves=True),
-        PackedTiles(64, 128, True, 2, 4),
-        PackedTiles(64, 128, True, 2, 3, has_halves=True),
-        PackedTiles(32, 128, True, 2, 4, has_halves=True),
-        PackedTiles(32, 128, True, 2, 6, has_halves=True),
-        PackedTiles(32, 128, True, 1, 4, has_halves=True),
-        PackedTiles(32, 256, True, 2, 3),
-        PackedTiles(64, 64, True, 2, 6, has_halves=True),
-        PackedTiles(128, 64, True, 4, 4, has_halves=True),
-        PackedTiles(64, 128, True, 4, 4, has_halves=True),
-        PackedTiles(128, 128, True, 4, 3, has_halves=True),
-        PackedTiles(64, 128, False, 4, 4),
-        PackedTiles(128, 128, False, 4, 3),
-    ),
-    32: (
-        PackedTiles(64, 128, True, 2, 3),
-        PackedTiles(64, 128, True, 2, 3, has_halves=True),
-        PackedTiles(32, 128, True, 2, 4),
-        PackedTiles(64, 128, False, 4, 3),
-        PackedTiles(64, 128, True, 4, 3),
-        PackedTiles(128, 128, True, 4, 3),
-        PackedTiles(128, 64, True, 4, 4),
-    ),
-    64: (
-        PackedTiles(128, 64, True, 4, 3),
-        PackedTiles(128, 64, True, 4, 2),
-        PackedTiles(128, 128, True, 8, 2),
-        PackedTiles(256, 64, True, 8, 3),
-        PackedTiles(128, 64, False, 4, 3),
-    ),
-    128: (
-        PackedTiles(128, 64, True, 4, 2),
-        PackedTiles(128, 64, True, 4, 2, has_halves=True),
-        PackedTiles(128, 64, True, 4, 3),
-        PackedTiles(128, 128, True, 8, 2),
-        PackedTiles(128, 64, True, 8, 3),
-        PackedTiles(256, 64, True, 8, 3),
-        PackedTiles(128, 64, False, 4, 2),
-        PackedTiles(256, 64, False, 8, 3),
-    ),
+
+class Router(NamedTuple):
+    num_experts: int
+    hidden_size: int
+    routing: Routing
+    has_bias: bool = False
+
+
+GROUPED = Routing(8, "sigmoid", True, 2.5, num_groups=8, num_active_groups=4, num_ranking=2)
+ROUTERS = {
+    "qwen3-30b": Router(128, 2048, Routing(8, sums_to_one=True)),
+    "deepseek-v2-lite": Router(64, 2048, Routing(6)),
+    "deepseek-v3": Router(256, 7168, GROUPED, has_bias=True),
+    "glm-4.5": Router(160, 5120, Routing(8, "sigmoid", True, 2.5), has_bias=True),
+    "gpt-oss-120b": Router(128, 2880, Routing(4, sums_to_one=True)),
 }
+
+
+def of_model(name: str, options: argparse.Namespace) -> Iterator[Kernel]:
+    mixture = MODELS[name]
+    for form in TOLERANCE:
+        gate_up = weight_of(mixture.num_experts * 2 * mixture.inner_size, mixture.size, form)
+        down = weight_of(mixture.num_experts * mixture.size, mixture.inner_size, form)
+        for num_rows in options.rows:
+            for part, weight in (("gate_up", gate_up), ("down", down)):
+                case = Case.make(mixture, num_rows, form, weight, is_gated=part == "gate_up")
+                label = f"{name} {form} {part}, {num_rows} rows"
+                calls = each(case, range(NUM_CALLS))
+                check = functools.partial(case.error, TOLERANCE[form])
+                yield Kernel(label, calls, case.num_bytes(), case.num_flop(), check)
+            if num_rows == 1:
+                yield of_row(mixture, f"{name} {form} both, 1 row", form, gate_up, down)
+
+
+def weight_of(num_rows: int, in_size: int, form: str) -> ExpertWeight:
+    if form == "mxfp4":
+        packed = torch.randint(256, (num_rows, in_size // 2), device="cuda", dtype=torch.uint8)
+        scales = torch.randint(116, 120, (num_rows, in_size // GROUP), device="cuda", dtype=torch.uint8)
+        return ExpertWeight(*from_checkpoint(packed, scales), GROUP)
+    values = normal(num_rows, in_size, scale=in_size**-0.5)
+    return ExpertWeight(*(round_rows(values, in_size) if form == "fp8" else (values, None)), in_size)
 
 
 class Case(NamedTuple):
@@ -122,142 +109,53 @@ class Case(NamedTuple):
     @classmethod
     def make(cls, mixture: Mixture, num_rows: int, form: str, weight: ExpertWeight, *, is_gated: bool) -> Case:
         in_size = mixture.size if is_gated else mixture.inner_size
-        x = torch.randn(num_rows * (1 if is_gated else mixture.num_active), in_size, device="cuda").bfloat16()
+        x = normal(num_rows * (1 if is_gated else mixture.num_active), in_size)
         x, x_scales = round_rows(x, in_size) if form == "fp8" else (x, None)
-        scores = torch.rand(NUM_CALLS, num_rows, mixture.num_experts, device="cuda")
-        chosen = scores.topk(mixture.num_active).indices
+        chosen = torch.rand(NUM_CALLS, num_rows, mixture.num_experts, device="cuda").topk(mixture.num_active).indices
         place = functools.partial(place_experts_ref, num_experts=mixture.num_experts, is_packed=weight.is_packed)
-        places = tuple(place(each.contiguous()) for each in chosen)
-        return cls(weight, x, x_scales, places, is_gated)
+        return cls(weight, x, x_scales, tuple(place(one.contiguous()) for one in chosen), is_gated)
 
-    def __call__(self, index: int = 0) -> Tensor:
+    def __call__(self, index: int) -> Tensor:
         by = triton_experts.gated_experts_linear if self.is_gated else triton_experts.experts_linear
         return by(self.x, self.x_scales, self.weight, self.places[index], torch.bfloat16)
 
-    def error(self, out: Tensor) -> float:
-        """Return the error of a result of the first choice."""
-        places, expected, found = self.places[0], list[Tensor](), list[Tensor]()
-        chosen = places.chosen.flatten()
+    def error(self, tolerance: float) -> float:
+        """Return the error of the first choice: the largest difference over the largest product. Raises AssertionError
+        if it is too large."""
+        out, places, expected, found = self(0), self.places[0], list[Tensor](), list[Tensor]()
+        chosen, scales = places.chosen.flatten(), self.weight.scales
         out_size = len(self.weight.values) // places.num_experts
         for pair in range(0, len(chosen), max(1, len(chosen) // 24)):
             own = slice(int(chosen[pair]) * out_size, (int(chosen[pair]) + 1) * out_size)
-            values, scales = self.weight.values[own], self.weight.scales
-            if scales is None:
-                numbers = values.float()
-            else:
-                by = unpacked if self.weight.is_packed else dequantized
-                numbers = by(values, scales[own], self.weight.group)
+            numbers = self.weight.values[own]
+            if scales is not None:
+                numbers = (unpacked if self.weight.is_packed else dequantized)(numbers, scales[own], self.weight.group)
             row = pair * len(self.x) // len(chosen)
             product = numbers.double() @ self.x[row].double()
-            if self.x_scales is not None:
-                product *= self.x_scales[row].double()
+            product = product if self.x_scales is None else product * self.x_scales[row].double()
             expected.append(silu_mul_ref(product[None])[0] if self.is_gated else product)
             found.append(out[pair])
         products = torch.stack(expected)
-        return float((torch.stack(found) - products).abs().max() / products.abs().max())
+        error = float((torch.stack(found) - products).abs().max() / products.abs().max())
+        assert error < tolerance, error
+        return error
 
     def num_bytes(self) -> float:
         """Return the bytes of the weights of the experts that a call's rows choose."""
         distinct = sum(len(places.chosen.unique()) for places in self.places) / NUM_CALLS
-        num_bytes = self.weight.values.nbytes
-        if self.weight.is_packed and self.weight.scales is not None:
-            num_bytes += self.weight.scales.numel()
-        return distinct / self.places[0].num_experts * num_bytes
+        return distinct / self.places[0].num_experts * bytes_of(self.weight)
 
     def num_flop(self) -> float:
         out_size = len(self.weight.values) // self.places[0].num_experts
         return 2.0 * self.places[0].chosen.numel() * out_size * self.x.shape[1]
 
-    def by_tiles(self, tiles: PackedTiles, index: int = 0) -> Tensor:
-        places, out_size = self.places[index], len(self.weight.values) // self.places[0].num_experts
-        size = out_size // 2 if self.is_gated else out_size
-        out = torch.empty(places.chosen.numel(), size, device="cuda", dtype=torch.bfloat16)
-        packed_product(self.x, None, self.weight, places, out, is_gated=self.is_gated, tiles=tiles)
-        return out
+
+def bytes_of(weight: ExpertWeight) -> int:
+    return weight.values.nbytes + (weight.scales.numel() if weight.is_packed and weight.scales is not None else 0)
 
 
-def weight_of(num_rows: int, in_size: int, form: str) -> ExpertWeight:
-    if form == "mxfp4":
-        packed = torch.randint(256, (num_rows, in_size // 2), device="cuda", dtype=torch.uint8)
-        scales = torch.randint(116, 120, (num_rows, in_size // GROUP), device="cuda", dtype=torch.uint8)
-        return ExpertWeight(*from_checkpoint(packed, scales), GROUP)
-    values = torch.randn(num_rows, in_size, device="cuda", dtype=torch.bfloat16).mul_(in_size**-0.5)
-    if form == "fp8":
-        return ExpertWeight(*round_rows(values, in_size), in_size)
-    return ExpertWeight(values, None, in_size)
-
-
-def timed(call: Callable[[int], object]) -> float:
-    return microseconds([lambda index=index: call(index) for index in range(NUM_CALLS)])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 8192])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--formats", nargs="+", choices=list(TOLERANCE), default=list(TOLERANCE))
-    parser.add_argument("--tiles", action="store_true", help="time each of TILES, of MXFP4")
-    args = parser.parse_args()
-    print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    for name in args.models:
-        for form in args.formats:
-            mixture = MODELS[name]
-            gate_up = weight_of(mixture.num_experts * 2 * mixture.inner_size, mixture.size, form)
-            down = weight_of(mixture.num_experts * mixture.size, mixture.inner_size, form)
-            for num_rows in args.rows:
-                for part, weight, is_gated in (("gate_up", gate_up, True), ("down", down, False)):
-                    case = Case.make(mixture, num_rows, form, weight, is_gated=is_gated)
-                    error, us = case.error(case()), timed(case)
-                    _print(name, form, part, num_rows, us, _rates(case, us), error)
-                    if args.tiles and form == "mxfp4":
-                        _bench_tiles(f"{name} {part} {num_rows} rows", case)
-                if num_rows == 1:
-                    _bench_row(name, form, gate_up, down)
-                    if args.tiles and form == "mxfp4":
-                        for tiles in TILES[16]:
-                            if tiles.has_halves:
-                                _bench_row(name, form, gate_up, down, tiles._replace(has_halves=False))
-
-
-def _rates(case: Case, us: float) -> str:
-    floor = max(case.num_bytes() / READ, case.num_flop() / MULTIPLIED)
-    rates = f"{case.num_bytes() / us / 1e3:6.0f} GB/s {case.num_flop() / us / 1e6:6.1f} TFLOP/s"
-    return f"{rates} {us / floor:5.2f} of the floor"
-
-
-def _compile(calls: list[Callable[[], object]]) -> None:
-    """Run the calls at once, whose kernels are compiled then. Failures are those of a later call as well."""
-
-    def run(call: Callable[[], object]) -> None:
-        with contextlib.suppress(Exception):
-            call()
-
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        list(threads.map(run, calls))
-
-
-def _bench_tiles(name: str, case: Case) -> None:
-    """Time a product of MXFP4 with each of TILES. Tiles that fail are printed as well."""
-    candidates = TILES[case.places[0].block]
-    _compile([functools.partial(case.by_tiles, tiles) for tiles in candidates])
-    for tiles in candidates:
-        try:
-            error = case.error(case.by_tiles(tiles))
-            us = timed(functools.partial(case.by_tiles, tiles))
-        except Exception as failure:
-            print(f"    {name} {tuple(tiles)}: {failure!r:.200}", flush=True)
-            continue
-        print(f"    {name} {tuple(tiles)} {us:8.1f} us {_rates(case, us)}  error {error:.1e}", flush=True)
-
-
-def _bench_row(
-    name: str, form: str, gate_up: ExpertWeight, down: ExpertWeight, tiles: PackedTiles | None = None
-) -> None:
-    """Time the whole mixture of one row, which is rounded already, of MXFP4 with the `tiles`."""
-    mixture = MODELS[name]
-    if tiles is not None:
-        print(f"    {tuple(tiles)}: ", end="")
-    x, shares = torch.randn(1, mixture.size, device="cuda").bfloat16(), torch.rand(1, mixture.num_active, device="cuda")
+def of_row(mixture: Mixture, name: str, form: str, gate_up: ExpertWeight, down: ExpertWeight) -> Kernel:
+    x, shares = normal(1, mixture.size), torch.rand(1, mixture.num_active, device="cuda")
     chosen = torch.rand(NUM_CALLS, 1, mixture.num_experts, device="cuda").topk(mixture.num_active).indices
 
     def rounded(rows: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -267,22 +165,23 @@ def _bench_row(
 
     def call(index: int) -> Tensor:
         own = (chosen[index], mixture.num_experts)
-        inner = triton_expert_row.gated_experts_of_row(*rows, gate_up, *own, x.dtype, tiles=tiles)
-        return triton_expert_row.experts_of_row(*rounded(inner), down, *own, shares, x.dtype, tiles=tiles)
+        inner = triton_expert_row.gated_experts_of_row(*rows, gate_up, *own, x.dtype)
+        return triton_expert_row.experts_of_row(*rounded(inner), down, *own, shares, x.dtype)
 
-    own = [_of_experts(weight, chosen[0, 0], mixture.num_experts) for weight in (gate_up, down)]
-    places = torch.arange(mixture.num_active, device="cuda").unsqueeze(0), mixture.num_active
-    inner = gated_experts_of_row_ref(*rows, own[0], *places, x.dtype)
-    expected = experts_of_row_ref(*rounded(inner), own[1], *places, shares, x.dtype).float()
-    error = float((call(0).float() - expected).abs().max() / expected.abs().max())
-    us = timed(call)
-    num_bytes = sum(each.values.nbytes + (each.scales.numel() if each.is_packed else 0) for each in (gate_up, down))
-    num_bytes *= mixture.num_active / mixture.num_experts
-    rates = f"{num_bytes / us / 1e3:6.0f} GB/s" + " " * 15 + f"{us * READ / num_bytes:5.2f} of the floor"
-    _print(name, form, "both", 1, us, rates, error)
+    def check() -> float:
+        own = [of_experts(weight, chosen[0, 0], mixture.num_experts) for weight in (gate_up, down)]
+        places = torch.arange(mixture.num_active, device="cuda").unsqueeze(0), mixture.num_active
+        inner = gated_experts_of_row_ref(*rows, own[0], *places, x.dtype)
+        expected = experts_of_row_ref(*rounded(inner), own[1], *places, shares, x.dtype).float()
+        error = float((call(0).float() - expected).abs().max() / expected.abs().max())
+        assert error < TOLERANCE[form], error
+        return error
+
+    num_bytes = (bytes_of(gate_up) + bytes_of(down)) * mixture.num_active / mixture.num_experts
+    return Kernel(name, each(call, range(NUM_CALLS)), num_bytes, check=check)
 
 
-def _of_experts(weight: ExpertWeight, experts: Tensor, num_experts: int) -> ExpertWeight:
+def of_experts(weight: ExpertWeight, experts: Tensor, num_experts: int) -> ExpertWeight:
     """Return the weights of some experts."""
     size = len(weight.values) // num_experts
     rows = (experts.unsqueeze(1) * size + torch.arange(size, device="cuda")).flatten()
@@ -290,10 +189,37 @@ def _of_experts(weight: ExpertWeight, experts: Tensor, num_experts: int) -> Expe
     return weight._replace(values=values, scales=None if weight.scales is None else weight.scales[rows])
 
 
-def _print(name: str, form: str, part: str, num_rows: int, us: float, rates: str, error: float) -> None:
-    print(f"{name:8} {form} {part:7} {num_rows:5} rows {us:8.1f} us {rates}  error {error:.1e}", flush=True)
-    assert error < TOLERANCE[form], (name, form, part, num_rows, error)
+def of_routes(name: str, num_rows: int) -> Iterator[Kernel]:
+    num_experts, size, routing, has_bias = ROUTERS[name]
+    weights = [normal(num_experts, size, scale=0.02).float() for _ in range(copies(num_experts * size * 4))]
+    bias, x = normal(num_experts, scale=0.1).float() if has_bias else None, normal(num_rows, size)
+    ours = routes(x, weights[0], None, bias, routing)
+
+    def choose(weight: Tensor) -> Tensor:
+        return routes(x, weight, None, bias, routing).chosen
+
+    def check() -> float:
+        theirs = routes_ref(x, weights[0], None, bias, routing)
+        is_same = (ours.chosen == theirs.chosen).all(1)
+        share = is_same.float().mean().item()
+        assert share >= MIN_SAME, share
+        torch.testing.assert_close(ours.shares[is_same], theirs.shares[is_same], atol=1e-6, rtol=1e-4)
+        placed, expected = place_experts(ours.chosen, num_experts), place_experts_ref(ours.chosen, num_experts)
+        assert torch.equal(placed.pairs, expected.pairs) and torch.equal(placed.experts, expected.experts)
+        return 1 - share
+
+    at = f"{name}, {num_rows} rows"
+    yield Kernel(f"routes of {at}", each(choose, weights), check=check)
+    yield Kernel(f"places of {at}", [lambda: place_experts(ours.chosen, num_experts)] * 50)
+    yield Kernel(f"both of {at}", each(lambda weight: place_experts(choose(weight), num_experts), weights))
+    torchs = each(lambda weight: routes_ref(x, weight, None, bias, routing), weights[:20])
+    yield Kernel(f"routes of {at}: torch", torchs)
+    yield Kernel(f"places of {at}: torch", [lambda: place_experts_ref(ours.chosen, num_experts)] * 5)
 
 
 if __name__ == "__main__":
-    main()
+    parts = {name: functools.partial(of_model, name) for name in MODELS}
+    parts["routes"] = lambda options: (
+        kernel for name in ROUTERS for num_rows in options.rows for kernel in of_routes(name, num_rows)
+    )
+    measure(__doc__, "expert-kernels", parts, rows=(1, 8, 64, 256, 1024, 8192))

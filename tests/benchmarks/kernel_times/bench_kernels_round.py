@@ -1,8 +1,7 @@
 """Time the operations around the layers of a round, in CUDA graphs: Triton kernels against their torch references.
 
-    python tests/benchmarks/kernel_times/bench_kernels_round.py [--parts round sampling] [--rows 1 8 64]
-        [--sampled-rows 64 384]
-                                                   [--topk 4 --steps 5 --drafts 16] [--json FILE]
+    python tests/benchmarks/kernel_times/bench_kernels_round.py [--only round sampling] [--rows 1 8 64]
+                                                                [--sampled-rows 64 384]
 
     round      growing trees, choosing their nodes, ancestry, the walk, moving accepted KV in all layers, rows of slots
                with their hidden states, the end of a round, the rotations of positions
@@ -10,33 +9,23 @@
                like a planted model's (a peak, groups, a flat tail), like a real model's (Zipf), and of nearly equal
                likelihood. They are called as engine/sampling/sampling.py calls them
 
-Shapes are those of Llama-3.1-8B.
-
-Each result is compared with the reference before it is timed. A time is that of a graph of twenty calls, divided by
-twenty. Without a GPU, small results are compared in Triton's interpreter and nothing is timed.
+Shapes are those of Llama-3.1-8B. Without a GPU, small results are compared in the interpreter and nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-IS_TIMED = torch.cuda.is_available()
-if not IS_TIMED:
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import rooms  # noqa: F401
-from bench_kernels_dense import microseconds
+from graph_times import IS_TIMED, Kernel, measure, same
 
 from baton.engine.rounds.draft_shape import DraftShape
 from baton.kernels.operations import preferring
@@ -62,13 +51,16 @@ DTYPE = torch.bfloat16 if IS_TIMED else torch.float32
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, WIDTH = (32, 8, 128, 4096) if IS_TIMED else (2, 2, 16, 64)
 VOCAB_SIZE, DRAFT_VOCAB_SIZE = (128_256, 32_000) if IS_TIMED else (700, 300)
 PAGE_SIZE, NUM_CALLS = 64, 20
+SHAPE = DraftShape(5, 4, 16)
 
 
-class Case(NamedTuple):
-    name: str
-    kernel: Callable[[], Any]  # either gives a tensor, tensors, or None where it changed `changed`
-    reference: Callable[[], Any]
-    changed: Sequence[Tensor] = ()
+def both(
+    name: str, kernel: Callable[[], Any], reference: Callable[[], Any], changed: Sequence[Tensor] = ()
+) -> Iterator[Kernel]:
+    """Yield a kernel and its reference. Either gives a tensor, tensors, or None if it changed `changed`."""
+    tolerance = 0.0 if not name.startswith("turns") else 2e-2 if DTYPE is torch.bfloat16 else 1e-5
+    yield Kernel(name, [kernel] * NUM_CALLS, check=same(kernel, reference, changed, tolerance))
+    yield Kernel(f"{name}: torch", [reference] * NUM_CALLS)
 
 
 def normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
@@ -79,7 +71,7 @@ def integers(high: int, *shape: int) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(high)).to(DEVICE)
 
 
-def tree_cases(num_seqs: int, shape: DraftShape) -> Iterator[Case]:
+def tree_cases(num_seqs: int, shape: DraftShape) -> Iterator[Kernel]:
     """Cases of trees: a step in the middle of a tree, and the steps once it is complete."""
     candidates = Candidates.allocate(num_seqs, shape.max_drafts, DEVICE)
     steps: list[tuple[Candidates, Frontier, Tensor, Tensor]] = []
@@ -90,15 +82,15 @@ def tree_cases(num_seqs: int, shape: DraftShape) -> Iterator[Case]:
         steps.append((candidates, frontier, integers(128_000, *size), scores))
         frontier = grow_ref_(*steps[-1])
     middle = steps[shape.num_steps // 2]
-    yield Case("tree: grow a step", lambda: triton_growth.grow_(*middle), lambda: grow_ref_(*middle), candidates)
+    yield from both("tree: grow a step", lambda: triton_growth.grow_(*middle), lambda: grow_ref_(*middle), candidates)
     num_drafts, num_steps = shape.num_tokens, shape.num_steps
-    yield Case(
+    yield from both(
         "tree: choose nodes",
         lambda: triton_growth.choose(candidates, num_drafts),
         lambda: choose_ref(candidates, num_drafts),
     )
     tokens, parents = choose_ref(candidates, num_drafts)
-    yield Case(
+    yield from both(
         "tree: ancestry",
         lambda: triton_trees.ancestry(parents, num_steps),
         lambda: ancestry_ref(parents, num_steps),
@@ -106,13 +98,13 @@ def tree_cases(num_seqs: int, shape: DraftShape) -> Iterator[Case]:
     targets = torch.cat([tokens[:, :1], tokens], dim=1)  # the first child of the root, at least
     limits = torch.full((num_seqs,), num_steps, device=DEVICE)
     walk = (tokens, parents, targets, limits, num_steps)
-    yield Case("tree: walk", lambda: triton_trees.walk_tree(*walk), lambda: walk_tree_ref(*walk))
+    yield from both("tree: walk", lambda: triton_trees.walk_tree(*walk), lambda: walk_tree_ref(*walk))
     num_columns = 2
     kv = normal(NUM_LAYERS, 1 + num_seqs * num_columns, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
     table = torch.arange(1, 1 + num_seqs * num_columns, device=DEVICE).view(num_seqs, num_columns)
     starts = torch.full((num_seqs, 1), PAGE_SIZE - 3, device=DEVICE) + torch.arange(num_steps, device=DEVICE)
     slots = (starts + torch.arange(num_steps, device=DEVICE), starts)
-    yield Case(
+    yield from both(
         "tree: move accepted KV",
         lambda: triton_trees.move_slots_(kv, table, *slots),
         lambda: move_slots_ref_(kv, table, *slots),
@@ -120,7 +112,7 @@ def tree_cases(num_seqs: int, shape: DraftShape) -> Iterator[Case]:
     )
 
 
-def row_cases(num_seqs: int, num_steps: int) -> Iterator[Case]:
+def row_cases(num_seqs: int, num_steps: int) -> Iterator[Kernel]:
     """Cases of rows: a draft state per slot, nodes on a path, the end of a round, rotations."""
     num_slots = num_seqs + 9
     state = [integers(128_000, num_slots, 4), normal(num_slots, 4, dtype=torch.float32), normal(num_slots, WIDTH)]
@@ -132,8 +124,8 @@ def row_cases(num_seqs: int, num_steps: int) -> Iterator[Case]:
         triton_rows.copy_rows_(new, state, of=index)
         return new
 
-    yield Case("rows: gather of 3 tensors", gather, lambda: [table.index_select(0, index) for table in state])
-    yield Case(
+    yield from both("rows: gather of 3 tensors", gather, lambda: [table.index_select(0, index) for table in state])
+    yield from both(
         "rows: assign to 3 tensors",
         lambda: triton_rows.copy_rows_(state, rows, to=index),
         lambda: [table.index_copy_(0, index, new) for table, new in zip(state, rows, strict=True)][:0],
@@ -143,10 +135,10 @@ def row_cases(num_seqs: int, num_steps: int) -> Iterator[Case]:
     targets, accepted = integers(128_000, num_seqs, num_steps + 1), integers(num_steps, num_seqs)
     resting = table[:, -1].clone()
     end = (table, columns, index, targets, torch.ones_like(targets, dtype=torch.bool), accepted, resting)
-    yield Case("end of a round", lambda: triton_advance.advance_(*end), lambda: advance_ref_(*end), [table])
+    yield from both("end of a round", lambda: triton_advance.advance_(*end), lambda: advance_ref_(*end), [table])
     positions, frequencies = integers(8000, num_seqs * (num_steps + 1)), normal(2, HEAD_DIM, dtype=torch.float32)
     turns = (positions, frequencies, 1.0, DTYPE)
-    yield Case("turns of positions", lambda: triton_rotary.turns(*turns), lambda: turns_ref(*turns))
+    yield from both("turns of positions", lambda: triton_rotary.turns(*turns), lambda: turns_ref(*turns))
 
 
 class Kind(NamedTuple):
@@ -186,7 +178,7 @@ def logits_like(name: str, num_rows: int, num_logits: int) -> Tensor:
     return rows.repeat(-(-num_rows // len(orders)), 1)[:num_rows].contiguous()
 
 
-def sampling_cases(num_rows: int, num_logits: int, vocab_size: int) -> Iterator[Case]:
+def sampling_cases(num_rows: int, num_logits: int, vocab_size: int) -> Iterator[Kernel]:
     """Cases of tokens of rows with `num_logits` logits each, of all tokens of the vocabulary or of some."""
     seeds, positions = integers(2**62, num_rows), integers(8000, num_rows)
     logit_ids = None
@@ -216,75 +208,26 @@ def sampling_cases(num_rows: int, num_logits: int, vocab_size: int) -> Iterator[
                         logits = process_logits(logits, history, penalties.view(3, -1), bans_now, logit_ids)
                     return perturbed_argmax(logits, draws, logit_ids).token_ids
 
-            yield Case(
+            yield from both(
                 f"{name} {distribution} of {num_logits}",
                 lambda sampled=sampled: sampled("triton"),
                 lambda sampled=sampled: sampled("reference"),
             )
 
 
-def check(case: Case) -> None:
-    """Run both from the same start. Raises AssertionError if the results differ."""
-    before = [each.clone() for each in case.changed]
-    results: list[list[Tensor]] = []
-    for call in (case.reference, case.kernel):
-        for each, start in zip(case.changed, before, strict=True):
-            each.copy_(start)
-        result = call()
-        given = [] if result is None else [result] if isinstance(result, Tensor) else list(result)
-        results.append([*given, *(each.clone() for each in case.changed)])
-    for ours, theirs in zip(results[1][-len(results[0]) :], results[0], strict=True):
-        tolerance = 2e-2 if ours.dtype is torch.bfloat16 else 1e-5
-        torch.testing.assert_close(
-            ours, theirs, rtol=0, atol=tolerance if case.name.startswith("turns") else 0, equal_nan=True
-        )
+def rounds(options: argparse.Namespace) -> Iterator[Kernel]:
+    for num_seqs in options.rows:
+        for kernel in (*tree_cases(num_seqs, SHAPE), *row_cases(num_seqs, SHAPE.num_steps)):
+            yield kernel._replace(name=f"{kernel.name}, {num_seqs} sequences")
 
 
-def chosen_cases(args: argparse.Namespace) -> Iterator[tuple[int, Case]]:
-    """Yield the cases of the chosen parts, each with its number of sequences or rows."""
-    if "round" in args.parts:
-        for num_seqs in args.rows:
-            for case in tree_cases(num_seqs, DraftShape(args.steps, args.topk, args.drafts)):
-                yield num_seqs, case
-            for case in row_cases(num_seqs, args.steps):
-                yield num_seqs, case
-    if "sampling" in args.parts:
-        for num_rows in args.sampled_rows:
-            for case in sampling_cases(num_rows, VOCAB_SIZE, VOCAB_SIZE):
-                yield num_rows, case
-        for case in sampling_cases(min(args.sampled_rows), DRAFT_VOCAB_SIZE, VOCAB_SIZE):
-            yield min(args.sampled_rows), case
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["round", "sampling"], default=["round", "sampling"])
-    parser.add_argument("--sampled-rows", type=int, nargs="+", default=[64, 384] if IS_TIMED else [2])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64] if IS_TIMED else [2], help="sequences")
-    parser.add_argument("--topk", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--drafts", type=int, default=16, help="nodes of a tree that are verified")
-    parser.add_argument("--no-reference", action="store_true", help="compare with torch, but do not time it")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if IS_TIMED else "none",
-        "torch": torch.__version__,
-    }
-    report["cases"] = []
-    with torch.inference_mode():
-        for num_rows, case in chosen_cases(args):
-            check(case)
-            row: dict[str, Any] = {"name": case.name, "rows": num_rows}
-            if IS_TIMED:
-                row["us"] = microseconds([case.kernel] * NUM_CALLS)
-                if not args.no_reference:
-                    row["torch_us"] = microseconds([case.reference] * NUM_CALLS)
-            report["cases"].append(row)
-            sys.stdout.write(", ".join(f"{key} {value}" for key, value in row.items()) + "\n")
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+def sampling(options: argparse.Namespace) -> Iterator[Kernel]:
+    sizes = [(num_rows, VOCAB_SIZE) for num_rows in options.sampled_rows]
+    for num_rows, num_logits in (*sizes, (min(options.sampled_rows), DRAFT_VOCAB_SIZE)):
+        for kernel in sampling_cases(num_rows, num_logits, VOCAB_SIZE):
+            yield kernel._replace(name=f"{kernel.name}, {num_rows} rows")
 
 
 if __name__ == "__main__":
-    main()
+    numbers = {"rows": (1, 8, 64), "sampled_rows": (64, 384)} if IS_TIMED else {"rows": (2,), "sampled_rows": (2,)}
+    measure(__doc__, "round-kernels", {"round": rounds, "sampling": sampling}, **numbers)

@@ -17,11 +17,10 @@ A call's time is that of a graph of 200 calls over their number, the median of 9
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +31,10 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import flags, report
 
 from baton.engine.ranks.group import CpuGroup
 from baton.engine.state.mapped_blocks import MappedBlocks
@@ -167,20 +170,16 @@ def bench_processes(row_counts: Sequence[int], size: int) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     num_gpus = torch.cuda.device_count()
     print(f"{num_gpus} x {torch.cuda.get_device_name()}, bfloat16, rows of {options.size}")
     results = bench_one_gpu(options.rows, options.size)
     if num_gpus > 1:
         results += bench_processes(options.rows, options.size)
-    for each in results:
-        print(f"{each['ranks']:14} {each['name']:16} {each['rows']:4} rows {each['us']:8.2f} us")
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+    report(options, "all-reduce", results, unit="us", about={"size": options.size})
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ compared.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ import zmq
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rooms  # noqa: F401
-from bench_tables import heading, tables
+from harness import flags, heading, ratio, report, tables
 
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
@@ -176,54 +176,40 @@ def measure(model: str, mib: int, rounds: int) -> dict[str, Any]:
     return about | {"checked_bytes": len(CELLS) * num_bytes, "seconds": seconds}
 
 
-def report(result: dict[str, Any]) -> dict[str, Any]:
-    """Print a table and return the figures."""
+def rows_of(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a model."""
     num_bytes, memcpys = result["bytes"], result["seconds"]["memcpy"]
-    print(
-        f"\n{result['model']}: {result['num_pages']} pages of {result['page_bytes'] >> 10} KiB, {num_bytes >> 20} MiB"
-    )
-    print(f"{'':22}{'GB/s':>8}{'ms per MB':>11}{'of memcpy':>11}{'min..max GB/s':>17}")
-    figures: dict[str, Any] = {}
     for name, seconds in result["seconds"].items():
         median = statistics.median(seconds)
-        ratio = statistics.median(m / s for m, s in zip(memcpys, seconds, strict=True))
-        low, high = num_bytes / max(seconds) / 1e9, num_bytes / min(seconds) / 1e9
-        figures[name] = {
-            "gb_s": round(num_bytes / median / 1e9, 2),
-            "ms_per_mb": round(median * 1e9 / num_bytes, 4),
-            "of_memcpy": round(ratio, 3),
-        }
-        print(
-            f"{name:22}{num_bytes / median / 1e9:8.2f}{median * 1e9 / num_bytes:11.3f}{ratio:11.2f}"
-            f"{f'{low:.1f}..{high:.1f}':>17}"
-        )
-    return {key: value for key, value in result.items() if key != "seconds"} | {"figures": figures}
+        row = {"pages": f"{result['model']}, {result['page_bytes'] >> 10} KiB", "transport": name}
+        row |= {"GB/s": num_bytes / median / 1e9, "ms per MB": median * 1e9 / num_bytes}
+        rates = {"least GB/s": num_bytes / max(seconds) / 1e9, "most GB/s": num_bytes / min(seconds) / 1e9}
+        yield row | {"of memcpy": ratio(memcpys, seconds)} | rates
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = flags(__doc__, rounds=9)
     parser.add_argument("--mib", type=int, default=64, help="size of one handoff")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--devices", type=int, nargs="+", default=[0], help="GPUs of prefill and decode")
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page, on GPUs")
     parser.add_argument("--transports", nargs="+", default=["cuda"], help="on GPUs")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 32768], help="tokens, on GPUs")
-    parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    found = heading(args.commit)
     if args.device == "cuda":
         import handoff_cuda
 
         devices = [f"cuda:{number}" for number in args.devices]
-        found |= handoff_cuda.measure(devices, tuple(args.transports), args.rounds, args.page_size, tuple(args.lengths))
+        found = heading(args.commit) | handoff_cuda.measure(
+            devices, tuple(args.transports), args.rounds, args.page_size, tuple(args.lengths)
+        )
         print(tables({"handoff": found}))
-    else:
-        found["memory"] = [report(measure(model, args.mib, args.rounds)) for model in MODELS]
-        found["checked_bytes"] = sum(row["checked_bytes"] for row in found["memory"])
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+        return
+    results = [measure(model, args.mib, args.rounds) for model in MODELS]
+    about = {"checked_bytes": sum(result["checked_bytes"] for result in results)}
+    report(args, "handoff", (row for each in results for row in rows_of(each)), unit="GB/s", about=about)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ every rank compares every byte. Rank i of either node is on the GPU devices[i % 
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rooms  # noqa: F401
 from bench_handoff import FINGERPRINTS, MODELS
-from bench_tables import heading
+from harness import alternate, flags, report
 from rank_nodes import ProcessLine, run_rank
 
 from baton.engine.ranks.handoff_line import RankHandoff
@@ -192,33 +190,32 @@ class Pair:
 
 def measure(cases: Sequence[Case], rounds: int) -> dict[str, list[float]]:
     """Return the GB/s of every round, by case. The first round warms up, compares bytes, and is not counted."""
-    pairs = [Pair(case) for case in cases]
-    speeds: dict[str, list[float]] = {str(case): [] for case in cases}
-    for number in range(rounds + 1):
-        for pair in pairs:
+    pairs = {str(case): Pair(case) for case in cases}
+
+    def pulled(pair: Pair) -> Callable[[int], float]:
+        def speed(number: int) -> float:
             seconds = pair.pull(number)
             if number == 0:
                 pair.check()
-            else:
-                num_bytes = pair.case.num_pages * page_bytes(pair.own.end.schema)
-                speeds[str(pair.case)].append(num_bytes / seconds / 1e9)
-    for pair in pairs:
+            return pair.case.num_pages * page_bytes(pair.own.end.schema) / seconds / 1e9
+
+        return speed
+
+    speeds = alternate({name: pulled(pair) for name, pair in pairs.items()}, rounds)
+    for pair in pairs.values():
         pair.close()
     return speeds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__, rounds=9)
     parser.add_argument("--ranks", nargs="+", default=["1:1", "1:2", "2:1", "2:2"], metavar="PREFILL:DECODE")
     parser.add_argument("--transports", nargs="+", default=["local", "zmq"])
     parser.add_argument("--model", choices=MODELS, default="8B-like")
     parser.add_argument("--mib", type=int, default=64, help="size of one handoff")
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--devices", type=int, nargs="+", default=[0], help="GPUs of the ranks, in turns")
-    parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     devices = tuple(f"cuda:{number}" for number in args.devices) if args.device == "cuda" else ()
     schema = make_schema(MODELS[args.model], None, args.page_size)
@@ -231,10 +228,11 @@ def main() -> None:
     ]
     speeds = measure(cases, args.rounds)
     print(f"{args.model}: {num_pages} pages, {num_pages * page_bytes(schema) >> 20} MiB, every byte compared")
-    for name, found in speeds.items():
-        print(f"{name:16}{statistics.median(found):8.2f} GB/s   {min(found):.2f}..{max(found):.2f}")
-    if args.json:
-        args.json.write_text(json.dumps(heading(args.commit) | {"gb_s": speeds}, indent=1))
+    rows = [
+        {"ranks, transport": name, "median": statistics.median(found), "least": min(found), "most": max(found)}
+        for name, found in speeds.items()
+    ]
+    report(args, "rank-handoff", rows, unit="GB/s", about={"model": args.model, "gb_s": speeds})
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rooms  # noqa: F401
 from bench_router import Stream, completion
 from bench_system import count_wrong, tokens_of
+from harness import flags, report
 
 _REST_S = 0.5  # between two requests
 _SETTLED_S = 0.1  # of it, after which only the streams run
@@ -140,24 +141,13 @@ def _prompt(index: int, options: argparse.Namespace) -> list[int]:
     return [7 + (index + place) % 200 for place in range(options.prompt_len)]
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as a Markdown table."""
-    lines = ["| kind | step ms | first ms | of a step | later ms |", "|---|---|---|---|---|"]
-    for row in found:
-        cells = [row["kind"], *(f"{row[name]:.1f}" for name in ("step_ms", "first_ms", "steps", "later_ms"))]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     options = _options()
     gc.disable()  # a collection would hold up all streams, and the figures would blame Baton
     streams, windows = asyncio.run(run(options))
     outputs = [tokens_of(stream) for stream in streams]
     found = rows([[at for at, ids in output if ids] for output in outputs], windows)
-    print(table(found))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    report(options, "first-request", found, unit="ms")
     config = json.loads((options.model / "config.json").read_text())
     if config.get("_planted"):
         prompts = [_prompt(index, options) for index in range(options.streams)]
@@ -171,7 +161,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="its directory")
     parser.add_argument("--model-name", help="under which the router serves it (default: the directory's name)")
     parser.add_argument("--port", type=int, default=8000, help="of the router")
@@ -180,7 +170,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="that each request beside the streams asks for")
     parser.add_argument("--times", type=int, default=2, help="that each kind is asked")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     for name in ("streams", "prompt_len", "tokens", "times"):
         if getattr(options, name) < 1:

@@ -1,7 +1,6 @@
 """Measure goodput against offered load, with real processes and requests that arrive independently of the answers.
 
     python tests/benchmarks/serving/bench_overload.py [--seconds 20] [--bound-s 5] [--json FILE]
-        [--png docs/overload.png]
 
 The program first measures the sustainable load: requests per second while a fixed number of clients keep all slots
 busy. Then requests arrive at random times (Poisson) at multiples of it, up to ten. Goodput is the number of requests
@@ -14,8 +13,6 @@ the speed of a machine varies. There are two curves:
 
 With --simulated the nodes compute nothing and take a fixed time per token; router and clients are real. Then the speed
 of the machine does not matter, and loads can be compared on a shared machine.
-
-The plot needs matplotlib, which is not a dependency of Baton: run `pip install matplotlib`, or leave out --png.
 """
 
 from __future__ import annotations
@@ -41,6 +38,7 @@ sys.path[:0] = [str(parent) for parent in Path(__file__).parents[1:3]]  # the ro
 
 import rooms  # noqa: F401
 from cluster import Cluster
+from harness import flags, report
 
 WORDS = (
     "def",
@@ -205,32 +203,6 @@ def run_mode(mode: str, options: argparse.Namespace, base: float | None) -> dict
     }
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Plot the goodput of all modes over the offered load, both as multiples of the sustainable load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=130)
-    for mode, style in (("shedding", "o-"), ("patient", "s--")):
-        if mode in result["modes"]:
-            curve = result["modes"][mode]
-            base = curve["sustainable_per_s"]
-            medians = curve["goodput_per_s"]
-            line = axes.plot(list(medians), [each / base for each in medians.values()], style, label=mode, markersize=4)
-            singly = [(point["multiple"], point["goodput_per_s"] / base) for point in curve["points"]]
-            axes.scatter(*zip(*singly, strict=True), s=6, alpha=0.4, color=line[0].get_color())
-    axes.set_xlabel("offered load / sustainable load")
-    axes.set_ylabel("goodput / sustainable load")
-    axes.set_title(f"Requests answered in full within {result['bound_s']:g} s")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def _simulated_nodes(address: str, options: argparse.Namespace) -> Any:
     context = multiprocessing.get_context("spawn")
     step_s = options.service_s / options.tokens
@@ -276,7 +248,7 @@ def _percentile(values: list[float], percent: int) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__, rounds=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of measurement for each load")
     parser.add_argument("--bound-s", type=float, default=5.0, help="a later answer is of no use")
     parser.add_argument("--slots", type=int, default=8, help="sequences that the decode node runs at once")
@@ -284,31 +256,23 @@ def main() -> None:
     parser.add_argument("--sustainable", type=float, metavar="X", help="requests per second, if it is known already")
     parser.add_argument("--simulated", action="store_true", help="nodes that compute nothing, at a pace of their own")
     parser.add_argument("--service-s", type=float, default=0.4, help="that a simulated node takes for a request")
-    parser.add_argument("--rounds", type=int, default=3, help="of all loads; medians are taken")
     parser.add_argument("--multiples", type=float, nargs="+", default=[0.5, 0.75, 1, 1.25, 1.5, 2, 3, 5, 7.5, 10])
     parser.add_argument("--patient-multiples", type=float, nargs="+", default=[1, 2, 5, 10])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args()
-    result: dict[str, Any] = {
-        "cpus": os.cpu_count(),
-        "seconds": options.seconds,
-        "bound_s": options.bound_s,
-        "slots": options.slots,
-        "tokens": options.tokens,
-        "nodes": "simulated" if options.simulated else "demo model",
-        "modes": {},
-    }
+    about: dict[str, Any] = {name: getattr(options, name) for name in ("seconds", "bound_s", "slots", "tokens")}
+    about |= {"cpus": os.cpu_count(), "nodes": "simulated" if options.simulated else "demo model", "modes": {}}
+    rows: list[dict[str, Any]] = []
     base: float | None = None
     for mode in options.modes:
-        result["modes"][mode] = run_mode(mode, options, base)
-        base = result["modes"][mode]["sustainable_per_s"]
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.png is not None:
-        plot(result, options.png)
-    print(json.dumps({mode: each["last_of_peak"] for mode, each in result["modes"].items()}))
+        about["modes"][mode] = found = run_mode(mode, options, base)
+        base = found["sustainable_per_s"]
+        rows += [
+            {"mode": mode, "offered, of the sustainable load": multiple, "goodput": goodput}
+            for multiple, goodput in found["goodput_per_s"].items()
+        ]
+        print(f"{mode}: at the largest load {found['last_of_peak']} of the peak")
+    report(options, "overload", rows, unit="requests/s", about=about)
 
 
 if __name__ == "__main__":

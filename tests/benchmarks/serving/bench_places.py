@@ -10,18 +10,18 @@ any of three SLOs. Nothing here is measured: the times are those of a file that 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rooms  # noqa: F401
 from bench_plan import MAX_RUNNING, NAME, SLOS
+from harness import flags, report
 
 from baton.deploy.simulation.cluster import ClusterShape, simulate
 from baton.deploy.simulation.costs import ChunkPart, Costs
@@ -105,39 +105,32 @@ def cells(times: Times, num_prefill: int, num_decode: int, seeds: int, seconds: 
                 )
 
 
-def table(found: Sequence[Cell]) -> str:
-    """Return the cells as a Markdown table."""
-    lines = ["| prompt + output, requests/s | never | auto | local | decode nodes alone | auto is worse than |"]
-    lines.append("|---|---|---|---|---|---|")
-    for each in found:
-        worse = [
-            name
-            for name, other in (("never", each.never), ("decode nodes alone", each.alone))
-            if each.is_worse_than(other)
-        ]
-        lines.append(
-            f"| {each.prompt_len:,} + {each.num_tokens}, {each.rate:.1f} | {each.never.words} | {each.auto.words} | "
-            f"{each.auto.local_share:.0%} | {each.alone.words} | {', '.join(worse)} |"
-        )
-    return "\n".join(lines)
+def row_of(cell: Cell) -> dict[str, Any]:
+    """Return the row of a cell."""
+    others = {"never": cell.never, "decode nodes alone": cell.alone}
+    return {
+        "prompt + output, requests/s": f"{cell.prompt_len:,} + {cell.num_tokens}, {cell.rate:.1f}",
+        "never": cell.never.words,
+        "auto": cell.auto.words,
+        "local": f"{cell.auto.local_share:.0%}",
+        "decode nodes alone": cell.alone.words,
+        "auto is worse than": ", ".join(name for name, other in others.items() if cell.is_worse_than(other)),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals")
     parser.add_argument("--times", type=Path, default=find(NAME), help="file of measured times")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     times = read(options.times)
     found = list(cells(times, options.prefill, options.decode, options.seeds, options.seconds))
-    print(table(found))
+    report(options, "places", map(row_of, found), unit="ms", about={"cells": [asdict(each) for each in found]})
     for name in ("never", "alone"):
         print(f"auto is worse than {name} in {sum(each.is_worse_than(getattr(each, name)) for each in found)} cells")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,14 @@ simulated with its own arrivals. The predictions are for arrivals during ten min
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import flags, report, table
 
 from baton.deploy.simulation.cluster import ClusterShape, simulate
 from baton.deploy.simulation.figures import Slo, summary
@@ -106,54 +110,50 @@ def largest_errors(comparisons: Sequence[Comparison]) -> tuple[float, float]:
     return ttft, tpot
 
 
-def comparison_table(comparisons: Sequence[Comparison]) -> str:
-    """Return Markdown. A cell holds the real value, the simulated one and the error."""
-    slos = ", ".join(f"{slo.ttft_ms:g} / {slo.tpot_ms:g}" for slo in SLOS)
-    lines = [f"| prompt + output, requests/s | shape | ttft p50 ms | p99 | tpot p50 ms | p99 | good at {slos} ms |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for each in comparisons:
-        real, simulated = each
-        cells = [real.load.name, real.shape.name]
-        for name, digits in (("ttft_p50", 0), ("ttft_p99", 0), ("tpot_p50", 1), ("tpot_p99", 1)):
-            values = (f"{getattr(run, name):,.{digits}f}" for run in each)
-            cells.append(f"{' / '.join(values)}: {each.error(name):+.0%}")
-        pairs = zip(real.good, simulated.good, strict=True)
-        cells.append(", ".join(f"{ours:.0%} / {theirs:.0%}" for ours, theirs in pairs))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def comparison_row(comparison: Comparison) -> dict[str, str]:
+    """Return the row of a comparison. A cell holds the real value, the simulated one and the error."""
+    real, simulated = comparison
+    row = {"prompt + output, requests/s": real.load.name, "shape": real.shape.name}
+    for name, digits in (("ttft_p50", 0), ("ttft_p99", 0), ("tpot_p50", 1), ("tpot_p99", 1)):
+        values = (f"{getattr(run, name):,.{digits}f}" for run in comparison)
+        row[name] = f"{' / '.join(values)}: {comparison.error(name):+.0%}"
+    for slo, ours, theirs in zip(SLOS, real.good, simulated.good, strict=True):
+        row[f"good at {slo.ttft_ms:g} / {slo.tpot_ms:g} ms"] = f"{ours:.0%} / {theirs:.0%}"
+    return row
 
 
-def prediction_table(times: Times, seconds: float) -> str:
-    """Return Markdown: the figures of three shapes of two GPUs under the real runs' loads, simulated."""
-    head = ["prompt + output, requests/s", "shape", "ttft p50 / p99 ms", "tpot p50 / p99 ms", "gap p50 / p99 ms"]
-    head += [f"goodput at {slo.ttft_ms:g} / {slo.tpot_ms:g} ms" for slo in SLOS] + ["local"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+def predictions(times: Times, seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield the figures of three shapes of two GPUs under the real runs' loads, simulated."""
     for load in dict.fromkeys(each.load for each in MEASURED):
         arrivals = poisson(load.rate, seconds, load.prompt_len, load.num_tokens, seed=0)
         for shape in (NEVER, AUTO, ALONE):
             outcome = simulate(shape, times, arrivals, MAX_RUNNING)
             row = summary(outcome.records, outcome.took_s, SLOS)
-            cells = [load.name, shape.name]
-            cells += [
-                f"{row[f'{name}_ms_p50']:,.1f} / {row[f'{name}_ms_p99']:,.1f}" for name in ("ttft", "tpot", "gap")
-            ]
-            cells += [f"{row[f'goodput_{slo.ttft_ms:g}_{slo.tpot_ms:g}']:.2f}" for slo in SLOS]
-            cells.append(f"{outcome.num_local / len(arrivals):.0%}")
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            found: dict[str, Any] = {"prompt + output, requests/s": load.name, "shape": shape.name}
+            found |= {
+                f"{name} {share}": row[f"{name}_ms_{share}"]
+                for name in ("ttft", "tpot", "gap")
+                for share in ("p50", "p99")
+            }
+            found |= {
+                f"goodput at {slo.ttft_ms:g} / {slo.tpot_ms:g} ms": row[f"goodput_{slo.ttft_ms:g}_{slo.tpot_ms:g}"]
+                for slo in SLOS
+            }
+            yield found | {"local": f"{outcome.num_local / len(arrivals):.0%}"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--times", type=Path, default=find(NAME), help="file of measured times")
     parser.add_argument("--seconds", type=float, default=600.0, help="of arrivals, for the predictions")
     options = parser.parse_args()
     times = read(options.times)
     comparisons = [compare(times, real) for real in MEASURED]
-    print(f"real / simulated: error\n\n{comparison_table(comparisons)}\n")
+    print(f"real / simulated: error\n\n{table([comparison_row(each) for each in comparisons])}\n")
     ttft, tpot = largest_errors(comparisons)
     print(f"largest error: ttft p50 {ttft:.1%}, tpot p99 {tpot:.1%}\n")
-    print(f"simulated, two GPUs, arrivals for {options.seconds:g} s\n\n{prediction_table(times, options.seconds)}")
+    print(f"simulated, two GPUs, arrivals for {options.seconds:g} s\n")
+    report(options, "plan", predictions(times, options.seconds), unit="ms")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ There are three processes: the router, which is measured, the fake nodes, and th
              the added latency is from just before the node's send to the client's read of that token's event
     blast    the node sends as fast as the router's socket accepts messages; tokens per second of router CPU time
 
-Prints one JSON object.
+Prints one row per phase.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -26,6 +25,8 @@ from typing import Any
 import psutil
 
 sys.path[:0] = [str(parent) for parent in Path(__file__).parents[1:3]]  # the rooms, and the fake nodes of tests/router
+
+from harness import flags, report
 
 
 def run_router(config: dict[str, Any], ready: Any) -> None:
@@ -218,14 +219,14 @@ def wait_ready(url: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--interval-ms", type=float, default=10.0)
     args = parser.parse_args()
-    paced = phase(args.streams, args.tokens, args.interval_ms / 1000)
-    blast = phase(args.streams, args.tokens, 0.0)
-    print(json.dumps({"cpus": os.cpu_count(), "paced": paced, "blast": blast}, indent=2))
+    phases = {"paced": args.interval_ms / 1000, "blast": 0.0}
+    rows = ({"phase": name} | phase(args.streams, args.tokens, interval) for name, interval in phases.items())
+    report(args, "router", rows, unit="ms", about={"cpus": os.cpu_count()})
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ Prints a table and writes JSON with --json FILE.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rooms  # noqa: F401
 from cluster import Cluster
+from harness import alternate, flags, report
 from ties import Reference
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
@@ -39,42 +38,52 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     reference = Reference(options.model, dtype=options.dtype, device=options.device)
-    flags = ["--device", options.device, "--dtype", options.dtype, "--threads", str(options.threads)]
-    flags += _speculation_flags(options)
-    rows: list[dict[str, Any]] = []
+    node_flags = ["--device", options.device, "--dtype", options.dtype, "--threads", str(options.threads)]
+    node_flags += _speculation_flags(options)
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), options.model) as cluster:
         cluster.gpu_share = 0.6  # the reference is in this process
-        cluster.start(node_flags=flags)
+        cluster.start(node_flags=node_flags)
         tokenizer = _tokenizer(options.model)
-        for num_streams in options.streams:
-            prompts = [tokenizer.encode(f"{TEXT}# {i}\n").ids for i in range(num_streams)]
-            length = min(len(prompt) for prompt in prompts)
-            prompts = [prompt[-length:] for prompt in prompts]  # one length: transformers needs no padding
-            rows.append(_compare(cluster, reference, prompts, options))
-    _report(rows, reference, options)
+        prompts = [tokenizer.encode(f"{TEXT}# {i}\n").ids for i in range(max(options.streams))]
+        rows = (_compare(cluster, reference, prompts[:num], options) for num in options.streams)
+        about = {
+            "model": options.model.resolve().name,
+            "dtype": options.dtype,
+            "flags": node_flags,
+            "tokens": options.tokens,
+        }
+        report(options, "cpu-serve", rows, unit="tokens/s", about=about)
+    print(f"{' '.join(node_flags)}: ties {reference.num_ties}")
 
 
 def _compare(
     cluster: Cluster, reference: Reference, prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    ours_s: list[float] = []
-    theirs_s: list[float] = []
-    for round_index in range(options.rounds + 1):
-        seconds, ours = complete_all(cluster, prompts, max_tokens=options.tokens, temperature=0)
-        their_seconds, theirs = _theirs(reference, prompts, options.tokens)
-        if round_index == 0:
-            for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
-                reference.assert_greedy(prompt, mine, other)
-        else:  # the first round warms up
-            ours_s.append(seconds)
-            theirs_s.append(their_seconds)
-    total = len(prompts) * options.tokens
+    length = min(len(prompt) for prompt in prompts)
+    prompts = [prompt[-length:] for prompt in prompts]  # one length: transformers needs no padding
+    outputs: dict[str, list[list[int]]] = {}
+
+    def ours(number: int) -> float:
+        seconds, outputs["ours"] = complete_all(cluster, prompts, max_tokens=options.tokens, temperature=0)
+        return seconds
+
+    def theirs(number: int) -> float:
+        started = time.perf_counter()
+        found = reference.generate_batch(prompts, options.tokens)
+        seconds = time.perf_counter() - started
+        for prompt, mine, other in zip(prompts, outputs["ours"], found, strict=True) if number == 0 else ():
+            reference.assert_greedy(prompt, mine, other)
+        return seconds
+
+    found = alternate({"ours": ours, "theirs": theirs}, options.rounds)
+    total, ratios = len(prompts) * options.tokens, [b / a for a, b in zip(*found.values(), strict=True)]
     return {
         "streams": len(prompts),
-        "baton_tokens_per_s": total / statistics.median(ours_s),
-        "transformers_tokens_per_s": total / statistics.median(theirs_s),
-        "ratio": statistics.median(b / a for a, b in zip(ours_s, theirs_s, strict=True)),
-        "ratios": [round(b / a, 2) for a, b in zip(ours_s, theirs_s, strict=True)],
+        "Baton": total / statistics.median(found["ours"]),
+        "transformers": total / statistics.median(found["theirs"]),
+        "ratio": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
     }
 
 
@@ -94,35 +103,13 @@ def complete_all(cluster: Cluster, prompts: list[list[int]], **fields: Any) -> t
         return time.perf_counter() - started, outputs
 
 
-def _theirs(reference: Reference, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
-    started = time.perf_counter()
-    outputs = reference.generate_batch(prompts, num_tokens)
-    return time.perf_counter() - started, outputs
-
-
-def _report(rows: list[dict[str, Any]], reference: Reference, options: argparse.Namespace) -> None:
-    device = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-    print(f"model {options.model.resolve().name}, {options.dtype}, {device}, {options.threads} thread(s),", end=" ")
-    print(f"{' '.join(_speculation_flags(options))},", end=" ")
-    print(f"{options.tokens} tokens a stream, torch {torch.__version__}, ties {reference.num_ties}")
-    print(f"{'streams':>8} {'baton tok/s':>12} {'transformers':>13} {'ratio':>6}  ratios of the rounds")
-    for row in rows:
-        print(
-            f"{row['streams']:>8} {row['baton_tokens_per_s']:>12.0f} {row['transformers_tokens_per_s']:>13.0f}"
-            f" {row['ratio']:>6.2f}  {row['ratios']}"
-        )
-    if options.json:
-        about = {"device": device, "dtype": options.dtype, "flags": _speculation_flags(options)}
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
-
-
 def _speculation_flags(options: argparse.Namespace) -> list[str]:
     """Return the speculation flags given, for the nodes."""
-    flags = ["--speculative", options.speculative]
+    found = ["--speculative", options.speculative]
     for name in ("draft_model", "draft_steps", "draft_topk", "draft_tokens"):
         if (value := getattr(options, name)) is not None:
-            flags += ["--" + name.replace("_", "-"), str(value)]
-    return flags if options.draft_adaptive else [*flags, "--no-draft-adaptive"]
+            found += ["--" + name.replace("_", "-"), str(value)]
+    return found if options.draft_adaptive else [*found, "--no-draft-adaptive"]
 
 
 def _tokenizer(model: Path) -> Any:
@@ -132,7 +119,7 @@ def _tokenizer(model: Path) -> Any:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__, rounds=5)
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -145,8 +132,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int)
     parser.add_argument("--draft-adaptive", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

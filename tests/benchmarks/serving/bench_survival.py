@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rooms  # noqa: F401
 from cluster import Cluster, wait_until
+from harness import flags, report
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
 TEXT = "import os\nimport sys\n\n\ndef main(argv):\n    "
@@ -85,11 +86,8 @@ def main() -> None:
             ]
         finally:
             cluster.kill_all()
-    report = {"machine": platform.platform(), "cpus": os.cpu_count(), "model": options.model.name, "rows": rows}
-    for row in rows:
-        print(json.dumps(row))
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    about = {"machine": platform.platform(), "cpus": os.cpu_count(), "model": options.model.name}
+    report(options, "survival", rows, unit="ms", about=about)
 
 
 def _measure(cluster: Cluster, clean: list[Stream], number: signal.Signals, times: int) -> dict[str, Any]:
@@ -157,12 +155,11 @@ def _wait_for_pairs(cluster: Cluster) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--stops", type=int, default=10)
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

@@ -39,8 +39,8 @@ import rooms  # noqa: F401
 # isort: split
 import bench_sequences
 from bench_router import Stream
-from bench_tables import heading, tables
 from cluster import Cluster
+from harness import heading, tables
 from planted_text import PlantedText
 from sampling_kinds import KINDS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bench_first_request import Window, largest_gap_s, rows, table
+from bench_first_request import Window, largest_gap_s, rows
 
 
 def test_a_gap_counts_in_the_window_that_it_overlaps() -> None:
@@ -24,4 +24,3 @@ def test_the_first_request_of_a_kind_stands_apart() -> None:
     assert greedy["first_ms"] == pytest.approx(10) and greedy["later_ms"] == pytest.approx(10)
     assert top_p["first_ms"] == pytest.approx(50) and top_p["steps"] == pytest.approx(5)
     assert top_p["later_ms"] == pytest.approx(10)
-    assert "| top_p | 10.0 | 50.0 | 5.0 | 10.0 |" in table([greedy, top_p])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from bench_places import Cell, Figures, capacity, figures, table
+from bench_places import Cell, Figures, capacity, figures, row_of
 from bench_plan import NAME
 
 from baton.deploy.simulation.cluster import ClusterShape
@@ -22,7 +22,7 @@ GOOD = Figures(30.0, 60.0, 6.0, (1.0, 0.5, 0.1), 0.0)
 def test_a_cell_is_worse_by_more_than_3_percent_for_any_slo(good: tuple[float, ...], is_worse: bool) -> None:
     cell = Cell(64, 128, 2.0, GOOD, replace(GOOD, good=good), GOOD)
     assert cell.is_worse_than(GOOD) == is_worse
-    assert ("| never, decode nodes alone |" in table([cell])) == is_worse
+    assert (row_of(cell)["auto is worse than"] == "never, decode nodes alone") == is_worse
 
 
 def test_a_difference_of_a_few_requests_does_not_count() -> None:
