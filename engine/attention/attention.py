@@ -61,6 +61,8 @@ def begin_attention(
     if isinstance(batch, JointBatch):
         first, second = (begin_attention(config, rotary, part, kv, dtype) for part in (batch.first, batch.second))
         return first.joined(second, batch.first.num_tokens)
+    if batch.attention is not None:
+        return batch.attention(config, rotary)
     num_planes = 2 if config.latent is None else 1
     shape = (config.num_layers, num_planes, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)

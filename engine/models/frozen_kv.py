@@ -11,6 +11,7 @@ width.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +50,7 @@ class FrozenKvFile:
     directory: Path
     config: ModelConfig
     target_layers: tuple[int, ...]  # for each draft layer, the target layer to whose KV it attends
+    tensors: Callable[..., HeadTensors] = HeadTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +70,7 @@ class FrozenKvHead:
         shape."""
         config, tensors = (
             file.config,
-            HeadTensors(file.directory, target.dtype, target.device, ranks, file.config.quantization),
+            file.tensors(file.directory, target.dtype, target.device, ranks, file.config.quantization),
         )
         size, width, inner = config.hidden_size, target.config.hidden_size, config.intermediate_size
         self._config, self._target_layers, self._target = tensors.own(config), file.target_layers, target
@@ -105,7 +107,10 @@ class FrozenKvHead:
         logits are those of this rank's rows alone."""
         config = self._config
         eps, num_tokens = config.rms_norm_eps, batch.num_tokens
-        attend = begin_queries(batch, kv, self._target.dtype)
+        if batch.attention is None:
+            attend = begin_queries(batch, kv, self._target.dtype)
+        else:
+            attend = batch.attention(config, self._rotary)
         cos, sin = self._rotary(batch.positions, self._target.dtype)
         x = self._pre_projection(torch.cat([self._target.embed(batch.input_ids), hidden], 1))
         for layer, source in zip(self._layers, self._target_layers, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from ..checkpoint.config_file import HEAD_LAYER, Fields, read_object
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.read_config import read_model_config
 from .families import FAMILIES
+from .tensors import HeadTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class HeadFile:
     config: ModelConfig
     settings: Mapping[str, Any]  # config.json as it is
     names: frozenset[str]  # of all tensors
+    tensors: Callable[..., HeadTensors] = HeadTensors  # opens the directory
 
     @property
     def fields(self) -> Fields:

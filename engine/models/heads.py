@@ -148,7 +148,7 @@ def load_eagle3(file: HeadFile, target: TargetEnds, ranks: Ranks = ONE_RANK) -> 
 
 
 def _begin(file: HeadFile, target: TargetEnds, ranks: Ranks) -> tuple[HeadTensors, ModelConfig, RotaryEmbedding]:
-    source = HeadTensors(file.directory, target.dtype, target.device, ranks, file.config.quantization)
+    source = file.tensors(file.directory, target.dtype, target.device, ranks, file.config.quantization)
     return source, file.config, RotaryEmbedding(file.config.rope, file.config.head_dim, target.device)
 
 

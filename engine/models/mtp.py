@@ -97,7 +97,7 @@ def load_layers(
     are those of their names, first layer first. Raises ModelError for tensors that are missing, and for tensors in the
     layers that the layout does not know. Other tensors are ignored, because the file may hold the whole target, and so
     are the layers' `copies` of the target's embedding and head."""
-    source = HeadTensors(file.directory, target.dtype, target.device, ranks, file.config.quantization)
+    source = file.tensors(file.directory, target.dtype, target.device, ranks, file.config.quantization)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.rotated_size, target.device, config.rotary_dim)
     layers = tuple(load_layer(source, prefix, config, rotary, target) for prefix in prefixes)

@@ -7,9 +7,9 @@ its pages hold already.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class ForwardBatch:
     prefix_lens: tuple[
         int, ...
     ] = ()  # per sequence: tokens before the new ones; empty where the host does not know lengths: rounds, graphs
+    attention: Callable[..., Any] | None = None  # (config, rotary) -> what attends without pages, in training
 
     @property
     def num_tokens(self) -> int:

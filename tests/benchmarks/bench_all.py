@@ -5,7 +5,8 @@
 Each part runs in its own process, whose output goes to OUT/NAME.log. If a part needs a planted checkpoint that is not
 in --models, the checkpoint is made first. A part succeeds if what it generated or moved equals what is known; its
 figures are then in OUT/NAME.json. Parts with such a file are not run again unless --again is given, so a run that was
-interrupted continues where it stopped. After each part, OUT/figures.json and OUT/figures.md hold all figures so far.
+interrupted continues where it stopped. After each part, OUT/figures.json and OUT/figures.md hold all figures so
+far, and OUT/figures the main tables.
 
 The exit status is 1 if a part failed. The other parts run anyway.
 """
@@ -22,7 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_tables import tables
+import rooms  # noqa: F401
+from gpu_figures import write_gpu_figures
+from harness import tables
 
 HERE = Path(__file__).parent
 
@@ -58,7 +61,7 @@ class Part(NamedTuple):
 
 def parts(models: Path, num_gpus: int) -> list[Part]:
     """Return all parts that can be measured with this number of GPUs."""
-    handoff = [str(HERE / "bench_handoff.py"), "--device", "cuda"]
+    handoff = [str(HERE / "ranks" / "bench_handoff.py"), "--device", "cuda"]
     found = [
         Part("handoff", [*handoff, "--rounds", "15"]),
         Part("handoff-pages-of-16", [*handoff, "--rounds", "9", "--page-size", "16"]),
@@ -74,7 +77,9 @@ def parts(models: Path, num_gpus: int) -> list[Part]:
             found += [Part(f"engine-{size}-fp8", [*engine, "--quantization", "fp8"], size)]
             continue
         found.append(Part(f"engine-{size}", engine, size))
-        found.append(Part(f"system-{size}", [str(HERE / "bench_system.py"), "--model", str(directory)], size))
+        found.append(
+            Part(f"system-{size}", [str(HERE / "serving" / "bench_system.py"), "--model", str(directory)], size)
+        )
         only = ["--only", "rounds", "adaptive", "--batches", "1", "8", "32", "64", "--num-tokens", "260000"]
         for share in model.heads:
             head = [*engine, "--drafter", str(directory / f"eagle3-{share}"), *only]
@@ -175,6 +180,7 @@ def write_figures(out: Path) -> None:
     (out / "figures.json").write_text(json.dumps(about | {"parts": reports}, indent=1) + "\n")
     head = "\n".join(f"{name}: {value}" for name, value in about.items())
     (out / "figures.md").write_text(f"{head}\n\n{tables(reports)}\n")
+    write_gpu_figures(out / "figures", list(reports.values()), f"python tests/benchmarks/bench_all.py --out {out}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@
     python tests/benchmarks/synthetic.py gpt-oss-20b models/oss --planted --config-only                 # MXFP4
     python tests/benchmarks/synthetic.py llama-3.1-8b models/blocks --planted --config-only --fp8-blocks
 
-Prints one line per point, then Markdown tables beside the best peer's figures, and writes JSON with --json FILE. If the
-model is planted, the generated text is compared with the known text (`checked_tokens` of it); a difference ends the
-program with an error. bench_all.py runs this program for all models and heads.
+Prints one line per point, then Markdown tables, and writes JSON with --json FILE, and the main tables beside the best
+peer's figures with --figures DIR. If the model is planted, the generated text is compared with the known text
+(`checked_tokens` of it); a difference ends the program with an error. bench_all.py runs this program for all models and
+heads.
 
 Times are those of whole steps as a node runs them, by the host's clock. The floor of a step is the larger of two times:
 its bytes at the measured read bandwidth, and its operations at the measured matrix rate.
@@ -36,12 +37,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import rooms  # noqa: F401
 import torch
 from bench_adaptive import adaptive
 from bench_joint import joint
 from bench_prompts import LENGTHS, small_prompt
 from bench_sequences import CHUNK, Running, check, run_rounds, start, start_long, stop, store
-from bench_tables import heading, tables
+from gpu_figures import write_gpu_figures
+from harness import heading, tables
 from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 from sampling_kinds import KINDS
 
@@ -116,6 +119,8 @@ def _measure(options: argparse.Namespace, ranks: Ranks) -> None:
         "model": Path(options.model).name,
         "drafter": options.drafter and Path(options.drafter).name,
         "topk": options.topk,
+        "weights_format": options.quantization,
+        "KV_format": options.kv_dtype,
         "num_layers": engine.model_config.num_layers,
         "hidden_size": engine.model_config.hidden_size,
         "dtype": "bfloat16",
@@ -143,6 +148,8 @@ def _measure(options: argparse.Namespace, ranks: Ranks) -> None:
     report["checked_tokens"] = sum(row.get("checked_tokens", 0) for rows in figures.values() for row in rows)
     report |= figures
     say("\n" + tables({"engine": report}))
+    if options.figures:
+        write_gpu_figures(options.figures, [report], " ".join(["python", *sys.argv]))
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1))
 
@@ -569,6 +576,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="the main tables, as docs/figures holds them")
     options = parser.parse_args()
     # The works of these depend on the times of this process.
     if options.tp > 1 and (alone := sorted({"adaptive", "joint", "idle", "kernels"}.intersection(options.only))):

@@ -21,8 +21,7 @@ many other streams running, which are not measured.
 the share of prompts that a decode node computed.
 
 With `--turns N` each arrival begins a conversation. A turn's prompt holds the whole history and `--turn-len` new random
-tokens. It is sent `--think-s` after the answer before it. The figures then have all that by turn. plot_goodput.py draws
-goodput over rate from the files of `--json`.
+tokens. It is sent `--think-s` after the answer before it. The figures then have all that by turn.
 
 With a planted model (synthetic.py --planted) every answer is compared with the known text; the exit status is 1 if one
 differs or if a request fails. All figures go to --json FILE.
@@ -44,9 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
-
+import rooms  # noqa: F401
 from bench_router import Stream, completion
 from bench_system import tokens_of
 from planted_text import PlantedText

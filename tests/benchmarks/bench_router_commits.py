@@ -83,7 +83,9 @@ def serve() -> None:
 def served(tree: Path, directory: Path) -> Iterator[Served]:
     """Run the router of a tree. `directory` is empty."""
     (directory / "baton").symlink_to(tree)
-    path = os.pathsep.join(map(str, (directory, tree / "tests", tree / "tests" / "benchmarks")))
+    tests = tree / "tests"
+    rooms = (tests, tests / "benchmarks", tests / "benchmarks" / "serving")
+    path = os.pathsep.join(map(str, (directory, *rooms)))
     child = subprocess.Popen(
         [sys.executable, "-P", __file__, "--serve"],
         env={**os.environ, "PYTHONPATH": path},

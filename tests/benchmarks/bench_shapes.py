@@ -25,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rooms import PATHS
+
 HERE = Path(__file__).parent
 READY_S, STOP_S = 600.0, 60.0
 FLAGS = ["--load-format", "planted:maker", "--speculative", "none", "--page-size", "64", "--max-running", "256"]
@@ -61,7 +63,7 @@ def cluster(model: Path, flags: Sequence[str], port: int, log: Path) -> Iterator
     """Run `baton up`, and stop it at the end. Raises RuntimeError if it does not become ready."""
     command = [sys.executable, "-m", "baton.deploy.cli", "up", "--model", str(model), "--port", str(port), *flags]
     with log.open("w") as out:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])}
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
         deadline = time.monotonic() + READY_S

@@ -68,7 +68,7 @@ def times_of(
         device=f"one {engine['device']} per node",
         sources=(
             f"rounds, chunks, joints: tests/benchmarks/bench_gpu.py {about}",
-            f"handoffs, router_ms: tests/benchmarks/bench_system.py, one stream, both nodes on one GPU, {about}",
+            f"handoffs, router_ms: tests/benchmarks/serving/bench_system.py, one stream, nodes on one GPU, {about}",
             f"pool_tokens: estimated, {MEMORY_SHARE} of the GPU without weights and {WORKING_BYTES >> 30} GiB",
         ),
         context_len=config["max_position_embeddings"],
@@ -112,7 +112,7 @@ def main() -> None:
         systems = {}
         for tokens in LENGTHS:
             load = ["--streams", "1", "--prompt-len", str(tokens), "--tokens", "2", "--rounds", "15"]
-            systems[tokens] = _run("bench_system.py", [*model, *load], out)["system"][0]
+            systems[tokens] = _run("serving/bench_system.py", [*model, *load], out)["system"][0]
     times = times_of(engine, systems, config, num_tokens)
     options.out.write_bytes(msgspec.json.format(msgspec.json.encode(times), indent=2) + b"\n")
     read(options.out)

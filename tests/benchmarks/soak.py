@@ -15,7 +15,6 @@ import http.client
 import json
 import platform
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -23,8 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
+import rooms  # noqa: F401
 from cluster import Cluster, held, wait_until
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"

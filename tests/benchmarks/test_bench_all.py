@@ -50,7 +50,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(script: ModuleType, tmp_path: Path) -> Bench:
+def bench(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(script, "write_gpu_figures", lambda folder, reports, method: None)
     return Bench(script, tmp_path)
 
 
@@ -87,8 +88,8 @@ def test_the_tables_are_those_of_all_parts(bench: Bench) -> None:
     bench.run(bench.part("engine-8b", REPORT), bench.part("handoff", moved | {"handoff": [row]}))
     text = (bench.out / "figures.md").read_text()
     assert text.startswith("device: G\ntorch: 2\ncommit: c1\ndate: 2026-01-01 00:00\n\nengine-8b: ")
-    assert "| batch 1 | 4.08 | 4.74 | 1.16 |" in text
-    assert "| cuda | 1 | 64 | 64 | 0.78 | 10.8 |" in text
+    assert "| engine-8b | 1 | 4.08 | 1.16 |" in text
+    assert "| handoff | cuda | True | 64 | 0.00078 | 10.8 |" in text
 
 
 def test_missing_models_are_written_and_complete_ones_are_kept(

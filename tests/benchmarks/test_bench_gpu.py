@@ -15,7 +15,7 @@ import bench_joint
 import bench_sequences
 import pytest
 import torch
-from bench_tables import tables
+from harness import tables
 from planted import PLANTED, write_planted
 from planted_eagle3 import write_planted_eagle3
 from planted_models import small

@@ -1,7 +1,6 @@
 """Models and draft heads in plain torch: the formulas of docs/drafter_checkpoints.md on the tensors of a file.
 
-They take whole sequences, float32, without pages, batches or any of the engine's code. oracle.py does the same with the
-modules of the demo's training, from the text alone; here the caller gives the target's states.
+They take whole sequences, float32, without pages, batches or any of the engine's code.
 """
 
 from __future__ import annotations
@@ -35,6 +34,15 @@ class Rows(NamedTuple):
     kv: list[KeyValue]  # by layer
 
 
+class TargetRows(NamedTuple):
+    """States that a target leaves for its head and for drafters, of one sequence."""
+
+    final: Tensor  # [num_rows, hidden_size], after the last norm
+    handoff: Tensor  # the same, or with residual streams all of them, [num_rows, hc_mult * hidden_size]
+    residuals: list[Tensor]  # entry j: the residual stream at the input of layer j; the last: before the last norm
+    kv: list[KeyValue]  # by layer
+
+
 class Ends(Protocol):
     """The target's embedding and output matrix: those of a file, or of a loaded model."""
 
@@ -55,7 +63,7 @@ class Plain:
         return self.tensors["embed_tokens.weight"][token_ids]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden, "lm_head")
+        return F.linear(hidden, self.tensors.get("lm_head.weight", self.tensors["embed_tokens.weight"]))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         scale = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
@@ -66,12 +74,21 @@ class Plain:
 
     def model(self, token_ids: Sequence[int]) -> Rows:
         """Run a whole Llama."""
-        x, stored = self.embed(torch.tensor(token_ids)), []
+        rows = self.target_rows(token_ids)
+        return Rows(rows.final, self.logits(rows.final), rows.kv)
+
+    def target_rows(self, token_ids: Sequence[int]) -> TargetRows:
+        """Run a whole Llama, or one with residual streams."""
+        x, hc_mult, stored = self.embed(torch.tensor(token_ids)), self.config.get("hc_mult") or 1, []
+        if hc_mult > 1:
+            x = x.unsqueeze(1).expand(-1, hc_mult, -1)
+        residuals = [x.sum(1) if hc_mult > 1 else x]
         for i in range(self.config["num_hidden_layers"]):
-            x, kv = self.layer(f"layers.{i}", x)
+            x, kv = self.layer_over_streams(f"layers.{i}", x) if hc_mult > 1 else self.layer(f"layers.{i}", x)
             stored.append(kv)
-        final = self.norm(x, "norm")
-        return Rows(final, self.logits(final), stored)
+            residuals.append(x.sum(1) if hc_mult > 1 else x)
+        final = self.norm(residuals[-1], "norm")
+        return TargetRows(final, x.flatten(1) if hc_mult > 1 else final, residuals, stored)
 
     def layer(self, prefix: str, x: Tensor, attended: Tensor | None = None) -> tuple[Tensor, KeyValue]:
         """Run a decoder layer on `x` [num_rows, hidden_size]. `attended`: what the attention reads, if it is not the
@@ -144,6 +161,12 @@ class PlainHead(Plain):
         found = {name.rsplit(".", 2)[0] for name in self.tensors if name.endswith(ends)}
         self.prefixes = sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1]))  # of MTP layers
 
+    def extend(self, rows: TargetRows) -> Tensor:
+        """Return the target's states [num_rows, extend width] that the head takes."""
+        if self.kind != "eagle3":
+            return rows.handoff
+        return torch.cat([rows.residuals[j] for j in self.config["eagle_aux_hidden_state_layer_ids"]], 1)
+
     def begin(self, extend: Tensor) -> Tensor:
         """Return what the first layer takes of the target's states [num_rows, extend width]."""
         return self.linear(extend, "fc") if self.kind == "eagle3" else extend
@@ -154,9 +177,9 @@ class PlainHead(Plain):
         ids = torch.tensor(token_ids)
         match self.kind:
             case "eagle":
-                return self._eagle(hidden, self.target.embed(ids))
+                return self._eagle(hidden, self._embedded(ids))
             case "eagle3":
-                return self._eagle3(hidden, self.embed(ids))
+                return self._eagle3(hidden, self._embedded(ids))
             case "hyper-eagle":
                 return self._hyper_eagle(hidden, self.target.embed(ids))
             case _ if self.num_streams > 1:
@@ -164,6 +187,9 @@ class PlainHead(Plain):
             case _ if self.is_mimo:
                 return self._mimo(self.prefixes[layer], hidden, self.target.embed(ids))
         return self._deepseek(self.prefixes[layer], hidden, self.target.embed(ids))
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        return (self if "embed_tokens.weight" in self.tensors else self.target).embed(ids)
 
     @property
     def is_mimo(self) -> bool:
@@ -208,7 +234,8 @@ class PlainHead(Plain):
 
     def _eagle3(self, hidden: Tensor, embedded: Tensor) -> Rows:
         normed = [self.norm(embedded, "midlayer.input_layernorm"), self.norm(hidden, "midlayer.hidden_norm")]
-        x, kv = self.layer("midlayer", hidden, torch.cat(normed, 1))
+        residual = normed[1] if self.config.get("norm_before_residual") else hidden
+        x, kv = self.layer("midlayer", residual, torch.cat(normed, 1))
         logits = x.new_full((len(x), self.config["vocab_size"]), float("-inf"))
         ids = self.tensors["d2t"].long() + torch.arange(self.config["draft_vocab_size"])
         logits[:, ids] = self.linear(self.norm(x, "norm"), "lm_head")

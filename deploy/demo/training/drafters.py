@@ -5,35 +5,58 @@
     python -m baton.deploy.demo.training.drafters --out DIR --resume            # continue with the weights in DIR
     python -m baton.deploy.demo.training.drafters --out DIR --evaluate-only     # measure the directories in DIR
 
-Layouts: docs/drafter_checkpoints.md and drafters_models.py. Training: drafters_training.py. Accept lengths:
-drafters_reference.py. `hyper` first trains a small hyper-connection model, then its head, which is written as
+A drafter has the layout and sizes of its directory in `--like` (docs/drafter_checkpoints.md), and the engine's own
+layers (windows.py). `hyper` first trains a small hyper-connection model, then its head, which is written as
 hyper_eagle; with --resume the model stays as it is.
 """
 
-import argparse
 import dataclasses
-import json
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .corpus import SPECIAL_TOKENS, Corpus, conversations, read_corpus, standard_library
-from .drafters_files import describe, layer_sizes, load, load_target, save
-from .drafters_layers import LayerSizes
-from .drafters_models import Drafter, Eagle, Eagle3, FrozenKvMtp, HyperEagle, Mtp, Target
-from .drafters_reference import acceptance, generate
-from .drafters_training import Schedule, drafter_loss, fit, text_loss
-from .evaluate import pick_device
+from .corpus import SPECIAL_TOKENS, Corpus, conversations
+from .evaluate import acceptance, generate
+from .losses import descend, drafter_loss
+from .muon import MuonAdamW
+from .options import DEMO, config_of, corpus_of, parse, parser_of
+from .weights import fresh, save
+from .windows import Drafter, Model
 
 NAMES = ("eagle", "eagle3", "mtp3", "frozen_kv_mtp", "standalone", "hyper")
 NUM_STEPS = {"mtp3": 3}  # proposals a round; the others NUM_PROPOSALS
 NUM_PROPOSALS = 5
-DRAFT_VOCAB_SHARE = 0.5
 HYPER_SHARE = 0.6  # of hyper's time, for the target itself
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Length and learning rates of a run. It ends after its last step or when its time is up, whichever comes first."""
+
+    steps: int = 20000
+    max_seconds: float = 480.0
+    context_len: int = 512
+    late_context_len: int = 1024
+    late_share: float = 0.2  # share of the run on the longer windows
+    batch_tokens: int = 32768
+    matrix_lr: float = 0.02
+    other_lr: float = 0.003
+    weight_decay: float = 0.05
+    warmup_steps: int = 50
+    log_every: int = 100
+    seed: int = 0
+
+    def part(self, share: float) -> "Schedule":
+        """Return the same schedule over a share of its length."""
+        return dataclasses.replace(self, steps=max(1, int(self.steps * share)), max_seconds=self.max_seconds * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,111 +64,107 @@ class Job:
     """Inputs that the training of every drafter shares."""
 
     out: Path
-    target_folder: Path
+    target: Path
+    like: Path
     device: torch.device
     schedule: Schedule
-    token_counts: Tensor  # [vocab_size] int64, in the training text
     resume: bool  # start from the directories in `out` that exist
 
-    def start(self, name: str, fresh: Drafter) -> Drafter:
-        """Return the model to train: `fresh`, or with `resume` the one that `out` already holds."""
+    def begin(self, name: str, stream: Tensor) -> bool:
+        """Make the directory `name` with new weights; return False, and keep it, if the job resumes and has it."""
         if self.resume and (self.out / name / "model.safetensors").exists():
-            fresh = load(self.out / name).train().requires_grad_()
-        return fresh.to(self.device)
+            return False
+        like = self.like / name
+        tokenizer = self.target if (like / "tokenizer.json").exists() else None
+        fresh(like, self.out / name, _draft_ids(stream, like) if name == "eagle3" else {}, tokenizer)
+        return True
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """Held-out text to continue, and how far."""
-
-    input_ids: Tensor  # [num_prompts, prompt_len] int64
-    num_tokens: int
+def _draft_ids(stream: Tensor, like: Path) -> dict[str, Tensor]:
+    """Return the buffers of EAGLE-3: the ids that it can propose are the most frequent ones."""
+    stored = load_file(like / "model.safetensors")
+    counts, num_ids = torch.bincount(stream.long(), minlength=len(stored["t2d"])), len(stored["d2t"])
+    ids = counts.argsort(descending=True)[:num_ids].sort().values
+    return {"d2t": ids - torch.arange(num_ids), "t2d": torch.zeros(len(counts), dtype=torch.bool).index_fill(0, ids, 1)}
 
 
 def train_drafter(name: str, job: Job, stream: Tensor) -> dict[str, list[float]]:
     """Train the drafter `name` on the tokens `stream`, write its directory; the losses by directory."""
     torch.manual_seed(job.schedule.seed)
     torch.set_float32_matmul_precision("high")
-    target = load_target(job.target_folder).to(job.device)
-    config = json.loads((job.target_folder / "config.json").read_text())
-    context_len, vocab_size = config["max_position_embeddings"], config["vocab_size"]
-    if name == "hyper":
-        return _train_hyper(job, stream, vocab_size, context_len)
-    model, sizes = _new_drafter(name, layer_sizes(config), config["num_hidden_layers"], job.token_counts)
-    model = job.start(name, model)
-    losses = fit(name, model, _loss(name, model, target), stream, job.schedule)
-    tokenizer_from = job.target_folder if isinstance(model, Target) else None
-    save(model, describe(model, sizes, vocab_size, context_len), job.out / name, tokenizer_from)
-    return {name: losses}
-
-
-def _new_drafter(name: str, sizes: LayerSizes, num_layers: int, token_counts: Tensor) -> tuple[Drafter, LayerSizes]:
-    """An untrained drafter and its own layer sizes, derived from the target's."""
-    vocab_size = len(token_counts)
-    match name:
-        case "eagle":
-            return Eagle(sizes), sizes
-        case "eagle3":
-            ids = token_counts.argsort(descending=True)[: int(vocab_size * DRAFT_VOCAB_SHARE)].sort().values
-            return Eagle3(sizes, [2, num_layers - num_layers // 3 - 1, num_layers], vocab_size, ids), sizes
-        case "mtp3":
-            return Mtp(sizes, num_layers, 3), sizes
-        case "frozen_kv_mtp":
-            own = dataclasses.replace(sizes, hidden_size=_share(sizes, 3, 4), intermediate_size=2 * sizes.hidden_size)
-            return FrozenKvMtp(own, sizes.hidden_size, [num_layers - 1] * 2, vocab_size), own
-        case "standalone":
-            own = _small(sizes)
-            return Target(own, vocab_size, 4), own
-        case _:
-            raise ValueError(f"no demo drafter is called {name}; there are {', '.join(NAMES)}")
-
-
-def _train_hyper(job: Job, stream: Tensor, vocab_size: int, context_len: int) -> dict[str, list[float]]:
-    """Train the hyper-connection target, then its drafter against the target as written (rounded to bfloat16)."""
-    sizes = _small(layer_sizes(json.loads((job.target_folder / "config.json").read_text())))
+    if name != "hyper":
+        return {name: _train_drafter(name, job.target, job, stream, job.schedule)}
     losses: dict[str, list[float]] = {}
-    head_share = 1.0
-    if not (job.resume and (job.out / "hyper").exists()):
-        head_share = 1 - HYPER_SHARE
-        hyper = Target(sizes, vocab_size, 6, num_streams=4).to(job.device)
-        schedule = _part(job.schedule, HYPER_SHARE)
-        losses["hyper"] = fit("hyper", hyper, lambda input_ids: text_loss(hyper, input_ids), stream, schedule)
-        save(hyper, describe(hyper, sizes, vocab_size, context_len), job.out / "hyper", job.target_folder)
-    target = load_target(job.out / "hyper").to(job.device)
-    head = job.start("hyper_eagle", HyperEagle(sizes, target.num_streams))
-    schedule = _part(job.schedule, head_share)
-    losses["hyper_eagle"] = fit("hyper_eagle", head, _loss("", head, target), stream, schedule)
-    save(head, describe(head, sizes, vocab_size, context_len), job.out / "hyper_eagle")
+    share = 1.0
+    if job.begin("hyper", stream):
+        share = 1 - HYPER_SHARE
+        hyper = Model(job.out / "hyper", job.device)
+        losses["hyper"] = fit("hyper", hyper.parameters, hyper.loss, stream, job.schedule.part(HYPER_SHARE))
+        save(hyper.parameters, job.out / "hyper")
+    # The head learns from the target as written, rounded to bfloat16.
+    losses["hyper_eagle"] = _train_drafter("hyper_eagle", job.out / "hyper", job, stream, job.schedule.part(share))
     return losses
 
 
-def _part(schedule: Schedule, share: float) -> Schedule:
-    """The same schedule over a share of its length."""
-    steps = max(1, int(schedule.steps * share))
-    return dataclasses.replace(schedule, steps=steps, max_seconds=schedule.max_seconds * share)
+def _train_drafter(name: str, target: Path, job: Job, stream: Tensor, schedule: Schedule) -> list[float]:
+    job.begin(name, stream)
+    drafter = Drafter(job.out / name, Model(target, job.device).freeze())
+
+    def loss_of(input_ids: Tensor) -> Tensor:
+        return drafter_loss(drafter, input_ids, NUM_STEPS.get(name, NUM_PROPOSALS))
+
+    losses = fit(name, drafter.parameters, loss_of, stream, schedule)
+    save(drafter.parameters, job.out / name)
+    return losses
 
 
-def _loss(name: str, model: Drafter, target: Target) -> Callable[[Tensor], Tensor]:
-    return lambda input_ids: drafter_loss(model, target, input_ids, NUM_STEPS.get(name, NUM_PROPOSALS))
+def fit(
+    name: str,
+    parameters: Mapping[str, Tensor],
+    loss_of: Callable[[Tensor], Tensor],
+    stream: Tensor,
+    schedule: Schedule,
+) -> list[float]:
+    """Train in place on windows of `stream` [num_tokens] integers; the mean loss (nats) of every `log_every` steps."""
+    device = next(iter(parameters.values())).device
+    optimizer = MuonAdamW(parameters, schedule.matrix_lr, schedule.other_lr, schedule.weight_decay)
+    losses: list[float] = []
+    recent: list[Tensor] = []
+    started, step = time.monotonic(), 0
+    for step, loss in enumerate(descend(optimizer, loss_of, _batches(stream, schedule, device)), start=1):
+        recent.append(loss)
+        if step % schedule.log_every == 0:
+            losses.append(torch.stack(recent).mean().item())
+            recent.clear()
+            print(f"{name} step {step} loss {losses[-1]:.4f} {time.monotonic() - started:.0f} s", flush=True)
+        if device.type == "cuda" and step % 4 == 0:
+            torch.cuda.synchronize()  # so that time is the device's, not the queue's
+    print(f"{name} ended after {step} steps of {schedule.batch_tokens} tokens", flush=True)
+    return losses
 
 
-def _small(sizes: LayerSizes) -> LayerSizes:
-    """Half the width: the standalone model and the hyper-connection target."""
-    return dataclasses.replace(
-        sizes,
-        hidden_size=_share(sizes, 1, 2),
-        intermediate_size=sizes.intermediate_size // 2,
-        num_heads=sizes.num_heads // 2,
-        num_kv_heads=max(1, sizes.num_kv_heads // 2),
-    )
-
-
-def _share(sizes: LayerSizes, numerator: int, denominator: int) -> int:
-    return sizes.hidden_size * numerator // denominator
+def _batches(stream: Tensor, schedule: Schedule, device: torch.device) -> Iterator[tuple[Tensor, float]]:
+    """Yield batches [batch, context_len] int64 of windows at random places, and the factors of the learning rates: a
+    linear warm-up, then half a cosine down to zero."""
+    generator = torch.Generator().manual_seed(schedule.seed)
+    started, progress, step = time.monotonic(), 0.0, 0
+    while progress < 1:
+        is_late = progress >= 1 - schedule.late_share
+        context_len = schedule.late_context_len if is_late else schedule.context_len
+        if len(stream) <= context_len:
+            raise ValueError(f"the text has {len(stream)} tokens; a window needs {context_len}")
+        batch = max(1, schedule.batch_tokens // context_len)
+        starts = torch.randint(len(stream) - context_len, (batch, 1), generator=generator)
+        warmup = min(1.0, (step + 1) / max(1, schedule.warmup_steps))
+        windows = stream[starts + torch.arange(context_len)].long()
+        yield windows.to(device), warmup * 0.5 * (1 + math.cos(math.pi * progress))
+        step += 1
+        progress = max(step / schedule.steps, (time.monotonic() - started) / schedule.max_seconds)
 
 
 def read_tokens(tokenizer: Tokenizer, corpus: Corpus) -> Tensor:
-    """All training text in one row [num_tokens] int32: the training files, then the conversations made of them."""
+    """Return all training text in one row [num_tokens] int32: the training files, then the conversations made of
+    them."""
     end_of_text = SPECIAL_TOKENS.index("<|endoftext|>")
     texts = [file.text for file in corpus.train] + conversations(corpus.train)
     return torch.cat(
@@ -153,10 +172,18 @@ def read_tokens(tokenizer: Tokenizer, corpus: Corpus) -> Tensor:
     )
 
 
+class Prompts(NamedTuple):
+    """Held-out text to continue, and how far."""
+
+    input_ids: Tensor  # [num_prompts, prompt_len] int64
+    num_tokens: int
+
+
 def held_out_prompts(
     tokenizer: Tokenizer, corpus: Corpus, num_prompts: int, prompt_len: int, num_tokens: int
 ) -> Prompts:
-    """Prompts from random places of the held-out files, always the same. ValueError when no file is long enough."""
+    """Return prompts from random places of the held-out files, always the same. ValueError when no file is long
+    enough."""
     documents = [tokenizer.encode(file.text).ids for file in corpus.held_out]
     documents = [ids for ids in documents if len(ids) > prompt_len]
     if not documents:
@@ -170,32 +197,28 @@ def held_out_prompts(
     return Prompts(torch.tensor(rows), num_tokens)
 
 
-def evaluate(out: Path, target_folder: Path, prompts: Prompts, device: torch.device) -> dict[str, dict[str, float]]:
-    """Accept length of every directory below `out`, greedy and at temperature 1, printed with shares by position."""
+def evaluate(out: Path, target: Path, prompts: Prompts, device: torch.device) -> dict[str, dict[str, float]]:
+    """Return the accept length of every directory below `out`, greedy and at temperature 1. Print them with shares by
+    position."""
     results: dict[str, dict[str, float]] = {}
-    for folder, group in ((target_folder, _present(out, hyper=False)), (out / "hyper", _present(out, hyper=True))):
+    plain = tuple(name for name in NAMES if name != "hyper")
+    for folder, names in ((target, plain), (out / "hyper", ("hyper_eagle",))):
+        group = [name for name in names if (out / name / "model.safetensors").exists()]
         if not group:
             continue
-        target = load_target(folder).to(device)
-        num_positions = prompts.input_ids.shape[1] + prompts.num_tokens
-        uniform = torch.rand(
-            len(prompts.input_ids), num_positions, len(target.embedding), generator=torch.Generator().manual_seed(2)
-        )
+        model, prompt_len = Model(folder, device), prompts.input_ids.shape[1]
+        shape = len(prompts.input_ids), prompt_len + prompts.num_tokens, model.config.vocab_size
+        uniform = torch.rand(shape, generator=torch.Generator().manual_seed(2))
         gumbel = -(-uniform.clamp(1e-7, 1 - 1e-7).log()).log().to(device)
         for label, noise in (("greedy", None), ("temperature 1", gumbel)):
-            input_ids = generate(target, prompts.input_ids.to(device), prompts.num_tokens, noise)
+            input_ids = generate(model, prompts.input_ids.to(device), prompts.num_tokens, noise)
             for name in group:
-                drafter, num_steps = load(out / name).to(device), NUM_STEPS.get(name, NUM_PROPOSALS)
-                length, shares = acceptance(drafter, target, input_ids, prompts.input_ids.shape[1], num_steps, noise)
+                num_steps = NUM_STEPS.get(name, NUM_PROPOSALS)
+                length, shares = acceptance(Drafter(out / name, model), input_ids, prompt_len, num_steps, noise)
                 results.setdefault(name, {})[label] = length
                 detail = " ".join(f"{share:.3f}" for share in shares)
                 print(f"{name}, {label}, K = {num_steps}: accept length {length:.3f}; accepted {detail}", flush=True)
     return results
-
-
-def _present(out: Path, hyper: bool) -> list[str]:
-    names = ("hyper_eagle",) if hyper else tuple(name for name in NAMES if name != "hyper")
-    return [name for name in names if (out / name / "model.safetensors").exists()]
 
 
 def train_all(names: Sequence[str], job: Job, stream: Tensor) -> None:
@@ -219,34 +242,25 @@ def train_all(names: Sequence[str], job: Job, stream: Tensor) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run as a program; every field of Schedule is a flag."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run as a program."""
+    parser = parser_of(__doc__, Schedule)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default=",".join(NAMES), help=f"some of {','.join(NAMES)}")
-    parser.add_argument("--target", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--source", type=Path, default=standard_library(), help="folder of the standard library")
-    parser.add_argument("--held-out-fraction", type=float, default=0.02)
-    parser.add_argument("--max-files", type=int, default=None)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--target", type=Path, default=DEMO)
+    parser.add_argument("--like", type=Path, default=DEMO, metavar="DIR", help="of the drafters' layouts and sizes")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--num-tokens", type=int, default=128, help="tokens to generate after each prompt")
-    for field in dataclasses.fields(Schedule):
-        parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
-    options = parser.parse_args(arguments)
-    tokenizer = Tokenizer.from_file(str(options.target / "tokenizer.json"))
-    corpus = read_corpus(options.source, options.held_out_fraction, options.max_files)
-    device = pick_device(options.device)
+    options = parse(parser, arguments)
+    tokenizer, corpus = Tokenizer.from_file(str(options.target / "tokenizer.json")), corpus_of(options)
     prompts = held_out_prompts(tokenizer, corpus, options.num_prompts, options.prompt_len, options.num_tokens)
     if not options.evaluate_only:
-        stream = read_tokens(tokenizer, corpus)
-        schedule = Schedule(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Schedule)})
-        counts = torch.bincount(stream.long(), minlength=tokenizer.get_vocab_size())
-        job = Job(options.out, options.target, device, schedule, counts, options.resume)
-        train_all(options.only.split(","), job, stream)
-    evaluate(options.out, options.target, prompts, device)
+        schedule = config_of(Schedule, options)
+        job = Job(options.out, options.target, options.like, options.device, schedule, options.resume)
+        train_all(options.only.split(","), job, read_tokens(tokenizer, corpus))
+    evaluate(options.out, options.target, prompts, options.device)
 
 
 if __name__ == "__main__":

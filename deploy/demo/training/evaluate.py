@@ -1,41 +1,26 @@
-"""Evaluate a model directory: print bits per byte on held-out files, and sample completions.
+"""Evaluate directories: bits per byte of a model on held-out files, and accept lengths of drafters.
 
 python -m baton.deploy.demo.training.evaluate --model DIR --device auto
 """
 
-import argparse
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from torch.nn import functional as F
 
-from .corpus import (
-    ASSISTANT,
-    END_OF_TEXT,
-    END_OF_TURN,
-    SPECIAL_TOKENS,
-    SourceFile,
-    read_corpus,
-    render_chat,
-    standard_library,
-)
-from .model import Llama, load_model
-
-PROMPTS = (
-    END_OF_TEXT + '"""A small stack machine."""\n\nimport ',
-    "def read_json(path):\n",
-    "class Counter:\n    def __init__(self):\n        self.counts = {}\n\n    def add(self, ",
-    "    for name in sorted(os.listdir(path)):\n        if name.endswith('.py'):\n",
-    "import unittest\n\nclass QueueTest(unittest.TestCase):\n    def test_empty(self):\n",
-    END_OF_TEXT + render_chat([("user", "Write a function to return the absolute path of a file.")]) + ASSISTANT,
-)
+from ....kernels.operations import preferring
+from .corpus import END_OF_TEXT, SPECIAL_TOKENS, Corpus, SourceFile
+from .options import DEMO, corpus_of, parse, parser_of
+from .windows import Drafter, Model
 
 
 @torch.no_grad()
-def bits_per_byte(model: Llama, documents: Sequence[tuple[list[int], int]], context_len: int, stride: int) -> float:
+@preferring("reference")
+def bits_per_byte(model: Model, documents: Sequence[tuple[list[int], int]], context_len: int, stride: int) -> float:
     """Code length of `documents`, each (token ids after an end-of-text token, bytes of text), divided by their bytes.
 
     Each document is read alone, from its first token, in windows of `context_len` tokens that advance by `stride`; a
@@ -44,7 +29,7 @@ def bits_per_byte(model: Llama, documents: Sequence[tuple[list[int], int]], cont
     """
     total_nats = torch.zeros((), dtype=torch.float64)
     for input_ids, _ in documents:
-        tokens = torch.tensor(input_ids, device=model.model.embed_tokens.weight.device)
+        tokens = torch.tensor(input_ids, device=model.device)
         scored_end = 1  # tokens [1, scored_end) are scored; token 0 is given
         for start in range(0, len(input_ids) - 1, stride):
             window = tokens[start : start + context_len + 1]
@@ -58,44 +43,54 @@ def bits_per_byte(model: Llama, documents: Sequence[tuple[list[int], int]], cont
 
 
 def encode_documents(tokenizer: Tokenizer, files: Iterable[SourceFile]) -> list[tuple[list[int], int]]:
-    """(token ids after an end-of-text token, bytes of text) of each file."""
+    """Return (token ids after an end-of-text token, bytes of text) of each file."""
     end_of_text = SPECIAL_TOKENS.index(END_OF_TEXT)
     return [([end_of_text, *tokenizer.encode(file.text).ids], file.num_bytes) for file in files]
 
 
 @torch.no_grad()
-def complete(model: Llama, tokenizer: Tokenizer, prompt: str, max_tokens: int, temperature: float) -> str:
-    """Continue `prompt` by up to `max_tokens` tokens or to an end token; temperature 0 takes the likeliest."""
-    generator = torch.Generator().manual_seed(0)
-    ends = {tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)}
-    input_ids = tokenizer.encode(prompt).ids
-    num_prompt = len(input_ids)
-    device = model.model.embed_tokens.weight.device
-    while len(input_ids) - num_prompt < max_tokens:
-        window = torch.tensor([input_ids[-model.config.context_len :]], device=device)
-        logits = model(window)[0, -1].float().cpu()
-        if temperature > 0:
-            token = int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
-        else:
-            token = int(logits.argmax())
-        input_ids.append(token)
-        if token in ends:
-            break
-    return tokenizer.decode(input_ids[num_prompt:], skip_special_tokens=False)
+@preferring("reference")
+def generate(target: Model, prompts: Tensor, num_tokens: int, noise: Tensor | None = None) -> Tensor:
+    """Return prompts [batch, prompt_len] and `num_tokens` more; noise [batch, prompt_len + num_tokens, vocab_size]."""
+    input_ids = prompts
+    for position in range(prompts.shape[1], prompts.shape[1] + num_tokens):
+        last = target.rows(input_ids).states.final.unflatten(0, input_ids.shape)[:, -1]
+        logits = target.logits(last).float()
+        token = (logits if noise is None else logits + noise[:, position]).argmax(-1, keepdim=True)
+        input_ids = torch.cat((input_ids, token), dim=1)
+    return input_ids
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of this name; "auto" is cuda where there is one, else cpu."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+@torch.no_grad()
+@preferring("reference")
+def acceptance(
+    drafter: Drafter, input_ids: Tensor, prompt_len: int, num_steps: int, noise: Tensor | None = None
+) -> tuple[float, list[float]]:
+    """Return the accept length and, per proposal, the share of rounds that accepted it.
+
+    The rounds run over input_ids [batch, seq_len]. The target generated them after `prompt_len` tokens with the same
+    `noise` (see `generate`). A round that would pass the end is left out."""
+    is_right = []
+    for s, (logits, _) in enumerate(drafter.unroll(drafter.target.rows(input_ids), input_ids, num_steps)):
+        places = slice(s + 2, s + 2 + logits.shape[1])
+        logits = drafter.of_all(logits).float()
+        proposals = (logits if noise is None else logits + noise[:, places]).argmax(-1)
+        is_right.append(proposals == input_ids[:, places])
+    counts = torch.stack(is_right, -1).int().cumprod(-1).sum(-1).cpu()  # [batch, num_anchors], 0..num_steps
+    accepted: list[int] = []
+    for sequence in counts.tolist():
+        anchor = prompt_len - 1
+        while anchor < len(sequence):
+            accepted.append(sequence[anchor])
+            anchor += sequence[anchor] + 1
+    by_position = [sum(count > k for count in accepted) / len(accepted) for k in range(num_steps)]
+    return sum(accepted) / len(accepted) + 1, by_position
 
 
-def report(folder: Path, source: Path, held_out_fraction: float, max_files: int | None, device: torch.device) -> None:
-    """Print bits per byte of the weights in `folder` on the held-out files, and the sample completions."""
-    torch.manual_seed(0)
-    model = load_model(folder).to(device)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    context_len = model.config.context_len
-    held_out = read_corpus(source, held_out_fraction, max_files).held_out
+def report(folder: Path, corpus: Corpus, device: torch.device) -> None:
+    """Print bits per byte of the weights in `folder` on the held-out files."""
+    model, tokenizer = Model(folder, device), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    context_len, held_out = model.config.context_len, corpus.held_out
     groups = {
         "all held-out files": held_out,
         "  library": [file for file in held_out if not file.is_test],
@@ -107,23 +102,14 @@ def report(folder: Path, source: Path, held_out_fraction: float, max_files: int 
             num_bytes, num_tokens = sum(n for _, n in documents), sum(len(ids) - 1 for ids, _ in documents)
             bits = bits_per_byte(model, documents, context_len, stride=max(1, context_len // 4))
             print(f"{name}: {bits:.4f} bits per byte ({len(files)} files, {num_bytes} bytes, {num_tokens} tokens)")
-    for prompt in PROMPTS:
-        for temperature in (0.0, 0.7):
-            text = complete(model, tokenizer, prompt, min(160, context_len // 2), temperature)
-            print(f"--- temperature {temperature}\n{prompt}⟦{text}⟧")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run as a program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--source", type=Path, default=standard_library(), help="folder of the standard library")
-    parser.add_argument("--held-out-fraction", type=float, default=0.02)
-    parser.add_argument("--max-files", type=int, default=None)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    options = parser.parse_args(arguments)
-    device = pick_device(options.device)
-    report(options.model, options.source, options.held_out_fraction, options.max_files, device)
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", type=Path, default=DEMO)
+    options = parse(parser, arguments)
+    report(options.model, corpus_of(options), options.device)
 
 
 if __name__ == "__main__":

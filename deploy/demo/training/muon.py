@@ -4,20 +4,28 @@ Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest ortho
 steps. Matrices of one shape are stacked, so that a step costs a few batched products instead of hundreds of small ones.
 """
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, from the reference implementation
 MOMENTUM = 0.95
+ADAM_NAMES = ("embed", "lm_head", ".mix")  # matrices that AdamW updates; Muon updates the others
 
 
 class MuonAdamW:
     """Both optimizers behind one `step`; learning rates are scaled by the schedule's `factor` at each step."""
 
-    def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float) -> None:
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        embeddings = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" in name]
-        vectors = [p for p in model.parameters() if p.ndim == 1]
+    def __init__(
+        self, parameters: Mapping[str, Tensor], matrix_lr: float, other_lr: float, weight_decay: float
+    ) -> None:
+        def is_adams(name: str) -> bool:
+            return any(part in name for part in ADAM_NAMES)
+
+        matrices = [p for name, p in parameters.items() if p.ndim == 2 and not is_adams(name)]
+        embeddings = [p for name, p in parameters.items() if p.ndim == 2 and is_adams(name)]
+        vectors = [p for p in parameters.values() if p.ndim == 1]
         self.matrix_lr, self.other_lr, self.weight_decay = matrix_lr, other_lr, weight_decay
         self.groups = [[p for p in matrices if p.shape == shape] for shape in dict.fromkeys(p.shape for p in matrices)]
         self.momenta = [torch.zeros((len(group), *group[0].shape), device=group[0].device) for group in self.groups]

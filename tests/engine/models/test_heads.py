@@ -19,7 +19,7 @@ import torch
 from drafters import target_of
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, as_speculators, set_draft_ids, write_head
 from node_pair import params
-from oracle import RMS_NORM_EPS, Oracle
+from oracle import Oracle
 from own_mtp import OwnMtpOracle, with_mtp
 from quantized import SCHEMES, quantized
 from safetensors.torch import load_file, save_file
@@ -40,7 +40,7 @@ Checkpoints = Callable[..., Path]
 
 @pytest.fixture
 def model(checkpoint: Checkpoints) -> Path:
-    return checkpoint("llama", rms_norm_eps=RMS_NORM_EPS, num_hidden_layers=3)
+    return checkpoint("llama", num_hidden_layers=3)
 
 
 def head_of(kind: str, model: Path, directory: Path, **changes: Any) -> Path:
@@ -52,7 +52,7 @@ def head_of(kind: str, model: Path, directory: Path, **changes: Any) -> Path:
 def test_states_and_logits_equal_plain_torch(
     kind: str, temperature: float, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    model = target_of(kind, checkpoint, rms_norm_eps=RMS_NORM_EPS, num_hidden_layers=3)
+    model = target_of(kind, checkpoint, num_hidden_layers=3)
     head = head_of(kind, model, tmp_path / kind)
     check_rows(Oracle(kind, head, model), model, head, temperature)
 

@@ -1,4 +1,4 @@
-"""Hyper-connection models against the plain torch that the demo's are trained with, from the same files."""
+"""Hyper-connection models against plain torch, from the same files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from plain_heads import Plain, TargetRows
 
-from baton.deploy.demo.training.drafters_files import describe, load_target, save
-from baton.deploy.demo.training.drafters_layers import LayerSizes
-from baton.deploy.demo.training.drafters_models import Target, TargetRows
 from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderStack
@@ -23,33 +21,15 @@ from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 
-PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, STREAMS, SIZE = 4, 60, 96, 4, 32
+PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, STREAMS, SIZE = 4, 60, 512, 4, 32
 TOLERANCE = 2e-4
-SIZES = LayerSizes(SIZE, 64, num_heads=4, num_kv_heads=2, head_dim=16)
 CHUNKS = [(40,), (1, 5, 13, 1, 1, 1, 17, 1), (3,) * 13 + (1,)]
 Checkpoint = Callable[..., Path]
 
 
-def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Away from the identity, every stream unlike the others."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim == 1 or name.endswith(".mix"):
-            parameter.data += 0.3 * noise
-        else:
-            parameter.data = noise * (0.5 if "embed" in name else parameter.shape[1] ** -0.5)
-
-
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(Target(SIZES, VOCAB_SIZE, 3, STREAMS), tmp_path_factory.mktemp("hyper"))
-
-
-def write(model: Any, folder: Path) -> Path:
-    randomise(model, len(folder.name))
-    save(model, describe(model, SIZES, VOCAB_SIZE, 128), folder)
-    return folder
+@pytest.fixture
+def target_dir(checkpoint: Checkpoint) -> Path:
+    return checkpoint("hyper_llama", hidden_size=SIZE, num_hidden_layers=3, hc_mult=STREAMS)
 
 
 class Run:
@@ -82,9 +62,9 @@ def prompt(num: int = 40) -> list[int]:
 
 
 @torch.inference_mode()
-def oracle(target_dir: Path, ids: Sequence[int]) -> tuple[Target, TargetRows]:
-    target = load_target(target_dir)
-    return target, target(torch.tensor([list(ids)]))
+def oracle(target_dir: Path, ids: Sequence[int]) -> tuple[Plain, TargetRows]:
+    target = Plain(target_dir)
+    return target, target.target_rows(ids)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS, ids=["whole", "odd", "threes"])
@@ -94,11 +74,11 @@ def test_the_paged_forward_equals_the_plain_one(target_dir: Path, chunks: tuple[
     assert isinstance(run.model.stack, HyperStack)
     target, rows = oracle(target_dir, ids)
     states = run.forward(ids, chunks, aux_layers=(3, 0, 2))
-    close(torch.cat([each.handoff for each in states]), rows.handoff[0])
+    close(torch.cat([each.handoff for each in states]), rows.handoff)
     assert rows.handoff.shape[-1] == run.model.handoff_hidden_size == STREAMS * SIZE
-    close(torch.cat([run.model.logits(each.final) for each in states]), target.logits(rows.hidden)[0])
+    close(torch.cat([run.model.logits(each.final) for each in states]), target.logits(rows.final))
     for at, layer in enumerate((3, 0, 2)):
-        close(torch.cat([each.aux[at] for each in states]), rows.residuals[layer][0])
+        close(torch.cat([each.aux[at] for each in states]), rows.residuals[layer])
 
 
 def test_mixed_batches_equal_the_plain_forward(target_dir: Path) -> None:
@@ -112,7 +92,7 @@ def test_mixed_batches_equal_the_plain_forward(target_dir: Path) -> None:
     ]
     for batch in batches:
         states = run.model.forward_with_aux(ForwardBatch.build(batch, PAGE_SIZE, "cpu"), run.kv, ())
-        expected = [rows.handoff[0, row.position : row.position + len(row.input_ids)] for row in batch]
+        expected = [rows.handoff[row.position : row.position + len(row.input_ids)] for row in batch]
         close(states.handoff, torch.cat(expected))
 
 

@@ -1,12 +1,15 @@
 """The demo model's trainer, end to end on CPU for a few steps, and the demo model as shipped."""
 
 import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from baton.deploy.demo.training.corpus import (
     END_OF_TEXT,
@@ -17,10 +20,12 @@ from baton.deploy.demo.training.corpus import (
     render_chat,
     standard_library,
 )
-from baton.deploy.demo.training.evaluate import bits_per_byte, complete, encode_documents
-from baton.deploy.demo.training.model import load_model
-from baton.deploy.demo.training.train import TrainConfig, TrainResult, parse_arguments, train
+from baton.deploy.demo.training.evaluate import bits_per_byte, encode_documents, generate
+from baton.deploy.demo.training.train import TrainResult, parse_arguments, train
+from baton.deploy.demo.training.windows import Model
+from baton.kernels.operations import preferring
 
+CPU = torch.device("cpu")
 DEMO = Path(__file__).parents[4] / "deploy" / "demo"
 HELD_OUT_FRACTION = 0.2
 MAX_FILES = 24
@@ -36,23 +41,25 @@ TRICKY_TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+def config(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Namespace:
+    like = Path(shutil.copytree(checkpoint("llama", tie_word_embeddings=True), tmp_path_factory.mktemp("like") / "of"))
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO / name, like / name)
     flags = (
-        f"--out {tmp_path_factory.mktemp('demo')} --device cpu --steps 12 --max-files {MAX_FILES} "
-        f"--held-out-fraction {HELD_OUT_FRACTION} --vocab-size 512 --hidden-size 64 --intermediate-size 96 "
-        "--num-layers 2 --num-heads 4 --num-kv-heads 2 --head-dim 16 --context-len 96 --early-context-len 32 "
+        f"--out {tmp_path_factory.mktemp('demo')} --like {like} --device cpu --steps 12 --max-files {MAX_FILES} "
+        f"--held-out-fraction {HELD_OUT_FRACTION} --context-len 96 --early-context-len 32 "
         "--early-share 0.5 --batch-tokens 768 --warmup-steps 2 --eval-every 4"
     )
     return parse_arguments(flags.split())
 
 
 @pytest.fixture(scope="module")
-def result(config: TrainConfig) -> TrainResult:
+def result(config: Namespace) -> TrainResult:
     return train(config)
 
 
 @pytest.mark.whole
-def test_writes_a_model_directory(config: TrainConfig, result: TrainResult) -> None:
+def test_writes_a_model_directory(config: Namespace, result: TrainResult) -> None:
     names = {path.name for path in config.out.iterdir()}
     assert names == {
         "config.json",
@@ -71,12 +78,12 @@ def test_training_lowers_the_loss(result: TrainResult) -> None:
 
 
 @pytest.mark.whole
-def test_transformers_computes_the_same_logits(config: TrainConfig, result: TrainResult) -> None:
+def test_transformers_computes_the_same_logits(config: Namespace, result: TrainResult) -> None:
     reference = LlamaForCausalLM.from_pretrained(config.out, dtype=torch.float32).eval()
-    input_ids = torch.randint(0, config.vocab_size, (2, config.context_len), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
+    input_ids = torch.randint(0, 512, (2, config.context_len), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), preferring("reference"):
         expected = reference(input_ids).logits
-        torch.testing.assert_close(load_model(config.out)(input_ids), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(Model(config.out, CPU)(input_ids), expected, atol=1e-4, rtol=1e-4)
         # The trainer's own weights are float32; the file holds them rounded to bfloat16.
         assert (result.model(input_ids) - expected).abs().max() < 0.02 * expected.abs().max()
 
@@ -107,7 +114,7 @@ def test_the_split_does_not_depend_on_the_other_files() -> None:
 
 
 @pytest.mark.whole
-def test_chat_template_matches_the_training_text(config: TrainConfig, result: TrainResult) -> None:
+def test_chat_template_matches_the_training_text(config: Namespace, result: TrainResult) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.out)
     turns = [("system", "A module."), ("user", "Add."), ("assistant", "def add(a, b):\n    return a + b\n")]
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -125,7 +132,7 @@ def test_bits_per_byte_does_not_depend_on_the_stride_within_one_window(result: T
     assert bits_per_byte(result.model, short, 96, stride=24) == pytest.approx(whole, rel=1e-5)
 
 
-def test_the_text_must_fill_a_batch(config: TrainConfig) -> None:
+def test_the_text_must_fill_a_batch(config: Namespace) -> None:
     too_large = parse_arguments([f"--out={config.out}", "--device=cpu", "--max-files=5", "--batch-tokens=100000000"])
     with pytest.raises(ValueError, match="a batch needs"):
         train(too_large)
@@ -144,17 +151,25 @@ def test_shipped_model_loads_alike(demo_files: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_files / "tokenizer.json"))
     input_ids = tokenizer.encode(text).ids
     assert AutoTokenizer.from_pretrained(demo_files).encode(text) == input_ids
-    with torch.no_grad():
+    with torch.no_grad(), preferring("reference"):
         expected = reference(torch.tensor([input_ids])).logits
-        torch.testing.assert_close(load_model(demo_files)(torch.tensor([input_ids])), expected, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(Model(demo_files, CPU)(torch.tensor([input_ids])), expected, atol=1e-3, rtol=1e-3)
     assert tokenizer.decode(input_ids, skip_special_tokens=False) == text
     assert all(tokenizer.decode(tokenizer.encode(t).ids, skip_special_tokens=False) == t for t in TRICKY_TEXTS)
 
 
 def test_shipped_model_writes_python(demo_files: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_files / "tokenizer.json"))
-    text = complete(load_model(demo_files), tokenizer, "    def __init__(", 2, temperature=0.0)
+    prompt = tokenizer.encode("    def __init__(").ids
+    text = tokenizer.decode(generate(Model(demo_files, CPU), torch.tensor([prompt]), 2)[0, len(prompt) :].tolist())
     assert text.startswith("self"), text
+
+
+@pytest.mark.parametrize("name", ["hyper", "standalone"])
+def test_complete_models_share_one_tokenizer_and_load_alone(name: str, demo_files: Path) -> None:
+    own = demo_files / name / "tokenizer.json"
+    assert own.readlink() == Path("../tokenizer.json"), "a link, so that the checkout holds one"
+    assert PreTrainedTokenizerFast.from_pretrained(demo_files / name).encode("import os") == [522, 605]
 
 
 def test_demo_folder_stays_small(demo_files: Path) -> None:

@@ -1,0 +1,12 @@
+"""Makes the modules of all rooms of tests/benchmarks, and those of tests/support, importable by their bare names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOMS = (HERE, *sorted(each for each in HERE.iterdir() if each.is_dir() and not each.name.startswith(("_", "."))))
+PATHS = [str(each) for each in (*ROOMS, HERE.parent / "support")]  # of a node that makes planted weights, too
+
+sys.path += [each for each in PATHS if each not in sys.path]

@@ -1,0 +1,233 @@
+"""Measure what the router adds: 64 streams through a real router process, fed by fake nodes that answer at once.
+
+    python tests/benchmarks/serving/bench_router.py [--streams 64] [--tokens 500] [--interval-ms 10]
+
+There are three processes: the router, which is measured, the fake nodes, and this program, a plain client. Two phases:
+
+    paced    every stream gets one token per interval, all streams in one Tokens message, as a decode step sends them;
+             the added latency is from just before the node's send to the client's read of that token's event
+    blast    the node sends as fast as the router's socket accepts messages; tokens per second of router CPU time
+
+Prints one row per phase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path[:0] = [str(parent) for parent in Path(__file__).parents[1:3]]  # the rooms, and the fake nodes of tests/router
+
+from harness import flags, report
+
+
+def run_router(config: dict[str, Any], ready: Any) -> None:
+    """Run the router process."""
+    import uvloop
+
+    from baton.router.config import RouterConfig
+    from baton.router.main import Router
+
+    async def serve() -> None:
+        router = Router(RouterConfig(**config))
+        begun = time.perf_counter()
+        await router.start()
+        ready.send((router.url, router.node_address, time.perf_counter() - begun))
+        await asyncio.Event().wait()
+
+    uvloop.run(serve())
+
+
+def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float, pipe: Any) -> None:
+    """Run a prefill and a decode node in one process. Decode waits for all streams, then steps them together."""
+    from router.fake_nodes import FakeCluster, FakeNode, make_tokenizer
+
+    from baton.metadata.wire import messages as m
+    from baton.metadata.wire.node_info import NodeStats
+    from baton.metadata.wire.request import Ended, Unit, pack_ids
+
+    class Prefill(FakeNode):
+        def output(self, request: Any, prompt: Any, choice: int, *_nodes: Any) -> list[int]:
+            return [300] * request.params.max_tokens
+
+    class Decode(Prefill):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.waiting: list[Unit] = []
+
+        def _admit(self) -> None:
+            while not self.handoffs.empty():
+                message, choice, output = self.handoffs.get()
+                unit = Unit(message.rid, choice, message.attempt)
+                self.link.send(m.Admitted(unit, 0.0, 1, 1, 0))
+                if message.rid.startswith("canary"):
+                    self.running.append((0.0, [self.tokens(unit, message.request, output, 0, len(output))]))
+                else:
+                    self.waiting.append(unit)
+            if len(self.waiting) == num_streams:
+                self.rounds(self.waiting)
+                self.waiting = []
+
+        def rounds(self, units: list[Unit]) -> None:
+            times: list[float] = []
+            ids, counts = pack_ids([300] * len(units)), pack_ids([1] * len(units))
+            due = time.perf_counter() + 0.2
+            for place in range(1, num_tokens):
+                due += interval_s
+                while time.perf_counter() < due:
+                    time.sleep(max(0.0, due - time.perf_counter()))
+                ended: dict[int, Ended] = {}
+                if place == num_tokens - 1:
+                    ended = {row: Ended("length", None, 4, num_tokens, 0) for row in range(len(units))}
+                message = m.Tokens(tuple(units), pack_ids([place] * len(units)), counts, ids, ended=ended)
+                times.append(time.perf_counter())
+                while not self.link.send(message):
+                    time.sleep(0.0005)
+                if place % 20 == 0:
+                    self.link.send(m.Heartbeat(0, "decode", 0.0, 10.0, self.load(), NodeStats()))
+            self.reserved.clear()
+            pipe.send(times)
+
+    cluster = FakeCluster(address, lambda prompt, choice: [], tokenizer=make_tokenizer(), num_pages=100_000)
+    cluster.max_running, cluster.context_len = 4096, 1 << 16
+    cluster.nodes = [Prefill(cluster, "prefill", "p0", {}), Decode(cluster, "decode", "d0", {})]
+    for node in cluster.nodes:
+        node.start()
+    while not cluster.nodes[1].refusal:
+        time.sleep(1)
+
+
+class Stream(asyncio.Protocol):
+    """One raw streaming request. It records only the bytes and their times, to use little time itself."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.reads: list[tuple[float, bytes]] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.reads.append((time.perf_counter(), data))
+        if len(self.reads) == 1 and not data.startswith(b"HTTP/1.1 200 ") and not self.done.done():
+            self.done.set_exception(RuntimeError(f"the router refused: {data.decode(errors='replace')[:400]}"))
+        if b"[DONE]" in data and not self.done.done():
+            self.done.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(RuntimeError(f"the stream broke off: {self.reads[-1:]}"))
+
+    def times(self) -> list[float]:
+        """Return when each token's event was read."""
+        return [at for at, data in self.reads for _ in range(data.count(b"data: {"))]
+
+
+def completion(fields: dict[str, Any]) -> bytes:
+    """Return a request for a streamed completion with these fields, as a `Stream` sends it."""
+    body = json.dumps(fields | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def stream(url: str, num_tokens: int) -> list[float]:
+    """Run one stream and return the times of its events."""
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    request = completion({"model": "fake", "prompt": "hello", "max_tokens": num_tokens})
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.create_connection(lambda: Stream(request), host, int(port))
+    await protocol.done
+    transport.close()
+    return protocol.times()
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def clients(url: str, num_streams: int, num_tokens: int) -> list[list[float]]:
+    return await asyncio.gather(*(stream(url, num_tokens) for _ in range(num_streams)))
+
+
+def phase(num_streams: int, num_tokens: int, interval_s: float) -> dict[str, Any]:
+    """Start a router and nodes, and run all streams once."""
+    import uvloop
+
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    config = {"port": 0, "node_address": "tcp://127.0.0.1:*", "canary_interval_s": 3600.0, "max_waiting": 4096}
+    router = context.Process(target=run_router, args=(config, theirs), daemon=True)
+    router.start()
+    url, address, start_s = ours.recv()
+    pipe, end = context.Pipe()
+    nodes = context.Process(target=run_nodes, args=(address, num_tokens, num_streams, interval_s, end), daemon=True)
+    nodes.start()
+    try:
+        wait_ready(url)
+        process = psutil.Process(router.pid)
+        idle_rss, cpu = process.memory_info().rss, cpu_s(process)
+        begun = time.perf_counter()
+        arrived = uvloop.run(clients(url, num_streams, num_tokens))
+        sent = pipe.recv()
+        cpu, wall = cpu_s(process) - cpu, time.perf_counter() - begun
+        peak_rss = process.memory_info().rss
+    finally:
+        for each in (nodes, router):
+            each.kill()
+            each.join()
+    # the first token came from prefill; the last one's event also holds the finish reason
+    lags = sorted(read - at for times in arrived for at, read in zip(sent, times[1:num_tokens], strict=True))
+    total = num_streams * num_tokens
+    return {
+        "streams": num_streams,
+        "tokens": total,
+        "interval_ms": interval_s * 1000,
+        "added_ms_p50": round(lags[len(lags) // 2] * 1000, 3),
+        "added_ms_p99": round(lags[len(lags) * 99 // 100] * 1000, 3),
+        "router_cpu_us_per_token": round(cpu / total * 1e6, 2),
+        "tokens_per_s_per_core": round(total / cpu),
+        "wall_s": round(wall, 3),
+        "router_listening_s": round(start_s, 3),
+        "router_rss_idle_mb": round(idle_rss / 1e6, 1),
+        "router_rss_mb": round(peak_rss / 1e6, 1),
+    }
+
+
+def wait_ready(url: str) -> None:
+    import urllib.error
+    import urllib.request
+
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url + "/ready"):
+                return
+        except urllib.error.HTTPError as error:
+            error.close()
+            time.sleep(0.02)
+    raise RuntimeError("the router did not get ready")
+
+
+def main() -> None:
+    parser = flags(__doc__)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--interval-ms", type=float, default=10.0)
+    args = parser.parse_args()
+    phases = {"paced": args.interval_ms / 1000, "blast": 0.0}
+    rows = ({"phase": name} | phase(args.streams, args.tokens, interval) for name, interval in phases.items())
+    report(args, "router", rows, unit="ms", about={"cpus": os.cpu_count()})
+
+
+if __name__ == "__main__":
+    main()
