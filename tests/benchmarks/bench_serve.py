@@ -5,12 +5,13 @@
 
 Both use the same model, dtype, device, threads and prompts, and generate greedily without a stop. Outputs are compared
 token for token in the same run (for ties see tests/support/ties.py). On a shared CPU, only the ratios mean something.
-Prints a table, and writes it to DIR/cpu-serve.json with --figures DIR, or to DIR/gpu-serve.json.
+Prints a table and writes JSON with --json FILE.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import statistics
 import sys
@@ -25,11 +26,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from cluster import Cluster
-from figures import write_figure
 from ties import Reference
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
-_RATES = ("baton_tokens_per_s", "transformers_tokens_per_s")
 TEXT = "import os\nimport sys\n\n\ndef main(argv):\n    "
 
 
@@ -110,12 +109,9 @@ def _report(rows: list[dict[str, Any]], reference: Reference, options: argparse.
             f"{row['streams']:>8} {row['baton_tokens_per_s']:>12.0f} {row['transformers_tokens_per_s']:>13.0f}"
             f" {row['ratio']:>6.2f}  {row['ratios']}"
         )
-    if options.figures:
-        name = "gpu-serve" if options.device == "cuda" else "cpu-serve"
-        command = f"python tests/benchmarks/bench_serve.py {' '.join(sys.argv[1:])}"
-        cells = [[row["streams"], *(round(row[key]) for key in _RATES), round(row["ratio"], 2)] for row in rows]
-        columns = ["streams", "Baton", "transformers", "ratio"]
-        write_figure(options.figures, name, method=command, unit="output tokens/s", columns=columns, rows=cells)
+    if options.json:
+        about = {"device": device, "dtype": options.dtype, "flags": _speculation_flags(options)}
+        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
 def _speculation_flags(options: argparse.Namespace) -> list[str]:
@@ -148,7 +144,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--draft-adaptive", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--figures", type=Path, metavar="DIR")
+    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
