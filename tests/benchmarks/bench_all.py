@@ -6,7 +6,6 @@ Each part runs in its own process, whose output goes to OUT/NAME.log. If a part 
 in --models, the checkpoint is made first. A part succeeds if what it generated or moved equals what is known; its
 figures are then in OUT/NAME.json. Parts with such a file are not run again unless --again is given, so a run that was
 interrupted continues where it stopped. After each part, OUT/figures.json and OUT/figures.md hold all figures so far.
-OUT/figures/NAME.json is each table in the format of docs/figures.
 
 The exit status is 1 if a part failed. The other parts run anyway.
 """
@@ -23,8 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_tables import figures, tables
-from figures import cell_of, write_figure
+from bench_tables import tables
 
 HERE = Path(__file__).parent
 
@@ -177,12 +175,6 @@ def write_figures(out: Path) -> None:
     (out / "figures.json").write_text(json.dumps(about | {"parts": reports}, indent=1) + "\n")
     head = "\n".join(f"{name}: {value}" for name, value in about.items())
     (out / "figures.md").write_text(f"{head}\n\n{tables(reports)}\n")
-    (out / "figures").mkdir(exist_ok=True)
-    command = f"python tests/benchmarks/bench_all.py --models models --out {out}"
-    for name, columns, rows in figures(reports):
-        cells = [[cell_of(text) for text in row] for row in rows]
-        more = {"device": about["device"], "commit": about["commit"]}
-        write_figure(out / "figures", name, method=command, unit="as named", columns=columns, rows=cells, **more)
 
 
 if __name__ == "__main__":

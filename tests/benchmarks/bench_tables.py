@@ -45,18 +45,10 @@ def heading(commit: str | None) -> dict[str, Any]:
 def tables(reports: Mapping[str, Report]) -> str:
     """Return one line per report, by its name, then each table for which a report has rows."""
     lines = [f"{name}: {_facts(report)}" for name, report in reports.items()]
-    for _, columns, rows in figures(reports):
-        lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def figures(reports: Mapping[str, Report]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield the name, the columns and the rows of each table for which a report has rows."""
     for table in _TABLES:
         cells = [cell for report in reports.values() for cell in table.cells(report)]
-        if cells:
-            yield (table.name, *_pivot(table.corner, cells))
+        lines += ["", *_pivot(table.corner, cells)] if cells else []
+    return "\n".join(lines)
 
 
 class _Cell(NamedTuple):
@@ -66,16 +58,17 @@ class _Cell(NamedTuple):
 
 
 class _Table(NamedTuple):
-    name: str  # of its file in docs/figures
     corner: tuple[str, ...]
     cells: Callable[[Report], Iterable[_Cell]]  # none where the report has no such rows
 
 
-def _pivot(corner: tuple[str, ...], cells: list[_Cell]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns, and the rows as long as they."""
+def _pivot(corner: tuple[str, ...], cells: list[_Cell]) -> Iterator[str]:
     rows, columns = dict.fromkeys(cell.row for cell in cells), dict.fromkeys(cell.column for cell in cells)
     texts = {(cell.row, cell.column): cell.text for cell in cells}
-    return [*corner, *columns], [[*row, *(texts.get((row, column), "") for column in columns)] for row in rows]
+    yield f"| {' | '.join((*corner, *columns))} |"
+    yield "|" + "---|" * (len(corner) + len(columns))
+    for row in rows:
+        yield f"| {' | '.join((*row, *(texts.get((row, column), '') for column in columns)))} |"
 
 
 def _facts(report: Report) -> str:
@@ -199,17 +192,17 @@ def _system(report: Report) -> Iterator[_Cell]:
 
 
 _TABLES = (
-    _Table("decode-step", ("decode step, context 1,024",), _decode),
-    _Table("mixed-lengths", ("decode step, one long sequence, batch", "its tokens"), _mixed),
-    _Table("sampling", ("rounds a second over greedy's", "batch", "K"), _sampling),
-    _Table("prompts", ("prefill, tokens/s",), _prompts),
-    _Table("long-prompts", ("a long prompt, tokens",), _long),
-    _Table("short-prompts", ("a short prompt, tokens",), _small_prompts),
-    _Table("chunk-beside-round", ("a round and a chunk", "batch", "K", "its tokens"), _joint),
-    _Table("next-turns", ("new tokens", "behind"), _turns),
-    _Table("idle", ("idle in decode steps, batch",), _idle),
-    _Table("drafts", ("a round over a plain step: tokens/s over plain", "batch"), _rounds),
-    _Table("adaptive-drafts", ("adaptive K over none (first turn, least turn)", "batch"), _adaptive),
-    _Table("handoff", ("handoff by", "GPUs", "page size", "tokens"), _handoff),
-    _Table("system", ("whole system", "sampling", "streams"), _system),
+    _Table(("decode step, context 1,024",), _decode),
+    _Table(("decode step, one long sequence, batch", "its tokens"), _mixed),
+    _Table(("rounds a second over greedy's", "batch", "K"), _sampling),
+    _Table(("prefill, tokens/s",), _prompts),
+    _Table(("a long prompt, tokens",), _long),
+    _Table(("a short prompt, tokens",), _small_prompts),
+    _Table(("a round and a chunk", "batch", "K", "its tokens"), _joint),
+    _Table(("new tokens", "behind"), _turns),
+    _Table(("idle in decode steps, batch",), _idle),
+    _Table(("a round over a plain step: tokens/s over plain", "batch"), _rounds),
+    _Table(("adaptive K over none (first turn, least turn)", "batch"), _adaptive),
+    _Table(("handoff by", "GPUs", "page size", "tokens"), _handoff),
+    _Table(("whole system", "sampling", "streams"), _system),
 )

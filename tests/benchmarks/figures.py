@@ -69,15 +69,6 @@ def write_figure(
     return path
 
 
-def cell_of(text: str) -> Cell:
-    """Return the number that a text such as `43,040` shows, None if it is empty, else the text."""
-    try:
-        number = float(text.replace(",", ""))
-    except ValueError:
-        return text or None
-    return int(number) if number.is_integer() and "." not in text else number
-
-
 def read_figure(path: Path) -> Figure:
     """Read a table. Raises ValueError if a field is missing or unknown, or a row has too few or too many cells."""
     fields = json.loads(path.read_text(encoding="utf-8"))

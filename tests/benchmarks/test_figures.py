@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bench_shapes import COLUMNS, load_rows
-from figures import cell_of, read_figure, write_figure
+from figures import read_figure, write_figure
 
 
 def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -31,12 +31,6 @@ def test_a_table_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps({"name": "b"}))
     with pytest.raises(ValueError, match=r"fields \['name'\], but a figure has \['columns', 'commit'"):
         read_figure(tmp_path / "b.json")
-
-
-def test_a_cell_of_a_printed_table_is_a_number_if_it_shows_one() -> None:
-    assert [cell_of(text) for text in ("43,040", "3.80", "", "1.2: 2.0", "K = 2")] == [
-        43040, 3.8, None, "1.2: 2.0", "K = 2"
-    ]  # fmt: skip
 
 
 def test_the_loads_of_all_shapes_are_one_table(tmp_path: Path) -> None:
