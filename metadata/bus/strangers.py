@@ -30,7 +30,7 @@ class Porter(Protocol):
     """Decides which strangers are closed."""
 
     def come(self, stranger: Stranger) -> None:
-        """Record a stranger that has connected. It may be closed at once."""
+        """A stranger has connected."""
         ...
 
     def go(self, stranger: Stranger) -> None:
@@ -49,7 +49,7 @@ class Strangers:
         return len(self._by_descriptor)
 
     def meet(self, descriptor: int) -> None:
-        """Record a new connection, over which no valid message has come."""
+        """Take a new connection."""
         self.know(descriptor)  # an earlier connection, if its end was not seen
         stranger = self._by_descriptor[descriptor] = Stranger(descriptor, self._port)
         self._porter.come(stranger)
