@@ -33,7 +33,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One configuration field."""
+    """A field of a configuration class as a flag and a TOML key."""
 
     name: str
     kind: type  # bool, int, float, str, or tuple (of str)

@@ -176,9 +176,12 @@ def node_id(config: EngineConfig, role: Role) -> str:
 
 
 def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
-    """The node's key pair, when one is configured. Raises ConfigError when a file is no such thing, when the allow-list
-    has another name for the node, and, before anything big is loaded, when the router's address or one of `addresses`
-    is malformed or needs keys."""
+    """Return the node's key pair, or None if no key is configured.
+
+    Raises ConfigError if a file holds no keys or no list, if the allow-list has another name for the node, or if the
+    router's address or one of `addresses` is malformed or needs keys. All this is checked before anything big is
+    loaded.
+    """
     keys = KeyPair.configured(config)
     name = keys.name if keys is not None else None
     if name is not None and config.node_id not in (None, name):

@@ -1,7 +1,7 @@
 """Garbage collection of a process that serves streams.
 
 A full collection looks at every object of every running request. With many requests it takes longer than several
-tokens, and no stream gets one meanwhile (docs/performance.md). Here objects of the start are left out, full collections
+tokens, and no stream gets one meanwhile. Here objects of the start are left out, full collections
 are rare, and one is made when the process has become idle. Finished requests do not wait for it: they are freed when
 nothing refers to them.
 """

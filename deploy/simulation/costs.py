@@ -39,7 +39,7 @@ class Curve:
 
     @property
     def end(self) -> float:
-        """The last given point."""
+        """The largest x that was measured."""
         return self._points[-1][0]
 
     def __call__(self, at: float) -> float:

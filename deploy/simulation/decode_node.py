@@ -4,9 +4,9 @@
                          `---> computing (chunks of a local prompt) --^    |
                                     ^------------- preempted <-------------'
 
-As on the real node, messages are handled when a round has ended (or at once if the node is idle or waits for pages), a
-sequence joins a round only until that is submitted, and the youngest sequence gives way if the pool is full. The time
-of a step does not depend on how many sequences the program simulates: a round changes counters, and a sequence is
+As on the real node, messages are handled when a round has ended, or at once if the node is idle or waits for pages. A
+sequence joins a round only until that is submitted. If the pool is full, the youngest sequence gives way. The time of a
+step does not depend on how many sequences the program simulates: a round changes counters, and a sequence is
 touched when it joins and when it leaves. How many tokens of local prompts a step computes is decided by the real node's
 ChunkBudget, which learns from the simulated times.
 """

@@ -43,7 +43,7 @@ class SimulatedRouter:
         return not self._queue and not self._pairs
 
     def receive(self, request: SimulatedRequest) -> None:
-        """A request has come."""
+        """Queue a request that has arrived."""
         self._queue.append(request)
         self._dispatch()
 

@@ -46,7 +46,7 @@ def read_card(model_dir: Path, config: ModelConfig, name: str, context_len: int)
 
 
 def read_tokenizer(model_dir: Path) -> TokenizerFile:
-    """tokenizer.json as it travels."""
+    """Return tokenizer.json with its digest, compressed for the message to the router."""
     data = _tokenizer_bytes(model_dir)
     return TokenizerFile(digest=xxhash.xxh3_128_hexdigest(data), data=zlib.compress(data, 1))
 

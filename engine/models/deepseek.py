@@ -16,7 +16,7 @@ from .mixtures import read_mixture
 
 
 def read_deepseek(config: ModelConfig, weights: Weights) -> DecoderModel:
-    """Read a whole model."""
+    """Name the tensors of DeepSeek-V2 or V3 and build its layers."""
     with_experts = () if config.experts is None else config.experts.layers
     layers = (
         _read_layer(config, weights, f"model.layers.{i}", i, has_experts=i in with_experts)

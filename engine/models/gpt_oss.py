@@ -17,7 +17,7 @@ _ALPHA = 1.702  # of published files, which do not name it
 
 
 def read_gpt_oss(config: ModelConfig, weights: Weights) -> DecoderModel:
-    """Read a whole model."""
+    """Name the tensors of gpt-oss and build its layers."""
     layers = (
         read_layer(config, weights, prefix, i, _read_mixture(config, weights, f"{prefix}.mlp"))
         for i, prefix in enumerate(f"model.layers.{i}" for i in range(config.num_layers))

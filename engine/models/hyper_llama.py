@@ -47,7 +47,7 @@ class HyperStack:
 
 
 def read_hyper_llama(config: ModelConfig, weights: Weights) -> DecoderModel:
-    """Read a whole model. With one residual stream it is an ordinary Llama."""
+    """Name the tensors of a Llama with residual streams, and build its layers. One stream is an ordinary Llama."""
     if config.hc_mult == 1:
         return read_llama(config, weights)
     embedding, lm_head = read_ends(config, weights)

@@ -24,7 +24,7 @@ from .decoder import DecoderModel, DecoderStack
 
 
 def read_llama(config: ModelConfig, weights: Weights) -> DecoderModel:
-    """Read a whole model."""
+    """Name the tensors of a dense Llama, Mistral, Qwen2 or Qwen3 and build its layers."""
     layers = (read_layer(config, weights, f"model.layers.{i}", i) for i in range(config.num_layers))
     return read_model(config, weights, layers)
 
@@ -84,7 +84,7 @@ def read_body(
 
 
 def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: int, in_size: int) -> Attention:
-    """Read an attention layer."""
+    """Read the projections and norms of the attention layer `prefix`."""
     sizes = {f"{prefix}.q_proj": config.q_size, f"{prefix}.k_proj": config.kv_size, f"{prefix}.v_proj": config.kv_size}
     orders = {name: head_order(config, size) for name, size in list(sizes.items())[:2]} if config.rotary_dim else {}
     split = heads_out(config.num_heads, config.num_kv_heads)

@@ -12,7 +12,7 @@ _NAMES = MixtureNames(gate="w1", up="w3", down="w2", bias="e_score_correction_bi
 
 
 def read_minimax_m2(config: ModelConfig, weights: Weights) -> DecoderModel:
-    """Read a whole model."""
+    """Name the tensors of MiniMax-M2 and build its layers."""
     layers = (
         read_layer(config, weights, prefix, i, read_mixture(config, weights, f"{prefix}.block_sparse_moe", _NAMES))
         for i, prefix in enumerate(f"model.layers.{i}" for i in range(config.num_layers))

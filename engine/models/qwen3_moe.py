@@ -10,7 +10,7 @@ from .mixtures import read_mixture_layer
 
 
 def read_qwen3_moe(config: ModelConfig, weights: Weights) -> DecoderModel:
-    """Read a whole model."""
+    """Name the tensors of Qwen3-MoE and build its layers."""
     assert config.experts is not None, config
     layers = (
         read_mixture_layer(config, weights, prefix, i)

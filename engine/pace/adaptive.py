@@ -15,7 +15,7 @@ The bound. As far as its times of rounds are right, a node loses at most LOAN + 
 time, beside the loss of the last round that drafted. The first measurement of each kind of round is not believed, and
 may hide a loss of its own. While drafts are made, a round without drafts is run now and then, because its time is the
 unit, and so is a round with one step more or fewer than the best, by turns, in case its time is wrong. These cost at
-most SHARE of the tokens, and are as frequent as that allows. (docs/architecture.md derives the five numbers.)
+most SHARE of the tokens, and are as frequent as that allows. (README.md beside this file derives the five numbers.)
 """
 
 from __future__ import annotations

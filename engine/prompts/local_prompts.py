@@ -7,8 +7,8 @@ A chunk beside a round has its forward there (round.py); `take` does the rest.
 A local prompt is a prompt that the decode node computes itself. All its tokens but the last one get KV here. The last
 token is the bonus token of the sequence's first round, and that round samples the first token of the output. So the
 drafter's state is made as on a prefill node whose prompt ended one token earlier: the last token of the prompt stands
-for the sampled one. The tokens that get KV here score all tokens of the prompt after the first, if a request asks for
-their log-probabilities.
+for the sampled one. If a request asks for log-probabilities of its prompt, the forward that stores token i also scores
+token i + 1.
 """
 
 from __future__ import annotations

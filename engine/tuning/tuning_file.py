@@ -34,7 +34,7 @@ _WAIT_S = 120.0  # for another node that measures on this GPU
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The whole file."""
+    """Content of the file: the device, the versions, and the configuration of each shape."""
 
     device: str
     versions: str

@@ -17,7 +17,7 @@ MAX_ROWS = 64  # of x; more rows go to torch
 # Numbers of rows up to each bound share a configuration.
 ROW_CLASSES = (1, 4, 8, 16, 32, 64)
 # A process finds a GPU in one of two states, which other processes change. In one of them 64 programs, launched while
-# the kernel before ran, took twice as long (docs/performance.md). A measurement sees one state only, so no candidate
+# the kernel before ran, took twice as long. A measurement sees one state only, so no candidate
 # has fewer programs than this.
 FEWEST_PROGRAMS = 96
 _MOST_SPLIT_PROGRAMS = 1100  # a row of W that so many programs share already keeps the GPU busy
@@ -117,7 +117,9 @@ def candidates(shape: ProductShape, num_sms: int) -> list[Config | None]:
 def check(shape: ProductShape, config: Config | None) -> None:
     """Raise ValueError if this cannot be a shape with a configuration that can be launched."""
     if shape.max_rows not in ROW_CLASSES or min(shape.out_size, shape.in_size) < 1:
-        raise ValueError(f"{shape} is no shape of a product")
+        raise ValueError(
+            f"{shape} is no product: max_rows must be one of {ROW_CLASSES}, out_size and in_size 1 or more"
+        )
     if config is None:
         return
     kind, block_n, block_k, num_warps, num_stages, split_k = config

@@ -79,7 +79,7 @@ class Descriptors:
 
     @property
     def num_waiting(self) -> int:
-        """How many connections wait."""
+        """Number of connections that wait for a complete request."""
         return len(self._address_of)
 
     def is_reserved(self, descriptor: int) -> bool:

@@ -3,8 +3,8 @@
 `HeartbeatThread` is a thread of the node with a socket of its own, because a ZeroMQ socket belongs to one thread. It
 connects to the router under the node's routing id plus `:beat`, and the hub reports its messages as the node's. The
 thread needs the interpreter lock only for microseconds. So it keeps sending heartbeats while the main loop hangs in
-Python, in a lock, or in C code that released the interpreter lock (torch, sockets), and its heartbeats tell in which
-phase the loop is and for how long. C code that keeps the interpreter lock silences the thread; the router then finds
+Python, in a lock, or in C code that released the interpreter lock (torch, sockets). A heartbeat says in which phase the
+loop is and for how long. C code that keeps the interpreter lock silences the thread; the router then finds
 the node dead instead of stuck.
 """
 

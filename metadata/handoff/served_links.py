@@ -290,7 +290,7 @@ class ServedLinks:
             self.forget(holder, f"its link is closed ({error.strerror})")
 
     def forget(self, holder: Holder, reason: str) -> None:
-        """Close a link."""
+        """Close the link of a decode node, and log the reason."""
         if self.peers.by_link.pop(holder, None) is not None:
             self._closed.append(holder)
         self._connections.pop(holder, None)

@@ -45,7 +45,10 @@ class RankHello(LinkHello, frozen=True, tag="rank_hello", kw_only=True):
 
     def __post_init__(self) -> None:
         if self.rank >= self.size or self.source_rank >= self.source_size:
-            raise ValueError(f"rank {self.rank} of {self.size}, from rank {self.source_rank} of {self.source_size}")
+            raise ValueError(
+                f"rank {self.rank} of {self.size} asks rank {self.source_rank} of {self.source_size}; ranks count from "
+                "0, so each must be less than the number of ranks of its node"
+            )
 
 
 class LinkWelcome(Message, frozen=True, tag="link_welcome"):

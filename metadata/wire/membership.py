@@ -117,7 +117,7 @@ class RouterHeartbeat(RouterMessage, frozen=True, tag="router_beat"):
 
 
 class Inspect(RouterMessage, frozen=True, tag="inspect"):
-    """Send a LedgerReport."""
+    """Asks the node for a LedgerReport with the same `query`."""
 
     query: Count
 

@@ -7,13 +7,14 @@
 decode nodes. `2p2d` and the shapes with ranks need four GPUs: `tp2-2d` is one prefill node of two ranks and two decode
 nodes, `2p-tp2` the reverse, and `dp4` one decode node whose four ranks have sequences of their own. Each node gets a
 GPU if there are enough, and each rank one. Weights are made by the loader (--load-format). Figures go to
-OUT/SHAPE-LOAD.json, tables to the output. A cluster that does not become ready, a wrong answer or a failed request ends
-the program with an error.
+OUT/SHAPE-LOAD.json, tables to the output, and one of all loads to OUT/figures in the format of docs/figures. A
+cluster that does not become ready, a wrong answer or a failed request ends the program with an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from figures import Cell, write_figure
 from rooms import PATHS
 
 HERE = Path(__file__).parent
@@ -56,6 +58,23 @@ LOADS |= {
     "ranks-1024": ["--rates", "12", "24", "--seconds", "10", "--prompt-len", "1024", "--tokens", "512"],
     "turns": ["--rates", "1", "--seconds", "5", "--prompt-len", "2048", "--turns", "10", "--tokens", "32"],
 }
+
+
+_TIMES = {"ttft": "first token", "tpot": "per token", "second": "second token", "gap": "largest gap"}
+_GOOD = {f"goodput_{slo.replace(',', '_')}": f"good/s at {slo.replace(',', ' / ')}" for slo in _SLO[1:]}
+COLUMNS = ["shape", "load", "requests/s", *(f"{name} {p}" for name in _TIMES.values() for p in ("p50", "p99"))]
+COLUMNS += [*_GOOD.values(), "local share"]
+
+
+def load_rows(out: Path, shapes: Sequence[str], loads: Sequence[str]) -> list[list[Cell]]:
+    """Return a row with COLUMNS for each shape and rate of each load, as OUT/SHAPE-LOAD.json has them."""
+    rows: list[list[Cell]] = []
+    for load, shape in ((load, shape) for load in loads for shape in shapes):
+        for found in json.loads((out / f"{shape}-{load}.json").read_text()):
+            times = [found.get(f"{name}_ms_{p}") for name in _TIMES for p in ("p50", "p99")]
+            numbers = [found["rate"], *times, *(found.get(name) for name in _GOOD), found["local_share"]]
+            rows.append([shape, load, *(None if each is None else round(each, 2) for each in numbers)])
+    return rows
 
 
 @contextmanager
@@ -108,6 +127,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lines = [line for line in found.stdout.splitlines() if line.startswith("|")]
                 print(f"{name}:\n" + "\n".join(lines or [found.stderr[-1000:]]), flush=True)
                 failed += [name] if found.returncode else []
+    if not failed:
+        (options.out / "figures").mkdir(exist_ok=True)
+        method = f"python tests/benchmarks/bench_shapes.py --model {options.model} --out {options.out}"
+        method += f" --shapes {' '.join(options.shapes)} --loads {' '.join(options.loads)}"
+        rows = load_rows(options.out, options.shapes, options.loads)
+        write_figure(options.out / "figures", "loads", method=method, unit="ms", columns=COLUMNS, rows=rows)
     print(f"failed: {', '.join(failed)}" if failed else "every answer was right")
     return 1 if failed else 0
 

@@ -1,4 +1,4 @@
-"""Which heads a rank of a decode node copies from which rank of a prefill node.
+"""The heads that each rank of a decode node copies from each rank of a prefill node.
 
 The two nodes may have unlike numbers of ranks. A rank's pool has the planes of the whole page, with its own heads
 alone, in order (kv_layout.py: `Shard`, `KvLayout.part_of`). If there are fewer heads than ranks, several ranks hold the

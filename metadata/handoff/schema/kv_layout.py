@@ -215,7 +215,8 @@ def pool_of(num_layers: int, dtype: Literal["float32", "bfloat16", "float16"], p
     planes have one name.
     """
     if len({plane.name for plane in planes}) < len(planes):
-        raise ConfigError(f"planes {planes_words(planes)}: two have one name")
+        names = ", ".join(plane.name for plane in planes)
+        raise ConfigError(f"planes {planes_words(planes)} have the names {names}: give each plane a name of its own")
     first = planes[0]
     plain = PoolLayout(num_layers=num_layers, num_kv_heads=first.num_heads, head_dim=first.head_dim, dtype=dtype)
     if planes_of(plain) == tuple(planes):
@@ -225,7 +226,7 @@ def pool_of(num_layers: int, dtype: Literal["float32", "bfloat16", "float16"], p
 
 
 def planes_words(planes: Sequence[KvPlane]) -> str:
-    """Return planes in words."""
+    """Return a list of planes as an error names them."""
     return ", ".join(plane_words(plane) for plane in planes)
 
 

@@ -106,8 +106,8 @@ class CudaTransport(Transport):
             num_pools = len(welcome.pools.sizes)
             if not is_one_pool or num_pools != len(memory) or not descriptors or len(descriptors) % num_pools:
                 raise TransferError(
-                    f"{len(welcome.pools.sizes)} pools and {len(descriptors)} descriptors on the peer's GPU, "
-                    f"{len(memory)} pools on ours"
+                    f"{len(memory)} pools here, {num_pools} pools with {len(descriptors)} descriptors on the prefill "
+                    "node's GPU: start both nodes with the same --speculative and --draft-model"
                 )
             layout = memory[0].layout if end.part is None else end.part.pools[0].layout
             peer = PeerMemory(welcome.pid, welcome.fds[0], welcome.sizes[0], layout, welcome.num_pages)

@@ -60,7 +60,8 @@ class LocalTransport(Transport):
         memory, part = end.memory, end.part or whole_part(end.memory)
         if not len(memory) == len(welcome.fds) == len(welcome.sizes):
             raise TransferError(
-                f"{len(memory)} pools here, {len(welcome.fds)} fds and {len(welcome.sizes)} sizes there"
+                f"{len(memory)} pools here, {len(welcome.fds)} descriptors with {len(welcome.sizes)} sizes from the "
+                "prefill node: start both nodes with the same --speculative and --draft-model"
             )
         with contextlib.ExitStack() as undo:
             peers: list[PeerMemory] = []

@@ -343,7 +343,7 @@ def test_heads_that_are_no_divisor_and_no_multiple_of_the_ranks_are_refused(num_
 
 def test_two_planes_of_one_name_are_refused() -> None:
     plane = KvPlane("k", num_heads=1, head_dim=8, dtype="float32")
-    with pytest.raises(ConfigError, match="two have one name"):
+    with pytest.raises(ConfigError, match="give each plane a name of its own"):
         pool_of(1, "float32", [plane, plane])
 
 
