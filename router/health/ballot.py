@@ -10,7 +10,8 @@ nodes compute alone; it is no vote. The order in which answers came does not cou
     unconfirmed   is the group's answer, and no such node has answered yet
     undecided     is none of these: nodes disagree, and it takes another answer to say who is right
 
-What two present nodes once agreed on is remembered. It is one more vote, unless two present nodes give it.
+If a decode node is too old to compute alone, the answer of the prefill node makes their pair ready. What two present
+nodes once agreed on is remembered. It is one more vote, unless two present nodes give it.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_a_node_alone_confirms_the_pairs_of_others() -> None:
     assert each.wanted() == [], "two votes suffice"
 
 
-def test_pairs_that_share_a_node_are_one_witness() -> None:
+def test_pairs_are_no_votes_however_many_agree() -> None:
     """A prefill node with wrong KV makes every decode node give the same wrong answer."""
     each = ballot(1, 3)
     for decode in D[:3]:
@@ -319,7 +319,7 @@ def test_one_prefill_node_is_asked_to_confirm_an_answer_not_all_of_them() -> Non
     assert each.wanted() == [P[1]]
 
 
-def test_a_verdict_names_four_witnesses_and_counts_the_others() -> None:
+def test_a_verdict_names_four_nodes_and_counts_the_others() -> None:
     for num_right in (5, 6, 7):
         each, right = ballot(4, 4), [*D[:4], *P][:num_right]
         for node in right:
