@@ -10,7 +10,8 @@ nodes compute alone; it is no vote. The order in which answers came does not cou
     unconfirmed   is the group's answer, and no such node has answered yet
     undecided     is none of these: nodes disagree, and it takes another answer to say who is right
 
-What two present nodes once agreed on is remembered. It is one more vote, unless two present nodes give it.
+If a decode node is too old to compute alone, the answer of the prefill node makes their pair ready. What two present
+nodes once agreed on is remembered. It is one more vote, unless two present nodes give it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class Voter(NamedTuple):
         return f"{self.role} node {self.name}"
 
 
+Voters = tuple[Voter, ...]  # the prefill and the decode node of a pair, or a node alone
+
+
 class Verdict(NamedTuple):
     """The verdict on a pair, or on a node alone. `words` say why, unless the state is ready or untried."""
 
@@ -78,8 +82,7 @@ class Ballot:
     def __init__(self, tie_gap: float) -> None:
         self._tie_gap = tie_gap
         self._can_vote: dict[Voter, bool] = {}  # all nodes; whether each can compute the prompt alone
-        self._canaries: dict[tuple[Voter, Voter], Answer] = {}
-        self._own: dict[Voter, Answer] = {}
+        self._answers: dict[Voters, Answer] = {}
         self._unable: dict[Voter, str] = {}  # why a node gave no own answer when it was last asked
         self._remembered: Answer | None = None
         self._votes: list[tuple[Voter | None, Answer]] = []  # own answers, and the remembered one without its nodes
@@ -95,21 +98,15 @@ class Ballot:
     def left(self, voter: Voter) -> None:
         """Remove a node that is gone, with all answers that depend on it."""
         self._can_vote.pop(voter, None)
-        self._own.pop(voter, None)
         self._unable.pop(voter, None)
-        self._canaries = {pair: answer for pair, answer in self._canaries.items() if voter not in pair}
+        self._answers = {voters: answer for voters, answer in self._answers.items() if voter not in voters}
         self._count()
 
-    def canary(self, prefill: Voter, decode: Voter, answer: Answer) -> None:
-        """Note the answer of a pair's canary instead of its earlier one. Nothing happens if one of the two is gone."""
-        if prefill in self._can_vote and decode in self._can_vote:
-            self._canaries[prefill, decode] = answer
-
-    def own(self, voter: Voter, answer: Answer) -> None:
-        """Count a node's own answer instead of its earlier one. Nothing happens if the node is gone."""
-        if voter in self._can_vote:
-            self._unable.pop(voter, None)
-            self._own[voter] = answer
+    def take(self, voters: Voters, answer: Answer) -> None:
+        """Take the answer of a pair's canary or of a node alone, instead of an earlier one. Nothing happens if one of
+        the nodes is gone."""
+        if all(voter in self._can_vote for voter in voters):
+            self._answers[voters] = answer
             self._count()
 
     def unable(self, voter: Voter, reason: str) -> None:
@@ -117,13 +114,16 @@ class Ballot:
         if voter in self._can_vote:
             self._unable[voter] = reason
 
-    def verdict(self, prefill: Voter, decode: Voter) -> Verdict:
-        """Return the verdict on a pair."""
-        answer = self._canaries.get((prefill, decode))
+    def verdict(self, voters: Voters) -> Verdict:
+        """Return the verdict on a pair, or on a node that computes whole answers alone."""
+        answer = self._answers.get(voters)
         if answer is None:
             return UNTRIED
+        if len(voters) == 1:
+            return self._compared(answer)
+        prefill, decode = voters
         for node in (decode, prefill):
-            own = self._own.get(node)
+            own = self._answers.get((node,))
             if own is not None and not self._agree(answer, own):
                 return Verdict("faulty", f"its canary gave {answer}, but {node} alone computes {own}")
         verdict = self._compared(answer) if self._votes else READY
@@ -134,29 +134,22 @@ class Ballot:
         why = self._unable.get(asked, "it is asked to")
         return Verdict("unconfirmed", f"its canary gave {answer}, which {asked} has not computed alone yet: {why}")
 
-    def verdict_alone(self, voter: Voter) -> Verdict:
-        """Return the verdict on a node that computes whole answers alone."""
-        own = self._own.get(voter)
-        return UNTRIED if own is None else self._compared(own)
-
     def wanted(self) -> list[Voter]:
         """Return the nodes that should compute the prompt alone, also those that could not do so before.
 
         If answers differ, these are all nodes that have not, and those whose own answer is not the group's. If answers
         agree but fewer than two nodes voted, these are the decode nodes of the canaries, or else one prefill node.
         """
-        if not self._canaries:
+        tried = {voter for voters in self._answers if len(voters) == 2 for voter in voters}
+        if not tried:
             return []
-        unheard = [voter for voter, can_vote in self._can_vote.items() if can_vote and voter not in self._own]
-        answers = [*self._canaries.values(), *(answer for _, answer in self._votes)]
-        if not all(self._agree(answers[0], answer) for answer in answers):
-            leader = self._leader
-            return unheard + [
-                voter for voter, own in self._own.items() if leader is None or not self._agree(leader, own)
-            ]
+        unheard = [voter for voter, can in self._can_vote.items() if can and (voter,) not in self._answers]
+        known, leader = self._known(), self._leader
+        if not all(self._agree(known[0], answer) for answer in known):
+            own = [(voter, answer) for voter, answer in self._votes if voter is not None]
+            return unheard + [voter for voter, answer in own if leader is None or not self._agree(leader, answer)]
         if len(self._votes) >= 2:
             return []
-        tried = {voter for pair in self._canaries for voter in pair}
         decodes = [voter for voter in unheard if voter in tried and voter.role == "decode"]
         prefills = [voter for voter in unheard if voter in tried and voter.role == "prefill"]
         if any(voter not in self._unable for voter in decodes):
@@ -165,17 +158,25 @@ class Ballot:
 
     def _count(self) -> None:
         """Determine the group's answer."""
-        self._votes = list(self._own.items())
-        remembered = self._remembered
+        own: list[tuple[Voter | None, Answer]] = [
+            (voters[0], answer) for voters, answer in self._answers.items() if len(voters) == 1
+        ]
+        self._votes, remembered = own, self._remembered
         if remembered is not None and self._num_for(remembered) < 2:
-            self._votes.append((None, remembered))
+            self._votes = [*own, (None, remembered)]
         support = {answer: self._num_for(answer) for _, answer in self._votes}
         best = [answer for answer, num_votes in support.items() if num_votes == max(support.values())]
         self._leader = best[0] if best and all(self._agree(best[0], other) for other in best) else None
-        num_nodes = sum(self._can_vote.values()) + len(self._votes) - len(self._own)
+        num_nodes = sum(self._can_vote.values()) + len(self._votes) - len(own)
         self._has_majority = self._leader is not None and 2 * support[self._leader] > num_nodes
-        if self._leader is not None and sum(self._agree(self._leader, own) for own in self._own.values()) >= 2:
+        if self._leader is not None and sum(self._agree(self._leader, answer) for _, answer in own) >= 2:
             self._remembered = self._leader
+
+    def _known(self) -> list[Answer]:
+        """Return the answers of all pairs, then the votes."""
+        return [answer for voters, answer in self._answers.items() if len(voters) == 2] + [
+            answer for _, answer in self._votes
+        ]
 
     def _num_for(self, answer: Answer) -> int:
         return sum(self._agree(answer, given) for _, given in self._votes)
@@ -197,19 +198,16 @@ class Ballot:
 
     def _names(self, answer: Answer) -> str:
         """Return who gave an answer: nodes that computed it alone, or else pairs."""
-        alone = [str(voter) for voter, own in self._own.items() if self._agree(answer, own)]
-        pairs = [
-            f"pair {prefill.name} -> {decode.name}"
-            for (prefill, decode), given in self._canaries.items()
-            if self._agree(answer, given)
-        ]
-        named = sorted(alone) or sorted(pairs) or ["nodes that were here before"]
+        given = [voters for voters, each in self._answers.items() if self._agree(answer, each)]
+        alone = sorted(str(voters[0]) for voters in given if len(voters) == 1)
+        pairs = sorted(f"pair {voters[0].name} -> {voters[1].name}" for voters in given if len(voters) == 2)
+        named = alone or pairs or ["nodes that were here before"]
         return ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
 
     def _camps(self) -> str:
         """Return who gave which answer, for every different answer."""
         camps: list[Answer] = []
-        for answer in [*self._canaries.values(), *(given for _, given in self._votes)]:
+        for answer in self._known():
             if not any(self._agree(answer, known) for known in camps):
                 camps.append(answer)
         return "; ".join(f"{self._names(answer)} gave {answer}" for answer in camps)

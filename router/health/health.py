@@ -26,7 +26,7 @@ from ..nodes.node import GroupKey, Node, NodeGroup
 from ..placement.availability import drain_summary, missing_for_service
 from ..requests.request import Request
 from ..waiting.queue import Pinned
-from .ballot import UNTRIED, Ballot, Verdict, Voter
+from .ballot import UNTRIED, Ballot, Verdict, Voter, Voters
 from .canary import Canary, canary_prompt, canary_prompt_len
 
 logger = logging.getLogger(__name__)
@@ -97,14 +97,17 @@ class _Subject:
 
     @property
     def name(self) -> str:
-        names = [node.node_id for node in self.nodes if node is not None]
-        return f"pair {' -> '.join(names)}" if self.is_pair else f"{self.voter} alone"
+        voters = self.voters
+        return f"pair {voters[0].name} -> {voters[1].name}" if self.is_pair else f"{voters[0]} alone"
 
     @property
-    def voter(self) -> Voter:
-        """The node, if it is one alone."""
-        (node,) = (node for node in self.nodes if node is not None)
-        return voter_of(node)
+    def voters(self) -> Voters:
+        """The nodes as the ballot knows them."""
+        return tuple(voter_of(node) for node in self.nodes if node is not None)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.failure is None and self.verdict.state == "ready"
 
     @property
     def state(self) -> str:
@@ -143,10 +146,11 @@ class _Vote:
                     self.ballot.joined(voter_of(node), can_compute=can_compute)
         return self.subjects[key]
 
-    def has_bad_pair(self, prefill: Node) -> bool:
-        """Return whether a pair of a prefill node is faulty or undecided."""
+    def may_answer_alone(self, prefill: Node) -> bool:
+        """Return whether one of a prefill node's pairs is ready, or none is faulty or undecided."""
         pairs = (each for each in self.subjects.values() if each.is_pair and prefill in each.nodes)
-        return any(pair.verdict.state in ("faulty", "undecided") for pair in pairs)
+        is_proven = prefill.routing_id in self.proven
+        return is_proven or not any(pair.verdict.state in ("faulty", "undecided") for pair in pairs)
 
     def alone(self, voter: Voter) -> Pinned | None:
         """Return a voter's node as the nodes of a canary, None if it takes no canaries now."""
@@ -206,17 +210,16 @@ class PairHealth:
         if it is ready. A prefill node may answer requests for one token unless one of its pairs is faulty or undecided
         and none is ready.
         """
+        if decode is None:
+            vote = self._votes.get(prefill.group) if prefill is not None else None
+            return prefill is not None and (vote is None or vote.may_answer_alone(prefill))
+        if prefill is not None and not prefill.shares_protocol(decode.hello):
+            return False
         subject = self._find(prefill, decode)
-        if prefill is not None:
-            vote = self._votes.get(prefill.group)
-            proven = vote.proven if vote is not None else set[bytes | None]()
-            if decode is None:
-                return prefill.routing_id in proven or vote is None or not vote.has_bad_pair(prefill)
-            if not prefill.shares_protocol(decode.hello):
-                return False
-            if subject is None or subject.state == "untried":
-                return prefill.routing_id in proven and decode.routing_id in proven
-        return subject is not None and subject.state == "ready"
+        if subject is not None and (subject.is_ready or subject.state != "untried"):
+            return subject.is_ready
+        vote = self._votes.get(decode.group)
+        return vote is not None and prefill is not None and vote.proven >= {prefill.routing_id, decode.routing_id}
 
     def hands_over(self, group: NodeGroup) -> bool:
         """Return whether a pair of the group is not known to fail in handing pages over."""
@@ -303,12 +306,8 @@ class PairHealth:
             return [self._start(vote, subject, canary, now)]
         subject.canary = subject.failure = None
         subject.worked_at = now
-        prefill, decode = subject.nodes
-        if prefill is not None and decode is not None:
-            vote.ballot.canary(voter_of(prefill), voter_of(decode), canary.answer)
-        else:
-            logger.debug("%s computes the canary's %s", subject.name, canary.answer)
-            vote.ballot.own(subject.voter, canary.answer)
+        logger.debug("%s computes the canary's %s", subject.name, canary.answer)
+        vote.ballot.take(subject.voters, canary.answer)
         return [*self._recount(vote), *self._ask_alone(vote, now)]
 
     def failed(self, request: Request, reason: str, now: float) -> list[Effect]:
@@ -321,7 +320,7 @@ class PairHealth:
         subject.retry_at = max(subject.retry_at, now + RETRY_S)
         if subject.is_pair:
             return []
-        vote.ballot.unable(subject.voter, reason)
+        vote.ballot.unable(subject.voters[0], reason)
         return [*self._recount(vote), *self._ask_alone(vote, now)]
 
     def no_room(self, request: Request, now: float) -> None:
@@ -331,7 +330,7 @@ class PairHealth:
             subject.canary, subject.was_full, subject.retry_at = None, True, now + FULL_RETRY_S
 
     def _find(self, prefill: Node | None, decode: Node | None) -> _Subject | None:
-        node = prefill or decode
+        node = decode if prefill is None else prefill
         vote = self._votes.get(node.group) if node is not None else None
         return None if vote is None else vote.subjects.get(_key(prefill, decode))
 
@@ -386,12 +385,8 @@ class PairHealth:
         has_new = False
         local_nodes = vote.group.local_nodes()
         for subject in vote.subjects.values():
-            before, prefill, decode = subject.verdict, *subject.nodes
-            if prefill is not None and decode is not None:
-                subject.verdict = vote.ballot.verdict(voter_of(prefill), voter_of(decode))
-            else:
-                subject.verdict = vote.ballot.verdict_alone(subject.voter)
-            if before != subject.verdict and (subject.is_pair or decode in local_nodes):
+            before, subject.verdict = subject.verdict, vote.ballot.verdict(subject.voters)
+            if before != subject.verdict and (subject.is_pair or subject.nodes[1] in local_nodes):
                 has_new |= subject.verdict.state == "ready"
                 _log(subject.name, before, subject.verdict)
         ready = [key for key, each in vote.subjects.items() if each.is_pair and each.verdict.state == "ready"]
@@ -410,7 +405,7 @@ def voter_of(node: Node) -> Voter:
 
 
 def _key(prefill: Node | None, decode: Node | None) -> _Key:
-    return prefill and prefill.routing_id, decode and decode.routing_id
+    return None if prefill is None else prefill.routing_id, None if decode is None else decode.routing_id
 
 
 def _overdue(canary: Canary, now: float) -> list[Effect]:

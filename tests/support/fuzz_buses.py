@@ -101,7 +101,8 @@ class RouterTarget(Target):
 
     async def _start(self) -> None:
         self.dispatcher = RunningDispatcher(RouterConfig(canary_interval_s=3600.0), "e0", Metrics())
-        self.dispatcher.health.is_usable = lambda *_: True  # no canary of such nodes is right, and requests must go on
+        # no canary of such nodes is right, and requests must go on
+        self.dispatcher.health.is_usable = lambda prefill, _: prefill is not None
         self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self.dispatcher.on_message, self.dispatcher.on_connection_lost)
         self.hub._failures = Throttle(0.0)
         self.hub._loop = asyncio.get_running_loop()
