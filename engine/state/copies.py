@@ -1,4 +1,6 @@
-"""Copies between the host and a CUDA device that nobody waits for: by pinned memory, in the order of the stream.
+"""Numbers on the host and on a device: copies that nobody waits for, numbers that never change, and pinned rows.
+
+Copies go by pinned memory, in the order of the stream.
 
 `torch.tensor(..., device="cuda")` and `tensor.cpu()` wait until the device has done all that was asked of it before,
 and the host cannot prepare the next step meanwhile.
@@ -10,6 +12,9 @@ import torch
 from torch import Tensor
 
 from ..device import kind_of
+
+_NUM_ROWS = 1024  # of pinned memory, used again and again
+_made: dict[tuple[int, int, torch.device], Tensor] = {}  # numbers that never change
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -36,3 +41,51 @@ def recorded_event(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record()
     return event
+
+
+def counted(num: int, device: torch.device, step: int = 1) -> Tensor:
+    """Return 0, step, 2 * step ..: [num] int64. It is made once, so that no round and no CUDA graph spends a kernel on
+    it. Many hold it, so nobody writes it."""
+    key = (num, step, device)
+    if key in _made:
+        return _made[key]
+    with torch.inference_mode(mode=False):
+        numbers = torch.arange(0, num * step, step, device=device)
+    if not (
+        kind_of(device).is_apart and torch.cuda.is_current_stream_capturing()
+    ):  # what a graph makes is there after it ran
+        _made[key] = numbers
+    return numbers
+
+
+class PinnedRows:
+    """Owns rows of numbers on the host that kernels read over the bus, and gives them out in turn.
+
+    torch's allocator does not know that a kernel reads a row, so it might give the memory to others before the kernel
+    has run. Here the rows are two halves. Before the first row of a half is given out again, the device has done all
+    work that was submitted up to the launch for the last row of this half.
+    """
+
+    def __init__(self, width: int, device: torch.device, num_rows: int = _NUM_ROWS) -> None:
+        """`width`: numbers per row. `num_rows` is even."""
+        assert num_rows % 2 == 0, num_rows
+        self._device, self._width = device, width
+        # each row begins at a multiple of 16 bytes, so that one compiled kernel reads all
+        shape = num_rows, width + width % 2
+        self._rows = torch.zeros(shape, dtype=torch.int64, pin_memory=kind_of(device).is_apart)
+        self._next = 0
+        self._done: list[torch.cuda.Event | None] = [None, None]  # when the device has read the rows of each half
+
+    def take(self) -> Tensor:
+        """Return a row [width] int64 to write, and to launch a kernel with on the current stream, before the next
+        call."""
+        half_size = len(self._rows) // 2
+        half, place = divmod(self._next, half_size)
+        if place == 0:
+            self._done[1 - half] = recorded_event(self._device)
+            before, self._done[half] = self._done[half], None
+            if before is not None:
+                before.synchronize()
+        row = self._rows[self._next, : self._width]
+        self._next = (self._next + 1) % len(self._rows)
+        return row

@@ -11,7 +11,8 @@ import pytest
 import torch
 from host_cuda import with_host_cuda
 
-from baton.engine.state.copies import recorded_event, to_device, to_host
+from baton.engine.state import copies
+from baton.engine.state.copies import PinnedRows, counted, recorded_event, to_device, to_host
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -90,3 +91,52 @@ def test_an_event_is_recorded_on_the_current_stream(monkeypatch: pytest.MonkeyPa
         event = recorded_event(CUDA)
     assert event is not None and not event.query()
     assert [(who, what) for who, what, _ in cuda.log] == [("side 1", "records")]
+
+
+def test_counted_once() -> None:
+    assert counted(4, CPU).tolist() == [0, 1, 2, 3] and counted(3, CPU, 5).tolist() == [0, 5, 10]
+    assert counted(4, CPU) is counted(4, CPU) and counted(4, CPU).dtype is torch.int64
+    assert counted(0, CPU).shape == (0,)
+
+
+def test_it_serves_in_and_out_of_inference() -> None:
+    with torch.inference_mode():
+        inside = counted(7, CPU)
+    weight = torch.ones(7, requires_grad=True)
+    (weight * inside).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == inside.tolist()
+
+
+class Late:
+    """A device that does nothing before somebody waits for it. Events are numbered by the rows given out before."""
+
+    def __init__(self) -> None:
+        self.num_taken = self.num_done = 0
+
+    def record(self, _: torch.device) -> LateEvent:
+        return LateEvent(self, self.num_taken)
+
+
+class LateEvent:
+    def __init__(self, device: Late, num_before: int) -> None:
+        self._device, self._num_before = device, num_before
+
+    def synchronize(self) -> None:
+        self._device.num_done = max(self._device.num_done, self._num_before)
+
+
+@pytest.mark.parametrize("num_rows", [2, 8])
+def test_a_row_is_given_out_again_when_the_device_has_read_it(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, num_waits = Late(), 0
+    monkeypatch.setattr(copies, "recorded_event", device.record)
+    rows, given = PinnedRows(3, torch.device("cpu"), num_rows), dict[int, int]()  # by address: the number of the taking
+    for number in range(5 * num_rows):
+        before = device.num_done
+        row = rows.take()
+        num_waits += device.num_done > before
+        device.num_taken += 1
+        assert row.shape == (3,) and row.data_ptr() % 16 == 0
+        assert given.get(row.data_ptr(), -1) < device.num_done, "the device has not read it"
+        given[row.data_ptr()] = number
+    assert len(given) == num_rows
+    assert num_waits == 8, "once per half, from the second turn on"
