@@ -77,7 +77,6 @@ UNTESTED = [
     (_DECLARES, "router/reasoning_parsers", "base"),
     (_DECLARES, "metadata", "errors"),
     (_NOUN, "engine/attention", "context gathered paged prompt_pieces"),
-    (_NOUN, "engine", "device"),
     (_NOUN, "engine/products", "mxfp4"),
     (_NOUN, "kernels/attention", "paged_plan"),
     (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),

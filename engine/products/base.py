@@ -18,6 +18,7 @@ from ...kernels.products.silu import silu_mul
 from ...metadata.errors import ModelError
 from ..checkpoint.checkpoint import FLOATS
 from ..checkpoint.quantization import Quantization
+from ..device import kind_of
 from ..ranks.group import Group
 
 
@@ -116,7 +117,7 @@ class WeightSource(ABC):
     @property
     def is_float32_on_cpu(self) -> bool:
         """Whether the CPU's own forms of weights can serve it."""
-        return self.device.type == "cpu" and self.dtype is torch.float32
+        return not kind_of(self.device).is_apart and self.dtype is torch.float32
 
     @property
     @abstractmethod
