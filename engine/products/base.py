@@ -18,7 +18,6 @@ from ...kernels.products.silu import silu_mul
 from ...metadata.errors import ModelError
 from ..checkpoint.checkpoint import FLOATS
 from ..checkpoint.quantization import Quantization
-from ..device import kind_of
 from ..ranks.group import Group
 
 
@@ -117,7 +116,7 @@ class WeightSource(ABC):
     @property
     def is_float32_on_cpu(self) -> bool:
         """Whether the CPU's own forms of weights can serve it."""
-        return not kind_of(self.device).is_apart and self.dtype is torch.float32
+        return self.device.type == "cpu" and self.dtype is torch.float32
 
     @property
     @abstractmethod

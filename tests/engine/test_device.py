@@ -13,7 +13,7 @@ from baton.engine import device as devices
 from baton.engine.device import choose_device, choose_dtype, kind_of
 from baton.metadata.errors import ConfigError
 
-ASKS = re.compile(r"""\bis_cuda\b|\.type\s*[!=]=|\bcaptures\(|torch\.cuda\.is_available""")
+ASKS = re.compile(r"""\bis_cuda\b|\.type\s*[!=]=\s*['"]|\bcaptures\(|torch\.cuda\.is_available""")
 
 
 @pytest.mark.parametrize(
