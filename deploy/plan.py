@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ..decode_node.config import DecodeConfig
 from ..engine.checkpoint.model_check import check_model, resolve_model
 from ..engine.config import MEMORY_SHARE, EngineConfig
-from ..engine.drafters.choice import find_drafter, settle
+from ..engine.drafters.algorithm import find_drafter, settle
 from ..engine.drafters.registry import describe
 from ..metadata.bus.allow_list import ROUTER, add_line, line_of
 from ..metadata.bus.curve import KeyPair

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...metadata.errors import ConfigError, ModelError
 from ..config import EngineConfig
-from ..drafters.choice import find_drafter, settle
+from ..drafters.algorithm import find_drafter, settle
 from ..ranks.shares import check_shares
 from .model_config import ModelConfig
 from .model_files import check_directory

@@ -41,8 +41,7 @@ from ..rounds.draft_shape import DraftShape
 from ..rounds.executor import HostProposer
 from ..rounds.trees import Drafts
 from ..sampling.batch import SamplingBatch
-from ..state.constants import counted
-from ..state.copies import to_device, to_host
+from ..state.copies import counted, to_device, to_host
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from ..rounds.batch import ForwardBatch
 from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, grow_tree, sample_ahead, top_of
 from ..sampling.batch import SamplingBatch
-from ..state.constants import counted
+from ..state.copies import counted
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Loading, Speculation, Wanted
 

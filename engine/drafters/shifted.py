@@ -29,7 +29,7 @@ from ..rounds.batch import ForwardBatch
 from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, grow_tree, sample_ahead, top_of
 from ..sampling.batch import SamplingBatch
-from ..state.constants import counted
+from ..state.copies import counted
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Loading, Speculation, Wanted

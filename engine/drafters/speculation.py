@@ -11,7 +11,7 @@ from ..checkpoint.model_config import ModelConfig
 from ..config import EngineConfig
 from ..models.head_file import tensor_names
 from ..rounds.draft_shape import DraftShape
-from .choice import find_drafter, settle
+from .algorithm import find_drafter, settle
 from .family import Family, Speculation, Wanted
 from .registry import DRAFTERS
 

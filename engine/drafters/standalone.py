@@ -23,7 +23,7 @@ from ..rounds.batch import ForwardBatch
 from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, sample_ahead
 from ..sampling.batch import SamplingBatch
-from ..state.constants import counted
+from ..state.copies import counted
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Loading, Speculation, Wanted

@@ -35,7 +35,7 @@ from ..sampling.batch import SamplingBatch
 from ..sampling.logprobs import Logprobs, compute_logprobs
 from ..sampling.sampling import sample
 from ..sampling.state import Needs
-from ..state.constants import counted
+from ..state.copies import counted
 from .batch import ForwardBatch, JointBatch
 from .draft_shape import DraftShape
 from .inputs import CatchUpInputs, RoundInputs

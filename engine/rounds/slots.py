@@ -32,8 +32,7 @@ from ..sampling.batch import (
 )
 from ..sampling.row_shares import RowShares
 from ..sampling.state import Needs, SamplingState
-from ..state.constants import counted
-from ..state.copies import PinnedRows, to_device
+from ..state.copies import PinnedRows, counted, to_device
 from ..work import MAX_MISSED
 
 _LENGTH, _LAST_TOKEN = 0, 1  # before INTS

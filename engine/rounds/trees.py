@@ -21,8 +21,7 @@ from ...kernels.state.tree_types import Candidates, Frontier
 from ...kernels.state.trees import choose, grow_, walk_chain, walk_tree
 from ..sampling.batch import SamplingBatch
 from ..sampling.sampling import over_rows, processed, sample
-from ..state.constants import counted
-from ..state.copies import to_host
+from ..state.copies import counted, to_host
 from .draft_shape import DraftShape
 
 

@@ -1,4 +1,6 @@
-"""Copies between the host and a CUDA device that nobody waits for: by pinned memory, in the order of the stream.
+"""Numbers on the host and on a device: copies that nobody waits for, numbers that never change, and pinned rows.
+
+Copies go by pinned memory, in the order of the stream.
 
 `torch.tensor(..., device="cuda")` and `tensor.cpu()` wait until the device has done all that was asked of it before,
 and the host cannot prepare the next step meanwhile.
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from ..device import kind_of
 
-_NUM_ROWS = 1024  # of PinnedRows
+_NUM_ROWS = 1024  # of pinned memory, used again and again
+_made: dict[tuple[int, int, torch.device], Tensor] = {}  # numbers that never change
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -42,8 +45,23 @@ def recorded_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+def counted(num: int, device: torch.device, step: int = 1) -> Tensor:
+    """Return 0, step, 2 * step ..: [num] int64. It is made once, so that no round and no CUDA graph spends a kernel on
+    it. Many hold it, so nobody writes it."""
+    key = (num, step, device)
+    if key in _made:
+        return _made[key]
+    with torch.inference_mode(mode=False):
+        numbers = torch.arange(0, num * step, step, device=device)
+    if not (
+        kind_of(device).is_apart and torch.cuda.is_current_stream_capturing()
+    ):  # what a graph makes is there after it ran
+        _made[key] = numbers
+    return numbers
+
+
 class PinnedRows:
-    """Owns the rows, and gives them out in turn.
+    """Owns rows of numbers on the host that kernels read over the bus, and gives them out in turn.
 
     torch's allocator does not know that a kernel reads a row, so it might give the memory to others before the kernel
     has run. Here the rows are two halves. Before the first row of a half is given out again, the device has done all

@@ -34,6 +34,7 @@ from ...kernels.products.linear_configs import (
     trying,
 )
 from ..attention.context import AttentionContext
+from ..device import kind_of
 from ..models.decoder import DecoderModel
 from ..progress import Progress
 from ..ranks.ranks import Ranks
@@ -185,7 +186,7 @@ def _usable(
     """Compile all candidates in parallel, because that takes longer than measuring them, and launch them one after the
     other. Return those that fit the GPU and whose result is that of torch's product. After `deadline` none is
     compiled."""
-    if any(use.weight.is_cuda for use, _ in tried.values()):  # the interpreter compiles nothing
+    if any(kind_of(use.weight.device).is_apart for use, _ in tried.values()):  # the interpreter compiles nothing
         jobs = [partial(_run, use, num_rows, config, deadline) for use, configs in tried.values() for config in configs]
         compile_all(jobs, os.cpu_count() or 1)
     return {
@@ -203,7 +204,7 @@ def _run(use: Use, num_rows: int, config: Config | None, deadline: float) -> Ten
     count = num_rows * weight.shape[1]
     x = torch.arange(count, device=weight.device, dtype=torch.float32).sin_().to(weight.dtype).view(num_rows, -1)
     norm = torch.ones_like(x[0])
-    if weight.is_cuda:
+    if kind_of(weight.device).is_apart:
         torch.cuda.synchronize()  # a kernel may read its norm before the kernel ahead of it ends
     with trying({use.shape(num_rows): config}):
         return use.run(x, norm).float()

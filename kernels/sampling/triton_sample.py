@@ -1,4 +1,5 @@
-"""The operations of sample.py on a GPU: a row is split over the vocabulary, and nothing is read on the host.
+"""The operations of sample.py and best_tokens.py on a GPU: a row is split over the vocabulary, and the host reads
+nothing.
 
 The noise has the bits of noise.py: the same IEEE operations in the same order, compiled without fusion of
 multiplications into additions. Differences and divisions round as torch's do.
@@ -270,3 +271,14 @@ def _choose_topk_kernel(
         tl.store(log_softmax_ptr + row * K + rank, score_of(best) - top - total)
         packed = tl.where(packed == best, LOWEST, packed)
         best = tl.max(packed, axis=0)
+
+
+def best_of_share(logits: Tensor, first_id: int, num_ids: int) -> Tensor:
+    """Return `best_of_share_ref`, with a packed number of each part of a row."""
+    return part_maxima(logits, first_id=first_id, num_ids=num_ids)
+
+
+def best_of_all(packed: Tensor) -> Choice:
+    """Return `best_of_all_ref`."""
+    assert packed.dtype == torch.int64 and packed.is_contiguous(), (packed.shape, packed.dtype, packed.stride())
+    return choose(packed, packed)

@@ -5,6 +5,7 @@
     attention   `torch.nn.attention.varlen.varlen_attn` with a block table beside the kernels that a prefill node runs,
                 at the shapes of an 8B model (32 query heads, 8 key heads of 128, bfloat16). Times are medians of
                 replays of a CUDA graph. The library reads Baton's pages as a strided view
+                (a release without block tables gets contiguous keys, whose making is not timed)
     memory      torch's symmetric memory beside `MappedBlocks`: two processes on one GPU allocate a block each, map the
                 other's and sum over both with Baton's kernel
 
@@ -82,6 +83,13 @@ class Chunk(NamedTuple):
         """[num_seqs + 1] int32, the first token of each sequence, and the end."""
         return _ints([0, *torch.tensor(self.query_lens).cumsum(0).tolist()])
 
+    def contiguous(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer without pages, sequences end to end, [num_keys, NUM_KV_HEADS, HEAD_DIM]."""
+        planes = self.kv[layer][self.block_table].permute(2, 0, 1, 4, 3, 5).flatten(2, 3)
+        parts = [planes[:, seq, :seq_len] for seq, seq_len in enumerate(self.seq_lens)]
+        k, v = torch.cat(parts, 1).contiguous().unbind(0)
+        return k, v
+
     def of(self, seq: int) -> Chunk:
         """Return one sequence alone."""
         first = sum(self.query_lens[:seq])
@@ -106,22 +114,24 @@ class Library:
         self._call, self._has = varlen_attn, set(inspect.signature(varlen_attn).parameters)
         print("varlen_attn takes", ", ".join(sorted(self._has)))
 
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """The sizes of pages to try. A release that reads no pages gets contiguous keys: one size shows its speed."""
+        return PAGE_SIZES if {"block_table", "seqused_k"} <= self._has else PAGE_SIZES[-1:]
+
     def prepared(self, chunk: Chunk, window: int | None = None, **asked: Any) -> Callable[[int], Any]:
         """Return the attention of a chunk as a function of the layer, which a CUDA graph can hold."""
         wanted = {"block_table": chunk.block_table.int(), "seqused_k": _ints(chunk.seq_lens), "enable_gqa": True}
         wanted |= {"window_size": (-1 if window is None else window - 1, 0), **asked}
-        missing = {"block_table", "seqused_k", "window_size"} - self._has
-        if missing:
-            raise RuntimeError(f"this release has no {', '.join(sorted(missing))}")
         given = {name: value for name, value in wanted.items() if name in self._has}
         lens = _ints([0, *torch.tensor(chunk.seq_lens).cumsum(0).tolist()])
         sizes = chunk.starts, lens, max(chunk.query_lens), max(chunk.seq_lens)
-
-        def attend(layer: int) -> Any:
-            k, v = chunk.kv[layer].transpose(2, 3).unbind(1)  # [num_pages, page_size, NUM_KV_HEADS, HEAD_DIM], strided
-            return self._call(chunk.q, k, v, *sizes, **given)
-
-        return attend
+        if "block_table" in given:
+            # [num_pages, page_size, NUM_KV_HEADS, HEAD_DIM], strided
+            layers = [layer.transpose(2, 3).unbind(1) for layer in chunk.kv]
+        else:
+            layers = [chunk.contiguous(layer) for layer in range(len(chunk.kv))]
+        return lambda layer: self._call(chunk.q, *layers[layer], *sizes, **given)
 
     def attend(self, chunk: Chunk, window: int | None = None, **asked: Any) -> Any:
         """Return the attention of a chunk in layer 0. Raises what the library raises."""
@@ -192,7 +202,7 @@ def bench_times(library: Library, report: Report) -> None:
             plan, error = plan_of(chunk), error_of(ours(chunk), chunk)
             seconds = per_layer(lambda layer, c=chunk, p=plan: ours(c, p, layer), NUM_LAYERS)
             cells = [f"{name:24}{seconds * 1e6:10.1f}{report.own(name, error):>8}"]
-            for page_size in PAGE_SIZES:
+            for page_size in library.page_sizes:
                 paged = Chunk.make((num_tokens,), (seq_len,), page_size)
                 cells.append(f"{page_size}: {report.tried(partial(_library_cell, library, paged, seconds))}")
             print("  ".join(cells), flush=True)

@@ -15,7 +15,6 @@ from baton.engine import engine as engines
 from baton.engine.checkpoint.fingerprint import fingerprint
 from baton.engine.checkpoint.model_check import resolve_model
 from baton.engine.config import EngineConfig
-from baton.engine.device import choose_device, choose_dtype
 from baton.engine.engine import LEASE_STEPS, MIN_LEASE_S, Engine, default_node_id
 from baton.engine.rounds.batch import Computed
 from baton.engine.sampling import logprobs
@@ -92,27 +91,6 @@ def test_the_first_pools_may_have_another_size_than_configured(checkpoint: Calla
 def test_the_demo_model_is_the_default() -> None:
     assert (resolve_model(None) / "config.json").is_file() and (resolve_model(None) / "model.safetensors").is_file()
     assert resolve_model("~/model") == Path.home() / "model"
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "stored", "dtype"),
-    [
-        ("auto", "cpu", "bfloat16", "float32"),
-        ("auto", "cuda", "bfloat16", "bfloat16"),
-        ("auto", "cuda", "float32", "float32"),
-        ("float16", "cpu", "bfloat16", "float16"),
-        ("float32", "cuda", "bfloat16", "float32"),
-    ],
-)
-def test_the_dtype_follows_the_device_and_the_checkpoint(asked: Any, device: str, stored: Any, dtype: str) -> None:
-    assert choose_dtype(asked, torch.device(device), stored) == dtype
-
-
-def test_auto_takes_cuda_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for is_there, expected in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
-        assert choose_device("auto").type == expected
-        assert choose_device("cpu").type == "cpu"
 
 
 def test_a_node_is_named_after_role_host_and_process() -> None:

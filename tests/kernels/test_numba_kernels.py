@@ -1,5 +1,5 @@
-"""Compilation of the CPU's kernels in places where nothing can be cached. test_numba_attention.py, test_numba_norm.py
-and test_numba_silu.py compare what they compute."""
+"""Compilation of the CPU's kernels in places where nothing can be cached. test_numba_attention.py and
+test_numba_rows.py compare what they compute."""
 
 from __future__ import annotations
 

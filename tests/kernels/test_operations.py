@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -95,6 +96,12 @@ def test_a_kernel_has_the_arguments_that_are_declared(file: str, name: str) -> N
     own = inspect.signature(getattr(importlib.import_module(f"baton.kernels.{backend.module}"), name)).parameters
     assert [each for each in own if each in wanted] == wanted
     assert all(parameter.default is not parameter.empty for each, parameter in own.items() if each not in wanted)
+
+
+def test_only_the_table_names_modules_of_backends() -> None:
+    named = re.compile(r"^\s*(from|import) .*\b(triton|numba)_\w+", re.MULTILINE)
+    engine = KERNELS.parent / "engine"
+    assert [path.name for path in engine.rglob("*.py") if named.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize("name", TABLE)

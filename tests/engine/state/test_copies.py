@@ -12,7 +12,7 @@ import torch
 from host_cuda import with_host_cuda
 
 from baton.engine.state import copies
-from baton.engine.state.copies import PinnedRows, recorded_event, to_device, to_host
+from baton.engine.state.copies import PinnedRows, counted, recorded_event, to_device, to_host
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -91,6 +91,20 @@ def test_an_event_is_recorded_on_the_current_stream(monkeypatch: pytest.MonkeyPa
         event = recorded_event(CUDA)
     assert event is not None and not event.query()
     assert [(who, what) for who, what, _ in cuda.log] == [("side 1", "records")]
+
+
+def test_counted_once() -> None:
+    assert counted(4, CPU).tolist() == [0, 1, 2, 3] and counted(3, CPU, 5).tolist() == [0, 5, 10]
+    assert counted(4, CPU) is counted(4, CPU) and counted(4, CPU).dtype is torch.int64
+    assert counted(0, CPU).shape == (0,)
+
+
+def test_it_serves_in_and_out_of_inference() -> None:
+    with torch.inference_mode():
+        inside = counted(7, CPU)
+    weight = torch.ones(7, requires_grad=True)
+    (weight * inside).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == inside.tolist()
 
 
 class Late:

@@ -8,10 +8,12 @@ from torch import Tensor
 from triton_device import DEVICE, random
 
 from baton.kernels.operations import preferring
-from baton.kernels.sampling.best_tokens import best_of_all, best_of_share
+from baton.kernels.sampling.best_tokens import best_of_all, best_of_share, best_of_share_ref
 from baton.kernels.sampling.sample import Choice, perturbed_argmax_ref
 
 pytest.importorskip("triton")
+
+from baton.kernels.sampling import triton_sample
 
 INF, NAN = float("inf"), float("nan")
 
@@ -51,3 +53,12 @@ def test_no_rows(kind: str) -> None:
     with preferring(kind):  # type: ignore[arg-type]
         found = chosen(torch.zeros(0, 40, device=DEVICE), 16)
     assert found.token_ids.shape == found.is_valid.shape == (0,)
+
+
+@pytest.mark.parametrize("num_ids", [0, 1, 1024, 1500, 2064])
+def test_shares_of_one_width_have_as_many_numbers_whatever_tokens_they_have(num_ids: int) -> None:
+    """The ranks gather them side by side. Their largest number is that of the specification, bit for bit."""
+    logits = random(3, 2064)
+    packed = triton_sample.best_of_share(logits, 4128, num_ids)
+    assert packed.shape == (3, 3) and packed.dtype == torch.int64 and packed.device.type == DEVICE
+    assert torch.equal(packed.amax(1, keepdim=True), best_of_share_ref(logits, 4128, num_ids))

@@ -1,4 +1,5 @@
-"""`add_rms_norm_` of norm.py for float32 on a CPU: one compiled call in place of five of torch."""
+"""`add_rms_norm_` of norm.py and `silu_mul` of silu.py for float32 on a CPU: one compiled call in place of several of
+torch."""
 
 from __future__ import annotations
 
@@ -17,4 +18,11 @@ def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torc
     out = np.empty(rows.shape, dtype=np.float32)
     other = rows if delta is None else delta.numpy()
     numba_kernels.add_rms_norm(rows, other, delta is not None, weight.numpy(), eps, out)
+    return torch.from_numpy(out)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return `silu_mul_ref` of `gate_up` [num_rows, 2 * size], a new tensor [num_rows, size]."""
+    out = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=np.float32)
+    numba_kernels.silu_mul(gate_up.numpy(), out)
     return torch.from_numpy(out)
