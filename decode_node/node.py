@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.pace.adaptive import DOUBT, StepChooser
 from ..engine.pace.chunk_timing import measure_costs
+from ..engine.pace.draft_length import DOUBT, StepChooser
 from ..engine.pace.round_timing import measure_round
 from ..engine.pace.step_times import StepTimes
 from ..engine.progress import ProgressBar

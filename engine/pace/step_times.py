@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from ...metadata.estimate import Estimate, Fading
 
 MEMORY = 32  # rounds after which what was seen counts for little
-SHARE = 0.005  # of the time: what a node pays for tries (adaptive.py), and the rate at which bad news are forgotten
+SHARE = 0.005  # of the time: what a node pays for tries (draft_length.py), and the rate at which bad news are forgotten
 KEPT = 3  # measurements of which the least counts
 
 _FADING = Fading(to=0.0, after=MEMORY, half_life=math.log(0.5) / math.log(1 - SHARE))

@@ -19,7 +19,7 @@ import pytest
 from adaptive_world import Machine, World
 from thinned import thinned
 
-from baton.engine.pace.adaptive import LOAN, StepChooser
+from baton.engine.pace.draft_length import LOAN, StepChooser
 from baton.engine.pace.step_times import KEPT, MEMORY, SHARE, StepTimes
 from baton.engine.rounds.draft_shape import DraftShape
 
