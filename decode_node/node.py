@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ..engine.pace.chunk_timing import measure_costs
-from ..engine.pace.draft_length import DOUBT, StepChooser
+from ..engine.pace.draft_length import PRIOR_TRIES, StepChooser
 from ..engine.pace.round_timing import measure_round
 from ..engine.pace.step_times import StepTimes
 from ..engine.progress import ProgressBar
@@ -629,7 +629,7 @@ class DecodeNode:
             for sequence in sequences:
                 number = self.rounds.number(sequence)
                 if number is not None:
-                    self.chooser.learn(number, *self.rounds.replay(sequence, int(DOUBT)))
+                    self.chooser.learn(number, *self.rounds.replay(sequence, int(PRIOR_TRIES)))
         num_missed = self.rounds.num_missed(sequences)
         slots = [number for each in sequences if (number := self.rounds.number(each)) is not None]
         num_steps = self.chooser.choose(slots, usable, num_missed, self.rounds.kind(sequences))

@@ -75,7 +75,7 @@ class StepTimes:
         log = self._first_log(size, num_steps, kind) if own is None else own.at(self._now)
         return math.exp(self._common + log) * self._table(size, num_steps)
 
-    def doubt(self, size: int, num_steps: int, kind: Hashable = None) -> float:
+    def error(self, size: int, num_steps: int, kind: Hashable = None) -> float:
         """Return the relative error that the ratio of rounds with and without drafts may have."""
         found = (self._found(size, 0, kind), self._found(size, num_steps, kind))
         return sum(each.error for each in found if each is not None)
