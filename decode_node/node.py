@@ -37,9 +37,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.pace.chunk_timing import measure_costs
 from ..engine.pace.draft_length import PRIOR_TRIES, StepChooser
-from ..engine.pace.round_timing import measure_round
+from ..engine.pace.padding import measure_costs, measure_round
 from ..engine.pace.step_times import StepTimes
 from ..engine.progress import ProgressBar
 from ..engine.rounds.draft_shape import DraftShape

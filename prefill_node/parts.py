@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..engine.pace.prompt_timing import measure_prompt
+from ..engine.pace.padding import measure_prompt
 from ..engine.prompts.executor import OwnPromptExecutor, PromptExecutor, PromptStates
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.state.ranked_cache import NodeCache, RankedCache
