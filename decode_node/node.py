@@ -93,7 +93,7 @@ class SubmittedRound(NamedTuple):
     since: float  # monotonic seconds
     step_since: float  # monotonic seconds: the begin of the step, or the end of the last settled round if that is later
     chunk: PromptTokens | None  # the prompts or lost tokens that the step computes beside it
-    is_typical: bool  # no token of the chunk is scored, which takes longer
+    is_scored: bool  # tokens of the chunk are scored, which takes longer
 
 
 class _Admission(NamedTuple):
@@ -567,7 +567,7 @@ class DecodeNode:
         if beside is not None:
             self._note_computed(plan)
         self._budget.begin_round(has_chunk=chunk is not None)
-        return SubmittedRound(plan.decoding, submitted, since, step_since, chunk, not plan.is_scored)
+        return SubmittedRound(plan.decoding, submitted, since, step_since, chunk, plan.is_scored)
 
     def _relieve(self, sequences: list[Sequence], shape: DraftShape, error: OutOfMemory) -> None:
         """Take work off a round that had no memory: its drafts, or else one sequence, which ends with an error. The
@@ -603,7 +603,7 @@ class DecodeNode:
         round_time = self._clock.judge(seconds)
         alone = self._alone.take()
         if done.chunk is not None:  # chunks alone, which the device may not have done before, make it look longer
-            if alone is None and done.is_typical:
+            if alone is None and not done.is_scored:
                 self._budget.end_beside(num_streams, num_steps, done.chunk, step_s)
             round_time = RoundTime(None, None)
         elif alone is not None:
