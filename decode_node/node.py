@@ -53,7 +53,7 @@ from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
-from .chunk_budget import MAX_AHEAD, ChunkBudget, ChunksAlone, PromptTokens
+from .chunk_length import MAX_AHEAD, ChunkBudget, ChunksAlone, PromptTokens
 from .outbox import Outbox
 from .parts import DecodeParts, Policy
 from .reservations import Reservations

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Protocol
 
-from ...decode_node.chunk_budget import ChunkBudget, ChunkRoom, ChunksAlone, PromptRate, PromptTokens, Queue
+from ...decode_node.chunk_length import ChunkBudget, ChunkRoom, ChunksAlone, PromptRate, PromptTokens, Queue
 from ...decode_node.round_clock import LEAST_AHEAD_S, SHARE_AHEAD, RoundSeconds
 from ...engine.pace.chunk_costs import ChunkCosts
 from ...router.placement.placement import DecodeFigures
@@ -71,7 +71,7 @@ class SimulatedDecodeNode:
         owner: DecodeOwner,
     ) -> None:
         """`chunk_tokens`: the most tokens of a chunk. `max_gap_s`: the operator's bound on gaps between tokens; None:
-        the node's own (decode_node/chunk_budget.py)."""
+        the node's own (decode_node/chunk_length.py)."""
         self._agenda, self._costs, self._owner = agenda, costs, owner
         self._chunk_tokens = chunk_tokens
         table = ChunkCosts.measure(lambda num_tokens: costs.chunk_s([ChunkPart(num_tokens, 0)]), chunk_tokens)

@@ -113,7 +113,7 @@ BOUNDS = {  # in the order of TRACES
     "retry": [(0.07328,), (0.22959,), (0.08983,), (0.10687,), (0.09996,)],
 }
 SLACK = {"drafts": (0.0002,), "gaps": (0.0001, 0.01), "placement": (0.0001,), "retry": (0.0001,)}  # of the seeds
-SLOW = {"drafts", "gaps"}  # test_draft_length.py and test_chunk_budget.py hold less of them in less time
+SLOW = {"drafts", "gaps"}  # test_draft_length.py and test_chunk_length.py hold less of them in less time
 
 
 @pytest.mark.parametrize("trace", TRACES)

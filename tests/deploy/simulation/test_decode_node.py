@@ -8,7 +8,7 @@ import random
 import pytest
 from simulated import TIMES
 
-from baton.decode_node.chunk_budget import ChunkBudget, ChunkRoom
+from baton.decode_node.chunk_length import ChunkBudget, ChunkRoom
 from baton.deploy.simulation.agenda import Agenda
 from baton.deploy.simulation.costs import Costs
 from baton.deploy.simulation.decode_node import Gaps, SimulatedDecodeNode

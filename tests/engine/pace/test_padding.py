@@ -13,7 +13,7 @@ from drafters import settings, target_of
 from node_pair import params
 from solo import Solo
 
-from baton.decode_node.chunk_budget import ChunkBudget
+from baton.decode_node.chunk_length import ChunkBudget
 from baton.decode_node.round_clock import RoundSeconds
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine

@@ -12,7 +12,7 @@ from baton.engine.engine import Engine
 from baton.engine.prompts.prompts import Prompts
 from baton.metadata.errors import OutOfMemory
 from baton.prefill_node import prompt_ends
-from baton.prefill_node.chunks import ChunkUnderWay, submit
+from baton.prefill_node.chunk_work import ChunkUnderWay, submit
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler
 
