@@ -150,9 +150,9 @@ class StepTimes:
         if known is None:
 
             def at(column: int) -> float:
-                return _between(self._sizes, size, lambda row: self._seconds[row, column])
+                return between(self._sizes, size, lambda row: self._seconds[row, column])
 
-            known = self._known[size, num_steps] = max(1e-9, _between(self._steps, num_steps, at))
+            known = self._known[size, num_steps] = max(1e-9, between(self._steps, num_steps, at))
         return known
 
 
@@ -165,7 +165,7 @@ def _undisturbed(seconds: Mapping[tuple[int, int], float]) -> dict[tuple[int, in
     }
 
 
-def _between(known: list[int], x: int, value: Callable[[int], float]) -> float:
+def between(known: list[int], x: int, value: Callable[[int], float]) -> float:
     """Interpolate linearly between two of `known` (rising), and extrapolate beyond them."""
     if len(known) == 1:
         return value(known[0])
