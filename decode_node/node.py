@@ -37,9 +37,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.pace.adaptive import DOUBT, StepChooser
-from ..engine.pace.chunk_timing import measure_costs
-from ..engine.pace.round_timing import measure_round
+from ..engine.pace.draft_length import PRIOR_TRIES, StepChooser
+from ..engine.pace.padding import measure_costs, measure_round
 from ..engine.pace.step_times import StepTimes
 from ..engine.progress import ProgressBar
 from ..engine.rounds.draft_shape import DraftShape
@@ -54,7 +53,7 @@ from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
-from .chunk_budget import MAX_AHEAD, ChunkBudget, ChunksAlone, PromptTokens
+from .chunk_length import MAX_AHEAD, ChunkBudget, ChunksAlone, PromptTokens
 from .outbox import Outbox
 from .parts import DecodeParts, Policy
 from .reservations import Reservations
@@ -94,7 +93,7 @@ class SubmittedRound(NamedTuple):
     since: float  # monotonic seconds
     step_since: float  # monotonic seconds: the begin of the step, or the end of the last settled round if that is later
     chunk: PromptTokens | None  # the prompts or lost tokens that the step computes beside it
-    is_typical: bool  # no token of the chunk is scored, which takes longer
+    is_scored: bool  # tokens of the chunk are scored, which takes longer
 
 
 class _Admission(NamedTuple):
@@ -568,7 +567,7 @@ class DecodeNode:
         if beside is not None:
             self._note_computed(plan)
         self._budget.begin_round(has_chunk=chunk is not None)
-        return SubmittedRound(plan.decoding, submitted, since, step_since, chunk, not plan.is_scored)
+        return SubmittedRound(plan.decoding, submitted, since, step_since, chunk, plan.is_scored)
 
     def _relieve(self, sequences: list[Sequence], shape: DraftShape, error: OutOfMemory) -> None:
         """Take work off a round that had no memory: its drafts, or else one sequence, which ends with an error. The
@@ -604,7 +603,7 @@ class DecodeNode:
         round_time = self._clock.judge(seconds)
         alone = self._alone.take()
         if done.chunk is not None:  # chunks alone, which the device may not have done before, make it look longer
-            if alone is None and done.is_typical:
+            if alone is None and not done.is_scored:
                 self._budget.end_beside(num_streams, num_steps, done.chunk, step_s)
             round_time = RoundTime(None, None)
         elif alone is not None:
@@ -629,7 +628,7 @@ class DecodeNode:
             for sequence in sequences:
                 number = self.rounds.number(sequence)
                 if number is not None:
-                    self.chooser.learn(number, *self.rounds.replay(sequence, int(DOUBT)))
+                    self.chooser.learn(number, *self.rounds.replay(sequence, int(PRIOR_TRIES)))
         num_missed = self.rounds.num_missed(sequences)
         slots = [number for each in sequences if (number := self.rounds.number(each)) is not None]
         num_steps = self.chooser.choose(slots, usable, num_missed, self.rounds.kind(sequences))

@@ -33,7 +33,7 @@ from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import decode_len, pages_of
 from ..metadata.wire.node_info import RankLoad
 from ..metadata.wire.request import Unit
-from .chunk_budget import ChunkRoom, PromptTokens, Queue
+from .chunk_length import ChunkRoom, PromptTokens, Queue
 from .sequence import Sequence
 
 Choose = Callable[[list[Sequence], list[int]], DraftShape]

@@ -62,18 +62,20 @@ class Estimate:
         self.count = weight  # of measurements, up to the number that the mean remembers
         self.lasts: list[float] = []  # the last `num_kept` measurements
 
-    def observe(self, measured: float, now: float = 0.0) -> float:
-        """Take a measurement. Return by how much it shows the mean to be wrong; 0 if it says nothing alone."""
+    def observe(self, measured: float, now: float = 0.0, *, common: float = 0.0) -> float:
+        """Take a measurement, of which `common` is known from another estimate: the mean is of the rest. Return by how
+        much the measurement shows the mean to be wrong; 0 if it says nothing alone."""
         self.lasts.append(measured)
         del self.lasts[: -self._num_kept]
         self.count = min(self.count + 1, self._memory + self._num_kept - 1)
         self.mean, self.seen_at = self.at(now), now
         if self.count == 1:
-            self.mean = self.mean if self._has_guess and self._num_kept > 1 else measured
+            self.mean = self.mean if self._has_guess and self._num_kept > 1 else measured - common
             return 0.0
         rate = 1 / max(1, self.count - self._num_kept + 1)
-        error = _quantile(self.lasts, self._quantile) - self.mean
-        self.spread += rate * (_quantile([abs(each - self.mean) for each in self.lasts], 0.5) - self.spread)
+        expected = common + self.mean
+        error = _quantile(self.lasts, self._quantile) - expected
+        self.spread += rate * (_quantile([abs(each - expected) for each in self.lasts], 0.5) - self.spread)
         self.mean += rate * error
         return error
 

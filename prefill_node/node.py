@@ -42,7 +42,7 @@ from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, Prefill
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
 from .chunk_times import ChunkSeconds
-from .chunks import ChunkUnderWay, PromptEnd
+from .chunk_work import ChunkUnderWay, PromptEnd
 from .outbox import FirstToken, Outbox
 from .parts import PrefillParts
 from .request import Request, new_request

@@ -1,6 +1,6 @@
 """The parts of a prefill node of which there are two kinds: for one pool of pages, and for a pool on each rank.
 
-    PrefillParts.on_one     PrefillScheduler          chunks.submit          PrefixCache
+    PrefillParts.on_one     PrefillScheduler          chunk_work.submit      PrefixCache
     PrefillParts.on_ranks   RankedPrefillScheduler    ranked_chunks.submit   RankedCache
 
 The node's loop knows the interfaces alone. A request says which rank it is on; with one pool that is rank 0.
@@ -14,14 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..engine.pace.prompt_timing import measure_prompt
+from ..engine.pace.padding import measure_prompt
 from ..engine.prompts.executor import OwnPromptExecutor, PromptExecutor, PromptStates
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.state.ranked_cache import NodeCache, RankedCache
 from ..metadata.wire.node_info import RankLoad
-from . import chunks, ranked_chunks
+from . import chunk_work, ranked_chunks
 from .chunk_length import measured_sharing_limit
-from .chunks import ChunkUnderWay
+from .chunk_work import ChunkUnderWay
 from .ranked_scheduler import RankedPrefillScheduler
 from .request import Request
 from .scheduler import PrefillScheduler, StepPlan
@@ -89,7 +89,7 @@ class PrefillParts:
             prompts=prompts,
             cache=cache,
             scheduler=scheduler,
-            submit=functools.partial(chunks.submit, prompts),
+            submit=functools.partial(chunk_work.submit, prompts),
             prepare=functools.partial(_limit_sharing, scheduler, prompts),
         )
 

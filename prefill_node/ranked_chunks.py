@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..engine.prompts.executor import OwnPromptExecutor
 from ..engine.work import ChunkReport, FirstTokens, HandoffRows, Scores
-from .chunks import ChunkUnderWay, note_submitted, work_of
+from .chunk_work import ChunkUnderWay, note_submitted, work_of
 from .scheduler import StepPlan
 
 

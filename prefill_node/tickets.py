@@ -14,7 +14,7 @@ from ..engine.state.ranked_cache import NodePool
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.tickets import TicketEnded, TicketFailed
 from ..metadata.wire.request import Unit
-from .chunks import PromptEnd
+from .chunk_work import PromptEnd
 from .request import Request
 
 

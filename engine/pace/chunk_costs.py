@@ -14,12 +14,12 @@ would never be measured again.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from ...metadata.estimate import Estimate
-from .step_times import KEPT, MEMORY
+from .step_times import KEPT, MEMORY, between
 
 _ENOUGH_S = 0.5  # of measuring at the start on a slow machine
 _NUM_RUNS = 3
@@ -39,9 +39,8 @@ class ChunkCosts:
     def __init__(self, seconds: Mapping[int, float]) -> None:
         """`seconds`: of a chunk of each of some lengths, alone, without history; at least one."""
         self._sizes = sorted(seconds)
-        self._seconds: list[float] = []  # of each size, rising
-        for size in self._sizes:
-            self._seconds.append(max([seconds[size], *self._seconds[-1:]]))
+        # a longer chunk takes no less
+        self._seconds = dict(zip(self._sizes, accumulate((seconds[size] for size in self._sizes), max), strict=True))
         self._measured: dict[_Kind, Estimate] = {}
         self._num_measured = 0
         self._corrections: dict[_Kind, float] = {}  # what `_correction` found since the last measurement
@@ -119,12 +118,10 @@ class ChunkCosts:
         return correction * 2.0 ** (kind.size - like.size) if correction > 0 else correction
 
     def _table(self, num_tokens: int) -> float:
+        least, least_s = self._sizes[0], self._seconds[self._sizes[0]]
         if len(self._sizes) == 1:  # its time is taken as per token, so that a longer chunk counts as too long
-            return self._seconds[0] * max(1.0, num_tokens / self._sizes[0])
-        high = min(max(1, bisect.bisect_left(self._sizes, num_tokens)), len(self._sizes) - 1)
-        left, right = self._sizes[high - 1], self._sizes[high]
-        share = (num_tokens - left) / (right - left)
-        return max(self._seconds[0] / 2, (1 - share) * self._seconds[high - 1] + share * self._seconds[high])
+            return least_s * max(1.0, num_tokens / least)
+        return max(least_s / 2, between(self._sizes, num_tokens, self._seconds.__getitem__))
 
 
 def _is_sure(estimate: Estimate) -> bool:

@@ -1,9 +1,9 @@
 """Times of rounds by batch size, draft steps and kind of sampling: measured at the start, corrected while rounds run.
 
 A round of one kind in service takes longer or shorter than the table says: contexts are long, filters and penalties
-take time, the node does other work beside. So each kind of round has a correction, a logarithm. It follows the least of
-the last KEPT measurements, since a disturbance (a pause, a kernel that compiles, another process) only adds to a time.
-The first measurement alone counts for nothing.
+take time, the node does other work beside. So each kind of round has a correction: an estimate of the logarithm of its
+time over that of the table. A correction that makes drafts slower fades if no such round runs for MEMORY rounds, so
+that a disturbance does not speak against drafts for good.
 """
 
 from __future__ import annotations
@@ -12,53 +12,15 @@ import bisect
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 
+from ...metadata.estimate import Estimate, Fading
+
 MEMORY = 32  # rounds after which what was seen counts for little
-SHARE = 0.005  # of the time: what a node pays for tries (adaptive.py), and the rate at which bad news are forgotten
+SHARE = 0.005  # of the time: what a node pays for tries (draft_length.py), and the rate at which bad news are forgotten
 KEPT = 3  # measurements of which the least counts
 
+_FADING = Fading(to=0.0, after=MEMORY, half_life=math.log(0.5) / math.log(1 - SHARE))
 _ENOUGH_S = 0.5  # of measuring at the start on a slow machine
 _NUM_RUNS = 4
-
-
-class _Correction:
-    """The correction of one kind of round, and its spread."""
-
-    __slots__ = ("_fades", "_seen_at", "count", "lasts", "log", "spread")
-
-    def __init__(self, log: float, *, fades: bool) -> None:
-        """`fades`: if no such round runs for MEMORY rounds, a correction that makes them slower is slowly forgotten, so
-        that a disturbance does not speak against drafts for good."""
-        self._fades = fades
-        self.log = log
-        self.spread = 0.0  # the usual distance of a measurement from `log`
-        self.count = 0
-        self.lasts: list[float] = []  # the last KEPT measurements
-        self._seen_at = 0
-
-    def at(self, now: int) -> float:
-        """Return the correction `now`, a number of rounds."""
-        num_unseen = now - self._seen_at - MEMORY
-        return self.log * (1 - SHARE) ** num_unseen if self._fades and self.log > 0 < num_unseen else self.log
-
-    def observe(self, log: float, common: float, now: int) -> float:
-        """Take a measurement. `common`: the correction of all rounds, to which this one is added. Return the error that
-        was found."""
-        self.log, self._seen_at = self.at(now), now
-        self.lasts = [*self.lasts[1 - KEPT :], log]
-        self.count += 1
-        if self.count == 1:
-            return 0.0
-        expected = common + self.log
-        error = min(self.lasts) - expected
-        rate = 1.0 if self.count <= KEPT else max(1 / MEMORY, 1 / (self.count - KEPT + 1))
-        self.spread += rate * (_middle([abs(each - expected) for each in self.lasts]) - self.spread)
-        self.log += rate * error
-        return error
-
-    @property
-    def doubt(self) -> float:
-        """The standard error of `log`, roughly. KEPT measurements in a row are about as good as one."""
-        return self.spread / math.sqrt(max(1.0, min(self.count, MEMORY) / KEPT))
 
 
 class StepTimes:
@@ -77,13 +39,10 @@ class StepTimes:
         self._known: dict[tuple[int, int], float] = {}  # what `_table` found
         self._now = 0  # rounds
         self._common = 0.0
-        self._corrections: dict[tuple[Hashable, int, int], _Correction] = {}  # by kind, steps, magnitude of the size
-        self._last_of_kind: dict[tuple[Hashable, bool], _Correction] = {}  # used last, without and with drafts
-        self._last: dict[bool, _Correction] = {}  # likewise, of any kind
+        # by kind, steps, magnitude of the size; the one observed last is at the end
+        self._corrections: dict[tuple[Hashable, int, int], Estimate] = {}
         self._num_plain: dict[Hashable, int] = {}  # observed rounds without drafts, by kind
-        self._catch_up = 1.0  # a factor on the table's time
-        self._caught_up: list[float] = []  # the last KEPT measurements of this factor
-        self._num_caught_up = 0
+        self._catch_up = Estimate(1.0, num_kept=KEPT, memory=MEMORY)  # a factor on the table's time
 
     @classmethod
     def measure(cls, run: Callable[[int, int], float], max_size: int, steps: Collection[int]) -> StepTimes:
@@ -116,14 +75,14 @@ class StepTimes:
         log = self._first_log(size, num_steps, kind) if own is None else own.at(self._now)
         return math.exp(self._common + log) * self._table(size, num_steps)
 
-    def doubt(self, size: int, num_steps: int, kind: Hashable = None) -> float:
+    def error(self, size: int, num_steps: int, kind: Hashable = None) -> float:
         """Return the relative error that the ratio of rounds with and without drafts may have."""
         found = (self._found(size, 0, kind), self._found(size, num_steps, kind))
-        return sum(each.doubt for each in found if each is not None)
+        return sum(each.error for each in found if each is not None)
 
     def catch_up_seconds(self, num_rows: int) -> float:
         """Return the seconds of running the drafter over that many rows before a round."""
-        return self._catch_up * self._table_catch_up(num_rows) if num_rows else 0.0
+        return self._catch_up.mean * self._table_catch_up(num_rows) if num_rows else 0.0
 
     def observe(
         self, size: int, num_steps: int, seconds: float, num_caught_up: int = 0, kind: Hashable = None
@@ -133,16 +92,18 @@ class StepTimes:
         self._now += 1
         expected_s = self.seconds(size, num_steps, kind)
         if num_caught_up:
-            self._observe_catch_up(seconds - expected_s, num_caught_up)
+            self._catch_up.observe(max(0.0, seconds - expected_s) / self._table_catch_up(num_caught_up))
             return expected_s + self.catch_up_seconds(num_caught_up)
         key, is_drafted = (kind, num_steps, size.bit_length()), num_steps > 0
-        own = self._corrections.get(key)
+        own = self._corrections.pop(key, None)
         if own is None:
-            own = self._corrections[key] = _Correction(self._first_log(size, num_steps, kind), fades=is_drafted)
-        self._last_of_kind[kind, is_drafted] = self._last[is_drafted] = own
+            fading = _FADING if is_drafted else None
+            own = Estimate(self._first_log(size, num_steps, kind), num_kept=KEPT, memory=MEMORY, fading=fading)
+        self._corrections[key] = own
         if not is_drafted:
             self._num_plain[kind] = self._num_plain.get(kind, 0) + 1
-        error = own.observe(math.log(max(seconds, 1e-9) / self._table(size, num_steps)), self._common, self._now)
+        log = math.log(max(seconds, 1e-9) / self._table(size, num_steps))
+        error = own.observe(log, self._now, common=self._common)
         if own.count > KEPT:
             self._common += error / MEMORY
         return expected_s * math.exp(error)
@@ -151,10 +112,15 @@ class StepTimes:
         """Let rounds go by that were not observed."""
         self._now += num_rounds
 
-    def _found(self, size: int, num_steps: int, kind: Hashable) -> _Correction | None:
-        """Return the correction of such rounds, or else of the rounds that are nearest to them."""
+    def _found(self, size: int, num_steps: int, kind: Hashable) -> Estimate | None:
+        """Return the correction of such rounds, or else of the last rounds with or without drafts, of this kind of
+        sampling if there were any."""
         own = self._corrections.get((kind, num_steps, size.bit_length()))
-        return own or self._last_of_kind.get((kind, num_steps > 0)) or self._last.get(num_steps > 0)
+        if own is not None:
+            return own
+        lasts = [key for key in reversed(self._corrections) if (key[1] > 0) == (num_steps > 0)]
+        like = next((key for key in lasts if key[0] == kind), lasts[0] if lasts else None)
+        return None if like is None else self._corrections[like]
 
     def _first_log(self, size: int, num_steps: int, kind: Hashable) -> float:
         """Return the correction of rounds that were not observed yet: that of the last round with or without drafts.
@@ -178,22 +144,15 @@ class StepTimes:
         one, two = (self._table(size, first) - self._table(size, 0) for size in (1, 2))
         return (max(one, 1e-9) + (num_rows - 1) * max(0.0, two - one)) * math.exp(self._common)
 
-    def _observe_catch_up(self, seconds: float, num_rows: int) -> None:
-        self._caught_up = [*self._caught_up[1 - KEPT :], max(0.0, seconds) / self._table_catch_up(num_rows)]
-        self._num_caught_up += 1
-        if self._num_caught_up > 1:
-            rate = max(1 / MEMORY, 1 / (self._num_caught_up - 1))
-            self._catch_up += rate * (min(self._caught_up) - self._catch_up)
-
     def _table(self, size: int, num_steps: int) -> float:
         """Return the table's seconds, kept because every round asks."""
         known = self._known.get((size, num_steps))
         if known is None:
 
             def at(column: int) -> float:
-                return _between(self._sizes, size, lambda row: self._seconds[row, column])
+                return between(self._sizes, size, lambda row: self._seconds[row, column])
 
-            known = self._known[size, num_steps] = max(1e-9, _between(self._steps, num_steps, at))
+            known = self._known[size, num_steps] = max(1e-9, between(self._steps, num_steps, at))
         return known
 
 
@@ -206,12 +165,7 @@ def _undisturbed(seconds: Mapping[tuple[int, int], float]) -> dict[tuple[int, in
     }
 
 
-def _middle(values: list[float]) -> float:
-    """Return the median, of an even number the lesser one."""
-    return sorted(values)[(len(values) - 1) // 2]
-
-
-def _between(known: list[int], x: int, value: Callable[[int], float]) -> float:
+def between(known: list[int], x: int, value: Callable[[int], float]) -> float:
     """Interpolate linearly between two of `known` (rising), and extrapolate beyond them."""
     if len(known) == 1:
         return value(known[0])

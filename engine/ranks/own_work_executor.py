@@ -20,9 +20,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...metadata.handoff.schema.buffers import Sampled
-from ..pace.chunk_timing import padding_chunk
 from ..pace.joint_sizes import NO_SIZE, JointSizes
-from ..pace.round_timing import padding_catch_up, padding_round
+from ..pace.padding import padding_catch_up, padding_chunk, padding_round
 from ..progress import Progress
 from ..rounds.draft_shape import DraftShape
 from ..rounds.executor import HostProposer

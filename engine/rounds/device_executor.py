@@ -30,7 +30,7 @@ from ...metadata.wire.request import SamplingParams, TokenLogprobs
 from ..config import SHARING
 from ..engine import Engine
 from ..pace.joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes, sizes_alone
-from ..pace.round_timing import padding_catch_up, padding_round
+from ..pace.padding import padding_catch_up, padding_round
 from ..progress import Progress
 from ..prompts.local_prompts import LocalPrompts
 from ..prompts.scores import SubmittedScores

@@ -17,7 +17,7 @@ from matrix import PAGE_SIZE, Plain
 from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 from thinned import thinned
 
-from baton.decode_node.chunk_budget import MAX_AHEAD
+from baton.decode_node.chunk_length import MAX_AHEAD
 from baton.engine.drafters.base import RoundRows
 from baton.engine.pace.joint_sizes import JointSizes
 from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape

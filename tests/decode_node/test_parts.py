@@ -7,7 +7,7 @@ from pathlib import Path
 
 from thread_ranks import ThreadRanks
 
-from baton.decode_node.chunk_budget import ChunkRoom
+from baton.decode_node.chunk_length import ChunkRoom
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.parts import DecodeParts, Policy
 from baton.decode_node.ranked_scheduler import RankedDecodeScheduler

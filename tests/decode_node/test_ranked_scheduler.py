@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.decode_node.chunk_budget import ChunkRoom, PromptTokens, Queue
+from baton.decode_node.chunk_length import ChunkRoom, PromptTokens, Queue
 from baton.decode_node.ranked_scheduler import RankedDecodeScheduler
 from baton.decode_node.scheduler import Budget, DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence, new_sequence

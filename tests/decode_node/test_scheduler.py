@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from imports import check_imports
 
-from baton.decode_node.chunk_budget import ChunkRoom, Queue
+from baton.decode_node.chunk_length import ChunkRoom, Queue
 from baton.decode_node.prompt_scores import PromptScores
 from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence

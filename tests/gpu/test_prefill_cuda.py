@@ -15,7 +15,7 @@ from baton.engine.prompts.prompts import Prompts
 from baton.metadata.wire.messages import Prefill
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
-from baton.prefill_node.chunks import ChunkUnderWay, submit
+from baton.prefill_node.chunk_work import ChunkUnderWay, submit
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.request import new_request
 from baton.prefill_node.scheduler import PrefillScheduler, StepPlan

@@ -23,7 +23,7 @@ from baton.metadata.wire.membership import Welcome
 from baton.metadata.wire.messages import Failed, PrefillDone, Tokens
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Unit
-from baton.prefill_node import chunks, node
+from baton.prefill_node import chunk_work, node
 from baton.prefill_node.scheduler import StepPlan
 
 CHUNK = 8
@@ -64,9 +64,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     """The chunks that prefill nodes submit and wait for, with their rids."""
     found: list[tuple[str, list[str]]] = []
     names: dict[int, str] = {}
-    begin, wait = chunks.submit, SubmittedChunk.wait
+    begin, wait = chunk_work.submit, SubmittedChunk.wait
 
-    def submitted(prompts: Prompts, plan: StepPlan) -> chunks.ChunkUnderWay:
+    def submitted(prompts: Prompts, plan: StepPlan) -> chunk_work.ChunkUnderWay:
         names.update({request.key: request.rid for request, _ in plan})
         found.append(("submit", [request.rid for request, _ in plan]))
         return begin(prompts, plan)
@@ -75,7 +75,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
         found.append(("wait", [names[row.key] for row in self.chunk.rows]))
         return wait(self)
 
-    monkeypatch.setattr(chunks, "submit", submitted)
+    monkeypatch.setattr(chunk_work, "submit", submitted)
     monkeypatch.setattr(SubmittedChunk, "wait", waited)
     return found
 
@@ -152,7 +152,7 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     unsettled: dict[int, set[int]] = {}  # by chunk
     begin, wait, offer = pair.prefill._submit_work, SubmittedChunk.wait, pair.prefill.handoff.offer
 
-    def submitted(plan: StepPlan) -> chunks.ChunkUnderWay:
+    def submitted(plan: StepPlan) -> chunk_work.ChunkUnderWay:
         chunk = begin(plan)
         spans = [(request, row.position // 4, -(-(row.position + len(row.input_ids)) // 4)) for request, row in plan]
         unsettled[id(chunk.submitted)] = {page for request, first, stop in spans for page in request.pages[first:stop]}

@@ -16,7 +16,7 @@ from baton.metadata.handoff.schema.buffers import MetadataBuffers, Sampled
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.transfer import Arrived, Revoked
 from baton.metadata.wire.request import Unit
-from baton.prefill_node.chunks import PromptEnd
+from baton.prefill_node.chunk_work import PromptEnd
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.prefill_node.tickets import Tickets

@@ -1,6 +1,6 @@
 """A simulated decode node, whose rounds take given times and whose drafts are right with given chances.
 
-It is for tests of the choice of steps (engine/pace/adaptive.py). Nothing here reads a clock; a seed decides everything.
+It is for tests of the draft length (engine/pace/draft_length.py). Nothing here reads a clock; a seed decides all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.engine.pace.adaptive import StepChooser
+from baton.engine.pace.draft_length import StepChooser
 from baton.engine.pace.step_times import StepTimes
 from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.work import MAX_MISSED

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from baton.decode_node.chunk_budget import ChunkBudget, ChunkRoom, ChunksAlone, PromptTokens, Queue
+from baton.decode_node.chunk_length import ChunkBudget, ChunkRoom, ChunksAlone, PromptTokens, Queue
 from baton.decode_node.round_clock import RoundSeconds
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import Sequence, new_sequence

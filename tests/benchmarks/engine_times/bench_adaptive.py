@@ -12,8 +12,8 @@ import torch
 from bench_sequences import CONTEXT, Running, run_rounds, start, stop
 
 from baton.engine.engine import Engine
-from baton.engine.pace.adaptive import StepChooser
-from baton.engine.pace.round_timing import measure_round
+from baton.engine.pace.draft_length import StepChooser
+from baton.engine.pace.padding import measure_round
 from baton.engine.pace.step_times import StepTimes
 from baton.engine.rounds.rounds import Rounds, Submitted
 from baton.engine.work import MAX_MISSED

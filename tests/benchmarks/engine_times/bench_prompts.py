@@ -17,7 +17,7 @@ from baton.engine.prompts.prompts import Prompts
 from baton.metadata.wire.messages import Prefill
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
-from baton.prefill_node.chunks import submit
+from baton.prefill_node.chunk_work import submit
 from baton.prefill_node.request import Request, new_request
 from baton.prefill_node.scheduler import PrefillScheduler
 

@@ -187,18 +187,18 @@ def test_a_pause_while_catching_up_is_not_believed() -> None:
     assert times.catch_up_seconds(9) < 10.0
 
 
-def test_doubt_follows_the_spread_and_shrinks_with_what_was_seen() -> None:
-    doubts: list[float] = []
+def test_the_error_follows_the_spread_and_shrinks_with_what_was_seen() -> None:
+    errors: list[float] = []
     for spread in (0.01, 0.1):
         times, rng = linear_times(1.0, 0.2), random.Random(1)
-        assert times.doubt(4, 1) == 0.0, "nothing was seen"
+        assert times.error(4, 1) == 0.0, "nothing was seen"
         for count in range(200):
             for steps in (0, 1):
                 times.observe(4, steps, times.seconds(4, steps) * math.exp(rng.gauss(0.0, spread)))
             if count in (4, 199):
-                doubts.append(times.doubt(4, 1))
-    assert doubts[0] > 1.5 * doubts[1] > 0 and doubts[2] > 1.5 * doubts[3] > 0, doubts
-    assert 3 < doubts[3] / doubts[1] < 30, doubts
+                errors.append(times.error(4, 1))
+    assert errors[0] > 1.5 * errors[1] > 0 and errors[2] > 1.5 * errors[3] > 0, errors
+    assert 3 < errors[3] / errors[1] < 30, errors
 
 
 def test_rounds_of_one_size_speak_for_those_of_another() -> None:

@@ -12,7 +12,7 @@ import pytest
     "module",
     [
         *("work", "rounds.executor", "rounds.rounds", "rounds.stats"),
-        *("pace.round_timing", "state.block_tables", "ranks.agreement"),
+        *("pace.padding", "state.block_tables", "ranks.agreement"),
     ],
 )
 def test_the_module_imports_no_torch(module: str) -> None:

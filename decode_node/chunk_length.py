@@ -1,33 +1,34 @@
-"""The chunk budget decides how many tokens of prompts a decode node computes beside a round.
+"""The chunk budget decides the length of chunks on a decode node: how many prompt tokens it computes beside a round.
 
     gap between two tokens of a stream = round + chunk beside it <= the bound
 
 The operator gives the bound in seconds, or it is DEFAULT_GAP rounds at the present batch. A chunk is as long as the
 bound allows. The times are those of the forwards that will run: a chunk shares the round's forward, or it has one of
-its own (engine/pace/joint_sizes.py). Without streams a chunk has its full length. Prompts must advance even if the
-bound leaves no room for LEAST_TOKENS beside a round. The rules for that are:
+its own (engine/pace/joint_sizes.py). Without streams a chunk has its full length.
 
-- The operator gave the bound. A chunk of full length runs beside one round of RARE. So 1 gap in RARE is longer than the
-  bound, and the 99th percentile of the gaps holds. The node reports that it has no room, and the router sends prompts
-  elsewhere if it can.
-- The operator gave none. A chunk that takes about twice as long as one of LEAST_TOKENS runs beside one round of
+Prompts must advance even if the bound leaves no room for LEAST_TOKENS beside a round:
+
+- If the operator gave the bound, a chunk of full length runs beside one round of RARE. So 1 gap in RARE is longer than
+  the bound, and the 99th percentile of the gaps holds. The node reports that it has no room, and the router sends
+  prompts elsewhere if it can.
+- If the operator gave none, a chunk that takes about twice as long as one of LEAST_TOKENS runs beside one round of
   several. They are so many that the mean gap is at most DEFAULT_GAP rounds.
 
 The default bound yields to two other aims:
 
-- If chunks share the round's forward, those lengths count with which the prompts that wait take at most QUEUE_S. Of
-  these the chunk has the one that delays the streams least in all. It is often longer than the bound allows: one long
-  chunk delays them less than several short ones.
-- Else, if the prompts that wait would take longer than QUEUE_S within the bound, chunks have their full length. So the
-  bound delays a first token by QUEUE_S at most, and a load that the node can serve does not pile up.
+- Small total delay. If chunks can share the round's forward, the node looks at the lengths with which the prompts that
+  wait take at most QUEUE_S. It chooses the one with the smallest total delay of the streams. This is often longer than
+  the bound allows: one long chunk delays the streams less than several short ones.
+- Bounded queue. If the prompts that wait would take longer than QUEUE_S within the bound, chunks have their full
+  length. So the bound delays a first token by QUEUE_S at most, and a load that the node can serve does not pile up.
 
 A stream may also start while the device computes chunks without a round. Its first round comes after them. So the node
-lets MAX_AHEAD chunks at most lie before the device. While pages for a stream are on the way, these chunks and a round
-keep the operator's bound together.
+submits at most MAX_AHEAD chunks before the device is done with them. While pages for a stream are on the way, these
+chunks and a round keep the operator's bound together.
 
 Times vary, and a bound on the 99th percentile needs a margin for that. Each chunk after which a gap was too long makes
-the margin larger by STEP, and each other one smaller by STEP / RARE. So the margin rests where about 1 chunk in RARE
-breaks the bound.
+the margin larger by STEP, and each other one smaller by STEP / RARE. So the margin settles at the quantile of which
+about 1 chunk in RARE breaks the bound.
 """
 
 from __future__ import annotations
@@ -174,12 +175,11 @@ class ChunkBudget:
 
     def pace(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkPace:
         """Return how prompts advance beside `num_streams` streams."""
-        kindest = self._kindest(num_streams, num_steps, queue) if self._max_gap_s is None else None
-        if kindest is None:
+        chunk = self._least_delay(num_streams, num_steps, queue) if self._max_gap_s is None else None
+        if chunk is None:
             return self._bounded_pace(num_streams, num_steps, queue)
         round_s = self._rounds.expected(num_streams, num_steps)
-        is_within = round_s + kindest.seconds <= self._bound_s(round_s)
-        return ChunkPace(kindest.num_tokens, 1, is_within, kindest.is_joint)
+        return ChunkPace(chunk.num_tokens, 1, round_s + chunk.seconds <= self._bound_s(round_s), chunk.is_joint)
 
     def _bounded_pace(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkPace:
         """Return the pace by the bound, or that of chunks of full length if the operator gave none and it would take
@@ -188,12 +188,12 @@ class ChunkBudget:
         full = self._chunk(num_streams, num_steps, self._chunk_tokens, queue)
         within_s = self._bound_s(round_s) * (1 - self._margin) - round_s
         chunk = self._longest(num_streams, num_steps, queue, lengths, within_s)
-        if chunk.num_tokens >= (lengths[0] if lengths else min(LEAST_TOKENS, self._chunk_tokens)):
+        least = lengths[0] if lengths else min(LEAST_TOKENS, self._chunk_tokens)
+        if chunk.num_tokens >= least:
             pace = ChunkPace(chunk.num_tokens, 1, True, chunk.is_joint)
         elif self._max_gap_s is not None:
             return ChunkPace(full.num_tokens, RARE, False, full.is_joint)
         else:
-            least = lengths[0] if lengths else min(LEAST_TOKENS, self._chunk_tokens)
             least_s = self._chunk(num_streams, num_steps, least, queue).seconds
             chunk = self._longest(num_streams, num_steps, queue, lengths, 2 * least_s)
             spare_s = (DEFAULT_GAP - 1) * round_s  # per round
@@ -290,10 +290,10 @@ class ChunkBudget:
         lengths = [] if queue.is_scored else self._prepared(num_streams, num_steps)
         return [each for each in lengths if each <= self._chunk_tokens]
 
-    def _kindest(self, num_streams: int, num_steps: int, queue: Queue) -> _Chunk | None:
-        """Return the chunk that shares the round's forward and delays the streams least in all until the queue is
-        computed. None: with none of them the queue, and what was computed of its first prompt, take
-        QUEUE_S at most. So a long prompt does not slow down at its end."""
+    def _least_delay(self, num_streams: int, num_steps: int, queue: Queue) -> _Chunk | None:
+        """Return the shared chunk with the smallest total delay of the streams, among those that finish the queue
+        within QUEUE_S. None if there is none. The computed part of the first prompt counts as queued, so that a long
+        prompt does not slow down at its end."""
         round_s, num_tokens = self._rounds.expected(num_streams, num_steps), queue.num_tokens + queue.num_done
         lengths = self._lengths(num_streams, num_steps, queue)
         chunks = [_Chunk(each, True, self._costs.seconds(each, queue.depth, is_joint=True)) for each in lengths]

@@ -1,4 +1,4 @@
-"""A chunk: the prompt tokens of one step, which the device computes together.
+"""The work of a chunk: the prompt tokens of one step, which the device computes together.
 
 `submit` makes the work of a step's plan, and asks the device for it. It returns before the device is done, so the node
 can submit the next chunk before it reads the results of this one. If the last token of a prompt is in the chunk, its

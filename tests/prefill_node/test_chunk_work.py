@@ -15,8 +15,8 @@ from node_pair import NodePair, Result, node_pairs, params
 from baton.engine.engine import Engine
 from baton.engine.prompts.prompts import Prompts
 from baton.metadata.errors import OutOfMemory
-from baton.prefill_node import chunks
-from baton.prefill_node.chunks import ChunkUnderWay, PromptEnd, batches, submit, tails
+from baton.prefill_node import chunk_work
+from baton.prefill_node.chunk_work import ChunkUnderWay, PromptEnd, batches, submit, tails
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler
 
@@ -84,7 +84,7 @@ def test_prompts_with_many_choices_are_sampled_in_several_batches(
         return compute(engine, [make_request("r" * n, 3 + n, n=n) for n in (1, 2, 3, 4)], 64)
 
     (together,) = run()
-    monkeypatch.setattr(chunks, "_MAX_CHOICES", 3)
+    monkeypatch.setattr(chunk_work, "_MAX_CHOICES", 3)
     (apart,) = run()
     assert [[len(end.units) for end in ends] for ends in together.ends] == [[1, 2, 3, 4]]
     assert [[len(end.units) for end in ends] for ends in apart.ends] == [[1, 2], [3], [4]]
@@ -172,7 +172,7 @@ def test_only_a_prompt_with_open_tickets_is_handed_over(make_request: MakeReques
 
 
 def test_a_batch_holds_whole_prompts(make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.prefill_node.chunks._MAX_CHOICES", 4)
+    monkeypatch.setattr("baton.prefill_node.chunk_work._MAX_CHOICES", 4)
     ends = [PromptEnd.of(row, make_request("r", 5, n=n)) for row, n in enumerate((2, 2, 1, 9, 1))]
     found = batches(ends)
     assert [[end.row for end in batch] for batch in found] == [[0, 1], [2], [3], [4]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from gap_world import FULL, Device, Simulation, with_arrivals
 
-from baton.decode_node.chunk_budget import (
+from baton.decode_node.chunk_length import (
     DEFAULT_GAP,
     MAX_AHEAD,
     QUEUE_S,

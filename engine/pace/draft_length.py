@@ -1,21 +1,23 @@
-"""Chooses the number of draft steps of each round by the expected gain, within a budget for losses.
+"""Chooses the draft length: how many draft steps each round has, 0 included. It maximizes tokens per second, and bounds
+what drafts may lose.
 
-The gain. If a is the share of accepted drafts (of those whose predecessors were right), a round of K steps yields
-1 + a + .. + a^K tokens per sequence. It takes as long as step_times.py says, plus the time to catch up on rows that
-rounds without drafts left out. The K with the most tokens per second wins, 0 included. The unknown counts as good: a is
-estimated as if DOUBT more drafts had been right. So drafts that were not seen for some MEMORY rounds are tried again.
+The gain. Let a be the share of drafts that are accepted if all drafts before them were. A round of K draft steps yields
+1 + a + .. + a^K tokens per sequence. step_times.py says how long it takes. Added to that is the time to catch up on
+rows that rounds without drafts left out. The K with the most tokens per second wins. The estimate of a is optimistic:
+as if PRIOR_TRIES more drafts had been right. So drafts that were not seen for some MEMORY rounds are tried again.
 
-The budget. The node books the gains and losses of drafting, in rounds without drafts: a round that took as long as two
-of these and yielded three tokens per sequence has gained one. An account begins with LOAN rounds, and SHARE of all time
-is added. A round drafts only as much as the account can bear to lose. The loss that it may make is that of a doubtful
-estimate: as if DOUBT more drafts had been wrong, and as if times were wrong by their error. Doubtful gains are booked
-likewise.
+The balance. The unit is the time of a round without drafts. A round that takes two of these and yields three tokens per
+sequence adds one to the balance. The balance begins at FIRST_BALANCE, and grows by SHARE of all time. A round drafts
+only as much as the balance can bear to lose. The loss is estimated pessimistically: as if PRIOR_TRIES more drafts had
+been wrong, and as if its time were too short by its error. Gains are booked with the same error.
 
-The bound. As far as its times of rounds are right, a node loses at most LOAN + SHARE * N rounds to drafts in N rounds'
-time, beside the loss of the last round that drafted. The first measurement of each kind of round is not believed, and
-may hide a loss of its own. While drafts are made, a round without drafts is run now and then, because its time is the
-unit, and so is a round with one step more or fewer than the best, by turns, in case its time is wrong. These cost at
-most SHARE of the tokens, and are as frequent as that allows. (README.md beside this file derives the five numbers.)
+The bound. As far as its times of rounds are right, a node loses at most FIRST_BALANCE + SHARE * N rounds to drafts in
+the time of N rounds, beside the loss of the last round that drafted. The first measurement of each kind of round is not
+believed, and may hide a loss of its own.
+
+Measuring. While drafts are made, a round without drafts is run now and then, because its time is the unit. So is a
+round with one step more or fewer than the best, by turns, in case its time is wrong. These cost at most SHARE of the
+tokens, and are as frequent as that allows. (README.md beside this file derives the five numbers.)
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 
+from ...metadata.estimate import Estimate
 from ..rounds.draft_shape import DraftShape
 from .step_times import MEMORY, SHARE, StepTimes
 
-LOAN = 2.5  # rounds without drafts
-DOUBT = 6.0  # drafts
+FIRST_BALANCE = 2.5  # rounds without drafts
+PRIOR_TRIES = 6.0  # drafts
 
 _KEPT_PER_ROUND = 1 - 1 / MEMORY  # of what was seen
 
@@ -61,11 +64,12 @@ class StepChooser:
         self.times = times
         self.shape = shape
         self.num_steps = 0  # of the last round, one that only measures left out
-        self.balance = LOAN  # in rounds without drafts
+        self.balance = FIRST_BALANCE  # in rounds without drafts
         self._now = 0  # rounds
         self._all = _Rate()
         self._own = [_Rate() for _ in range(num_slots)]
-        self._overhead_s = 0.0  # of a step beyond its round
+        # of a step beyond its round
+        self._overhead_s = Estimate(0.0, memory=MEMORY, weight=MEMORY - 1)
         self._num_resting = 0  # rounds without drafts until the estimate is made again
         self._num_unseen = 0  # rounds without drafts that were not booked
         self._since_plain = self._since_near = 0.0  # tokens since a round of no steps, or of a near choice, measured
@@ -111,15 +115,15 @@ class StepChooser:
         plain_s = self._seconds(num_seqs, 0, kind)
         took = {steps: self._seconds(num_seqs, steps, kind) / plain_s for steps in choices}
         late = self.times.catch_up_seconds(num_missed) / plain_s
-        hoped, doubted = (self._expected(rates, usable) for rates in self._rates(slots))
+        tokens, least_tokens = (self._expected(rates, usable) for rates in self._rates(slots))
 
         def speed(steps: int) -> float:
-            return hoped[steps] / (took[steps] + (late / MEMORY if steps else 0.0))
+            return tokens[steps] / (took[steps] + (late / MEMORY if steps else 0.0))
 
         def loss(steps: int) -> float:
             """The most that a round may lose: all drafts are wrong, or at least fewer are right than it seems."""
-            at_most = late + took[steps] * (1 + self.times.doubt(num_seqs, steps, kind))
-            return max(0.0, at_most - max(1.0, doubted[steps]))
+            at_most = late + took[steps] * (1 + self.times.error(num_seqs, steps, kind))
+            return max(0.0, at_most - max(1.0, least_tokens[steps]))
 
         best = max(choices, key=lambda steps: (speed(steps), -steps))
         wanted = best
@@ -129,14 +133,17 @@ class StepChooser:
         if not wanted:
             self._rest(loss(choices[1]) if best else None)
             return 0
-        self._since_plain, self._since_near = self._since_plain + hoped[wanted], self._since_near + hoped[wanted]
-        per_plain = hoped[wanted] / took[wanted]  # tokens of the best choice in the time of a round without drafts
+        self._since_plain, self._since_near = (
+            self._since_plain + tokens[wanted],
+            self._since_near + tokens[wanted],
+        )
+        per_plain = tokens[wanted] / took[wanted]  # tokens of the best choice in the time of a round without drafts
         missed_s = self.times.catch_up_seconds(num_seqs * self._leaves_rows_out)
         if self._since_plain * SHARE / 2 >= per_plain * (1 + missed_s / plain_s) - 1:
             self._since_plain = 0.0
             return 0
         near = self._near(wanted, choices)
-        if near is not None and self._since_near * SHARE / 2 >= per_plain * took[near] - hoped[near]:
+        if near is not None and self._since_near * SHARE / 2 >= per_plain * took[near] - tokens[near]:
             self._since_near, self._tries_more = 0.0, near < wanted
             return near if loss(near) <= self.balance else wanted
         return wanted
@@ -171,7 +178,7 @@ class StepChooser:
         `num_missed` of `choose`. A time is None if the node did other work meanwhile."""
         num_seqs = len(slots)
         if overhead_s is not None and seconds is not None:
-            self._overhead_s += (min(overhead_s, seconds) - self._overhead_s) / MEMORY
+            self._overhead_s.observe(min(overhead_s, seconds))
         self._leaves_rows_out |= num_caught_up > 0
         plain_s = self._seconds(num_seqs, 0, kind)
         if seconds is None:
@@ -184,29 +191,29 @@ class StepChooser:
         for slot, limit, accepted in zip(slots, limits, num_accepted, strict=True):
             if limit:
                 self.learn(slot, accepted, min(accepted + 1, limit))
-        took = max(1.0, (seconds + self._overhead_s) / plain_s)
-        doubtful = took * (1 + self.times.doubt(num_seqs, num_steps, kind))
-        self._book(took, 1 + sum(num_accepted) / num_seqs - doubtful)
+        took = max(1.0, (seconds + self._overhead_s.mean) / plain_s)
+        at_most = took * (1 + self.times.error(num_seqs, num_steps, kind))
+        self._book(took, 1 + sum(num_accepted) / num_seqs - at_most)
 
     def acceptance(self, slot: int) -> float:
-        """Return the doubtful estimate of the share of accepted drafts of a slot."""
-        _, [doubted] = self._rates([slot])
-        return doubted
+        """Return the pessimistic estimate of the share of accepted drafts of a slot."""
+        _, [least] = self._rates([slot])
+        return least
 
     def _rates(self, slots: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Return the hopeful and the doubtful estimates of the shares of accepted drafts, by sequence: of its own
-        tries, and of DOUBT tries with the average rate of all sequences. That average has DOUBT more tries, which were
-        all right or all wrong."""
+        """Return the optimistic and the pessimistic estimates of the shares of accepted drafts, by sequence: of its own
+        tries, and of PRIOR_TRIES tries with the average rate of all sequences. That average has PRIOR_TRIES more tries,
+        which were all right or all wrong."""
         average, now = self._all, self._now
         average.fade(now)
-        doubted = average.num_right / (average.num_tries + DOUBT)
-        added_if_right, added_if_wrong = DOUBT * doubted + DOUBT * DOUBT / (average.num_tries + DOUBT), DOUBT * doubted
+        added_if_wrong = PRIOR_TRIES * average.num_right / (average.num_tries + PRIOR_TRIES)
+        added_if_right = added_if_wrong + PRIOR_TRIES * PRIOR_TRIES / (average.num_tries + PRIOR_TRIES)
         right: list[float] = []
         wrong: list[float] = []
         for slot in slots:
             own = self._own[slot]
             own.fade(now)
-            num_tries = own.num_tries + DOUBT
+            num_tries = own.num_tries + PRIOR_TRIES
             right.append((own.num_right + added_if_right) / num_tries)
             wrong.append((own.num_right + added_if_wrong) / num_tries)
         return right, wrong
@@ -224,7 +231,7 @@ class StepChooser:
     def _seconds(self, num_seqs: int, num_steps: int, kind: Hashable) -> float:
         """Return the seconds of the node's step with a round of `num_steps`: with drafts no less than without."""
         plain_s = self.times.seconds(num_seqs, 0, kind)
-        return max(plain_s, self.times.seconds(num_seqs, num_steps, kind)) + self._overhead_s
+        return max(plain_s, self.times.seconds(num_seqs, num_steps, kind)) + self._overhead_s.mean
 
     def _rest(self, least: float | None) -> None:
         """Rest until the account can bear `least`; None: until what was seen is old."""
@@ -232,6 +239,6 @@ class StepChooser:
         self._num_resting = max(1, min(MEMORY, num_rounds)) - 1
 
     def _book(self, took: float, gain: float) -> None:
-        """Book a step that took as long as `took` steps without drafts and gained `gain` of them. No more than MEMORY
-        rounds are kept. No more than LOAN rounds are owed: drafts never lose more, but disturbances do."""
-        self.balance = max(-LOAN, min(float(MEMORY), self.balance + gain + SHARE * took))
+        """Book a step that took as long as `took` steps without drafts and gained `gain` of them. The balance is at
+        most MEMORY and at least -FIRST_BALANCE. Drafts alone cannot bring it there; a pause of the process can."""
+        self.balance = max(-FIRST_BALANCE, min(float(MEMORY), self.balance + gain + SHARE * took))

@@ -1,9 +1,9 @@
 """The choice of draft steps: it finds the fastest, and pays a bounded price for what it does not know yet.
 
-The last part simulates nodes. Its limits: a node may lose LOAN rounds, 2.5, in its life and SHARE of the time, 0.5 %,
-and as much for measuring. So it loses less than 2 % of its first 256 rounds, plus what one round can lose. Noise of
-15 % per round and a wrong table add to that until the node has seen some rounds of each kind. Adaptive drafting must
-reach nine tenths of the best fixed K if that is 1.5 times as fast as no drafting and the table is right.
+The last part simulates nodes. Its limits: a node may lose FIRST_BALANCE rounds, 2.5, in its life and SHARE of the
+time, 0.5 %, and as much for measuring. So it loses less than 2 % of its first 256 rounds, plus what one round can lose.
+Noise of 15 % per round and a wrong table add to that until the node has seen some rounds of each kind. Adaptive
+drafting must reach nine tenths of the best fixed K if that is 1.5 times as fast as no drafting and the table is right.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from adaptive_world import Machine, World
 from thinned import thinned
 
-from baton.engine.pace.adaptive import LOAN, StepChooser
+from baton.engine.pace.draft_length import FIRST_BALANCE, StepChooser
 from baton.engine.pace.step_times import KEPT, MEMORY, SHARE, StepTimes
 from baton.engine.rounds.draft_shape import DraftShape
 
@@ -95,7 +95,7 @@ def test_no_more_is_lost_than_the_bound(machine: tuple[float, float, float], rat
     took = [real.seconds(4, steps) / real.seconds(4, 0) for steps in chosen]
     lost = sum(took) * (1 - speed * real.seconds(4, 0) / 4)
     assert any(chosen), "nothing was tried"
-    assert lost < LOAN + SHARE * sum(took) + max(took) - 1, (lost, chosen)
+    assert lost < FIRST_BALANCE + SHARE * sum(took) + max(took) - 1, (lost, chosen)
 
 
 def test_nothing_is_drafted_while_the_account_is_empty() -> None:
@@ -207,13 +207,13 @@ def test_drafts_that_others_looked_up_count_as_tries() -> None:
     assert chooser.balance == before, "looking up costs the device nothing"
 
 
-def test_hope_is_as_large_as_doubt() -> None:
+def test_optimism_is_as_large_as_pessimism() -> None:
     chooser, _ = make(CHEAP)
     assert chooser._rates([0]) == ([1.0], [0.0]), "nothing is known"
     chooser.learn(0, 300, 400)
-    [hoped], [doubted] = chooser._rates([0])
-    assert doubted == chooser.acceptance(0) == pytest.approx(0.75, abs=0.02)
-    assert 0 < hoped - doubted < 0.01
+    [most], [least] = chooser._rates([0])
+    assert least == chooser.acceptance(0) == pytest.approx(0.75, abs=0.02)
+    assert 0 < most - least < 0.01
 
 
 def test_not_more_than_anybody_can_use() -> None:
