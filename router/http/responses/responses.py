@@ -1,5 +1,5 @@
 """POST /v1/responses of OpenAI's API, without a store. A body becomes that of a chat completion and is served as one
-(completions.py)."""
+(generation/serve.py)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ....metadata.errors import RequestError
 from ...text.tokenizer import TextTokenizer
 from ..bodies.fields import check_served
 from ..bodies.renamed import renamed
+from ..generation.answer_format import AnswerFormat
 from ..generation.output import OutputReading
+from ..generation.serve import serve_chat
 from ..generation.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
-from ..openai.completions import serve_chat
-from ..openai.format import AnswerFormat
 from ..server.api import Api
 from .format import ResponsesFormat
 from .tools import ResponseTools, choice_for_chat

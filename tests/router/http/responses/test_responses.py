@@ -15,8 +15,7 @@ from baton.metadata.wire import messages as m
 
 from ...conftest import System
 from ...test_runner import own
-from ..chats import TEMPLATE, accepts, call, prompt_of, say
-from ..generation.test_output_readings import QWEN3, TEXT, num_tokens
+from ..chats import QWEN3, TEMPLATE, TEXT, accepts, call, num_tokens, prompt_of, say
 
 BODY: dict[str, Any] = {"model": "fake", "input": "hello", "max_output_tokens": 100}
 NOW: Any = {"type": "function", "name": "now"}
