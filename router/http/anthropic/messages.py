@@ -11,7 +11,6 @@ from aiohttp import web
 from ....metadata.errors import RequestError
 from ...reasoning_parsers.registry import REASONING_PARSERS
 from ...text.tokenizer import TextTokenizer
-from ..bodies.fields import check_served
 from ..bodies.renamed import renamed
 from ..generation.answer_format import AnswerFormat
 from ..generation.grammars import asked_grammar
@@ -49,15 +48,12 @@ NAMES = {  # fields of a chat completion -> what they are called here
     "tools[].function.parameters": "tools[].input_schema",
     "tools[].function": "tools[]",
 }
-_messages_decoder = msgspec.json.Decoder(MessagesRequest)
-_count_decoder = msgspec.json.Decoder(CountTokensRequest)
 
 
 async def messages(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /v1/messages."""
     rid = api.new_id(http_request, "msg")
-    body = await api.body(http_request, _messages_decoder)
-    check_served(body)
+    body = await api.body(http_request, MessagesRequest)
 
     def format_of(tokenizer: TextTokenizer, reading: OutputReading | None) -> AnswerFormat:
         _check_thinking(body, reading)
@@ -76,7 +72,7 @@ async def messages(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /v1/messages/count_tokens."""
-    body = await api.body(http_request, _count_decoder)
+    body = await api.body(http_request, CountTokensRequest)
     with renamed(NAMES):
         conversation = _conversation(body)
         asked_grammar(conversation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
 from ...text.tokenizer import TextTokenizer
@@ -17,14 +16,11 @@ from ..server.api import Api
 from ..server.limits import admitted
 from .format import ChatFormat, CompletionFormat
 
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
-
 
 async def completions(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
     rid = api.new_id(http_request, "cmpl")
-    body = await api.body(http_request, _completion_decoder)
+    body = await api.body(http_request, CompletionRequest)
     check_completion(body)
     asked = asked_grammar(body)
     group, tokenizer = api.group_of(body.model)
@@ -70,7 +66,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
 async def chat_completions(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     rid = api.new_id(http_request, "chatcmpl")
-    body = await api.body(http_request, _chat_decoder)
+    body = await api.body(http_request, ChatRequest)
 
     def format_of(tokenizer: TextTokenizer, reading: OutputReading | None) -> AnswerFormat:
         return ChatFormat(

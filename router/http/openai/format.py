@@ -35,7 +35,7 @@ from ..generation.output import (
     PartEvent,
     ReasoningField,
 )
-from ..generation.tool_types import CalledFunction, FunctionDelta, ToolCall, ToolCallDelta
+from ..generation.tool_types import FunctionDelta, MadeCall, MadeFunction, ToolCallDelta
 from ..generation.types import (
     AssistantMessage,
     ChatChoice,
@@ -382,7 +382,7 @@ def chat_message(parts: abc.Sequence[OutputPart], reasoning_field: ReasoningFiel
     thoughts = "".join(part.text for part in parts if part.kind == "thought")
     content = "".join(part.text for part in parts if part.kind == "text")
     calls = [
-        ToolCall(id=part.call.call_id, function=CalledFunction(part.call.name, part.text), type="function")
+        MadeCall(id=part.call.call_id, function=MadeFunction(part.call.name, part.text))
         for part in parts
         if part.call is not None
     ]

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
 from ....metadata.errors import RequestError
 from ...text.tokenizer import TextTokenizer
-from ..bodies.fields import check_served
 from ..bodies.renamed import renamed
 from ..generation.answer_format import AnswerFormat
 from ..generation.output import OutputReading
@@ -26,14 +24,12 @@ NAMES = {  # fields of a chat completion -> what they are called here
     "response_format": "text.format",
     "tools[].function": "tools[]",
 }
-_decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 async def responses(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
     rid = api.new_id(http_request, "resp")
-    body = await api.body(http_request, _decoder)
-    check_served(body)
+    body = await api.body(http_request, ResponsesRequest)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
 
