@@ -138,7 +138,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type: 'mcp' is not served"),
     ({"tools": [{**NOW, "name": "a b"}]}, "tools[0].name: Expected `str` matching regex"),
     ({"tools": [NOW, NOW]}, "tools[1].name: 'now' is there twice"),
-    ({"tools": [NOW]}, "tools: the model's chat template has no place for tools"),
+    ({"tools": [NOW]}, "tools: the model's chat template has no place for tools, so 'fake' cannot"),
     ({"tool_choice": "required"}, "tool_choice: "),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice: there is no tool 'f'; the tools are: none"),
     (
