@@ -90,6 +90,7 @@ TESTS_OF_SEVERAL = [
     (_PAIR, "decode_node", "memory triton_nodes"),
     (_PAIR, "prefill_node", "memory"),
     (_LINK, "metadata/handoff", "gpu late_messages lost_messages ticket_races versions"),
+    ("checks grammars of calls and of budgets with a tokenizer", "router/http/generation", "chat_grammar"),
     (_EVERY_ROUTE, "router/http", "client_bodies fuzz_http official_types"),
     (_TEMPLATES, "router/http", "published_templates"),
 ]

@@ -3,10 +3,10 @@ right do the work of a step.
 
     body       is decoded; unsupported fields are refused         bodies/fields.py, parameters.py
     group      the nodes that serve the model are found           server/api.py
-    admitted   the caller and the waiting queue must have room    server/limits.py
+    admitted   the caller and the waiting queue must have room    `admitted`
     tools      the model's tools and its parsers are chosen       tools.py, output.py
     prompts    texts and messages become token ids                prompts.py
-    grammar    the grammar of the output is compiled              grammars.py, chat_grammar.py
+    grammar    the grammar of the output is compiled              grammars.py
     serve      the dispatcher gets one Request per prompt; the    answers.py, answer_format.py
                client gets a whole answer or a stream
 
@@ -15,27 +15,29 @@ When the handler ends, it cancels the Requests that still run.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 
 from aiohttp import web
 
-from ....metadata.errors import BatonError
+from ....metadata.errors import BatonError, Overloaded
+from ...errors import outcome_of
 from ...nodes.node import NodeGroup
 from ...requests.request import Request
 from ...text.tokenizer import TextTokenizer
 from ...waiting.queue import Asked
-from ..server.access import CALLER
+from ..server.access import CALLER, Caller
 from ..server.api import ARRIVED, Api, request_id
-from ..server.limits import admitted, wait_limited
 from .answer_format import AnswerFormat
 from .answers import StreamedAnswer, WholeAnswer
-from .chat_grammar import chat_grammar
-from .grammars import asked_grammar
+from .cache_salts import session_id
+from .grammars import asked_grammar, chat_grammar
 from .output import OutputReading, reasoning_parser
-from .parameters import check_chat, request_seed, sampling_params, text_options, timeout_s
-from .sessions import session_id
+from .parameters import asked_tokens, check_chat, request_seed, sampling_params, text_options, timeout_s
 from .tools import tool_use
 from .types import ChatRequest, CommonRequest
 
@@ -165,3 +167,55 @@ def _new_answer(
         return WholeAnswer(answer_format)
     max_unread_bytes, set_paused = api.config.max_unread_bytes, api.dispatcher.set_paused
     return StreamedAnswer(http_request, answer_format, body.stream_options, max_unread_bytes, set_paused)
+
+
+@contextmanager
+def admitted(
+    api: Api, http_request: web.Request, body: CommonRequest, group: NodeGroup, num_prompts: int
+) -> Generator[None]:
+    """Count the request as its caller's while the block runs. No work is done on the prompts before this.
+
+    Raises Overloaded if the caller has too many requests, or if the queue has no room.
+    """
+    caller = http_request[CALLER]
+    asked = Asked(
+        num_prompts,
+        0,
+        asked_tokens(body, group.context_len),
+        body.priority or 0,
+        timeout_s(body, api.config.request_timeout_s),
+        caller.tenant,
+    )
+    began = time.monotonic()
+    with _refusals_counted(api, group, caller), api.access.counted(caller, num_prompts * (body.n or 1)):
+        api.dispatcher.check_room(group, asked)
+        yield
+        api.access.add_duration(time.monotonic() - began)
+
+
+@contextmanager
+def wait_limited(api: Api, requests: abc.Sequence[Request]) -> Generator[None]:
+    """Refuse the requests if no node has taken any of them within the longest time that a request may wait."""
+    longest_s = api.config.max_queue_s
+
+    def run_out() -> None:
+        if not any(request.dispatched_at for request in requests):
+            for request in requests:
+                api.dispatcher.refuse(request, f"nodes had no room for it in {longest_s:g} s")
+
+    timer = asyncio.get_running_loop().call_later(longest_s, run_out)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _refusals_counted(api: Api, group: NodeGroup, caller: Caller) -> Generator[None]:
+    """Count a request that is refused before it is queued. The dispatcher counts all others."""
+    try:
+        yield
+    except Overloaded as error:
+        if error.rid is None:
+            api.metrics.count_request(group.key.model, outcome_of(error), caller.tenant.name)
+        raise

@@ -10,10 +10,9 @@ from ..generation.grammars import asked_grammar, grammar_of
 from ..generation.output import OutputReading
 from ..generation.parameters import check_completion
 from ..generation.prompts import prompts_of
-from ..generation.serve import serve, serve_chat
+from ..generation.serve import admitted, serve, serve_chat
 from ..generation.types import ChatRequest, CompletionRequest
 from ..server.api import Api
-from ..server.limits import admitted
 from .format import ChatFormat, CompletionFormat
 
 

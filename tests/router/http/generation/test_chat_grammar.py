@@ -11,7 +11,7 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.metadata.wire import messages
-from baton.router.http.generation.chat_grammar import literal_of
+from baton.router.http.generation.grammars import literal_of
 from baton.router.text.tokenizer import TextTokenizer
 
 from ...conftest import RunningRouter, System
