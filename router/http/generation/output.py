@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ...reasoning_parsers.base import Part as Divided
 from ...reasoning_parsers.base import ReasoningParser, Thought
-from ...reasoning_parsers.registry import REASONING_PARSERS
+from ...reasoning_parsers.registry import REASONING_PARSERS, parser_for_template
 from ...requests.request import Sequence
 from ...text.chat_template import ChatTemplate
 from ...text.detokenizer import Detokenizer, make_detokenizer
@@ -219,7 +219,7 @@ class OutputReading:
 
 def reasoning_parser(template: ChatTemplate | None, flag: str | None) -> type[ReasoningParser] | None:
     """Return the parser of a model's thoughts, None if it has none. `flag`: the value of --reasoning-parser."""
-    name = flag or (template.reasoning_parser if template is not None else None)
+    name = flag or (parser_for_template(template.source) if template is not None else None)
     return None if name is None or name == NO_PARSER else REASONING_PARSERS[name]
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from ....metadata.errors import RequestError
 from ...text.chat_template import ChatTemplate
 from ...tool_parsers.base import ToolParser
-from ...tool_parsers.registry import TOOL_PARSERS
+from ...tool_parsers.registry import TOOL_PARSERS, parser_for_template
 from .tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoice, ToolChoiceObject
 from .types import ChatMessage, ChatRequest, TextPart
 
@@ -101,7 +101,7 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
             "out, or serve a model whose template writes them",
             param="tools",
         )
-    parser_name = flag or template.tool_parser
+    parser_name = flag or parser_for_template(template.source)
     if parser_name is None or parser_name == NO_PARSER:
         why = "its chat template does not tell how it writes calls" if flag is None else "the router reads no calls"
         raise RequestError(
