@@ -22,9 +22,9 @@ from ....metadata.errors import ConfigError, Overloaded, RequestError
 from ...config import RouterConfig
 from ...errors import Forbidden, Unauthorized
 from ...keys import MAX_NAME, ApiKey, KeysFile, digest_of, is_name
+from ...origins import is_trusted, trusted_networks
 from ...waiting.fair_share import DEFAULT, Tenant
 from ...waiting.pace import Average
-from .origin import is_trusted, trusted_networks
 
 
 class KeyLevel(enum.IntEnum):

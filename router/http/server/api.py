@@ -23,13 +23,13 @@ from ...figures.metrics import Metrics
 from ...nodes.node import ROLES, NodeGroup
 from ...placement.availability import Expected, no_node
 from ...runner import RunningDispatcher
-from ...text.grammar_checks import GrammarChecks
 from ...text.tokenizer import TextTokenizer
 from ..bodies.bodies import Bodies, decoded_mended, decoded_strictly
 from ..bodies.body_size import BODY_SIZE, most_plain, quick_size, takes_ids
 from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
 from ..generation.cache_salts import CacheSalts
+from ..generation.grammar_checks import GrammarChecks
 from ..operators.ledgers import Ledgers
 from .access import Access
 from .in_flight import InFlight

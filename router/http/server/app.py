@@ -11,6 +11,7 @@ from aiohttp import web
 from ....metadata.errors import BatonError, Overloaded
 from ...errors import NotFound
 from ...fair_turns import ASKER
+from ...origins import Authority, is_loopback, trusted_networks
 from ..bodies.bodies import expected
 from ..bodies.encodings import too_large
 from ..bodies.fields import sent_type
@@ -20,7 +21,6 @@ from .connection import SERVER, Connection
 from .cross_origin import CrossOriginChecks, Reach
 from .errors import INTERNAL, HttpRefusal, is_anthropic, response_of
 from .forwarded import client_address
-from .origin import Authority, is_loopback, trusted_networks
 from .refusal_log import RefusalLog
 from .route import Handler, Route
 from .routes import ROUTES, client_routes

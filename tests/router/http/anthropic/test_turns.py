@@ -22,7 +22,7 @@ from baton.router.http.generation.types import ChatMessage, TextPart
 
 from ...conftest import RunningRouter, System
 from ..chats import TEMPLATE, USER, call, marked_system, num_tokens, prompt_of, say
-from .test_blocks import ENABLED, NOW, PARIS, WEATHER
+from .test_format import ENABLED, NOW, PARIS, WEATHER
 
 THOUGHTS = TEMPLATE.replace(
     "{{ message.content }}",
