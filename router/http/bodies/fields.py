@@ -510,13 +510,10 @@ def _sent_type(kind: Any) -> Any:
         if sent != field.type:
             fields.append((field.name, sent, _default_of(field)))
     known = {*(field.encode_name for field in structs.fields(kind)), kind.__struct_config__.tag_field}
-    for name, rule in rules_of(kind).items():
-        if name in known or not name.isidentifier():
-            continue
-        if isinstance(rule, Ignored):
-            fields.append((name, rule.kind | None, None))
-        elif isinstance(rule, NotServed) and issubclass(kind, _BODIES):
-            fields.append((name, Any, None))
+    others = {name: rule for name, rule in rules_of(kind).items() if name not in known and name.isidentifier()}
+    fields += [(name, rule.kind | None, None) for name, rule in others.items() if isinstance(rule, Ignored)]
+    if issubclass(kind, _BODIES):
+        fields += [(name, Any, None) for name, rule in others.items() if isinstance(rule, NotServed)]
     if not fields:
         return kind
     namespace = {"__doc__": kind.__doc__}
@@ -544,15 +541,23 @@ def _default_of(field: structs.FieldInfo) -> Any:
 
 
 @cache
-def _declared_refusals(kind: type[Struct]) -> dict[str, NotServed]:
+def _refusals_of(kind: type[Struct]) -> dict[str, NotServed]:
+    """Return the rules of the fields that are not served, which are the last fields of a body's type."""
     known = kind.__struct_fields__
-    return {name: rule for name, rule in rules_of(kind).items() if name in known and isinstance(rule, NotServed)}
+    rules = {name: rule for name, rule in rules_of(kind).items() if name in known and isinstance(rule, NotServed)}
+    assert known[len(known) - len(rules) :] == tuple(rules), f"{kind.__name__} declares fields that are not served"
+    return rules
 
 
 def check_served(body: Struct) -> None:
     """Raise RequestError for a field that asks for something that Baton does not serve."""
-    for name, rule in _declared_refusals(type(body)).items():
-        check_value(rule, getattr(body, name), name)
+    rules = _refusals_of(type(body))
+    if not rules:
+        return
+    values = structs.astuple(body)[-len(rules) :]
+    if values.count(None) < len(values):  # this is quick, and true of few bodies
+        for name, value in zip(rules, values, strict=True):
+            check_value(rules[name], value, name)
 
 
 def check_value(rule: NotServed, value: Any, path: str) -> None:
