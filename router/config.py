@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
 from ..metadata.wire.node_info import Role
-from .http.server.origin import Authority, allowed_hosts, allowed_origins, is_header, trusted_networks
 from .keys import read_keys
+from .origins import Authority, allowed_hosts, allowed_origins, is_header, trusted_networks
 from .placement.prompt_placement import LocalPrefill
 from .reasoning_parsers.registry import REASONING_PARSERS
 from .tool_parsers.registry import TOOL_PARSERS

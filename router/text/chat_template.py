@@ -11,8 +11,6 @@ from jinja2.nodes import Const, Getattr, Name
 
 from ...metadata.errors import ProtocolError, RequestError
 from ...metadata.wire.node_info import ModelCard
-from ..reasoning_parsers.registry import parser_for_template as reasoning_parser_for
-from ..tool_parsers.registry import parser_for_template as tool_parser_for
 from .template_environment import RENDER_BOUNDS, RenderBounds, TemplateEnvironment
 from .template_form import TemplateForm, probe
 
@@ -49,6 +47,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ProtocolError if the template does not compile."""
+        self.source = source
         self._environment = TemplateEnvironment()
         try:
             self._template = self._environment.from_string(source)
@@ -62,8 +61,6 @@ class ChatTemplate:
         self.reads_reasoning = "reasoning" in read and not read & _THOUGHTS  # under this name alone
         self._variables = {each.name for each in tree.find_all(Name) if each.ctx == "load"}
         self.knows_tools = "tools" in self._variables
-        self.tool_parser = tool_parser_for(source)  # names of parsers; None if it does not tell
-        self.reasoning_parser = reasoning_parser_for(source)
         self._forms = {has_tools: self._probed(has_tools=has_tools) for has_tools in {False, self.knows_tools}}
 
     @classmethod

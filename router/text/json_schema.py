@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any, cast
 
-from ..tool_parsers.base import referred
-
 SUBSCHEMAS = ("not", "if", "then", "else", "contains", "propertyNames", "items", "additionalProperties")
 LISTS_OF_SUBSCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 TABLES_OF_SUBSCHEMAS = ("properties", "patternProperties", "dependentSchemas")
@@ -333,6 +331,16 @@ def _length(key: str, value: Any, path: str) -> Any:
     if key in _MOST:
         return None
     raise SchemaFault(f"{str(value)[:40]} is more than an answer can have", path)
+
+
+def referred(reference: str, root: Mapping[str, Any]) -> object:
+    """Return what a reference like #/$defs/NAME points to; None if it points nowhere."""
+    if not reference.startswith("#/"):
+        return None
+    found = cast("object", root)
+    for part in reference[2:].split("/"):
+        found = cast("dict[str, Any]", found).get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _levels(schema: object, root: Mapping[str, Any], known: dict[str, int]) -> int:

@@ -26,7 +26,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 Schema = Mapping[str, Any]  # JSON schema of a tool's arguments
 MAX_NAME = 256  # characters of a tool's name
@@ -204,16 +204,6 @@ class ToolParser(ABC):
     def _over(self) -> None:
         self._num_calls += 1
         self._is_open, self._is_after_call, self._raw = False, True, ""
-
-
-def referred(reference: str, root: Schema) -> object:
-    """Return what a reference like #/$defs/NAME points to; None if it points nowhere."""
-    if not reference.startswith("#/"):
-        return None
-    found = cast("object", root)
-    for part in reference[2:].split("/"):
-        found = cast("dict[str, Any]", found).get(part) if isinstance(found, dict) else None
-    return found
 
 
 def possible_start(text: str, markers: Iterable[str]) -> int:

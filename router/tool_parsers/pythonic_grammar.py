@@ -12,7 +12,8 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, cast
 
-from .base import MAX_NAME, Schema, referred
+from ..text.json_schema import referred
+from .base import MAX_NAME, Schema
 
 _NAME = re.compile(rf"[A-Za-z_][A-Za-z0-9_.\-]{{0,{MAX_NAME - 1}}}")
 _KEY = re.compile(rf"[A-Za-z_][A-Za-z0-9_]{{0,{MAX_NAME - 1}}}")

@@ -27,7 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, cast
 
-from .base import MAX_NAME, Schema, ToolParser, possible_start, referred
+from ..text.json_schema import referred
+from .base import MAX_NAME, Schema, ToolParser, possible_start
 from .json_text import parsed
 
 BEGIN, END = "<tool_call>", "</tool_call>"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from .base import ToolParser
 from .harmony import HarmonyParser
 from .hermes import HermesParser
@@ -32,6 +34,7 @@ _SIGNS = (  # texts of a template that all stand in it -> the parser; the first 
 )
 
 
+@cache
 def parser_for_template(source: str) -> str | None:
     """Return the name of the parser for models with this chat template; None if it is not known."""
     for signs, name in _SIGNS:

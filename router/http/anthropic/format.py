@@ -1,4 +1,8 @@
-"""Format of answers of /v1/messages: the whole message, and the events of its stream."""
+"""Format of answers of /v1/messages: the whole message, and the events of its stream.
+
+A part of the output (generation/output.py) is a block: of type thinking, text, or tool_use. In a stream, the block of a
+broken call ends with incomplete input.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,22 @@ from collections import abc
 from typing import ClassVar, TypeVar
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import Raw, UnsetType
 
 from ....metadata.errors import BatonError
 from ...requests.request import Delta, Request, Sequence
 from ...text.tokenizer import TextTokenizer
-from ..generation.output import OutputReader, OutputReading
-from ..generation.types import CompletionTokensDetails, Usage
-from ..openai.format import AnswerFormat
+from ..generation.answer_format import AnswerFormat
+from ..generation.output import OutputPart, OutputReading, PartBegun, PartDelta, PartEvent
+from ..generation.types import Usage
 from ..server.errors import messages_body_of
 from ..server.sse import named_event
-from .blocks import MessageBlocks
 from .types import (
+    BlockDelta,
+    BlockEvent,
+    BlockStart,
+    BlockStop,
+    InputDelta,
     MessageAnswer,
     MessageDelta,
     MessageEnd,
@@ -26,12 +34,19 @@ from .types import (
     MessageStop,
     MessageUsage,
     OutputBlock,
+    OutputText,
+    OutputThinking,
+    OutputToolUse,
     Ping,
+    SignatureDelta,
+    TextDelta,
+    ThinkingDelta,
     ThinkingTokens,
     WholeUsage,
 )
 
 _Usage = TypeVar("_Usage", bound=MessageUsage)
+_DELTAS = {"thought": ThinkingDelta, "text": TextDelta, "call": InputDelta}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -52,38 +67,34 @@ class MessagesFormat(AnswerFormat):
         max_tokens: int,
         shows_thoughts: bool,
     ) -> None:
-        super().__init__(response_id, model, tokenizer, num_logprobs=None, with_ids=False)
+        super().__init__(response_id, model, tokenizer, reading)
         self._max_tokens = max_tokens
-        self._reader = OutputReader(reading, with_thoughts=shows_thoughts)
-        self._blocks = MessageBlocks(self._reader)
+        self._reader = self._new_reader(with_thoughts=shows_thoughts)
         self._end: Delta | None = None  # the last output of a stream
-
-    def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
-        num_thoughts = sum(self._reader.num_thoughts(request.sequences[0]) for request in requests)
-        details = CompletionTokensDetails(num_thoughts)
-        return msgspec.structs.replace(super().usage_of(requests), completion_tokens_details=details)
 
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
         del index, usage
         opening = b""
         if self._end is None:
             message = self._message([], None, self.usage_of([sequence.request]))
-            opening = _events(MessageStart(message), Ping())
+            opening = _events([MessageStart(message), Ping()])
         self._end = delta
-        return opening + _events(*self._blocks.events(delta.text, is_last=delta.finish_reason is not None))
+        is_last = delta.finish_reason is not None
+        events = self._reader.read(delta.text, is_last=is_last)
+        return opening + _events(block_events([*events, *self._reader.end()] if is_last else events))
 
     def ended(self, requests: abc.Sequence[Request], *, with_usage: bool) -> bytes:
         del with_usage  # it always has it
         assert self._end is not None, f"{self.response_id} ended without output"
         reason = self._reason_of(self._end, requests[0])
-        return _events(MessageDelta(reason, _usage_of(self.usage_of(requests), MessageUsage)), MessageStop())
+        return _events([MessageDelta(reason, _usage_of(self.usage_of(requests), MessageUsage)), MessageStop()])
 
     def failed(self, error: BatonError) -> bytes:
         return named_event("error", messages_body_of(error, request_id=self.response_id))
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         ((sequence, delta),) = outputs
-        content = self._blocks.whole(delta.text)
+        content = [block_of(part) for part in self._reader.whole(delta.text)]
         return _encode(self._message(content, self._reason_of(delta, sequence.request), usage))
 
     def _message(self, content: list[OutputBlock], reason: MessageEnd | None, usage: Usage) -> MessageAnswer:
@@ -109,7 +120,28 @@ class MessagesFormat(AnswerFormat):
         return MessageEnd("end_turn", None)
 
 
-def _events(*events: MessageEvent) -> bytes:
+def block_events(events: abc.Iterable[PartEvent]) -> abc.Iterator[BlockEvent]:
+    """Yield the events of a stream for new events of an output."""
+    for each in events:
+        part = each.part
+        if isinstance(each, PartBegun):
+            yield BlockStart(part.index, block_of(part))
+        elif isinstance(each, PartDelta):
+            yield BlockDelta(part.index, _DELTAS[part.kind](each.text))
+        else:
+            if part.kind == "thought":
+                yield BlockDelta(part.index, SignatureDelta())
+            yield BlockStop(part.index)
+
+
+def block_of(part: OutputPart) -> OutputBlock:
+    """Return a part as a block. One that has only begun has an empty text, or no input."""
+    if part.call is not None:
+        return OutputToolUse(part.call.call_id, part.call.name, Raw(part.text.encode() or b"{}"))
+    return OutputThinking(part.text) if part.kind == "thought" else OutputText(part.text)
+
+
+def _events(events: abc.Iterable[MessageEvent]) -> bytes:
     return b"".join(named_event(str(each.__struct_config__.tag), each) for each in events)
 
 

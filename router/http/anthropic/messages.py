@@ -1,5 +1,5 @@
 """POST /v1/messages and POST /v1/messages/count_tokens of Anthropic's API. A body becomes that of a chat completion and
-is served as one (completions.py)."""
+is served as one (generation/serve.py)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from aiohttp import web
 from ....metadata.errors import RequestError
 from ...reasoning_parsers.registry import REASONING_PARSERS
 from ...text.tokenizer import TextTokenizer
-from ..bodies.fields import check_served
 from ..bodies.renamed import renamed
+from ..generation.answer_format import AnswerFormat
 from ..generation.grammars import asked_grammar
 from ..generation.output import OutputReading
+from ..generation.serve import serve_chat
 from ..generation.tool_types import FunctionChoice, FunctionTool, Tool, ToolChoice, ToolChoiceObject
 from ..generation.tools import check_callers, tool_use
 from ..generation.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
-from ..openai.completions import serve_chat
-from ..openai.format import AnswerFormat
 from ..server.api import Api, json_response
 from .format import MessagesFormat
 from .turns import chat_messages, content_of
@@ -49,15 +48,12 @@ NAMES = {  # fields of a chat completion -> what they are called here
     "tools[].function.parameters": "tools[].input_schema",
     "tools[].function": "tools[]",
 }
-_messages_decoder = msgspec.json.Decoder(MessagesRequest)
-_count_decoder = msgspec.json.Decoder(CountTokensRequest)
 
 
 async def messages(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /v1/messages."""
     rid = api.new_id(http_request, "msg")
-    body = await api.body(http_request, _messages_decoder)
-    check_served(body)
+    body = await api.body(http_request, MessagesRequest)
 
     def format_of(tokenizer: TextTokenizer, reading: OutputReading | None) -> AnswerFormat:
         _check_thinking(body, reading)
@@ -76,7 +72,7 @@ async def messages(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /v1/messages/count_tokens."""
-    body = await api.body(http_request, _count_decoder)
+    body = await api.body(http_request, CountTokensRequest)
     with renamed(NAMES):
         conversation = _conversation(body)
         asked_grammar(conversation)
@@ -172,7 +168,7 @@ def _check_thinking(body: MessagesRequest, reading: OutputReading | None) -> Non
         raise RequestError(
             "thinking: excludes a last message of the assistant, which is continued without thoughts", param="thinking"
         )
-    if reading is None or reading.new_counter is None:
+    if reading is None or reading.reasoning is None:
         raise RequestError(
             "thinking: the router cannot read thoughts of this model; start it with --reasoning-parser and one of "
             f"{', '.join(REASONING_PARSERS)}, or leave thinking out",

@@ -18,29 +18,24 @@ class MessageText(TextPart, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["text"]  # pyright: ignore[reportIncompatibleVariableOverride]
     text: str
-    citations: list[Any] | None = None
 
 
 class MessageBlock(MessagePart, frozen=True, tag_field="type", kw_only=True):
-    """Base of the blocks of messages. `cache_control` has no effect."""
-
-    cache_control: dict[str, Any] | None = None
+    """Base of the blocks of messages."""
 
 
 class TextBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, tag="text"):
     """A block of text."""
 
     text: str
-    citations: list[Any] | None = None
 
 
 class ToolUseBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_use"):
-    """A tool call that the model wrote. `caller` has no effect."""
+    """A tool call that the model wrote."""
 
     id: CallId
     name: str
     input: dict[str, Any]
-    caller: dict[str, Any] | None = None
 
 
 class ToolResultBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_result"):
@@ -52,10 +47,9 @@ class ToolResultBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ThinkingBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="thinking"):
-    """Thoughts that the model wrote. They go to the chat template. `signature` is not checked."""
+    """Thoughts that the model wrote. They go to the chat template."""
 
     thinking: str
-    signature: str | None = None
 
 
 class RedactedBlock(MessageBlock, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="redacted_thinking"):
@@ -77,7 +71,7 @@ class AssistantTurn(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class OutputEffort(Struct, frozen=True, forbid_unknown_fields=True):
-    """How long the model should think, for one turn. It has no effect."""
+    """How long the model should think, for one turn."""
 
     effort: str | None = None
 
@@ -88,7 +82,6 @@ class SystemTurn(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, 
 
     content: str | list[MessageText] = ""
     clear_at: Literal["next_user_message", "never"] | None = None
-    output_config: OutputEffort | None = None
 
 
 Turn = UserTurn | AssistantTurn | SystemTurn
@@ -96,18 +89,13 @@ Turn = UserTurn | AssistantTurn | SystemTurn
 
 class CustomTool(ClientTool, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tool that the client runs. Its schema binds the model if a call is forced; `strict` has no further effect.
-    `cache_control`, `eager_input_streaming` and `input_examples` have none: what the model writes is streamed at once.
-    The model sees the tool at once, also with `defer_loading`. `allowed_callers` must hold `direct`."""
+    `allowed_callers` must hold `direct`."""
 
     name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
-    defer_loading: bool | None = None
     allowed_callers: DirectCallers | None = None
 
 
@@ -141,19 +129,16 @@ Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 
 class ThinkingEnabled(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
-    """The model thinks before it answers, at most so many tokens, without the marks around its thoughts.
-    `block_binding` has no effect: signatures are not checked."""
+    """The model thinks before it answers, at most so many tokens, without the marks around its thoughts."""
 
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
     display: ThoughtDisplay | None = None
-    block_binding: dict[str, Any] | None = None
 
 
 class ThinkingAdaptive(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
-    """The model thinks before it answers, if it can. `block_binding` has no effect."""
+    """The model thinks before it answers, if it can."""
 
     display: ThoughtDisplay | None = None
-    block_binding: dict[str, Any] | None = None
 
 
 class ThinkingDisabled(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
@@ -179,7 +164,7 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ContextEdit(Struct, frozen=True):
-    """An edit of a long conversation. None is made: the model reads the whole conversation."""
+    """An edit of a long conversation. None is made."""
 
     type: Literal["clear_thinking_20251015", "clear_tool_uses_20250919"]
 
@@ -200,10 +185,6 @@ class MessagesInput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ChoiceOfTools | None = None
     thinking: ThinkingConfig | None = None
-    context_management: ContextManagement | None = None
-    # without effect (fields.py)
-    cache_control: dict[str, Any] | None = None
-    speed: str | None = None
 
 
 class CountTokensRequest(MessagesInput, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -219,16 +200,6 @@ class MessagesRequest(MessagesInput, frozen=True, forbid_unknown_fields=True, kw
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    # not served (fields.py)
-    compaction: Any = None
-    container: Any = None
-    mcp_servers: list[Any] | None = None
-    thread: Any = None
-    # without effect (fields.py)
-    diagnostics: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    inference_geo: str | None = None
 
 
 class TokenCount(Struct, frozen=True):

@@ -16,6 +16,7 @@ from ..server.connection import INTERIM, reason_of
 from ..server.errors import HttpRefusal, from_malformed, from_validation
 from .body_room import BodyRoom, ReceivedBody
 from .encodings import decoded, encoding_of
+from .fields import check_served, decoder_of
 from .refused_bodies import mended
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ LEAST_RATE = 16 << 10  # bytes per second after them
 MAX_BODIES = 32  # of the largest size, or more of smaller sizes, that are received at the same time
 MAX_COMPRESSED = 64  # bodies of one caller that wait to be unpacked
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Bodies:
@@ -111,13 +112,13 @@ async def _invite(http_request: web.Request) -> None:
         http_request.writer.output_size = 0  # the answer itself has not begun
 
 
-def decoded_strictly(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T | None:
+def decoded_strictly(data: bytes, kind: type[_T]) -> _T | None:
     """Return the decoded body, None if it is not of its type: then `mended` may leave something out, or say more.
 
     Raises RequestError for a body that is no JSON.
     """
     try:
-        return decoder.decode(data)
+        return decoder_of(kind).decode(data)
     except msgspec.ValidationError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -132,18 +133,21 @@ def mend(data: bytes, kind: Any) -> bytes:
         raise from_malformed(data, error) from None
 
 
-def decoded_mended(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+def decoded_mended(data: bytes, kind: type[_T]) -> _T:
     """Return the decoded body, after `mend`. Raises RequestError that names the field at fault."""
     try:
-        return decoder.decode(data)
+        return decoder_of(kind).decode(data)
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise from_malformed(data, error) from None
 
 
-def decode(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    """Return the decoded body, without unknown fields that are null. Raises RequestError that names the field at
-    fault."""
-    value = decoded_strictly(data, decoder)
-    return decoded_mended(mend(data, decoder.type), decoder) if value is None else value
+def decode(data: bytes, kind: type[_T]) -> _T:
+    """Return the decoded body, without unknown fields that are null. Raises RequestError that names a field that is
+    wrong or not served."""
+    value = decoded_strictly(data, kind)
+    if value is None:
+        value = decoded_mended(mend(data, kind), kind)
+    check_served(value)
+    return value

@@ -7,29 +7,40 @@ that is not served. All routes use it.
     Converted   `convert` returns the fields that it stands for
     NotServed   the answer would differ, so it is refused with `words`, except for values that ask for nothing
 
-Fields that most clients send are declared in the types of the bodies, so that strict decoding takes them. The others
-are looked up here when strict decoding has refused a body (refused_bodies.py). A field that is neither declared nor
-listed here is refused by name.
+The types of the bodies declare what is served, and nothing else. `sent_type` adds to a type the fields of this table
+that have no effect, and to a body those that are not served. So strict decoding takes what most clients send.
+`check_served` then refuses a body. Other fields are looked up here when strict decoding has refused a body
+(refused_bodies.py). A field that is neither declared nor listed here is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, cast
+from types import GenericAlias, NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
-from msgspec import Struct
+import msgspec
+from msgspec import NODEFAULT, Struct, defstruct, structs
 
 from ....metadata.errors import RequestError
 from ...errors import ThreadRefused
 from ..anthropic.types import (
     AssistantTurn,
+    ContextManagement,
     CustomTool,
     MessageBlock,
     MessagesInput,
     MessagesRequest,
+    MessageText,
     OutputConfig,
+    OutputEffort,
     SystemTurn,
+    TextBlock,
+    ThinkingAdaptive,
+    ThinkingBlock,
+    ThinkingEnabled,
+    ToolUseBlock,
     UserTurn,
 )
 from ..generation.tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoiceObject
@@ -39,6 +50,7 @@ from ..generation.types import (
     CommonRequest,
     CompletionRequest,
     JsonSchemaFormat,
+    StreamOptions,
     StructuredOutputs,
     TextPart,
 )
@@ -54,42 +66,44 @@ from ..responses.types import (
     ResponseFunction,
     ResponseNamedTool,
     ResponsesRequest,
+    ResponsesStreamOptions,
     TextConfig,
 )
 
 
 class Ignored(NamedTuple):
-    """Fields without effect."""
+    """Fields without effect. A value that is neither null nor of type `kind` is refused."""
 
     names: str
     why: str
+    kind: Any = Any
 
 
 class Renamed(NamedTuple):
-    """A field that is served under another name."""
+    """Fields that are served under another name."""
 
-    name: str
+    names: str
     to: str
 
 
 class Merged(NamedTuple):
-    """A field whose own fields stand for fields of the body."""
+    """Fields whose own fields stand for fields of the body."""
 
-    name: str
+    names: str
 
 
 class Converted(NamedTuple):
-    """A field that stands for others. `convert` takes its value and the rest of the body."""
+    """Fields that stand for others. `convert` takes the value and the rest of the body."""
 
-    name: str
+    names: str
     to: str
     convert: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
 
 
 class NotServed(NamedTuple):
-    """A field that asks for something that Baton cannot do. The values `accepted` ask for nothing."""
+    """Fields that ask for something that Baton cannot do. The values `accepted` ask for nothing."""
 
-    name: str
+    names: str
     words: str
     accepted: tuple[Any, ...] = (None, [])
     error: type[RequestError] = RequestError
@@ -140,6 +154,18 @@ _SPECULATION = "drafts never change the text; draft_steps bounds them"
 _HISTORY = "clients send it back with what the model wrote; chat templates have no place for it"
 _STRICT = "a schema that binds the model is always enforced"
 _SAMPLER = "this sampler is not served; leave it out"
+_AT_ONCE = "the model sees every tool at once"
+_AS_THEY_ARE = "thoughts are given as they are, without summaries"
+_Object = dict[str, Any]
+_Included = Literal[  # results of tools that no response has, and thoughts, which are given as they are
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
     (
@@ -161,34 +187,38 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
         ),
     ),
     (
+        (CommonRequest, ResponsesRequest),
+        (
+            Ignored("user safety_identifier", _OWNER, str),
+            Ignored("service_tier", _BILLING, str),
+            Ignored("prompt_cache_retention", _CACHE, str),
+            Ignored("prompt_cache_options", _CACHE, _Object),
+        ),
+    ),
+    ((CommonRequest, MessagesRequest), (Ignored("metadata", _OWNER, _Object),)),
+    (
         (CommonRequest,),
         (
+            Ignored("store", "nothing is stored", bool),
             Ignored("timings_per_token return_progress return_cached_tokens_details extra_fields", _COUNTS),
             Ignored("draft_model speculative.n_max speculative.n_min speculative.p_min", _SPECULATION),
             Ignored("n_keep n_discard num_ctx", "the whole prompt is read, or the request is refused"),
             Ignored("guided_decoding_backend", "there is one backend, llguidance"),
             Ignored("tool_stream", "calls are always streamed"),
-            Merged("nvext"),
-            Merged("extra_body"),
+            Merged("nvext extra_body"),
             Converted("usage", "stream_options.include_usage", _usage),
-            Renamed("max_new_tokens", "max_tokens"),
-            Renamed("n_predict", "max_tokens"),
-            Renamed("num_predict", "max_tokens"),
+            Renamed("max_new_tokens n_predict num_predict", "max_tokens"),
             Renamed("min_new_tokens", "min_tokens"),
             Renamed("repeat_penalty", "repetition_penalty"),
             Renamed("random_seed", "seed"),
             Renamed("no_stop_trim", "include_stop_str_in_output"),
             Renamed("extra_key", "cache_salt"),
-            Renamed("guided_json", "structured_outputs.json"),
+            Renamed("guided_json json_schema", "structured_outputs.json"),
             Renamed("guided_json_object", "structured_outputs.json_object"),
-            Renamed("guided_regex", "structured_outputs.regex"),
+            Renamed("guided_regex regex", "structured_outputs.regex"),
             Renamed("guided_choice", "structured_outputs.choice"),
-            Renamed("guided_grammar", "structured_outputs.grammar"),
+            Renamed("guided_grammar ebnf grammar", "structured_outputs.grammar"),
             Renamed("guided_whitespace_pattern", "structured_outputs.whitespace_pattern"),
-            Renamed("json_schema", "structured_outputs.json"),
-            Renamed("regex", "structured_outputs.regex"),
-            Renamed("ebnf", "structured_outputs.grammar"),
-            Renamed("grammar", "structured_outputs.grammar"),
             NotServed("bad_words", "words cannot be banned; logit_bias makes single tokens unlikely"),
             NotServed("detokenize", "every answer has its text; return_token_ids adds the ids", (None, True)),
             NotServed(
@@ -208,8 +238,7 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             NotServed("prompt_embeds", "a prompt is given as text or token ids", (None,)),
             NotServed("input_ids", "/v1/completions takes token ids as its prompt", (None,)),
             NotServed("lora", "adapters are not chosen per request"),
-            NotServed("lora_path", "adapters are not chosen per request", (None,)),
-            NotServed("adapter_id", "adapters are not chosen per request", (None,)),
+            NotServed("lora_path adapter_id", "adapters are not chosen per request", (None,)),
             NotServed("session_params", "conversations are not stored; send all messages", (None, {})),
             NotServed("spaces_between_special_tokens", "special tokens are joined as the tokenizer does", (None, True)),
             NotServed("return_tokens_as_token_ids", "return_token_ids adds the ids", (None, False)),
@@ -224,13 +253,8 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             NotServed("use_raw_prompt", "/v1/completions takes a prompt as it is", (None, False)),
             NotServed("annotations", "streams have no further events"),
             NotServed("samplers", "the order of the samplers is fixed", (None,)),
-            NotServed("mirostat", _SAMPLER, (None, 0)),
-            NotServed("typical_p", _SAMPLER, (None, 1)),
-            NotServed("tfs_z", _SAMPLER, (None, 1)),
-            NotServed("top_a", _SAMPLER, (None, 0)),
-            NotServed("dynatemp_range", _SAMPLER, (None, 0)),
-            NotServed("xtc_probability", _SAMPLER, (None, 0)),
-            NotServed("dry_multiplier", _SAMPLER, (None, 0)),
+            NotServed("mirostat top_a dynatemp_range xtc_probability dry_multiplier", _SAMPLER, (None, 0)),
+            NotServed("typical_p tfs_z", _SAMPLER, (None, 1)),
             NotServed("no_repeat_ngram_size", _SAMPLER, (None, 0)),
             NotServed("repeat_last_n", "repetitions count in the whole text", (None, -1)),
             NotServed("watermark", "texts are not marked", (None, False)),
@@ -246,15 +270,13 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
     (
         (ChatRequest,),
         (
-            Ignored("verbosity", "models have no such setting; /v1/responses ignores it as well"),
-            Ignored("reasoning_summary", "thoughts are given as they are, without summaries"),
+            Ignored("verbosity", "models have no such setting; /v1/responses ignores it as well", str),
+            Ignored("reasoning_summary", _AS_THEY_ARE),
             Converted("reasoning", "reasoning_effort, thinking_token_budget", _openrouter_reasoning),
             Converted("thinking", "chat_template_kwargs.enable_thinking, thinking_token_budget", _thinking),
             Renamed("enable_thinking", "chat_template_kwargs.enable_thinking"),
             Renamed("preserve_thinking", "chat_template_kwargs.preserve_thinking"),
-            Renamed("thinking_budget", "thinking_token_budget"),
-            Renamed("max_thinking_tokens", "thinking_token_budget"),
-            Renamed("thinking_budget_tokens", "thinking_token_budget"),
+            Renamed("thinking_budget max_thinking_tokens thinking_budget_tokens", "thinking_token_budget"),
             NotServed("functions", "functions are given as tools"),
             NotServed("function_call", "the choice of a function is given as tool_choice", (None, [], "none")),
             NotServed("audio", "only text is served"),
@@ -272,8 +294,7 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             ),
             NotServed("echo", "/v1/completions returns prompts", (None, False)),
             NotServed("documents", "documents are given in a message"),
-            NotServed("chat_template", "the model's own template is used", (None,)),
-            NotServed("tool_prompt", "the model's own template is used", (None,)),
+            NotServed("chat_template tool_prompt", "the model's own template is used", (None,)),
             NotServed("prompt_mode", "the model's own template is used; reasoning_effort and thinking set it", (None,)),
             NotServed("safe_prompt", "the system's message is not changed", (None, False)),
             NotServed("parse_tool_calls", "tool_choice: none leaves calls unread", (None, True)),
@@ -283,6 +304,9 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
         (MessagesInput,),
         (
             Ignored("prompt_cache_key", _CACHE),
+            Ignored("cache_control", _CACHE, _Object),
+            Ignored("speed", _BILLING, str),
+            Ignored("context_management", "no edit is made: the model reads the whole conversation", ContextManagement),
             NotServed("compaction", "conversations are not summarized; send a shorter one", (None,)),
             NotServed("mcp_servers", "tools of MCP servers are not served; the client runs all tools"),
         ),
@@ -290,6 +314,8 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
     (
         (MessagesRequest,),
         (
+            Ignored("service_tier inference_geo", _BILLING, str),
+            Ignored("diagnostics", _BILLING, _Object),
             NotServed("container", "containers are not served", (None,)),
             NotServed("thread", "conversations are not stored; send all messages", (None,), ThreadRefused),
         ),
@@ -297,6 +323,11 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
     (
         (ResponsesRequest,),
         (
+            Ignored("client_metadata", _BILLING, _Object),
+            Ignored("include", "all that a response has is given", list[_Included]),
+            Ignored(
+                "truncation", "an input that is too long is refused; send a shorter one", Literal["auto", "disabled"]
+            ),
             NotServed("background", "responses are not computed in the background", (None, False)),
             NotServed("context_management", "contexts are not managed"),
             NotServed("conversation", "conversations are not stored; send the messages in `input`", (None,)),
@@ -323,12 +354,13 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
         (ChatMessage,),
         (
             Ignored("reasoning_details thinking_blocks reasoning_opaque thought_signature signature", _HISTORY),
-            Ignored("extra_content provider_specific_fields annotations citations parsed", _HISTORY),
-            Renamed("reasoning_text", "reasoning_content"),
-            Renamed("thinking", "reasoning_content"),
+            Ignored("extra_content citations parsed", _HISTORY),
+            Ignored("annotations", _HISTORY, list[Any]),
+            Ignored("provider_specific_fields", _HISTORY, _Object),
+            Ignored("audio", "only text is served", NoneType),
+            Renamed("reasoning_text thinking", "reasoning_content"),
             NotServed("images", "images are not served"),
-            NotServed("prefix", "the field is continue_final_message, of the body", (None, False)),
-            NotServed("partial", "the field is continue_final_message, of the body", (None, False)),
+            NotServed("prefix partial", "the field is continue_final_message, of the body", (None, False)),
         ),
     ),
     (
@@ -341,6 +373,13 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
         ),
     ),
     ((TextPart, InputPart), (Renamed("refusal", "text"),)),
+    ((TextPart, MessageBlock), (Ignored("cache_control", _CACHE, _Object),)),
+    ((MessageText, TextBlock), (Ignored("citations", _HISTORY, list[Any]),)),
+    ((InputPart,), (Ignored("annotations logprobs", _HISTORY, list[Any]), Ignored("parsed", _HISTORY))),
+    ((ToolUseBlock,), (Ignored("caller", _HISTORY, _Object),)),
+    ((ThinkingBlock,), (Ignored("signature", "it is not checked", str),)),
+    ((SystemTurn,), (Ignored("output_config", "how long to think is not set for one turn", OutputEffort),)),
+    ((ThinkingEnabled, ThinkingAdaptive), (Ignored("block_binding", "signatures are not checked", _Object),)),
     (
         (ToolCall, CalledFunction),
         (
@@ -348,24 +387,34 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             Ignored("extra_content provider_specific_fields thought_signature parsed_arguments", _HISTORY),
         ),
     ),
+    ((ToolCall,), (Ignored("index", "clients send streamed calls back", int),)),
     (
         (Tool, FunctionTool, CustomTool, ResponseFunction, ResponseCustomTool),
         (
             Ignored("cache_control copilot_cache_control", _CACHE),
             Ignored("strict", _STRICT),
-            Ignored("defer_loading eager_input_streaming", "the model sees every tool at once"),
+            Ignored("defer_loading eager_input_streaming", _AT_ONCE),
             Ignored("input_examples output_schema", "chat templates have no place for it"),
             NotServed("allowed_callers", "only the model calls tools; add 'direct'", (None, ["direct"])),
             NotServed("async", "a call is answered before the model goes on", (None, False)),
         ),
     ),
+    ((CustomTool, ResponseFunction, ResponseCustomTool), (Ignored("defer_loading", _AT_ONCE, bool),)),
+    (
+        (CustomTool,),
+        (
+            Ignored("cache_control", _CACHE, _Object),
+            Ignored("eager_input_streaming", "what the model writes is streamed at once", bool),
+            Ignored("input_examples", "chat templates have no place for it", list[_Object]),
+        ),
+    ),
+    ((ResponseFunction,), (Ignored("output_schema", "chat templates have no place for it", _Object),)),
     (
         (Tool,),
         (
             Renamed("name", "function.name"),
             Renamed("description", "function.description"),
-            Renamed("parameters", "function.parameters"),
-            Renamed("input_schema", "function.parameters"),
+            Renamed("parameters input_schema", "function.parameters"),
         ),
     ),
     ((ResponseFunction, ResponseNamedTool), (Merged("function"),)),
@@ -387,10 +436,23 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             Ignored("disable_fallback backend", "there is one backend, llguidance"),
         ),
     ),
-    ((TextConfig,), (Ignored("verbosity", "models have no such setting"),)),
+    (
+        (JsonSchemaFormat,),
+        (Ignored("description", "the model does not read it", str), Ignored("strict", _STRICT, bool)),
+    ),
+    (
+        (StreamOptions, ResponsesStreamOptions),
+        (Ignored("include_obfuscation", "streams are not obfuscated", bool),),
+    ),
+    ((TextConfig,), (Ignored("verbosity", "models have no such setting", Literal["low", "medium", "high"]),)),
     (
         (ReasoningConfig,),
-        (NotServed("mode", "there is one mode; effort sets the thoughts", (None, "standard")),),
+        (
+            Ignored("summary", _AS_THEY_ARE, Literal["auto", "concise", "detailed", "none"]),
+            Ignored("generate_summary", _AS_THEY_ARE, Literal["auto", "concise", "detailed"]),
+            Ignored("context", _AS_THEY_ARE, Literal["auto", "current_turn", "all_turns"]),
+            NotServed("mode", "there is one mode; effort sets the thoughts", (None, "standard")),
+        ),
     ),
     ((OutputConfig,), (NotServed("task_budget", "the model knows no budget; max_tokens bounds an answer", (None,)),)),
     ((CallOutputItem,), (Ignored("name", "the call before it has the name"),)),
@@ -401,9 +463,15 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
                 "id status phase created_by caller async namespace internal_chat_message_metadata_passthrough", _HISTORY
             ),
             Ignored("provider_specific_fields extra_content metadata", _HISTORY),
+            Ignored("id status", _HISTORY, str),
         ),
     ),
+    ((MessageItem,), (Ignored("phase", _HISTORY, str),)),
+    ((ReasoningItem,), (Ignored("encrypted_content", "it is not read", str),)),
+    ((CallItem,), (Ignored("parsed_arguments", _HISTORY),)),
 )
+_BODIES = (CommonRequest, MessagesInput, ResponsesRequest)
+_S = TypeVar("_S", bound=Struct)
 
 
 @cache
@@ -414,20 +482,82 @@ def rules_of(kind: type[Struct]) -> dict[str, Rule]:
     for kinds, group in _TABLE:
         if issubclass(kind, kinds):
             for rule in group:
-                rules.update(dict.fromkeys(rule.names.split() if isinstance(rule, Ignored) else [rule.name], rule))
+                rules.update(dict.fromkeys(rule.names.split(), rule))
     return rules
 
 
+def sent_type(kind: type[_S]) -> type[_S]:
+    """Return the type as which objects of `kind` are decoded. It has also the fields of the table without effect. The
+    type of a body has also the fields that are not served, which `check_served` refuses."""
+    return _sent_type(kind)
+
+
+def decoder_of(kind: type[_S]) -> msgspec.json.Decoder[_S]:
+    """Return the decoder of what clients send as an object of a type."""
+    return _decoder_of(kind)
+
+
 @cache
-def _declared_refusals(kind: type[Struct]) -> tuple[NotServed, ...]:
+def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(_sent_type(kind))
+
+
+@cache
+def _sent_type(kind: Any) -> Any:
+    fields: list[tuple[str, Any, Any]] = []
+    for field in structs.fields(kind):
+        sent = _sent(field.type)
+        if sent != field.type:
+            fields.append((field.name, sent, _default_of(field)))
+    known = {*(field.encode_name for field in structs.fields(kind)), kind.__struct_config__.tag_field}
+    others = {name: rule for name, rule in rules_of(kind).items() if name not in known and name.isidentifier()}
+    fields += [(name, rule.kind | None, None) for name, rule in others.items() if isinstance(rule, Ignored)]
+    if issubclass(kind, _BODIES):
+        fields += [(name, Any, None) for name, rule in others.items() if isinstance(rule, NotServed)]
+    if not fields:
+        return kind
+    namespace = {"__doc__": kind.__doc__}
+    return defstruct(kind.__name__, fields, bases=(kind,), namespace=namespace, module=kind.__module__, kw_only=True)
+
+
+def _sent(hint: Any) -> Any:
+    """Return a field's type, with the structs in it as they are decoded."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return _sent_type(hint)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return Annotated[(_sent(args[0]), *args[1:])]
+    if origin in (Union, UnionType):
+        return cast(Any, Union)[tuple(map(_sent, args))]
+    if origin is list:
+        return GenericAlias(list, (_sent(args[0]),))
+    return cast(Any, hint)
+
+
+def _default_of(field: structs.FieldInfo) -> Any:
+    if field.default_factory is not NODEFAULT:
+        return msgspec.field(default_factory=field.default_factory)
+    return msgspec.field() if field.default is NODEFAULT else field.default
+
+
+@cache
+def _refusals_of(kind: type[Struct]) -> dict[str, NotServed]:
+    """Return the rules of the fields that are not served, which are the last fields of a body's type."""
     known = kind.__struct_fields__
-    return tuple(rule for name, rule in rules_of(kind).items() if name in known and isinstance(rule, NotServed))
+    rules = {name: rule for name, rule in rules_of(kind).items() if name in known and isinstance(rule, NotServed)}
+    assert known[len(known) - len(rules) :] == tuple(rules), f"{kind.__name__} declares fields that are not served"
+    return rules
 
 
 def check_served(body: Struct) -> None:
     """Raise RequestError for a field that asks for something that Baton does not serve."""
-    for rule in _declared_refusals(type(body)):
-        check_value(rule, getattr(body, rule.name), rule.name)
+    rules = _refusals_of(type(body))
+    if not rules:
+        return
+    values = structs.astuple(body)[-len(rules) :]
+    if values.count(None) < len(values):  # this is quick, and true of few bodies
+        for name, value in zip(rules, values, strict=True):
+            check_value(rules[name], value, name)
 
 
 def check_value(rule: NotServed, value: Any, path: str) -> None:

@@ -19,7 +19,7 @@ from msgspec import Raw, inspect
 from ....metadata.errors import RequestError
 from ..generation.tool_types import ClientTool
 from ..generation.types import PARTS_NOT_SERVED, MessagePart
-from .fields import Converted, Ignored, Merged, NotServed, Renamed, Rule, check_value, rules_of
+from .fields import Converted, Ignored, Merged, NotServed, Renamed, Rule, check_value, rules_of, sent_type
 
 MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that would take long
 _SHORT = 64  # bytes of a value that the conversion of another field may look at
@@ -43,7 +43,7 @@ def mended(body: bytes, kind: Any) -> bytes:
 
 @cache
 def _described(kind: Any) -> inspect.Type:
-    return inspect.type_info(kind)
+    return inspect.type_info(sent_type(kind))
 
 
 def _mended(value: Raw, kind: inspect.Type, path: str) -> Raw:
@@ -81,6 +81,8 @@ def _mended_object(value: Raw, kinds: list[inspect.StructType], path: str) -> di
     for name, item in fields.items():
         if name in known or not kind.forbid_unknown_fields or name == kind.tag_field:
             kept[name] = item
+            if name in known and isinstance(rule := rules.get(name), NotServed):
+                check_value(rule, msgspec.json.decode(item), _joined(path, name))
         else:
             others.append((name, item))
     while others:
@@ -88,13 +90,13 @@ def _mended_object(value: Raw, kinds: list[inspect.StructType], path: str) -> di
         if bytes(item) == b"null":
             continue
         if name not in rules:
-            raise _unknown_field(path, name, known)
+            raise _unknown_field(path, name, (each for each in known if each not in rules))
         for target, given in _stands_for(rules[name], name, item, kept, path):
             if target.partition(".")[0] in known:
                 _put(kept, target, given, name, path)
             else:
                 others.append((target, given))
-    for name in kept.keys() & known.keys():
+    for name in [each for each in kept if each in known]:
         kept[name] = _mended(kept[name], known[name], _joined(path, name))
     return kept
 

@@ -35,13 +35,14 @@ from ..responses.input import messages_of
 from ..responses.types import ResponsesRequest
 from .bodies import decoded_mended, decoded_strictly, mend
 from .body_size import BODY_SIZE, BodySize, exact_size
+from .fields import decoder_of
 
 MAX_CPU_S = 15.0  # seconds of the processor per piece of work
 MAX_WAITING = 256  # pieces of work of one caller
 MAX_MODELS = 8
 NUM_PROCESSES = min(2, os.cpu_count() or 1)
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=Struct)
 
 
 class _Model(Struct, frozen=True, array_like=True, tag=True):
@@ -206,12 +207,12 @@ class SideWork:
             return mend(body, kind)
         return (await self._do(None, _Mend(body, kind.__name__))).data[0]
 
-    async def body_of_ids(self, body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+    async def body_of_ids(self, body: bytes, kind: type[_T]) -> _T:
         """Return a body of completions or of /detokenize, decoded. Its ids are columns."""
-        done = await self._do(None, _Body(body, decoder.type.__name__))
+        done = await self._do(None, _Body(body, kind.__name__))
         ids = map(ids_column, done.data[1:])
         prompts = [next(ids) if text is None else text for text in done.texts]
-        value: Any = decoder.decode(done.data[0])
+        value: Any = decoder_of(kind).decode(done.data[0])
         given = {"prompt": prompts} if isinstance(value, CompletionRequest) else {"tokens": prompts[0]}
         return cast("_T", msgspec.structs.replace(value, **given))
 
@@ -355,7 +356,7 @@ async def _result(work: _Work, served: Any) -> _Done:
             return _Done(data=[_to_json(messages_of(msgspec.json.decode(work.body, type=ResponsesRequest)))])
         case _Chat():
             group: NodeGroup = served(work.name, work.context_len)
-            body = msgspec.json.decode(work.body, type=_Conversation)
+            body = decoder_of(_Conversation).decode(work.body)
             prompt = await chat_prompt(body, group, _tokenizer_of(group), msgspec.json.decode(work.tools))
             return _Done(texts=[prompt.text], data=[pack_ids(prompt.ids)])
         case _Prompts():
@@ -372,7 +373,7 @@ async def _result(work: _Work, served: Any) -> _Done:
             return _Done(texts=[each.text for each in encoded], data=[pack_ids(each.ids) for each in encoded])
         case _Tokenize():
             group = served(work.name, work.context_len)
-            request = msgspec.json.decode(work.body, type=TokenizeRequest)
+            request = decoder_of(TokenizeRequest).decode(work.body)
             return _Done(data=[_to_json(await tokenized(request, group, _tokenizer_of(group)))])
         case _Decode():
             tokenizer = _tokenizer_of(served(work.name, 0))
@@ -381,11 +382,10 @@ async def _result(work: _Work, served: Any) -> _Done:
 
 def _without_ids(body: bytes, kind: type[Struct]) -> _Done:
     """Return a body in which one id stands for all ids of its prompts, and then the prompts."""
-    decoder = msgspec.json.Decoder(kind)
-    value: Any = decoded_strictly(body, decoder)
+    value: Any = decoded_strictly(body, kind)
     if value is None:
         body = mend(body, kind)
-        value = decoded_mended(body, decoder)
+        value = decoded_mended(body, kind)
     is_completion = isinstance(value, CompletionRequest)
     prompts = prompts_of(value) if is_completion else [value.tokens]
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])

@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from ....metadata.errors import BatonError
 from ...requests.request import Delta, Request, Sequence
-from ..openai.format import AnswerFormat
 from ..server.sse import EventStream
+from .answer_format import AnswerFormat
 from .types import StreamOptions, Usage
 
 LOOK_S = 1.0  # between two looks at whether a stream without output is opened

@@ -1,4 +1,5 @@
-"""Salts of prefix caches, which keep the caches of tenants, or of keys, apart.
+"""Salts of prefix caches, which keep the caches of tenants, or of keys, apart. Sessions, whose requests prefer the same
+nodes, are kept apart in the same way.
 
 A node matches only prompts of equal salt. The salt is a keyed hash of its owner and of the client's own `cache_salt`.
 Without the router's secret nobody can make the salt of another owner. The tenant `default` without a `cache_salt` has
@@ -8,10 +9,24 @@ no salt.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from hashlib import blake2b
 
 from ...waiting.fair_share import DEFAULT, CacheScope
 from ..server.access import Caller
+
+MAX_ID = 256  # characters of a session's id; a longer one is no id
+HEADERS = (  # with the id of a session; the first that is there counts
+    "x-session-id",
+    "x-session-affinity",
+    "x-claude-code-session-id",
+    "x-opencode-session",
+    "x-smg-routing-key",
+    "x-litellm-session-id",
+    "x-grok-conv-id",
+    "session-id",
+    "session_id",
+)
 
 
 class CacheSalts:
@@ -39,3 +54,12 @@ class CacheSalts:
         for part in parts:  # with its length, so that parts cannot run into each other
             hashed.update(len(part).to_bytes(4, "big") + part)
         return hashed.digest()
+
+
+def session_id(headers: Mapping[str, str], prompt_cache_key: str | None) -> str | None:
+    """Return the session of a request: a header's, else the body's `prompt_cache_key`. None if there is none."""
+    for name in HEADERS:
+        given = headers.get(name, "").strip()
+        if given:
+            return given if len(given) <= MAX_ID else None
+    return prompt_cache_key if prompt_cache_key and len(prompt_cache_key) <= MAX_ID else None

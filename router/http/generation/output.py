@@ -1,92 +1,252 @@
-"""The events of one output as they come, or its parts once it is whole: thoughts, content and tool calls in the order
-of the text."""
+"""The output of a model as parts: thoughts, text and tool calls, in the order in which the model wrote them.
+
+    OutputReading   one per request   which parsers read its outputs
+    OutputReader    one per output    text in, events out
+    formats         one per answer    events in, bytes out: format.py of openai/, responses/ and anthropic/
+
+A part begins, gets text, and ends before the next one begins. The text of a call is its arguments, a JSON object. If a
+call never becomes whole, it is broken. A stream has already sent its beginning, and ends it early. A whole answer has
+all that the model wrote of it as text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import abc
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ...reasoning_parsers.base import Thought
-from ...requests.output_parser import OutputEvent, OutputParser, ThoughtCounter
+from msgspec import Struct
+
+from ...reasoning_parsers.base import Part as Divided
+from ...reasoning_parsers.base import ReasoningParser, Thought
+from ...reasoning_parsers.registry import REASONING_PARSERS, parser_for_template
 from ...requests.request import Sequence
-from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content
+from ...text.chat_template import ChatTemplate
+from ...text.detokenizer import Detokenizer, make_detokenizer
+from ...text.tokenizer import TextTokenizer
+from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content, Event, ToolParser
+from .tools import NO_PARSER, ToolUse
 
 ReasoningField = Literal["reasoning_content", "reasoning"]
+PartKind = Literal["thought", "text", "call"]
 
 
-class OutputReading(NamedTuple):
-    """How the outputs of one request are read. Each output gets parsers of its own."""
+class OutputPart(Struct):
+    """A part of an output. `index` counts the parts. `is_whole` is None until the part has ended."""
 
-    new_parser: Callable[[], OutputParser]
-    new_counter: Callable[[Sequence], ThoughtCounter] | None  # None: no thoughts
-    reasoning_field: ReasoningField
-    is_parallel: bool  # False: calls after the first are left out
+    kind: PartKind
+    index: int
+    call: CallBegin | None = None  # present if the part is a call: its id, its name, its number among the calls
+    texts: list[str] = []
+    is_whole: bool | None = None
 
-
-class WholeCall(NamedTuple):
-    """A tool call of an output. `arguments` is a JSON object as text."""
-
-    call_id: str
-    name: str
-    arguments: str
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.texts)
 
 
-WholePart = Thought | Content | WholeCall
+class PartBegun(NamedTuple):
+    """A part begins. `part` is as it begins, without text."""
+
+    part: OutputPart
+
+
+class PartDelta(NamedTuple):
+    """A part gets more text."""
+
+    part: OutputPart
+    text: str
+
+
+class PartEnded(NamedTuple):
+    """A part has ended."""
+
+    part: OutputPart
+
+
+PartEvent = PartBegun | PartDelta | PartEnded
 
 
 class OutputReader:
-    """Reader of one output. `reading`: how outputs are read; None: all text is content. Unless `with_thoughts`,
-    thoughts are left out, and only counted.
+    """Reader of one output. `parts` are its parts so far.
 
-    `has_call`: a whole call is among the events so far.
+    Without parsers all text is text. If calls are not parallel, those after the first are left out. Unless
+    `with_thoughts`, thoughts are left out.
     """
 
-    def __init__(self, reading: OutputReading | None, *, with_thoughts: bool = True) -> None:
-        self._reading = reading
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        is_parallel: bool = True,
+        with_thoughts: bool = True,
+    ) -> None:
+        self.parts: list[OutputPart] = []
+        self._reasoning = reasoning
+        self._tools = tools
+        self._is_parallel = is_parallel
         self._with_thoughts = with_thoughts
-        self._parser = OutputParser(None, None) if reading is None else reading.new_parser()
-        self._counter: ThoughtCounter | None = None
-        self.has_call = False
+        self._sources: dict[int, str] = {}  # all that the model wrote of each broken call, by the index of its part
 
-    def events(self, text: str, *, is_last: bool) -> list[OutputEvent]:
-        """Return what the next part of the text brings. If parallel calls are off, calls after the first are left
-        out."""
-        events = self._parser.feed(text)
-        if is_last:
-            events += self._parser.finish()
-        kept = [event for event in events if self._is_kept(event)]
-        self.has_call = self.has_call or any(isinstance(event, CallEnd) for event in kept)
-        return kept
+    @property
+    def has_call(self) -> bool:
+        """Whether a whole call is among the parts."""
+        return any(part.kind == "call" and part.is_whole for part in self.parts)
 
-    def whole(self, text: str) -> list[WholePart]:
-        """Return the parts of a whole output. Neighbouring texts are one part. The text of a broken call is content."""
-        parts, call = list[WholePart](), WholeCall("", "", "")
-        for event in self.events(text, is_last=True):
+    def read(self, text: str, *, is_last: bool) -> list[PartEvent]:
+        """Return what the next part of the text brings. The last part does not end before `end`, unless it is a
+        call."""
+        events = list[PartEvent]()
+        for event in self._parsed(text, is_last=is_last):
             match event:
-                case CallBegin():
-                    call = WholeCall(event.call_id, event.name, "")
-                case CallArguments():
-                    call = call._replace(arguments=call.arguments + event.text)
-                case CallEnd():
-                    parts.append(call)
-                case Thought() | Content() | CallBroken():
-                    kind, before = (Thought if isinstance(event, Thought) else Content), parts[-1] if parts else None
-                    if isinstance(before, kind):
-                        parts[-1] = kind(before.text + event.text)
-                    else:
-                        parts.append(kind(event.text))
+                case Content():
+                    self._add("text", event.text, events)
+                case Thought():
+                    if self._with_thoughts:
+                        self._add("thought", event.text, events)
+                case _:
+                    if event.index == 0 or self._is_parallel:
+                        self._read_call(event, events)
+        return events
+
+    def end(self, *, is_whole: bool = True) -> list[PartEvent]:
+        """The output has ended. Return the end of its last part, if that has not ended."""
+        events = list[PartEvent]()
+        self._end(events, is_whole=is_whole)
+        return events
+
+    def whole(self, text: str, *, is_whole: bool = True) -> list[OutputPart]:
+        """Return the parts of a whole output. Neighbouring texts are one part. The text of a broken call is text.
+        `is_whole`: the output was not cut off, so that its last part is whole too."""
+        self.read(text, is_last=True)
+        parts = list[OutputPart]()
+        for part in self.parts:
+            source = self._sources.get(part.index)
+            kind, call, texts = (part.kind, part.call, part.texts) if source is None else ("text", None, [source])
+            if parts and parts[-1].kind == kind != "call":
+                parts[-1].texts += texts
+            else:
+                parts.append(OutputPart(kind, len(parts), call, [*texts], is_whole=True))
+        if parts and parts[-1].kind != "call":
+            parts[-1].is_whole = is_whole
         return parts
 
-    def num_thoughts(self, sequence: Sequence) -> int:
-        """Return how many tokens of the output so far are thoughts. `sequence` is that of the output."""
-        if self._reading is None or self._reading.new_counter is None:
-            return 0
-        if self._counter is None:
-            self._counter = self._reading.new_counter(sequence)
-        return self._counter.count(sequence.received)
+    def _parsed(self, text: str, *, is_last: bool) -> list[Thought | Event]:
+        """Return the events of the parsers: thoughts first, then text and calls."""
+        if self._reasoning is None:
+            events: list[Thought | Event] = [*self._calls_in(text)]
+        else:
+            events = self._divided(self._reasoning.feed(text))
+        if is_last and self._reasoning is not None:
+            events += self._divided(self._reasoning.finish())
+        return [*events, *self._tools.finish()] if is_last and self._tools is not None else events
 
-    def _is_kept(self, event: OutputEvent) -> bool:
-        if isinstance(event, Thought):
-            return self._with_thoughts
-        is_call = isinstance(event, CallBegin | CallArguments | CallEnd | CallBroken)
-        return not is_call or event.index == 0 or self._reading is None or self._reading.is_parallel
+    def _divided(self, parts: abc.Iterable[Divided]) -> list[Thought | Event]:
+        events = list[Thought | Event]()
+        for part in parts:
+            events += [part] if isinstance(part, Thought) else self._calls_in(part.text)
+        return events
+
+    def _calls_in(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        return [Content(text)] if self._tools is None else self._tools.feed(text)
+
+    def _read_call(self, event: CallBegin | CallArguments | CallEnd | CallBroken, events: list[PartEvent]) -> None:
+        match event:
+            case CallBegin():
+                self._begin("call", events, event)
+            case CallArguments():
+                self._add("call", event.text, events)
+            case CallEnd():
+                self._end(events, is_whole=True)
+            case CallBroken():
+                self._sources[self.parts[-1].index] = event.text
+                self._end(events, is_whole=False)
+
+    def _begin(self, kind: PartKind, events: list[PartEvent], call: CallBegin | None = None) -> None:
+        self._end(events, is_whole=True)
+        events.append(PartBegun(OutputPart(kind, len(self.parts), call)))
+        self.parts.append(OutputPart(kind, len(self.parts), call))
+
+    def _add(self, kind: PartKind, text: str, events: list[PartEvent]) -> None:
+        if not self.parts or self.parts[-1].is_whole is not None or self.parts[-1].kind != kind:
+            self._begin(kind, events)
+        self.parts[-1].texts.append(text)
+        events.append(PartDelta(self.parts[-1], text))
+
+    def _end(self, events: list[PartEvent], *, is_whole: bool) -> None:
+        if self.parts and self.parts[-1].is_whole is None:
+            self.parts[-1].is_whole = is_whole
+            events.append(PartEnded(self.parts[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReading:
+    """How the outputs after a prompt's text are read: the parsers of thoughts and calls that fit the model and the
+    request. Each output gets parsers of its own."""
+
+    prompt: str
+    tokenizer: TextTokenizer
+    use: ToolUse | None
+    reasoning: type[ReasoningParser] | None
+    reasoning_field: ReasoningField
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """The texts that must reach the parsers, also if they are special tokens."""
+        of_calls = () if self.use is None else self.use.parser.markers
+        return frozenset((*of_calls, *(() if self.reasoning is None else self.reasoning.markers)))
+
+    def new_reader(self, *, with_thoughts: bool = True) -> OutputReader:
+        """Return the reader of one output."""
+        return OutputReader(
+            None if self.reasoning is None else self.reasoning(self.prompt),
+            None if self.use is None else self.use.parser(self.use.schemas),
+            is_parallel=self.use is None or self.use.is_parallel,
+            with_thoughts=with_thoughts,
+        )
+
+    def new_counter(self, sequence: Sequence) -> ThoughtCounter:
+        """Return the counter of a sequence's thoughts."""
+        assert self.reasoning is not None, "only thoughts are counted"
+        prompt_ids, markers = sequence.request.prompt_ids, frozenset(self.reasoning.markers)
+        detokenizer = make_detokenizer(self.tokenizer, prompt_ids, skip_special=True, markers=markers)
+        return ThoughtCounter(self.reasoning(self.prompt), detokenizer)
+
+
+def reasoning_parser(template: ChatTemplate | None, flag: str | None) -> type[ReasoningParser] | None:
+    """Return the parser of a model's thoughts, None if it has none. `flag`: the value of --reasoning-parser."""
+    name = flag or (parser_for_template(template.source) if template is not None else None)
+    return None if name is None or name == NO_PARSER else REASONING_PARSERS[name]
+
+
+class ThoughtCounter:
+    """Counts the tokens of one output that are thoughts, with the marks around them.
+
+    A token counts if the output is inside thoughts before or after it, or in a mark that opens them. So the count does
+    not depend on how many tokens arrive at once.
+    """
+
+    def __init__(self, reasoning: ReasoningParser, detokenizer: Detokenizer) -> None:
+        """Both must be new: they read the output from its beginning."""
+        self._reasoning = reasoning
+        self._detokenizer = detokenizer
+        self._num_read = 0
+        self._num_undecided = 0  # tokens that may be a mark
+        self._num_thoughts = 0
+
+    def count(self, received: abc.Sequence[int]) -> int:
+        """Return the number of thought tokens among all token ids of the output so far."""
+        for token_id in received[self._num_read :]:
+            before = self._reasoning.place
+            self._reasoning.feed(self._detokenizer.step(token_id))
+            self._num_undecided += 1
+            if "thoughts" in (before, self._reasoning.place):
+                self._num_thoughts += self._num_undecided
+            if self._reasoning.place != "undecided":
+                self._num_undecided = 0
+        self._num_read = len(received)
+        return self._num_thoughts

@@ -13,7 +13,6 @@ from ....metadata.errors import RequestError
 from ....metadata.wire.request import FROM_CHECKPOINT, MAX_CONTEXT, SamplingParams
 from ...nodes.node import NodeGroup
 from ...requests.request import TextOptions
-from ..bodies.fields import check_served
 from .types import ChatRequest, CommonRequest, CompletionRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -138,7 +137,6 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
 def _check_common(body: CommonRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
-    check_served(body)
 
 
 def _max_tokens(body: CommonRequest, prompt_len: int, context_len: int, *, ends_with_context: bool) -> int:

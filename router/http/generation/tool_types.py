@@ -56,20 +56,33 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
     """A function that a message calls. `arguments` is a JSON object as text; histories may also hold the object
-    itself. `parsed_arguments` is what OpenAI's client has read of it, and sends back."""
+    itself."""
 
     name: str
     arguments: str | dict[str, Any] = ""
-    parsed_arguments: Any = UNSET
 
 
 class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tool call of an assistant's message. `index` is there only because clients send streamed calls back."""
+    """A tool call of an assistant's message."""
 
     id: CallId
     function: CalledFunction
     type: Literal["function"] | None = None
-    index: int | None = None
+
+
+class MadeFunction(Struct, frozen=True):
+    """The function of a call that the model made. `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(Struct, frozen=True, kw_only=True):
+    """A tool call that the model made."""
+
+    id: str
+    function: MadeFunction
+    type: Literal["function"] = "function"
 
 
 class FunctionDelta(Struct, frozen=True, omit_defaults=True):

@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import msgspec
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from ....metadata.errors import RequestError
 from ...text.chat_template import ChatTemplate
 from ...tool_parsers.base import ToolParser
-from ...tool_parsers.registry import TOOL_PARSERS
+from ...tool_parsers.registry import TOOL_PARSERS, parser_for_template
 from .tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoice, ToolChoiceObject
 from .types import ChatMessage, ChatRequest, TextPart
 
@@ -52,7 +51,7 @@ class ToolUse(NamedTuple):
     @property
     def for_template(self) -> list[dict[str, Any]]:
         """The tools as chat templates expect them."""
-        return [to_builtins(tool) for tool in self.tools]
+        return [{"type": "function", "function": _plain(tool.function)} for tool in self.tools]
 
 
 class _Choice(NamedTuple):
@@ -97,8 +96,12 @@ def tool_use(body: ChatRequest, template: ChatTemplate | None, flag: str | None)
     if not tools or choice.is_none:
         return None
     if template is None or not template.knows_tools:
-        raise RequestError("tools: the model's chat template has no place for tools", param="tools")
-    parser_name = flag or template.tool_parser
+        raise RequestError(
+            f"tools: the model's chat template has no place for tools, so {body.model!r} cannot use them; leave tools "
+            "out, or serve a model whose template writes them",
+            param="tools",
+        )
+    parser_name = flag or parser_for_template(template.source)
     if parser_name is None or parser_name == NO_PARSER:
         why = "its chat template does not tell how it writes calls" if flag is None else "the router reads no calls"
         raise RequestError(
@@ -207,6 +210,12 @@ def _argument_text(function: CalledFunction, _path: str) -> str:
 
 def _history_error(words: str) -> RequestError:
     return RequestError(words, param="messages")
+
+
+def _plain(function: FunctionTool) -> dict[str, Any]:
+    """Return the fields that a client gave of a function."""
+    given = {name: getattr(function, name) for name in FunctionTool.__struct_fields__}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _schema_of(function: FunctionTool) -> dict[str, Any]:

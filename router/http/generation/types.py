@@ -1,8 +1,7 @@
 """Bodies of requests and answers that follow OpenAI's API, with extensions of vLLM and of Baton.
 
-Decoding is strict, and `null` is accepted for optional fields. What becomes of fields that are not declared here, that
-have no effect, or that ask for something that Baton cannot do, such as `audio`, stands in the table of fields.py. The
-OpenAPI document is generated from these types.
+The types declare what is served. Decoding is strict, and `null` is accepted for optional fields. The table of
+bodies/fields.py says what becomes of other fields that clients send. The OpenAPI document is generated from both.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from ....metadata.wire.request import MAX_CHOICES, MAX_CONTEXT, MAX_DRAFT_STEPS, MAX_TOP_LOGPROBS, TokenId
-from .tool_types import MAX_CALLS, CalledFunction, ToolCall, ToolCallDelta, ToolChoice, Tools
+from .tool_types import MAX_CALLS, CalledFunction, MadeCall, ToolCall, ToolCallDelta, ToolChoice, Tools
 
 MAX_STOPS = 16
 MAX_PROMPTS = 256
@@ -90,20 +89,17 @@ PARTS_NOT_SERVED = {  # type of a part of a message -> what it holds
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Additional contents of a stream. `include_obfuscation` has no effect."""
+    """Additional contents of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A JSON schema that the text satisfies. It is always enforced: `strict` has no effect."""
+    """A JSON schema that the text satisfies."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     schema: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TagStructure(Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,21 +181,9 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     priority: Priority = None
     prompt_cache_key: SessionKey = None
-    # not served (fields.py)
-    bad_words: list[str] | None = None
-    detokenize: bool | None = None
-    prompt_logprobs: int | None = None
     # Baton's extensions
     draft_steps: DraftSteps = None
     timeout_s: TimeoutS = None
-    # without effect (fields.py)
-    user: str | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
 
 
 class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -210,7 +194,6 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
     best_of: BestOf = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    suffix: str | None = None
 
 
 class MessagePart(Struct, frozen=True):
@@ -219,32 +202,25 @@ class MessagePart(Struct, frozen=True):
 
 class TextPart(MessagePart, frozen=True, forbid_unknown_fields=True):
     """A part of a message; only text. The types are all read alike: clients of /v1/responses send the types of its
-    parts, and `refusal` is what a model said instead of an answer. `cache_control` has no effect: prefixes are cached
-    by themselves."""
+    parts, and `refusal` is what a model said instead of an answer."""
 
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
-    cache_control: dict[str, Any] | None = None
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. Clients send the fields typed `null`, `parsed` and `provider_specific_fields` back with an
-    assistant's message. `reasoning` is another name of `reasoning_content`. A `refusal` is read as text.
-    `function_call` and the role `function` are the deprecated forms of `tool_calls` and the role `tool`."""
+    """One message. `reasoning` is another name of `reasoning_content`. A `refusal` is read as text. `function_call` and
+    the role `function` are the deprecated forms of `tool_calls` and the role `tool`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
     function_call: CalledFunction | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    parsed: Any = None
-    provider_specific_fields: dict[str, Any] | None = None
 
 
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -262,14 +238,6 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     thinking_token_budget: ThinkingBudget = None  # vLLM's extension
-    verbosity: str | None = None  # without effect
-    # not served (fields.py)
-    modalities: list[str] | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
 
 
 class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -421,7 +389,7 @@ class AssistantMessage(Struct, frozen=True, kw_only=True):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[MadeCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,24 +1,41 @@
 """Formats of answers: bodies of /v1/completions and /v1/chat/completions, whole, and as the chunks of a stream.
 
-Most chunks add only text. Such a chunk is a prepared prefix, the encoded text, and a suffix.
+Most chunks add only text. Such a chunk is a prepared prefix, the encoded text, and a suffix. If an output is read, its
+parts (generation/output.py) are fields of a chat's message:
+
+    thoughts         reasoning_content, or reasoning
+    text             content
+    calls            tool_calls; a call that breaks stays incomplete in a stream, and is left out of a whole message
+
+The finish reason is tool_calls if the model stopped by itself and made a whole call.
 """
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import abc
 from typing import ClassVar
 
 import msgspec
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from ....metadata.errors import BatonError
-from ...requests.output_parser import ThoughtCounter
+from ....metadata.wire.request import FinishReason
 from ...requests.request import Delta, Request, Sequence
 from ...text.detokenizer import TokenBytes
 from ...text.tokenizer import TextTokenizer
-from ..generation.output import OutputReading
+from ..generation.answer_format import AnswerFormat
+from ..generation.output import (
+    OutputPart,
+    OutputReader,
+    OutputReading,
+    PartBegun,
+    PartDelta,
+    PartEnded,
+    PartEvent,
+    ReasoningField,
+)
+from ..generation.tool_types import FunctionDelta, MadeCall, MadeFunction, ToolCallDelta
 from ..generation.types import (
     AssistantMessage,
     ChatChoice,
@@ -26,96 +43,49 @@ from ..generation.types import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatFinishReason,
     ChatLogprobs,
     Completion,
     CompletionChoice,
-    CompletionTokensDetails,
     LegacyLogprobs,
-    PromptTokensDetails,
-    SpeculationDetails,
     Usage,
 )
-from ..server.sse import COMMENT, DONE, error_event, event
-from .chat_output import ChatOutput
+from ..server.sse import DONE, error_event, event
 from .logprobs import LegacyColumns, chat_logprobs, joined
 
 _encode = msgspec.json.Encoder().encode
 
 
-def usage_of(requests: abc.Sequence[Request]) -> Usage:
-    """Return the token counts of a whole answer."""
-    num_prompt = sum(len(request.prompt_ids) for request in requests)
-    num_generated = sum(request.num_generated for request in requests)
-    num_cached = sum(request.num_cached or 0 for request in requests)
-    return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_generated,
-        total_tokens=num_prompt + num_generated,
-        prompt_tokens_details=PromptTokensDetails(num_cached),
-        speculation=_speculation_of(requests),
-    )
+class _OpenAIFormat(AnswerFormat):
+    """Format of chunks. With `with_ids` answers carry token ids."""
 
-
-def _speculation_of(requests: abc.Sequence[Request]) -> SpeculationDetails | None:
-    num_rounds = sum(request.num_rounds for request in requests)
-    if num_rounds == 0:
-        return None
-    num_accepted = sum(request.num_accepted for request in requests)
-    return SpeculationDetails(
-        drafted_tokens=sum(request.num_drafted for request in requests),
-        accepted_tokens=num_accepted,
-        verify_count=num_rounds,
-        accept_length=round(1 + num_accepted / num_rounds, 3),
-    )
-
-
-class AnswerFormat(ABC):
-    """Format of one route's answers. `index` is a sequence's index in the answer. With `with_ids` answers carry token
-    ids. `num_logprobs` is None if no log-probabilities are asked for. `ends_with_context`: an output that is asked for
-    beyond the context ends there, and is not refused. `keep_alive` is sent in a stream that was silent."""
-
-    ends_with_context: ClassVar[bool] = False
-    keep_alive: ClassVar[bytes] = COMMENT
     _chunk_object: ClassVar[str]
     _text_start: ClassVar[bytes]  # of a chunk that adds only text: the JSON between `index` and the text
     _text_end: ClassVar[bytes]  # and between the text and `logprobs`
 
     def __init__(
-        self, response_id: str, model: str, tokenizer: TextTokenizer, *, num_logprobs: int | None, with_ids: bool
+        self,
+        response_id: str,
+        model: str,
+        tokenizer: TextTokenizer,
+        reading: OutputReading | None,
+        *,
+        num_logprobs: int | None,
+        with_ids: bool,
     ) -> None:
-        self.response_id = response_id
-        self.num_logprobs = num_logprobs
-        self._model = model
-        self._created = int(time.time())
-        self._tokenizer = tokenizer
+        super().__init__(response_id, model, tokenizer, reading, num_logprobs=num_logprobs)
         self._with_ids = with_ids
         self._prefixes: dict[int, bytes] = {}  # by index; present when the first chunk has been sent
 
-    def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
-        """Return the token counts of these requests, as far as the answer shows their tokens."""
-        return usage_of(requests)
-
-    @abstractmethod
-    def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
-        """Return the events for new output of a sequence, empty if there is none to show yet."""
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        """Return the event with the token counts, which follows the output of all sequences; empty if the format has
-        none."""
-        del usage
-        return b""
-
     def ended(self, requests: abc.Sequence[Request], *, with_usage: bool) -> bytes:
-        """Return the events that end a stream."""
         return (self.usage_chunk(self.usage_of(requests)) if with_usage else b"") + DONE
 
     def failed(self, error: BatonError) -> bytes:
-        """Return the event that ends a stream that fails."""
         return error_event(error)
 
     @abstractmethod
-    def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
-        """Return the whole body, with sequences in order."""
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """Return the event with the token counts, which follows the output of all sequences."""
 
     def _prepare(self, index: int) -> None:
         """Prepare the prefix of the sequence's chunks that add only text."""
@@ -134,7 +104,7 @@ class AnswerFormat(ABC):
         return self._prefixes[index] + _encode(delta.text) + self._text_end + tail
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(_OpenAIFormat):
     """Answers of /v1/completions. `prompt_texts` holds the prompt of each request, by its id, if prompts are echoed.
     `given_texts`: ids of those whose prompts came as texts, to which the tokenizer may have added special tokens.
     Without `has_output` the answer is the echoed prompts alone."""
@@ -155,7 +125,7 @@ class CompletionFormat(AnswerFormat):
         given_texts: abc.Container[str] = (),
         has_output: bool = True,
     ) -> None:
-        super().__init__(response_id, model, tokenizer, num_logprobs=num_logprobs, with_ids=with_ids)
+        super().__init__(response_id, model, tokenizer, None, num_logprobs=num_logprobs, with_ids=with_ids)
         self._prompt_texts = prompt_texts
         self._given_texts = given_texts
         self._has_output = has_output
@@ -253,8 +223,8 @@ def _added_places(tokenizer: TextTokenizer, prompt_ids: list[int]) -> list[int]:
     return [*range(first), *range(len(prompt_ids) - last, len(prompt_ids))]
 
 
-class ChatFormat(AnswerFormat):
-    """Answers of /v1/chat/completions. If `reading` is given, outputs hold thoughts or tool calls, which are read."""
+class ChatFormat(_OpenAIFormat):
+    """Answers of /v1/chat/completions."""
 
     _chunk_object = "chat.completion.chunk"
     _text_start = b'"delta":{"content":'
@@ -265,27 +235,14 @@ class ChatFormat(AnswerFormat):
         response_id: str,
         model: str,
         tokenizer: TextTokenizer,
+        reading: OutputReading | None,
         *,
         num_logprobs: int | None,
         with_ids: bool,
-        reading: OutputReading | None = None,
     ) -> None:
-        super().__init__(response_id, model, tokenizer, num_logprobs=num_logprobs, with_ids=with_ids)
-        self._reading = reading
-        self._outputs: dict[int, ChatOutput] = {}  # by index
-        self._counters: dict[Sequence, ThoughtCounter] = {}
+        super().__init__(response_id, model, tokenizer, reading, num_logprobs=num_logprobs, with_ids=with_ids)
+        self._readers: dict[int, OutputReader] = {}  # by index
         self._token_bytes: dict[Sequence, TokenBytes] = {}
-
-    def usage_of(self, requests: abc.Sequence[Request]) -> Usage:
-        usage = super().usage_of(requests)
-        if self._reading is None or self._reading.new_counter is None:
-            return usage
-        num_thoughts = 0
-        for sequence in (sequence for request in requests for sequence in request.sequences):
-            if sequence not in self._counters:
-                self._counters[sequence] = self._reading.new_counter(sequence)
-            num_thoughts += self._counters[sequence].count(sequence.received)
-        return structs.replace(usage, completion_tokens_details=CompletionTokensDetails(num_thoughts))
 
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
         if index not in self._prefixes:
@@ -315,8 +272,9 @@ class ChatFormat(AnswerFormat):
             assert delta.finish_reason is not None, f"sequence {index} of {self.response_id} has not ended"
             message, finish_reason = AssistantMessage(content=delta.text), delta.finish_reason
             if self._reading is not None:
-                output = ChatOutput(self._reading)
-                message, finish_reason = output.message(delta.text), output.finish_reason(delta.finish_reason)
+                reader = self._reading.new_reader()
+                message = chat_message(reader.whole(delta.text), self._reading.reasoning_field)
+                finish_reason = _finish_reason(reader, delta.finish_reason)
             choices.append(
                 ChatChoice(
                     index=index,
@@ -342,9 +300,12 @@ class ChatFormat(AnswerFormat):
         self, reading: OutputReading, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None
     ) -> bytes:
         """Return the events of an output that is read. Log-probabilities and ids of the new tokens are in the first."""
-        output = self._outputs.setdefault(index, ChatOutput(reading))
-        deltas = output.deltas(delta.text, is_last=delta.finish_reason is not None)
-        if not deltas and (delta.finish_reason is not None or self.num_logprobs is not None or self._with_ids):
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = reading.new_reader()
+        is_last = delta.finish_reason is not None
+        deltas = chat_deltas(reader.read(delta.text, is_last=is_last), reading.reasoning_field)
+        if not deltas and (is_last or self.num_logprobs is not None or self._with_ids):
             deltas = [ChatDelta()]
         events = list[bytes]()
         for place, each in enumerate(deltas):
@@ -353,7 +314,7 @@ class ChatFormat(AnswerFormat):
                 index=index,
                 delta=each,
                 logprobs=self._logprobs(sequence, delta) if is_first else None,
-                finish_reason=None if reason is None else output.finish_reason(reason),
+                finish_reason=None if reason is None else _finish_reason(reader, reason),
                 stop_reason=None if reason is None else delta.stop_reason,
                 token_ids=(delta.token_ids if is_first else []) if self._with_ids else None,
             )
@@ -387,3 +348,79 @@ class ChatFormat(AnswerFormat):
             reader = self._token_bytes[sequence] = sequence.new_token_bytes(self._tokenizer)
         hidden = sequence.hidden_places(delta)
         return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, self.num_logprobs, reader, hidden)
+
+
+class _Draft(Struct):
+    """A delta that is being put together: thoughts, content and calls, which clients read in this order."""
+
+    thoughts: str = ""
+    content: str = ""
+    calls: list[ToolCallDelta] = []
+
+
+def chat_deltas(events: abc.Iterable[PartEvent], reasoning_field: ReasoningField) -> list[ChatDelta]:
+    """Return what new events add to a message, in as few deltas as keep their order."""
+    drafts = [_Draft()]
+    for each in events:
+        draft, part = drafts[-1], each.part
+        if part.kind == "call":
+            if not isinstance(each, PartEnded):
+                _add_call(draft.calls, each)
+        elif isinstance(each, PartDelta):
+            is_thought = part.kind == "thought"
+            if draft.calls or (is_thought and draft.content):
+                drafts.append(draft := _Draft())
+            if is_thought:
+                draft.thoughts += each.text
+            else:
+                draft.content += each.text
+    return [_delta(draft, reasoning_field) for draft in drafts if draft != _Draft()]
+
+
+def chat_message(parts: abc.Sequence[OutputPart], reasoning_field: ReasoningField) -> AssistantMessage:
+    """Return the message of a whole output."""
+    thoughts = "".join(part.text for part in parts if part.kind == "thought")
+    content = "".join(part.text for part in parts if part.kind == "text")
+    calls = [
+        MadeCall(id=part.call.call_id, function=MadeFunction(part.call.name, part.text))
+        for part in parts
+        if part.call is not None
+    ]
+    return AssistantMessage(
+        content=content if content or not (calls or thoughts) else None,
+        reasoning_content=thoughts if thoughts and reasoning_field == "reasoning_content" else UNSET,
+        reasoning=thoughts if thoughts and reasoning_field == "reasoning" else UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _delta(draft: _Draft, reasoning_field: ReasoningField) -> ChatDelta:
+    thoughts = draft.thoughts or None
+    return ChatDelta(
+        content=draft.content or None,
+        reasoning_content=thoughts if reasoning_field == "reasoning_content" else None,
+        reasoning=thoughts if reasoning_field == "reasoning" else None,
+        tool_calls=draft.calls or None,
+    )
+
+
+def _add_call(calls: list[ToolCallDelta], event: PartBegun | PartDelta) -> None:
+    """Add the beginning of a call, or more of its arguments, which join the delta of the same call."""
+    call = event.part.call
+    assert call is not None, f"part {event.part.index} is no call"
+    if isinstance(event, PartBegun):
+        function = FunctionDelta(name=call.name, arguments="")
+        calls.append(ToolCallDelta(index=call.index, id=call.call_id, type="function", function=function))
+        return
+    if not calls or calls[-1].index != call.index:
+        calls.append(ToolCallDelta(index=call.index, function=FunctionDelta(arguments=event.text)))
+        return
+    last = calls[-1]
+    before = "" if last.function.arguments is UNSET else last.function.arguments
+    function = FunctionDelta(name=last.function.name, arguments=f"{before}{event.text}")
+    calls[-1] = ToolCallDelta(index=last.index, id=last.id, type=last.type, function=function)
+
+
+def _finish_reason(reader: OutputReader, reason: FinishReason) -> ChatFinishReason:
+    """Return why a message ended. `reason`: why its output did."""
+    return "tool_calls" if reason == "stop" and reader.has_call else reason

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
 from ....metadata.errors import RequestError
 from ..generation.types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizerInfo
 from ..server.api import Api, json_response
 
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-
 
 async def tokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /tokenize."""
-    body = await api.body(http_request, _tokenize_decoder)
+    body = await api.body(http_request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt: exactly one of prompt and messages must be given", param="prompt")
     group, tokenizer = api.group_of(body.model)
@@ -25,7 +21,7 @@ async def tokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 async def detokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /detokenize."""
-    body = await api.body(http_request, _detokenize_decoder)
+    body = await api.body(http_request, DetokenizeRequest)
     group, tokenizer = api.group_of(body.model)
     worst = max(body.tokens, default=0)
     if worst >= group.card.vocab_size:

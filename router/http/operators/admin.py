@@ -23,8 +23,6 @@ from .admin_types import (
     RouterLedger,
 )
 
-_drain_decoder = msgspec.json.Decoder(DrainRequest)
-
 
 async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
     """GET /debug/nodes."""
@@ -67,7 +65,7 @@ async def flush(api: Api, _request: web.Request) -> web.StreamResponse:
 
 async def drain(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /admin/nodes/{id}/drain: the node gets no new request; after a time its requests move to other nodes."""
-    body = await api.body(http_request, _drain_decoder) if http_request.can_read_body else DrainRequest()
+    body = await api.body(http_request, DrainRequest) if http_request.can_read_body else DrainRequest()
     node = api.dispatcher.drain(http_request.match_info["id"], body.timeout_s)
     return json_response(_node_state(node, time.monotonic()))
 

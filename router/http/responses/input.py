@@ -11,7 +11,6 @@ no call stands between them.
 
 from __future__ import annotations
 
-import msgspec
 from msgspec import Raw, Struct
 
 from ....metadata.errors import RequestError
@@ -37,12 +36,6 @@ _LONGEST_TYPE = 64  # of an item, in an error
 
 class _Typed(Struct):
     type: str | None = None
-
-
-_type_decoder = msgspec.json.Decoder(_Typed)
-_decoders: dict[str, msgspec.json.Decoder[InputItem]] = {
-    name: msgspec.json.Decoder(kind) for name, kind in INPUT_ITEMS.items()
-}
 
 
 def messages_of(body: ResponsesRequest) -> list[ChatMessage]:
@@ -134,12 +127,12 @@ def _item_of(raw: Raw, path: str) -> InputItem:
     """Return an item of the input, decoded by its type. An item without a type is a message."""
     data = bytes(raw)
     try:
-        kind = decode(data, _type_decoder).type or "message"
-        if kind in _decoders:
-            return decode(data, _decoders[kind])
+        kind = decode(data, _Typed).type or "message"
+        if kind in INPUT_ITEMS:
+            return decode(data, INPUT_ITEMS[kind])
     except RequestError as error:
         raise RequestError(f"{path}{'.' if error.param else ': '}{error}", param="input") from None
-    words = f"{path}.type: {kind[:_LONGEST_TYPE]!r} is not served; served are: {', '.join(_decoders)}"
+    words = f"{path}.type: {kind[:_LONGEST_TYPE]!r} is not served; served are: {', '.join(INPUT_ITEMS)}"
     if kind == "item_reference":
         words += "; responses are not stored: send the items themselves, as clients do with store: false"
     raise RequestError(words, param="input")

@@ -1,19 +1,17 @@
 """POST /v1/responses of OpenAI's API, without a store. A body becomes that of a chat completion and is served as one
-(completions.py)."""
+(generation/serve.py)."""
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
 from ....metadata.errors import RequestError
 from ...text.tokenizer import TextTokenizer
-from ..bodies.fields import check_served
 from ..bodies.renamed import renamed
+from ..generation.answer_format import AnswerFormat
 from ..generation.output import OutputReading
+from ..generation.serve import serve_chat
 from ..generation.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
-from ..openai.completions import serve_chat
-from ..openai.format import AnswerFormat
 from ..server.api import Api
 from .format import ResponsesFormat
 from .tools import ResponseTools, choice_for_chat
@@ -26,14 +24,12 @@ NAMES = {  # fields of a chat completion -> what they are called here
     "response_format": "text.format",
     "tools[].function": "tools[]",
 }
-_decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 async def responses(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
     rid = api.new_id(http_request, "resp")
-    body = await api.body(http_request, _decoder)
-    check_served(body)
+    body = await api.body(http_request, ResponsesRequest)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
 

@@ -13,26 +13,19 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class InputPart(MessagePart, frozen=True, forbid_unknown_fields=True):
-    """A part of a message or of a function's output; only text. The fields beside it come back with messages that the
-    model wrote; `parsed` is what OpenAI's client has read of one. A part of type `refusal` is what a model said instead
+    """A part of a message or of a function's output; only text. A part of type `refusal` is what a model said instead
     of an answer."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
 
 
 class MessageItem(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. The fields beside its role and content come back with messages that the model wrote."""
+    """One message."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputPart]
     type: Literal["message"] | None = None
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
 
 
 class ReasoningPart(Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,14 +36,11 @@ class ReasoningPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReasoningItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Thoughts of the model. Without `content` the summary stands for them. `encrypted_content` is not read."""
+    """Thoughts of the model. Without `content` the summary stands for them."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningPart] | None = None
     content: list[ReasoningPart] | None = None
-    encrypted_content: str | None = None
-    id: str | None = None
-    status: str | None = None
 
 
 class CallItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,9 +51,6 @@ class CallItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: str
     arguments: str
     namespace: str | None = None
-    id: str | None = None
-    status: str | None = None
-    parsed_arguments: Any = None
 
 
 class CustomCallItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,8 +61,6 @@ class CustomCallItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     name: str
     input: str
     namespace: str | None = None
-    id: str | None = None
-    status: str | None = None
 
 
 class CallOutputItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,8 +69,6 @@ class CallOutputItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: str | list[InputPart]
-    id: str | None = None
-    status: str | None = None
 
 
 InputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem | CallOutputItem
@@ -108,12 +91,9 @@ class ResponseFunction(
     tag_field="type",
     tag="function",
 ):
-    """A function. The model sees it at once, also with `defer_loading`. `output_schema` has no effect.
-    `allowed_callers` must hold `direct`."""
+    """A function. `allowed_callers` must hold `direct`."""
 
-    defer_loading: bool | None = None
     allowed_callers: DirectCallers | None = None
-    output_schema: dict[str, Any] | None = None
 
 
 class CustomFormat(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -139,7 +119,6 @@ class ResponseCustomTool(
     name: ToolName
     description: str | None = None
     format: CustomFormat | None = None
-    defer_loading: bool | None = None
     allowed_callers: DirectCallers | None = None
 
 
@@ -182,43 +161,25 @@ class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the text that the model writes. `verbosity` has no effect."""
+    """Settings of the text that the model writes."""
 
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the thoughts before the answer. `effort` reaches chat templates that know `reasoning_effort`, and has
-    no effect on others; `none` also turns the thoughts off in templates that know `enable_thinking`. The other fields
-    have no effect: thoughts are given as they are, without summaries."""
+    no effect on others; `none` also turns the thoughts off in templates that know `enable_thinking`."""
 
     effort: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
-    summary: Literal["auto", "concise", "detailed", "none"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    context: Literal["auto", "current_turn", "all_turns"] | None = None
-
-
-Includable = Literal[  # results of tools that no response has, and thoughts, which are given as they are
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
 
 
 class ResponsesStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """`include_obfuscation` has no effect."""
-
-    include_obfuscation: bool | None = None
+    """Additional contents of a stream. None is served."""
 
 
 class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Body of POST /v1/responses. No response is stored. Items of the input are decoded one by one, each by its type
-    (INPUT_ITEMS). `include` has no effect. An input that is too long is refused, also with `truncation` auto."""
+    (INPUT_ITEMS)."""
 
     model: Annotated[str, Meta(max_length=256)]
     input: str | Annotated[list[Raw], Meta(min_length=1, max_length=4096)]
@@ -233,26 +194,8 @@ class ResponsesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Includable] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    # not served (fields.py)
-    background: bool | None = None
-    context_management: list[Any] | None = None
-    conversation: Any = None
-    max_tool_calls: int | None = None
-    previous_response_id: str | None = None
-    prompt: Any = None
-    store: bool | None = None
-    top_logprobs: int | None = None
     prompt_cache_key: SessionKey = None
-    # without effect (fields.py)
-    client_metadata: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    user: str | None = None
 
 
 class ResponseText(Struct, frozen=True, tag_field="type", tag="output_text"):

@@ -23,9 +23,9 @@ from ....metadata.estimate import Estimate
 from ...config import RouterConfig
 from ...errors import Forbidden, Unauthorized
 from ...keys import MAX_NAME, ApiKey, KeysFile, digest_of, is_name
+from ...origins import is_trusted, trusted_networks
 from ...waiting.fair_share import DEFAULT, Tenant
 from ...waiting.pace import MEMORY
-from .origin import is_trusted, trusted_networks
 
 
 class KeyLevel(enum.IntEnum):

@@ -23,12 +23,13 @@ from ...figures.metrics import Metrics
 from ...nodes.node import ROLES, NodeGroup
 from ...placement.availability import Expected, no_node
 from ...runner import RunningDispatcher
-from ...text.grammar_checks import GrammarChecks
 from ...text.tokenizer import TextTokenizer
 from ..bodies.bodies import Bodies, decoded_mended, decoded_strictly
 from ..bodies.body_size import BODY_SIZE, most_plain, quick_size, takes_ids
+from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
 from ..generation.cache_salts import CacheSalts
+from ..generation.grammar_checks import GrammarChecks
 from ..operators.ledgers import Ledgers
 from .access import Access
 from .in_flight import InFlight
@@ -36,7 +37,7 @@ from .in_flight import InFlight
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Api:
@@ -59,19 +60,22 @@ class Api:
         self.side_work = SideWork()
         self._bodies = Bodies(config.max_body_bytes)
 
-    async def body(self, http_request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
-        """Return the request's body, decoded strictly. Raises RequestError that names the field at fault."""
+    async def body(self, http_request: web.Request, kind: type[_T]) -> _T:
+        """Return the request's body, decoded strictly. Raises RequestError that names a field that is wrong or not
+        served."""
         if self.is_draining:
             raise Unavailable("the router is shutting down")
         data = (await self._bodies.read(http_request)).removeprefix(codecs.BOM_UTF8)  # tools of Windows write it
         http_request[ARRIVED] = time.monotonic()
-        most = most_plain(decoder.type)
+        most = most_plain(kind)
         BODY_SIZE.set(quick_size(data, most) or await self.side_work.exact_size(data, most))
-        if takes_ids(decoder.type) and not BODY_SIZE.get().is_small:
-            return await self.side_work.body_of_ids(data, decoder)
-        body = decoded_strictly(data, decoder)
-        if body is None:
-            body = decoded_mended(await self.side_work.mended(data, decoder.type), decoder)
+        if takes_ids(kind) and not BODY_SIZE.get().is_small:
+            body = await self.side_work.body_of_ids(data, kind)
+        else:
+            body = decoded_strictly(data, kind)
+            if body is None:
+                body = decoded_mended(await self.side_work.mended(data, kind), kind)
+        check_served(body)
         return body
 
     def close(self) -> None:

@@ -11,15 +11,16 @@ from aiohttp import web
 from ....metadata.errors import BatonError, Overloaded
 from ...errors import NotFound
 from ...fair_turns import ASKER
+from ...origins import Authority, is_loopback, trusted_networks
 from ..bodies.bodies import expected
 from ..bodies.encodings import too_large
+from ..bodies.fields import sent_type
 from .access import CALLER, IS_OPERATOR, KeyLevel, share_of
 from .api import Api, request_id
 from .connection import SERVER, Connection
 from .cross_origin import CrossOriginChecks, Reach
 from .errors import INTERNAL, HttpRefusal, is_anthropic, response_of
 from .forwarded import client_address
-from .origin import Authority, is_loopback, trusted_networks
 from .refusal_log import RefusalLog
 from .route import Handler, Route
 from .routes import ROUTES, client_routes
@@ -40,7 +41,7 @@ _NOT_SERVED = {  # first segments of paths of OpenAI's that Baton does not have 
 _PROBES = frozenset({"/health", "/metrics", "/ready"})  # the paths of --ops-address; their answers are not counted
 _STATUS = frozenset(route.template for route in ROUTES if route.tag == "status")
 _FIELDS = {  # of bodies and queries, which the log may name
-    *(name for route in ROUTES if route.body is not None for name in route.body.__struct_encode_fields__),
+    *(name for route in ROUTES if route.body is not None for name in sent_type(route.body).__struct_encode_fields__),
     *(parameter.name for route in ROUTES for parameter in route.parameters),
 }
 _BY_TEMPLATE = {(route.method, route.template): route for route in ROUTES}

@@ -25,9 +25,9 @@ from aiohttp import web
 
 from ...config import RouterConfig
 from ...errors import Foreign
+from ...origins import Authority, Origin, allowed_hosts, allowed_origins, is_loopback
 from .access import Access, KeyLevel
 from .errors import HttpRefusal
-from .origin import Authority, Origin, allowed_hosts, allowed_origins, is_loopback
 
 # headers of answers that pages of allowed origins may read
 EXPOSED = "x-request-id, Retry-After, retry-after-ms, x-should-retry"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 
-from .origin import Network, is_trusted
+from ...origins import Network, is_trusted
 
 _FOR = re.compile(r'(?:^|[;\s])for="?(\[[^\]"]*\]|[^;,\s"]*)', re.IGNORECASE)
 

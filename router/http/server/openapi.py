@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ....metadata.version import package_version
-from ..bodies.fields import Ignored, NotServed, rules_of
+from ..bodies.fields import Ignored, NotServed, rules_of, sent_type
 from ..generation.types import EXACTLY_ONE_OF
 from ..responses.types import INPUT_ITEMS, ResponsesRequest
 from .access import KeyLevel
@@ -70,10 +70,12 @@ def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_ke
     """Return the OpenAPI 3.1 document of a router that has these routes and kinds of keys."""
     kinds: list[Any] = []
     for route in routes:
-        of_route = (route.error, route.body, route.answer, route.anthropic_answer, route.chunk)
+        of_route = (route.error, route.answer, route.anthropic_answer, route.chunk)
         kinds += [kind for kind in of_route if kind is not None and kind not in kinds]
-    kinds += INPUT_ITEMS.values()
-    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    sent = [*(route.body for route in routes if route.body is not None), *INPUT_ITEMS.values()]
+    described = [*kinds, *map(sent_type, sent)]
+    kinds += sent
+    schemas, components = msgspec.json.schema_components(described, ref_template="#/components/schemas/{name}")
     for component in components.values():
         if component.get("additionalProperties") is False:
             component["additionalProperties"] = {"type": "null"}  # unknown fields that are null are ignored

@@ -25,6 +25,12 @@ TEMPLATE = (
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+QWEN3 = (
+    TEMPLATE
+    + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    + "{# <think> {{ message.reasoning_content }} #}{{ reasoning_effort }}"
+)
+TEXT = "<think>\nIt may rain.\n</think>\n\nYes."
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -57,6 +63,10 @@ def marked_system(router: RunningRouter, tokenizer_file: bytes, template: str) -
 def say(system: System, text: str) -> None:
     ids = system.say(text)
     system.cluster.script = lambda prompt, choice: ids
+
+
+def num_tokens(system: System, text: str) -> int:
+    return len(system.tokenizer.inner.encode(text).ids)
 
 
 def prompt_of(system: System) -> str:

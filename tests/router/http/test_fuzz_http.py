@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from thinned import num_examples
 
 from baton.router.http.anthropic.types import CountTokensRequest, MessagesRequest
+from baton.router.http.bodies.fields import sent_type
 from baton.router.http.generation.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from baton.router.http.responses.types import ResponsesRequest
 from baton.router.text.tokenizer import TextTokenizer
@@ -192,7 +193,8 @@ def fields_of(path: str) -> st.SearchStrategy[dict[str, Any]]:
     names = [name for name in kinds[path].__struct_fields__ if name not in needed.get(path, ())]
     values = {name: likely.get(name, anything) for name in names}
     sound = st.fixed_dictionaries({name: likely[name] for name in needed.get(path, ())}, optional=values)
-    wild = st.dictionaries(st.sampled_from([*names, *needed.get(path, ())]) | st.text(max_size=8), anything, max_size=3)
+    sent = st.sampled_from(sent_type(kinds[path]).__struct_fields__)
+    wild = st.dictionaries(sent | st.text(max_size=8), anything, max_size=3)
     return st.builds(
         lambda a, b, is_wild: {**a, **b} if is_wild else a, sound, wild, st.sampled_from([False, False, True])
     )

@@ -79,12 +79,6 @@ def test_options_win_over_special_tokens_and_may_be_documents() -> None:
             render("{{ documents }}", documents=documents)
 
 
-def test_a_template_names_its_parsers() -> None:
-    template = ChatTemplate("<tool_call>{{ call.arguments }}</tool_call>{# <think></think> #}", {})
-    assert (template.tool_parser, template.reasoning_parser) == ("hermes", "qwen3")
-    assert ChatTemplate("{{ messages }}", {}).tool_parser is None
-
-
 def test_only_a_template_that_knows_no_other_name_reads_thoughts_as_reasoning() -> None:
     assert ChatTemplate("{{ messages[0].reasoning }}", {}).reads_reasoning
     assert ChatTemplate("{{ messages[0]['reasoning'] }}", {}).reads_reasoning

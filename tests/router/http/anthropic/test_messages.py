@@ -173,7 +173,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "system", "content": [{"type": "tool_removal"}]}]},
         "messages[0].content[0].type: 'tool_removal' is not served; served are: text",
     ),
-    ({"tools": [TOOL]}, "tools: the model's chat template has no place for tools"),
+    ({"tools": [TOOL]}, "tools: the model's chat template has no place for tools, so 'fake' cannot"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name: 'f' is there twice"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema: Object missing required field"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name: "),

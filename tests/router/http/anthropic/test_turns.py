@@ -21,9 +21,8 @@ from baton.router.http.anthropic.types import (
 from baton.router.http.generation.types import ChatMessage, TextPart
 
 from ...conftest import RunningRouter, System
-from ..chats import TEMPLATE, USER, call, marked_system, prompt_of, say
-from ..generation.test_output_readings import num_tokens
-from .test_blocks import ENABLED, NOW, PARIS, WEATHER
+from ..chats import TEMPLATE, USER, call, marked_system, num_tokens, prompt_of, say
+from .test_format import ENABLED, NOW, PARIS, WEATHER
 
 THOUGHTS = TEMPLATE.replace(
     "{{ message.content }}",

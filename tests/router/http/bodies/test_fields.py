@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,17 +12,21 @@ import pytest
 from baton.metadata.errors import RequestError
 from baton.router.http.anthropic.types import MessagesRequest
 from baton.router.http.bodies.bodies import decode
-from baton.router.http.bodies.fields import Ignored, NotServed, rules_of
+from baton.router.http.bodies.fields import Ignored, check_served, decoder_of, rules_of
 from baton.router.http.generation.types import ChatRequest, CompletionRequest
 from baton.router.http.responses.types import ResponsesRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-DOCS = Path(__file__).parents[4] / "docs" / "api.md"
 BODIES = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return decode(json.dumps({**CHAT, **fields}).encode(), msgspec.json.Decoder(ChatRequest))
+    return decode(json.dumps({**CHAT, **fields}).encode(), ChatRequest)
+
+
+def served(body: ChatRequest) -> ChatRequest:
+    """Return the body without what has no effect."""
+    return msgspec.convert(body, ChatRequest, from_attributes=True)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,7 @@ def chat(**fields: Any) -> ChatRequest:
     ],
 )
 def test_fields_stand_for_others_or_for_nothing(fields: dict[str, Any], same: dict[str, Any]) -> None:
-    assert chat(**fields) == chat(**same)
+    assert served(chat(**fields)) == served(chat(**same))
 
 
 def test_grammars_are_served_under_the_names_of_other_servers() -> None:
@@ -95,11 +98,36 @@ def test_histories_come_back_with_the_fields_of_other_servers() -> None:
         chat(messages=[{"role": "user", "contents": "a"}])
 
 
-def test_the_docs_name_every_field_of_the_table() -> None:
-    text = DOCS.read_text()
-    section = text[text.index("### Fields of other servers") :]
-    named = set(re.findall(r"`([\w.]+)`", section[: section.index("\n### ", 4)]))
+def test_types_declare_what_is_served_and_the_table_tells_the_rest() -> None:
+    """Strict decoding takes fields without effect, at any depth; a body is then refused for what is not served."""
     for kind in BODIES:
         for name, rule in rules_of(kind).items():
-            is_shown = name not in kind.__struct_fields__ and isinstance(rule, Ignored | NotServed)
-            assert name in named or not is_shown, f"docs/api.md lacks {name}"
+            assert isinstance(rule, Ignored) or name not in kind.__struct_fields__, (kind, name)
+    message = {"role": "assistant", "content": [{"type": "text", "text": "a", "cache_control": {}}], "audio": None}
+    raw = json.dumps({**CHAT, "messages": [message], "user": "u", "store": True, "bad_words": ["a"]}).encode()
+    body = decoder_of(ChatRequest).decode(raw)
+    with pytest.raises(RequestError, match="bad_words: words cannot be banned"):
+        check_served(body)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        (ChatRequest, {"user": 5}, "user: Expected `str | null`, got `int`"),
+        (ChatRequest, {"metadata": []}, "metadata: Expected `object | null`, got `array`"),
+        (ChatRequest, {"bad_words": ["a"]}, "bad_words: words cannot be banned"),
+        (CompletionRequest, {"suffix": "x"}, "suffix: insertion is not served"),
+        (MessagesRequest, {"cache_control": "x"}, "cache_control: Expected `object | null`, got `str`"),
+        (ResponsesRequest, {"truncation": "middle"}, "truncation: Invalid enum value 'middle'"),
+        (ResponsesRequest, {"include": "x"}, "include: Expected `array | null`, got `str`"),
+    ],
+)
+def test_fields_of_the_table_are_refused_by_name(
+    kind: type[msgspec.Struct], fields: dict[str, Any], words: str
+) -> None:
+    needed = (
+        {"model": "m", "max_tokens": 5, **CHAT} if kind is MessagesRequest else {"prompt": "a", "input": "a", **CHAT}
+    )
+    body = {name: value for name, value in needed.items() if name in kind.__struct_fields__}
+    with pytest.raises(RequestError, match=re.escape(words)):
+        check_served(decode(json.dumps({**body, **fields}).encode(), kind))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from baton.metadata.errors import RequestError
@@ -72,13 +71,11 @@ def test_messages_lose_null_fields_and_free_objects_keep_them() -> None:
             {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": None}], "reasoning": None},
             {"role": "assistant", "content": "b", "reasoning_content": None},
         ],
-        "metadata": {"kept": None},
         "chat_template_kwargs": {"kept": {"too": None}},
         "logit_bias": {"7": 1.5},
     }
-    got = decode(json.dumps(body).encode(), msgspec.json.Decoder(ChatRequest))
+    got = decode(json.dumps(body).encode(), ChatRequest)
     assert [message.content for message in got.messages][1] == "b"
-    assert got.metadata == {"kept": None}
     assert got.chat_template_kwargs == {"kept": {"too": None}}
     assert got.logit_bias == {7: 1.5}
 
@@ -134,7 +131,7 @@ def test_objects_that_take_any_field_keep_theirs(system: System) -> None:
     ],
 )
 def test_null_fields_are_found_however_the_body_is_written(raw: bytes) -> None:
-    assert decode(raw, msgspec.json.Decoder(CompletionRequest)).prompt == "hello"
+    assert decode(raw, CompletionRequest).prompt == "hello"
 
 
 @pytest.mark.parametrize(
@@ -148,17 +145,17 @@ def test_null_fields_are_found_however_the_body_is_written(raw: bytes) -> None:
 )
 def test_a_malformed_body_with_null_fields_is_refused(raw: bytes) -> None:
     with pytest.raises(RequestError, match="not valid"):
-        decode(raw, msgspec.json.Decoder(CompletionRequest))
+        decode(raw, CompletionRequest)
 
 
 def test_a_body_of_very_many_null_fields_is_not_searched() -> None:
     for count, is_read in ((MAX_NULLS, True), (MAX_NULLS + 1, False)):
         body = json.dumps(COMPLETION | {f"field_{index}": None for index in range(count)}).encode()
         if is_read:
-            assert decode(body, msgspec.json.Decoder(CompletionRequest)).prompt == "hello"
+            assert decode(body, CompletionRequest).prompt == "hello"
         else:
             with pytest.raises(RequestError, match=r"field_0: .*unknown field"):
-                decode(body, msgspec.json.Decoder(CompletionRequest))
+                decode(body, CompletionRequest)
 
 
 def test_a_body_that_is_nested_too_deeply_names_the_field_at_fault() -> None:
@@ -166,7 +163,7 @@ def test_a_body_that_is_nested_too_deeply_names_the_field_at_fault() -> None:
     body = b'{"model": "fake", "what": null, "prompt": ' + deep + b"}"
     assert mended(body, CompletionRequest) == body
     with pytest.raises(RequestError) as refused:
-        decode(b'{"model": "fake", "prompt": ' + deep + b"}", msgspec.json.Decoder(CompletionRequest))
+        decode(b'{"model": "fake", "prompt": ' + deep + b"}", CompletionRequest)
     assert refused.value.param == "prompt"
 
 
@@ -175,8 +172,9 @@ def test_blocks_are_known_by_their_type() -> None:
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {"kept": None}, "toolset_name": None}
     turns = [{"role": "assistant", "content": [{"type": "text", "text": "x", "parsed_output": None}, call]}]
     body = {"model": "fake", "max_tokens": 5, "messages": turns}
-    got = decode(json.dumps(body).encode(), msgspec.json.Decoder(MessagesRequest))
-    assert got.messages[0].content[1] == ToolUseBlock(id="a", name="f", input={"kept": None})
+    got = decode(json.dumps(body).encode(), MessagesRequest)
+    block = got.messages[0].content[1]
+    assert isinstance(block, ToolUseBlock) and (block.id, block.name, block.input) == ("a", "f", {"kept": None})
     for field, words in {"inputs": "the nearest known field is input", "text": "unknown field"}.items():
         wrong = body | {"messages": [turns[0], {"role": "assistant", "content": [{**call, field: 1}]}]}
         with pytest.raises(RequestError, match=rf"messages\[1\].content\[0\].{field}: .*{words}"):

@@ -61,6 +61,7 @@ def test_no_body_takes_long_in_the_event_loop(make_system: Callable[..., System]
     text = "the quick brown fox, " * 300_000
     bodies += [
         LimitBody("/v1/chat/completions", "whole", json.dumps({**CHAT, "user": text, "unknown": 1}).encode()),
+        LimitBody("/v1/chat/completions", "without effect", json.dumps({**CHAT, "tags": [[]] * 120_000}).encode()),
         LimitBody("/v1/completions", "whole", json.dumps({"model": "fake", "prompt": [text]}).encode()),
         LimitBody(
             "/v1/messages", "whole", json.dumps({"model": "fake", "max_tokens": 1, "messages": _says(text)}).encode()

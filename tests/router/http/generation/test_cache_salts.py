@@ -1,10 +1,13 @@
-"""Salts of prefix caches: who shares cached prefixes with whom."""
+"""Salts of prefix caches: who shares cached prefixes with whom. Ids of sessions: which header or field names them."""
 
 from __future__ import annotations
 
 import itertools
 
-from baton.router.http.generation.cache_salts import CacheSalts
+import pytest
+from multidict import CIMultiDict
+
+from baton.router.http.generation.cache_salts import HEADERS, MAX_ID, CacheSalts, session_id
 from baton.router.http.server.access import Caller
 from baton.router.waiting.fair_share import Tenant
 
@@ -44,3 +47,20 @@ def test_sessions_of_one_name_are_apart_by_owner() -> None:
     assert all(a != b for a, b in itertools.combinations(keys, 2))
     assert salts.session(ACME[1], "s") == keys[1] and salts.session(OTHER, "t") != keys[2]
     assert salts.session(OTHER, "\ud800"), "a header may hold any bytes"
+
+
+@pytest.mark.parametrize(
+    ("headers", "key", "expected"),
+    [
+        ({}, None, None),
+        ({}, "", None),
+        ({}, "k", "k"),
+        *(({name.title(): " s "}, "k", "s") for name in HEADERS),
+        ({"X-SMG-Routing-Key": "later", "X-Session-ID": "first"}, None, "first"),
+        ({"X-Session-ID": "  "}, "k", "k"),
+        ({"X-Session-ID": "s" * (MAX_ID + 1)}, "k", None),
+        ({}, "k" * (MAX_ID + 1), None),
+    ],
+)
+def test_the_first_header_counts_then_the_body(headers: dict[str, str], key: str | None, expected: str | None) -> None:
+    assert session_id(CIMultiDict(headers), key) == expected

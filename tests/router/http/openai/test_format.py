@@ -1,4 +1,5 @@
-"""Formats of answers: the prepared chunks of a stream equal those that the encoder would write."""
+"""Formats of answers: the prepared chunks of a stream equal those that the encoder would write. Deltas tell what the
+whole message tells, but for broken calls."""
 
 from __future__ import annotations
 
@@ -10,8 +11,13 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from baton.router.http.openai.format import AnswerFormat, ChatFormat, CompletionFormat, usage_of
+from baton.router.http.generation.answer_format import usage_of
+from baton.router.http.generation.output import OutputReader
+from baton.router.http.generation.types import AssistantMessage, ChatDelta
+from baton.router.http.openai.format import ChatFormat, CompletionFormat, chat_deltas, chat_message
+from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.requests.request import Delta
+from baton.router.tool_parsers.hermes import HermesParser
 
 REQUEST: Any = SimpleNamespace(
     rid="r",
@@ -27,9 +33,9 @@ SEQUENCE: Any = SimpleNamespace(request=REQUEST)
 TOKENIZER: Any = None
 
 
-def make(kind: str, *, with_ids: bool = False) -> AnswerFormat:
+def make(kind: str, *, with_ids: bool = False) -> ChatFormat | CompletionFormat:
     if kind == "chat":
-        return ChatFormat("id", "m", TOKENIZER, num_logprobs=None, with_ids=with_ids)
+        return ChatFormat("id", "m", TOKENIZER, None, num_logprobs=None, with_ids=with_ids)
     return CompletionFormat("id", "m", TOKENIZER, num_logprobs=None, with_ids=with_ids, prompt_texts=None)
 
 
@@ -59,15 +65,9 @@ def test_a_chat_stream_opens_with_the_role() -> None:
     assert first["choices"][0]["delta"] == {"content": "x"}
 
 
-def test_usage_counts_a_shared_prompt_once() -> None:
-    usage = usage_of([REQUEST])
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (2, 3, 5)
-    assert usage.prompt_tokens_details.cached_tokens == 0
-    assert usage.speculation is not None
-    assert usage.speculation.accept_length == 1.5
-    (event,) = events(make("completion").usage_chunk(usage))
-    assert event["choices"] == []
-    assert event["usage"]["total_tokens"] == 5
+def test_the_last_chunk_has_the_counts() -> None:
+    (event,) = events(make("completion").usage_chunk(usage_of([REQUEST])))
+    assert (event["choices"], event["usage"]["total_tokens"]) == ([], 5)
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
@@ -77,3 +77,64 @@ def test_a_whole_answer_has_its_sequences_in_order(kind: str) -> None:
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     texts = [choice["message"]["content"] if kind == "chat" else choice["text"] for choice in body["choices"]]
     assert texts == ["a", "b"]
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def read(*texts: str, is_parallel: bool = True) -> list[ChatDelta]:
+    reader, deltas = new_reader(is_parallel=is_parallel), list[ChatDelta]()
+    for place, text in enumerate(texts, 1):
+        deltas += chat_deltas(reader.read(text, is_last=place == len(texts)), "reasoning")
+    return deltas
+
+
+def message(text: str, *, is_parallel: bool = True) -> AssistantMessage:
+    return chat_message(new_reader(is_parallel=is_parallel).whole(text), "reasoning")
+
+
+def new_reader(*, is_parallel: bool = True) -> OutputReader:
+    return OutputReader(Qwen3ReasoningParser(""), HermesParser({"f": {}}), is_parallel=is_parallel)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_deltas_join_to_the_message(size: int) -> None:
+    text = f"<think>hm</think>A{CALL} B {CALL}"
+    whole = message(text)
+    deltas = read(*(text[place : place + size] for place in range(0, len(text), size)))
+    assert "".join(delta.content or "" for delta in deltas) == whole.content == "A B"
+    assert "".join(delta.reasoning or "" for delta in deltas) == whole.reasoning == "hm"
+    parts = [part for delta in deltas for part in delta.tool_calls or ()]
+    assert [part.index for part in parts if part.id is not UNSET] == [0, 1]
+    arguments = ["".join(p.function.arguments or "" for p in parts if p.index == index) for index in (0, 1)]
+    assert whole.tool_calls is not UNSET
+    assert arguments == [call.function.arguments for call in whole.tool_calls] == ['{"a": 1}'] * 2
+
+
+def test_one_part_of_text_gives_few_deltas_in_the_order_of_the_text() -> None:
+    first, second = read(f"<think>hm</think>A{CALL}{CALL}B")
+    assert (first.reasoning, first.content, len(first.tool_calls or ())) == ("hm", "A", 2)
+    assert (second.reasoning, second.content, second.tool_calls) == (None, "B", None)
+
+
+def test_a_broken_call_is_content_of_a_whole_message_only() -> None:
+    broken = '<tool_call>{"name": "f", "arguments": {"a": '
+    whole = message(f"A {CALL}{broken}")
+    assert whole.content == f"A{broken}"
+    assert whole.tool_calls is not UNSET
+    assert len(whole.tool_calls) == 1
+    (delta,) = read(f"A {broken}")
+    assert delta.content == "A"
+    assert [json.loads(json.dumps(part.function.arguments)) for part in delta.tool_calls or ()] == ['{"a": ']
+
+
+def test_without_parallel_calls_only_the_first_counts() -> None:
+    assert len(message(f"{CALL}{CALL}", is_parallel=False).tool_calls or ()) == 1
+    (delta,) = read(f"{CALL}{CALL}", is_parallel=False)
+    assert len(delta.tool_calls or ()) == 1
+
+
+def test_content_is_null_only_beside_something_else() -> None:
+    assert message("").content == ""
+    assert message(CALL).content is None
+    assert message("<think>hm").content is None

@@ -15,8 +15,7 @@ from baton.metadata.wire import messages as m
 
 from ...conftest import System
 from ...test_runner import own
-from ..chats import TEMPLATE, accepts, call, prompt_of, say
-from ..generation.test_output_readings import QWEN3, TEXT, num_tokens
+from ..chats import QWEN3, TEMPLATE, TEXT, accepts, call, num_tokens, prompt_of, say
 
 BODY: dict[str, Any] = {"model": "fake", "input": "hello", "max_output_tokens": 100}
 NOW: Any = {"type": "function", "name": "now"}
@@ -139,7 +138,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type: 'mcp' is not served"),
     ({"tools": [{**NOW, "name": "a b"}]}, "tools[0].name: Expected `str` matching regex"),
     ({"tools": [NOW, NOW]}, "tools[1].name: 'now' is there twice"),
-    ({"tools": [NOW]}, "tools: the model's chat template has no place for tools"),
+    ({"tools": [NOW]}, "tools: the model's chat template has no place for tools, so 'fake' cannot"),
     ({"tool_choice": "required"}, "tool_choice: "),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice: there is no tool 'f'; the tools are: none"),
     (

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from baton.router.http.server.routes import ROUTES
+
 from ...conftest import System
 
 OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
@@ -79,11 +81,17 @@ def test_bytes_that_are_not_http_are_refused(system: System) -> None:
 
 
 def test_head_is_answered_like_get(system: System) -> None:
-    for path, status in (("/health", 200), ("/v1/completions", 405)):
+    def status_and_body(method: str, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(system.router.url.removeprefix("http://"))
-        connection.request("HEAD", path)
-        assert connection.getresponse().status == status
+        connection.request(method, path)
+        answer = connection.getresponse()
+        body = answer.read()
         connection.close()
+        return answer.status, body
+
+    got = [route.path for route in ROUTES if route.method == "GET" and "{" not in route.path]
+    for path in ("/", "/nothing", "/v1/completions", *got):
+        assert status_and_body("HEAD", path) == (status_and_body("GET", path)[0], b""), path
 
 
 def test_every_answer_carries_its_request_id(system: System) -> None:

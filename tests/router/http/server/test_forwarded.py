@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.router.http.server.forwarded import client_address
-from baton.router.http.server.origin import trusted_networks
+from baton.router.origins import trusted_networks
 
 TRUSTED = trusted_networks(("10.0.0.0/8", "::1"))
 

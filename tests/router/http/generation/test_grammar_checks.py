@@ -11,13 +11,13 @@ import pytest
 
 from baton.metadata.errors import Overloaded, RequestError, Unavailable
 from baton.router.fair_turns import FairTurns
+from baton.router.http.generation import grammar_checks
+from baton.router.http.generation.grammar_checks import GrammarChecks
 from baton.router.nodes.node import Node, NodeGroup
-from baton.router.text import grammar_checks
 from baton.router.text.grammar import Grammar, GrammarFault, GrammarSource
-from baton.router.text.grammar_checks import GrammarChecks
 from baton.router.text.grammar_process import GrammarProcess, LoadTokenizer
 
-from ..sites import add_node, make_group, make_hello
+from ...sites import add_node, make_group, make_hello
 
 GOOD = GrammarSource("regex", "a+")
 

@@ -9,12 +9,12 @@ from functools import partial
 
 import xxhash
 
-from ...metadata.errors import RequestError, Unavailable
-from ..fair_turns import FairTurns
-from ..nodes.node import NodeGroup
-from ..placement.needs import GRAMMAR_PROTOCOL
-from .grammar import Grammar, GrammarFault, GrammarSource
-from .grammar_process import GrammarProcess, LoadTokenizer
+from ....metadata.errors import RequestError, Unavailable
+from ...fair_turns import FairTurns
+from ...nodes.node import NodeGroup
+from ...placement.needs import GRAMMAR_PROTOCOL
+from ...text.grammar import Grammar, GrammarFault, GrammarSource
+from ...text.grammar_process import GrammarProcess, LoadTokenizer
 
 MAX_WAITING = 64  # grammars of one caller that wait for the process
 MAX_KEPT = 256  # grammars that are remembered

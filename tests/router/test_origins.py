@@ -6,7 +6,7 @@ import pytest
 
 from baton.metadata.errors import ConfigError
 from baton.router.config import RouterConfig
-from baton.router.http.server.origin import (
+from baton.router.origins import (
     Authority,
     Origin,
     allowed_hosts,

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
-from ....metadata.errors import ConfigError
+from ..metadata.errors import ConfigError
 
 Network = IPv4Network | IPv6Network
 
