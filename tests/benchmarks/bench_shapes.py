@@ -7,13 +7,14 @@
 decode nodes. `2p2d` and the shapes with ranks need four GPUs: `tp2-2d` is one prefill node of two ranks and two decode
 nodes, `2p-tp2` the reverse, and `dp4` one decode node whose four ranks have sequences of their own. Each node gets a
 GPU if there are enough, and each rank one. Weights are made by the loader (--load-format). Figures go to
-OUT/SHAPE-LOAD.json, tables to the output. A cluster that does not become ready, a wrong answer or a failed request ends
-the program with an error.
+OUT/SHAPE-LOAD.json, tables to the output, and one table of all to DIR/FIGURE.json (--figures, --figure). A cluster that
+does not become ready, a wrong answer or a failed request ends the program with an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -24,7 +25,10 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from bench_load import row_of
+from harness import flags, report
 from rooms import PATHS
 
 HERE = Path(__file__).parent
@@ -83,22 +87,31 @@ def _answers(port: int) -> bool:
     return False
 
 
+def rows_of(out: Path, measured: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each rate of each load on each shape, from the files that bench_load.py wrote."""
+    for shape, load in measured:
+        path = out / f"{shape}-{load}.json"
+        for row in json.loads(path.read_text()) if path.exists() else ():
+            yield {"shape": shape, "load": load} | row_of(row)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure. Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="its directory; planted")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of figures and logs")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help=", ".join(SHAPES))
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help=", ".join(LOADS))
     parser.add_argument("--port", type=int, default=8000, help="of the router")
+    parser.add_argument("--figure", default="loads", help="its name, such as load-two-gpus")
     own = "of the nodes, in place of the default ones; they come last"
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=FLAGS, help=own)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     for shape in options.shapes:
-        flags = [*SHAPES[shape], *options.flags]
-        with cluster(options.model, flags, options.port, options.out / f"{shape}.log"):
+        own = [*SHAPES[shape], *options.flags]
+        with cluster(options.model, own, options.port, options.out / f"{shape}.log"):
             for load in options.loads:
                 name, client = f"{shape}-{load}", [sys.executable, str(HERE / "bench_load.py")]
                 client += ["--model", str(options.model), "--port", str(options.port), *LOADS[load], *_SLO]
@@ -108,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lines = [line for line in found.stdout.splitlines() if line.startswith("|")]
                 print(f"{name}:\n" + "\n".join(lines or [found.stderr[-1000:]]), flush=True)
                 failed += [name] if found.returncode else []
+    measured = [(shape, load) for shape in options.shapes for load in options.loads]
+    report(options, options.figure, rows_of(options.out, measured), unit="ms")
     print(f"failed: {', '.join(failed)}" if failed else "every answer was right")
     return 1 if failed else 0
 
