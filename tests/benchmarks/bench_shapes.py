@@ -29,7 +29,7 @@ from typing import Any
 
 from bench_load import row_of
 from harness import flags, report
-from rooms import PATHS
+from rooms import MADE_MODELS
 
 HERE = Path(__file__).parent
 READY_S, STOP_S = 600.0, 60.0
@@ -67,7 +67,7 @@ def cluster(model: Path, flags: Sequence[str], port: int, log: Path) -> Iterator
     """Run `baton up`, and stop it at the end. Raises RuntimeError if it does not become ready."""
     command = [sys.executable, "-m", "baton.deploy.cli", "up", "--model", str(model), "--port", str(port), *flags]
     with log.open("w") as out:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([MADE_MODELS, os.environ.get("PYTHONPATH", "")])}
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
         deadline = time.monotonic() + READY_S
