@@ -53,6 +53,7 @@ TEST_FOLDERS = {  # folders of tests/ that mirror no folder of the product
     "benchmarks/made_models": "checkpoints whose text is known in advance",
     "benchmarks/ranks": "times of ranks, and of the handoff",
     "benchmarks/serving": "times of the router and of the whole system over HTTP",
+    "benchmarks/upkeep": "what is run by hand before a release: counts of the tree, changed code, hours of faults",
     "chaos": "faults in real processes, and the fault injector",
     "fuzz": "random input to the decoders",
     "gpu": "tests that need a GPU",
@@ -63,7 +64,7 @@ TEST_FOLDERS = {  # folders of tests/ that mirror no folder of the product
     "support": "modules that several test files import",
     "support/published_templates": "chat templates in the shape of the published ones",
 }
-_ROOMS = ("", "engine_times", "kernel_times", "made_models", "ranks", "serving")
+_ROOMS = ("", "engine_times", "kernel_times", "made_models", "ranks", "serving", "upkeep")
 SHARED = [ROOT / "tests" / name for name in ("support", "chaos")]  # imported by bare names
 SHARED += [ROOT / "tests" / "benchmarks" / name for name in _ROOMS]
 

@@ -174,8 +174,11 @@ def _make_model(size: str, models: Path, log: Any) -> bool:
 def write_figures(out: Path) -> None:
     """Write figures.json and figures.md from all reports in `out`."""
     paths = sorted(path for path in out.glob("*.json") if path.name != "figures.json")
-    reports: dict[str, dict[str, Any]] = {path.stem: json.loads(path.read_text()) for path in paths}
+    found = {path.stem: json.loads(path.read_text()) for path in paths}
     same = ("device", "torch", "commit", "date")
+    reports: dict[str, dict[str, Any]] = {
+        name: each for name, each in found.items() if isinstance(each, dict) and set(same) <= set(each)
+    }
     about = {name: ", ".join(sorted({report[name] for report in reports.values()})) for name in same}
     (out / "figures.json").write_text(json.dumps(about | {"parts": reports}, indent=1) + "\n")
     head = "\n".join(f"{name}: {value}" for name, value in about.items())

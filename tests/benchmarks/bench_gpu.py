@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ def _measure(options: argparse.Namespace, ranks: Ranks) -> None:
     needs_drafter = {"rounds": True, "adaptive": True, "mixed": False}
     has_drafter = engine.drafter is not None
     chosen = [name for name in options.only if needs_drafter.get(name, has_drafter) == has_drafter]
-    figures = {name: parts[name]() for name in chosen}
+    figures = {name: [shown(name, row) for row in parts[name]()] for name in chosen}
     report["checked_tokens"] = sum(row.get("checked_tokens", 0) for rows in figures.values() for row in rows)
     report |= figures
     say("\n" + tables({"engine": report}))
@@ -156,37 +156,40 @@ def _measure(options: argparse.Namespace, ranks: Ranks) -> None:
 
 def _parts(
     options: argparse.Namespace, executor: DeviceExecutor, rounds: Rounds, limits: Limits
-) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+) -> dict[str, Callable[[], Iterable[dict[str, Any]]]]:
     """Return the parts of the measurement by name. Each returns its rows."""
     engine = executor.engine
     return {
-        "decode": lambda: [decode(executor, rounds, batch, limits) for batch in options.batches],
-        "sampling": lambda: [
+        "decode": lambda: (decode(executor, rounds, batch, limits) for batch in options.batches),
+        "sampling": lambda: (
             sampling(engine, rounds, batch, rounds.shape.with_steps(steps))
             for batch in options.batches
             if batch <= 64
             for steps in sorted({0, rounds.shape.num_steps})
-        ],
-        "mixed": lambda: [mixed(engine, rounds, batch, limits) for batch in options.batches if batch <= 64],
-        "joint": lambda: [
-            _joint(engine, rounds, batch, num_tokens, rounds.shape.with_steps(steps))
+        ),
+        "mixed": lambda: (mixed(engine, rounds, batch, limits) for batch in options.batches if batch <= 64),
+        "joint": lambda: (
+            joint(engine, rounds, batch, num_tokens, rounds.shape.with_steps(steps))
             for batch in options.batches
             if batch <= 64
             for steps in sorted({0, rounds.shape.num_steps})
             for num_tokens in CHUNK_SIZES
-        ],
-        "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
-        "kernels": lambda: [kernels(engine, rounds, batch) for batch in options.batches],
-        "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
-        "adaptive": lambda: [
-            _adaptive(engine, rounds, batch, kind) for kind in options.kinds for batch in options.batches if batch <= 64
-        ],
-        "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
-        "long": lambda: [long_prompt(engine, limits, num_tokens) for num_tokens in LONG_PROMPTS],
-        "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
-        "turns": lambda: [turn(engine, num_tokens) for num_tokens in (16, 64, 256, 1024)],
+        ),
+        "idle": lambda: (idle(engine, rounds, batch) for batch in options.batches if batch <= 64),
+        "kernels": lambda: (kernels(engine, rounds, batch) for batch in options.batches),
+        "rounds": lambda: (speculate(engine, rounds, batch) for batch in options.batches if batch <= 64),
+        "adaptive": lambda: (
+            {"kind": kind} | adaptive(engine, rounds, batch, params_of(kind))
+            for kind in options.kinds
+            for batch in options.batches
+            if batch <= 64
+        ),
+        "prefill": lambda: (prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))),
+        "long": lambda: (long_prompt(engine, limits, num_tokens) for num_tokens in LONG_PROMPTS),
+        "small-prompts": lambda: (small_prompt(engine, num_tokens) for num_tokens in LENGTHS),
+        "turns": lambda: (turn(engine, num_tokens) for num_tokens in (16, 64, 256, 1024)),
         "offline": lambda: [offline(engine, rounds, 256, 1024, 256)],
-        "long-offline": lambda: [offline(engine, rounds, max(options.batches), size, size) for size in (1000, 2048)],
+        "long-offline": lambda: (offline(engine, rounds, max(options.batches), size, size) for size in (1000, 2048)),
     }
 
 
@@ -230,7 +233,7 @@ def decode(executor: DeviceExecutor, rounds: Rounds, batch: int, limits: Limits)
     graph_s = _graph_seconds(executor, rounds, sequences, shape)
     num_checked = stop(engine, rounds, sequences)
     floor = floor_s(engine, batch, int(batch * length), limits)
-    row = {
+    return {
         "batch": batch,
         "step_ms": step_s * 1e3,
         "gpu_ms": graph_s * 1e3,
@@ -238,8 +241,6 @@ def decode(executor: DeviceExecutor, rounds: Rounds, batch: int, limits: Limits)
         "x_floor": step_s / floor,
         "checked_tokens": num_checked,
     }
-    say("decode " + _words(row))
-    return row
 
 
 def sampling(engine: Engine, rounds: Rounds, batch: int, shape: DraftShape) -> dict[str, Any]:
@@ -250,21 +251,19 @@ def sampling(engine: Engine, rounds: Rounds, batch: int, shape: DraftShape) -> d
     times = dict[str, list[float]]()
     num_checked = 0
     for name in (*KINDS, "greedy"):
-        params = SamplingParams(max_tokens=1 << 16, seed=7, **KINDS[name])
+        params = params_of(name)
         sequences = start(engine, rounds, batch, (2 * NUM_STEPS + 16) * shape.num_slots, params=params)
         run_rounds(rounds, sequences, shape, 8)
         times.setdefault(name, []).extend(run_rounds(rounds, sequences, shape, NUM_STEPS // 2) for _ in range(3))
         num_checked += stop(engine, rounds, sequences)
     medians = {name: statistics.median(each) for name, each in times.items()}
-    row = {
+    return {
         "batch": batch,
         "steps": shape.num_steps,
         "greedy_ms": medians["greedy"] * 1e3,
         "rates": {name: medians["greedy"] / medians[name] for name in KINDS if name != "greedy"},
         "checked_tokens": num_checked,
     }
-    say("sampling " + _words(row))
-    return row
 
 
 def mixed(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
@@ -280,7 +279,6 @@ def mixed(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[st
     floor = floor_s(engine, batch, int(kv_tokens), limits)
     row = {"batch": batch, "longest": longest, "step_ms": step_s * 1e3, "floor_ms": floor * 1e3}
     row |= {"x_floor": step_s / floor, "checked_tokens": num_checked}
-    say("mixed " + _words(row))
     return row
 
 
@@ -313,7 +311,7 @@ def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
             end, before = until, name
     total = end - spans[0][0]
     most = sorted(between, key=lambda names: -between[names])[:6]
-    row = {
+    return {
         "batch": batch,
         "idle_share": sum(gaps) / total,
         "idle_share_between_rounds": sum(gap for gap in gaps if gap > HOST_GAP_US) / total,
@@ -321,8 +319,6 @@ def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
         "idle_share_between": {names: round(between[names] / total, 4) for names in most},
         "checked_tokens": num_checked,
     }
-    say("idle " + _words(row))
-    return row
 
 
 def kernels(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
@@ -334,13 +330,11 @@ def kernels(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
         counts[name] += 1
     steps = 0.75 * TRACED_STEPS
     most = sorted(times, key=lambda name: -times[name])[:12]
-    row = {
+    return {
         "batch": batch,
         "us_per_step": {name: (round(times[name] / steps, 1), round(counts[name] / steps)) for name in most},
         "checked_tokens": num_checked,
     }
-    say("kernels " + _words(row))
-    return row
 
 
 def _trace(engine: Engine, rounds: Rounds, batch: int) -> tuple[list[tuple[float, float, str]], int]:
@@ -366,7 +360,7 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     row: dict[str, Any] = {"batch": batch}
     run_rounds(rounds, sequences, rounds.shape.with_steps(0), 4)
     plain_s = run_rounds(rounds, sequences, rounds.shape.with_steps(0), 3 * NUM_STEPS // 8)
-    row["checked_tokens"] = stop(engine, rounds, sequences)
+    row |= {"plain_ms": plain_s * 1e3, "checked_tokens": stop(engine, rounds, sequences)}
     for steps in sorted({2, 3, rounds.shape.num_steps}):
         if steps not in rounds.shape.choices:
             continue
@@ -384,19 +378,6 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
             f"k{steps}_tokens_a_round": 1 + mean,
             f"k{steps}_speedup": (1 + mean) * plain_s / round_s,
         }
-    say("round " + _words({"plain_ms": plain_s * 1e3} | row))
-    return row
-
-
-def _adaptive(engine: Engine, rounds: Rounds, batch: int, kind: str) -> dict[str, Any]:
-    row = {"kind": kind} | adaptive(engine, rounds, batch, SamplingParams(max_tokens=1 << 16, seed=7, **KINDS[kind]))
-    say("adaptive " + _words(row))
-    return row
-
-
-def _joint(engine: Engine, rounds: Rounds, batch: int, num_tokens: int, shape: DraftShape) -> dict[str, Any]:
-    row = joint(engine, rounds, batch, num_tokens, shape)
-    say("joint " + _words(row))
     return row
 
 
@@ -424,7 +405,6 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
         engine.pool.release(own)
     row = {"prompts": num_prompts} | _prompt_row(engine, limits, num_prompts, num_tokens, seconds)
     row["checked_tokens"] = num_checked
-    say("prefill " + _words(row))
     return row
 
 
@@ -443,9 +423,7 @@ def long_prompt(engine: Engine, limits: Limits, num_tokens: int) -> dict[str, An
     num_checked = check(engine, ids, run())
     seconds = _timed(run, 3)
     engine.pool.release(pages)
-    row = _prompt_row(engine, limits, 1, num_tokens, seconds) | {"checked_tokens": num_checked}
-    say("long " + _words(row))
-    return row
+    return _prompt_row(engine, limits, 1, num_tokens, seconds) | {"checked_tokens": num_checked}
 
 
 def _prompt_row(
@@ -485,9 +463,7 @@ def turn(engine: Engine, num_tokens: int) -> dict[str, Any]:
     num_checked = check(engine, ids, run())
     took = statistics.median(_timed(run, 20))
     engine.pool.release(pages)
-    row = {"tokens": num_tokens, "prefix": prefix, "ms": took * 1e3, "checked_tokens": num_checked}
-    say("turn " + _words(row))
-    return row
+    return {"tokens": num_tokens, "prefix": prefix, "ms": took * 1e3, "checked_tokens": num_checked}
 
 
 def _timed(run: Callable[[], object], times: int) -> list[float]:
@@ -499,12 +475,6 @@ def _timed(run: Callable[[], object], times: int) -> list[float]:
         run()
         seconds.append(time.perf_counter() - started)
     return seconds
-
-
-def _small_prompt(engine: Engine, num_tokens: int) -> dict[str, Any]:
-    row = small_prompt(engine, num_tokens)
-    say("small prompt " + _words(row))
-    return row
 
 
 def offline(engine: Engine, rounds: Rounds, num_requests: int, prompt_len: int, num_new: int) -> dict[str, Any]:
@@ -523,19 +493,23 @@ def offline(engine: Engine, rounds: Rounds, num_requests: int, prompt_len: int, 
     row = {"requests": num_requests, "prompt_len": prompt_len, "new_tokens": num_new}
     row |= {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": total_s}
     row |= {"output_tokens_per_s": num_requests * num_new / total_s, "checked_tokens": num_checked}
-    say("offline " + _words(row))
+    return row
+
+
+def params_of(kind: str) -> SamplingParams:
+    return SamplingParams(max_tokens=1 << 16, seed=7, **KINDS[kind])
+
+
+def shown(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Print a row as it comes."""
+    words = (f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+    say(f"{name} {', '.join(words)}")
     return row
 
 
 def say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _words(row: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-    )
 
 
 def _options() -> argparse.Namespace:

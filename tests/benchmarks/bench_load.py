@@ -46,6 +46,7 @@ import numpy as np
 import rooms  # noqa: F401
 from bench_router import Stream, completion
 from bench_system import tokens_of
+from harness import table
 from planted_text import PlantedText
 
 from baton.deploy.simulation.figures import Record, Slo, summary
@@ -260,29 +261,14 @@ def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int)
     return row | {"late_ms_p99": float(np.percentile(client.late_s, 99)) * 1e3}
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as a Markdown table."""
-    goodputs = [name for name in rows[0] if name.startswith("goodput_")]
-    measured = ("ttft", "tpot", "second", "gap")
-    head = ["requests/s", "requests", *(f"{name} ms p50 / p99" for name in measured)]
-    head += ["goodput at {} / {} ms".format(*name.split("_")[1:]) for name in goodputs]
-    lines = ["| " + " | ".join([*head, "failed", "wrong"]) + " |", "|" + "---|" * (len(head) + 2)]
-    for row in rows:
-        cells = [f"{row['rate']:.2f}", str(row["requests"])]
-        for name in measured:
-            cells.append(f"{row.get(f'{name}_ms_p50', 0):.1f} / {row.get(f'{name}_ms_p99', 0):.1f}")
-        cells += [f"{row.get(name, 0):.2f}" for name in goodputs]
-        lines.append("| " + " | ".join([*cells, str(row["failed"]), str(row["wrong"])]) + " |")
-    return "\n".join(lines)
-
-
-def turn_table(row: dict[str, Any]) -> str:
-    """Return the figures of the turns of a load as a Markdown table."""
-    lines = ["| turn | requests | ttft ms p50 / p99 | tpot ms p50 / p99 | local |", "|---|---|---|---|---|"]
-    for turn in row["turns"]:
-        times = [f"{turn[f'{name}_ms_p50']:.1f} / {turn[f'{name}_ms_p99']:.1f}" for name in ("ttft", "tpot")]
-        lines.append(f"| {turn['turn']} | {turn['requests']} | {' | '.join(times)} | {turn['local_share']:.0%} |")
-    return "\n".join(lines)
+def row_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the main figures of a load, or of a turn, as a row of a table."""
+    found = {name: row[name] for name in ("turn", "rate", "requests") if name in row}
+    for column, name in (("first token", "ttft"), ("per token", "tpot"), ("second", "second"), ("largest gap", "gap")):
+        found |= {f"{column} {at}": row[f"{name}_ms_{at}"] for at in ("p50", "p99") if f"{name}_ms_{at}" in row}
+    goodputs = [name.split("_")[1:] for name in row if name.startswith("goodput_")]
+    found |= {f"good at {ttft} / {tpot}, requests/s": row[f"goodput_{ttft}_{tpot}"] for ttft, tpot in goodputs}
+    return found | {name: row[name] for name in ("local_share", "failed", "wrong") if name in row}
 
 
 def main() -> None:
@@ -301,10 +287,11 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
-    print(table(rows))
+    print(table([row_of(row) for row in rows]))
     for row in rows:
         if "turns" in row:
-            print(f"\n{row['rate'] / options.turns:.2f} conversations per second:\n\n{turn_table(row)}")
+            print(f"\n{row['rate'] / options.turns:.2f} conversations per second:\n")
+            print(table([row_of(turn) for turn in row["turns"]]))
     late = statistics.fmean(row["late_ms_p99"] for row in rows)
     print(f"requests were sent {late:.1f} ms late at p99: on a busy machine the client is part of what is measured")
     if any(row["failed"] or row["wrong"] for row in rows):

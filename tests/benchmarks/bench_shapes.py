@@ -7,8 +7,8 @@
 decode nodes. `2p2d` and the shapes with ranks need four GPUs: `tp2-2d` is one prefill node of two ranks and two decode
 nodes, `2p-tp2` the reverse, and `dp4` one decode node whose four ranks have sequences of their own. Each node gets a
 GPU if there are enough, and each rank one. Weights are made by the loader (--load-format). Figures go to
-OUT/SHAPE-LOAD.json, tables to the output, and one of all loads to OUT/figures in the format of docs/figures. A
-cluster that does not become ready, a wrong answer or a failed request ends the program with an error.
+OUT/SHAPE-LOAD.json, tables to the output, and one table of all to DIR/FIGURE.json (--figures, --figure). A cluster that
+does not become ready, a wrong answer or a failed request ends the program with an error.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from figures import Cell, write_figure
-from rooms import PATHS
+from bench_load import row_of
+from harness import flags, report
+from rooms import MADE_MODELS
 
 HERE = Path(__file__).parent
 READY_S, STOP_S = 600.0, 60.0
@@ -60,29 +62,12 @@ LOADS |= {
 }
 
 
-_TIMES = {"ttft": "first token", "tpot": "per token", "second": "second token", "gap": "largest gap"}
-_GOOD = {f"goodput_{slo.replace(',', '_')}": f"good/s at {slo.replace(',', ' / ')}" for slo in _SLO[1:]}
-COLUMNS = ["shape", "load", "requests/s", *(f"{name} {p}" for name in _TIMES.values() for p in ("p50", "p99"))]
-COLUMNS += [*_GOOD.values(), "local share"]
-
-
-def load_rows(out: Path, shapes: Sequence[str], loads: Sequence[str]) -> list[list[Cell]]:
-    """Return a row with COLUMNS for each shape and rate of each load, as OUT/SHAPE-LOAD.json has them."""
-    rows: list[list[Cell]] = []
-    for load, shape in ((load, shape) for load in loads for shape in shapes):
-        for found in json.loads((out / f"{shape}-{load}.json").read_text()):
-            times = [found.get(f"{name}_ms_{p}") for name in _TIMES for p in ("p50", "p99")]
-            numbers = [found["rate"], *times, *(found.get(name) for name in _GOOD), found["local_share"]]
-            rows.append([shape, load, *(None if each is None else round(each, 2) for each in numbers)])
-    return rows
-
-
 @contextmanager
 def cluster(model: Path, flags: Sequence[str], port: int, log: Path) -> Iterator[None]:
     """Run `baton up`, and stop it at the end. Raises RuntimeError if it does not become ready."""
     command = [sys.executable, "-m", "baton.deploy.cli", "up", "--model", str(model), "--port", str(port), *flags]
     with log.open("w") as out:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([MADE_MODELS, os.environ.get("PYTHONPATH", "")])}
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
         deadline = time.monotonic() + READY_S
@@ -102,22 +87,31 @@ def _answers(port: int) -> bool:
     return False
 
 
+def rows_of(out: Path, measured: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each rate of each load on each shape, from the files that bench_load.py wrote."""
+    for shape, load in measured:
+        path = out / f"{shape}-{load}.json"
+        for row in json.loads(path.read_text()) if path.exists() else ():
+            yield {"shape": shape, "load": load} | row_of(row)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure. Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="its directory; planted")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of figures and logs")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help=", ".join(SHAPES))
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help=", ".join(LOADS))
     parser.add_argument("--port", type=int, default=8000, help="of the router")
+    parser.add_argument("--figure", default="loads", help="its name, such as load-two-gpus")
     own = "of the nodes, in place of the default ones; they come last"
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=FLAGS, help=own)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     for shape in options.shapes:
-        flags = [*SHAPES[shape], *options.flags]
-        with cluster(options.model, flags, options.port, options.out / f"{shape}.log"):
+        own = [*SHAPES[shape], *options.flags]
+        with cluster(options.model, own, options.port, options.out / f"{shape}.log"):
             for load in options.loads:
                 name, client = f"{shape}-{load}", [sys.executable, str(HERE / "bench_load.py")]
                 client += ["--model", str(options.model), "--port", str(options.port), *LOADS[load], *_SLO]
@@ -127,12 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lines = [line for line in found.stdout.splitlines() if line.startswith("|")]
                 print(f"{name}:\n" + "\n".join(lines or [found.stderr[-1000:]]), flush=True)
                 failed += [name] if found.returncode else []
-    if not failed:
-        (options.out / "figures").mkdir(exist_ok=True)
-        method = f"python tests/benchmarks/bench_shapes.py --model {options.model} --out {options.out}"
-        method += f" --shapes {' '.join(options.shapes)} --loads {' '.join(options.loads)}"
-        rows = load_rows(options.out, options.shapes, options.loads)
-        write_figure(options.out / "figures", "loads", method=method, unit="ms", columns=COLUMNS, rows=rows)
+    measured = [(shape, load) for shape in options.shapes for load in options.loads]
+    report(options, options.figure, rows_of(options.out, measured), unit="ms")
     print(f"failed: {', '.join(failed)}" if failed else "every answer was right")
     return 1 if failed else 0
 

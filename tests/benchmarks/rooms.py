@@ -7,6 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOMS = (HERE, *sorted(each for each in HERE.iterdir() if each.is_dir() and not each.name.startswith(("_", "."))))
-PATHS = [str(each) for each in (*ROOMS, HERE.parent / "support")]  # of a node that makes planted weights, too
+PATHS = [str(each) for each in (*ROOMS, HERE.parent / "support")]
+MADE_MODELS = str(HERE / "made_models")  # all that a node needs which makes planted weights
 
 sys.path += [each for each in PATHS if each not in sys.path]

@@ -29,24 +29,28 @@ from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.engine.rounds.rounds import Rounds
 
 LIMITS = Limits(1e12, 1e12)
+
+
+def adaptive(engine: Engine, rounds: Rounds, kind: str) -> dict[str, Any]:
+    return {"kind": kind} | bench_gpu.adaptive(engine, rounds, 2, bench_gpu.params_of(kind))
+
+
 Part = Callable[[Engine, Rounds], dict[str, Any]]
 PARTS: dict[str, Part] = {
     "decode": lambda _, rounds: bench_gpu.decode(rounds.executor, rounds, 2, LIMITS),
     "mixed": lambda engine, rounds: bench_gpu.mixed(engine, rounds, 2, LIMITS),
-    "joint": lambda engine, rounds: bench_gpu._joint(engine, rounds, 2, 16, rounds.shape.with_steps(0)),
+    "joint": lambda engine, rounds: bench_gpu.joint(engine, rounds, 2, 16, rounds.shape.with_steps(0)),
     "prefill": lambda engine, _: bench_gpu.prefill(engine, LIMITS, 2, 24),
     "long": lambda engine, _: bench_gpu.long_prompt(engine, LIMITS, 40),
-    "small-prompts": lambda engine, _: bench_gpu._small_prompt(engine, 16),
+    "small-prompts": lambda engine, _: bench_gpu.small_prompt(engine, 16),
     "turns": lambda engine, _: bench_gpu.turn(engine, 16),
 }
 DRAFTING: dict[str, Part] = {
     "sampling": lambda engine, rounds: bench_gpu.sampling(engine, rounds, 2, rounds.shape),
     "rounds": lambda engine, rounds: bench_gpu.speculate(engine, rounds, 2),
-    "adaptive": lambda engine, rounds: bench_gpu._adaptive(engine, rounds, 2, "greedy"),
+    "adaptive": lambda engine, rounds: adaptive(engine, rounds, "greedy"),
 }
-WITH_TOP_P: dict[str, Part] = {
-    "adaptive with top_p": lambda engine, rounds: bench_gpu._adaptive(engine, rounds, 2, "top_p")
-}
+WITH_TOP_P: dict[str, Part] = {"adaptive with top_p": lambda engine, rounds: adaptive(engine, rounds, "top_p")}
 HEAD: dict[str, Any] = {"speculative": "eagle3", "draft_steps": 3}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
-from bench_load import Client, Talk, record, table
+from bench_load import Client, Talk, record, row_of
 from planted_text import PlantedText
 
 from baton.deploy.simulation.figures import Record, Slo, summary
@@ -41,11 +41,12 @@ def test_times_of_an_answer() -> None:
     assert record(10.0, [(10.5, [1])]) == Record(0.5, 0.0, 0.0, 0.0)
 
 
-def test_a_table_has_a_column_for_each_figure() -> None:
-    row = summary([Record(0.1, 0.010, 0.01, 0.02), Record(0.2, 0.012, 0.01, 0.01)], 2.0, [Slo(200, 12), Slo(150, 15)])
-    lines = table([row | {"rate": 2.0, "failed": 0, "wrong": 0}]).splitlines()
-    assert "goodput at 200 / 12 ms" in lines[0] and len({line.count("|") for line in lines}) == 1
-    assert "150.0" in lines[2] and "| 1.00 | 0.50 |" in lines[2]
+def test_a_row_has_a_column_for_each_figure() -> None:
+    row = summary([Record(0.1, 0.004, 0.02, 0.03)], 2.0, [Slo(200, 12), Slo(50, 8)])
+    found = row_of(row | {"rate": 2.0, "failed": 0, "wrong": 0})
+    assert (found["first token p50"], found["largest gap p99"]) == (pytest.approx(100), pytest.approx(30))
+    assert (found["good at 200 / 12, requests/s"], found["good at 50 / 8, requests/s"]) == (0.5, 0.0)
+    assert row_of(summary([], 2.0, []) | {"rate": 2.0}) == {"rate": 2.0, "requests": 0}, "no answer, no times"
 
 
 @pytest.mark.parametrize("status", ["503 Service Unavailable", "400 Bad Request"])

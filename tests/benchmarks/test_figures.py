@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_shapes import COLUMNS, load_rows
 from figures import read_figure, write_figure
 
 
@@ -31,13 +30,3 @@ def test_a_table_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps({"name": "b"}))
     with pytest.raises(ValueError, match=r"fields \['name'\], but a figure has \['columns', 'commit'"):
         read_figure(tmp_path / "b.json")
-
-
-def test_the_loads_of_all_shapes_are_one_table(tmp_path: Path) -> None:
-    found = {"rate": 3.846, "ttft_ms_p50": 104.123, "goodput_200_12": 1.9, "local_share": 0.25}
-    for shape in ("never", "auto"):
-        (tmp_path / f"{shape}-4096.json").write_text(json.dumps([found]))
-    rows = load_rows(tmp_path, ["never", "auto"], ["4096"])
-    write_figure(tmp_path, "loads", method="", unit="ms", columns=COLUMNS, rows=rows)
-    assert [row[:4] for row in rows] == [["never", "4096", 3.85, 104.12], ["auto", "4096", 3.85, 104.12]]
-    assert rows[0][COLUMNS.index("good/s at 200 / 12")] == 1.9 and rows[0][-1] == 0.25

@@ -42,7 +42,7 @@ class TrainedProduct(Product):
     def __call__(self, x: Tensor, *, norm: Any = None, residual: Any = None) -> Tensor:
         assert norm is None and residual is None, "nothing is fused here"
         product = F.linear(x, torch.cat(self._weights), torch.cat(self._biases) if self._biases else None)
-        return F.dropout(product, self._dropout, torch.is_grad_enabled())
+        return F.dropout(product.to(x.dtype), self._dropout, torch.is_grad_enabled())  # float32 under autocast, too
 
 
 class TrainedWeights(HeadTensors):

@@ -44,6 +44,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -58,8 +59,8 @@ from baton.deploy.demo.training.evaluate import encode_documents
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rooms  # noqa: F401
+from harness import flags, heading, report, table
 from http_pair import measure_http
-from speculation_report import report
 from timed_pair import Case, Differences, Handoff, Judge, Run, TimedPair, params
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
@@ -113,7 +114,11 @@ def main() -> None:
         result["http"] = measure_http(case, judge, prompts, long_prompts, STREAMS, options)
     about["seconds"] = round(time.perf_counter() - started)
     _write(result, options.json)
-    print(report(about, figures, result["http"]))
+    options.json = None  # it is written, with more than the rows of the table
+    report(options, "speculation", speeds(figures), unit="tokens/s")
+    for rows in map(list, (acceptance(figures), handoffs(figures), over_http(result["http"]))):
+        if rows:
+            print("\n" + table(rows))
     rows = [*figures, *([result["http"]] if result["http"] else [])]
     sys.exit(any(row["differences"]["num_beyond_ties"] for row in rows))
 
@@ -296,6 +301,49 @@ def _handoff(pairs: dict[str, TimedPair], long_prompts: list[list[int]]) -> dict
     return {mode: figures(mode) for mode in pairs}
 
 
+def speeds(figures: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each drafter, temperature and number of streams."""
+    for figure in figures:
+        for cell in figure["speed"]:
+            row = {"drafter": figure["drafter"], "T": cell["temperature"], "streams": cell["streams"]}
+            row |= cell["tokens_per_s"]
+            for mode, ratio in cell["ratio"].items():
+                row |= {f"{mode} / off": ratio, f"{mode}, standard error": cell["standard_error"][mode]}
+            yield row | {"without drafts": f"{cell['share_without_drafts']:.0%}", "streams differ": _differ(figure)}
+
+
+def acceptance(figures: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the accept lengths of each drafter."""
+    for figure in figures:
+        for cell in figure["acceptance"]:
+            shape = ", ".join(f"{name} {value}" for name, value in figure["shape"].items())
+            row = {"drafter": figure["drafter"], "target": figure["target"], "shape": shape, "T": cell["temperature"]}
+            yield row | {"accept length": cell["accept_length"], "standard error": cell["standard_error"]}
+
+
+def handoffs(figures: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield bytes and milliseconds of the handoff of each drafter, and without one."""
+    for figure in figures:
+        for mode, handoff in figure["handoff"].items():
+            row = {"drafter": figure["drafter"] if mode == "fixed" else f"off ({figure['target']})"}
+            times = {name: handoff[name] for name in ("ms", "ms_in_prefill", "ms_in_decode")}
+            yield row | {f"{name}, bytes": size for name, size in handoff["bytes"].items()} | times
+
+
+def over_http(http: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield tokens per second over HTTP, and when the chunks of a stream come."""
+    for cell in http["speed"] if http else ():
+        row = {"over HTTP": http["drafter"], "streams": cell["streams"]} | cell["tokens_per_s"]
+        yield row | {"adaptive / off": cell["ratio"], "least": min(cell["ratios"]), "most": max(cell["ratios"])}
+    for mode, times in http["chunks"].items() if http else ():
+        yield {"over HTTP": f"{mode}, ms"} | times
+
+
+def _differ(figure: dict[str, Any]) -> str:
+    found = figure["differences"]
+    return f"{found['num_differing']} of {found['num_streams']}, {found['num_beyond_ties']} beyond ties"
+
+
 def _params(count: int, temperature: float, num_tokens: int) -> list[Any]:
     return [params(num_tokens, temperature=temperature, seed=seed) for seed in range(count)]
 
@@ -327,9 +375,8 @@ def _about(options: argparse.Namespace, documents: list[list[int]]) -> dict[str,
     return {
         **_machine(options),
         "device_name": device,
-        "commit": options.commit or _commit(),
+        **heading(options.commit),
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "models": {path.resolve().name: json.loads((path / "config.json").read_text()) for path in (DEMO, HYPER)},
         "source": f"{len(documents)} held-out files, {sum(map(len, documents))} tokens",
         "prompts": options.prompts,
@@ -347,14 +394,8 @@ def _write(result: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(result, indent=1))
 
 
-def _commit() -> str:
-    git = ["git", "-C", str(DEMO)]
-    found = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
@@ -370,8 +411,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="after which rounds are left out; default: 13 on CPU, 7 on CUDA")
     parser.add_argument("--tokens", type=int, default=128, help="generated by each stream")
     parser.add_argument("--http", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--commit", help="where the tree is no checkout")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="does it all work? The figures say little")
     options = parser.parse_args()
     options.prompts, options.alone, options.handoffs = 64, 2, 9

@@ -1,6 +1,6 @@
 """Run a mixed load with cancels for a given time, and check that memory stays flat and the ledgers end empty.
 
-    python tests/benchmarks/soak.py --minutes 60 [--workers 4] [--pause-file PATH] [--json FILE] [NODE FLAGS ...]
+    python tests/benchmarks/upkeep/soak.py --minutes 60 [--workers 4] [--pause-file PATH] [--json FILE] [NODE FLAGS ...]
 
 The load: whole answers and streams, prompts with and without common beginnings, one to three choices, logprobs, stop
 strings. Clients give up about a third of the requests at random times. The memory of each process is sampled every ten
@@ -15,6 +15,7 @@ import http.client
 import json
 import platform
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -22,10 +23,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import rooms  # noqa: F401
 from cluster import Cluster, held, wait_until
 
-DEMO = Path(__file__).parents[2] / "deploy" / "demo"
+DEMO = Path(__file__).parents[3] / "deploy" / "demo"
 SAMPLE_S = 10.0
 WARM_UP = 1 / 3
 PAGES = 600

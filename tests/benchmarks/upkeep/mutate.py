@@ -1,7 +1,7 @@
 """Count the mutations of a module that its tests notice (with mutmut), and print those that they miss.
 
     .venv/bin/python -m pip install --target /tmp/mutmut mutmut==3.8.1
-    PYTHONPATH=/tmp/mutmut .venv/bin/python tests/benchmarks/mutate.py [MODULE ...] [--processes N]
+    PYTHONPATH=/tmp/mutmut .venv/bin/python tests/benchmarks/upkeep/mutate.py [MODULE ...] [--processes N]
 
 mutmut is not a dependency: it is installed beside the environment. It runs in a copy of the checkout that has the
 package's name. mutmut skips decorated functions, so the copy has properties as plain functions.
@@ -24,7 +24,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MODULES = [  # each is tested in seconds by the test file of the same name
     "metadata/handoff/tickets.py",
     "metadata/bus/session.py",

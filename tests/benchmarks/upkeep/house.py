@@ -1,6 +1,6 @@
 """Count the files, lines and words of a checkout, its import circles, and what a newcomer has to read.
 
-    python tests/benchmarks/house.py [CHECKOUT] [--lists PAGE]
+    python tests/benchmarks/upkeep/house.py [CHECKOUT] [--lists PAGE]
 
 The reading lists are those of docs/architecture.md of the checkout, or of PAGE: the steps of its ```house block, and
 each ```files block. For an older commit, unpack it first: git archive COMMIT | tar -x -C DIR
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parents[2]
+HERE = Path(__file__).parents[3]
 PRODUCT = ("decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router")
 MAX_COLUMNS = 100
 
