@@ -14,6 +14,7 @@ are repeated (again.py).
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import multiprocessing.util
 import os
@@ -39,6 +40,10 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pyte
 PASSED, TESTS_FAILED, INTERNAL_ERROR, NO_TESTS = 0, 1, 3, 5  # exit statuses of pytest
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")  # for `pytest --last-failed`: {node id: true}
 _PR_SET_CHILD_SUBREAPER = 36
+_IMPORTED = [
+    *("anyio.pytest_plugin", "hypothesis", "numba", "pytest_asyncio.plugin", "pytest_timeout", "scipy.stats", "torch"),
+    *("triton_device", "transformers.models.llama.modeling_llama"),  # triton_device comes before transformers
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +271,9 @@ def _run_again(names: list[str], options: Sequence[str]) -> bool:
 def _import_all() -> None:
     """Import what most tests import, before the first process starts."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way, forked processes could not use a GPU
-    for name in ("anyio.pytest_plugin", "hypothesis", "numba", "pytest_asyncio.plugin", "pytest_timeout", "torch"):
-        __import__(name)
+    sys.path.append(str(ROOT / "tests/support"))
+    for name in _IMPORTED:
+        importlib.import_module(name)
 
 
 if __name__ == "__main__":

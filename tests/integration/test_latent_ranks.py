@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Pa
 
 @pytest.mark.parametrize(
     ("model", "case"),
-    thinned([(case.layers, case) for case in CASES], lambda i, *_: i < 3),
+    thinned([(case.layers, case) for case in CASES], lambda i, *_: 0 < i < 3),
     indirect=["model"],
     ids=lambda each: str(each) if isinstance(each, Case) else "",
 )
