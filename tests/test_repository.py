@@ -281,8 +281,8 @@ def _dotted(path: Path) -> str:
 _CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "getrusage"}
 
 
-def test_only_tests_that_read_a_clock_are_marked_timing() -> None:
-    """The mark lets a failed test be repeated. It must not hide a race."""
+def test_only_tests_of_time_are_marked_timing() -> None:
+    """They read a clock or name a limit in seconds. The mark lets a failed test be repeated; it must hide no race."""
     wrong = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.walk(_tree(path)) if "mark.timing" in path.read_text() else ():
@@ -291,7 +291,8 @@ def test_only_tests_that_read_a_clock_are_marked_timing() -> None:
                     ast.unparse(each) == "pytest.mark.timing" for each in getattr(node, "decorator_list", ())
                 )
                 reads = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)} & _CLOCKS
-                if is_marked and not reads:
+                limits = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and each.id.endswith("_S")}
+                if is_marked and not reads | limits:
                     wrong.append(f"{_name(path)}: {node.name}")
     assert not wrong
 

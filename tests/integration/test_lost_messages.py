@@ -76,6 +76,7 @@ def test_a_message_lost_or_doubled_changes_no_token(
     served.check_books()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("way", "tag"), OF_CANCELS)
 def test_a_lost_message_of_a_cancel_leaves_nothing_behind(
     process: FaultyProcess, served: Served, way: str, tag: str, caplog: pytest.LogCaptureFixture
