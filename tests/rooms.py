@@ -279,7 +279,7 @@ def _run_again(names: list[str], options: Sequence[str]) -> bool:
 def _import_all() -> None:
     """Import what most tests import, before the first process starts."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way, forked processes could not use a GPU
-    sys.path.append(str(ROOT / "tests/support"))
+    sys.path.append(str(ROOT / "tests/support/devices"))
     for name in _IMPORTED:
         importlib.import_module(name)
 

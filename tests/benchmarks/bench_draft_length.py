@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_draft_length.py [--seeds 6]
 
-The nodes are those of tests/support/adaptive_world.py: their rounds take given times, and their drafts are right with
+The nodes are those of support/oracles/adaptive_world.py: their rounds take given times, and their drafts are right with
 given chances. Each of five machines runs 1, 8 and 32 streams with five chances and two spreads of measured times. Its
 first 256 tokens and the 512 after them are compared with a node without drafts (1.0) and with the best fixed length.
 """
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
+sys.path[:0] = [*map(str, (Path(__file__).parents[1] / "support").glob("*"))]
 
 from adaptive_world import Machine, World
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
+sys.path[:0] = [*map(str, (Path(__file__).parents[1] / "support").glob("*")), str(Path(__file__).parent)]
 
 from bench_router import Stream, completion
 from bench_system import count_wrong, tokens_of

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
+sys.path[:0] = [*map(str, (Path(__file__).parents[1] / "support").glob("*")), str(Path(__file__).parent)]
 
 from bench_router import Stream, completion
 from bench_system import tokens_of

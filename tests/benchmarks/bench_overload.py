@@ -37,7 +37,7 @@ import aiohttp
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path[:0] = map(str, (Path(__file__).parents[1] / "support").glob("*"))
 
 from cluster import Cluster
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
+sys.path[:0] = [*map(str, (Path(__file__).parents[1] / "support").glob("*")), str(Path(__file__).parent)]
 
 from bench_sequences import CHUNK, CONTEXT, check, run_rounds, start, stop
 from own_ranks import OwnRanks

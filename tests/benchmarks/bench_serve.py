@@ -4,7 +4,7 @@
         [--speculative eagle --draft-topk 2 --no-draft-adaptive ...]
 
 Both use the same model, dtype, device, threads and prompts, and generate greedily without a stop. Outputs are compared
-token for token in the same run (for ties see tests/support/ties.py). On a shared CPU, only the ratios mean something.
+token for token in the same run (for ties see support/oracles/ties.py). On a shared CPU, only the ratios mean something.
 Prints a table and writes JSON with --json FILE.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path[:0] = map(str, (Path(__file__).parents[1] / "support").glob("*"))
 
 from cluster import Cluster
 from ties import Reference

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path[:0] = map(str, (Path(__file__).parents[1] / "support").glob("*"))
 
 from cluster import Cluster, wait_until
 

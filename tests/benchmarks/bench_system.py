@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
+sys.path[:0] = [*map(str, (Path(__file__).parents[1] / "support").glob("*")), str(Path(__file__).parent)]
 
 import bench_sequences
 from bench_router import Stream

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path[:0] = map(str, (Path(__file__).parents[1] / "support").glob("*"))
 
 from gpu_nodes import GpuPool, GpuPrefill, gpu_client, gpu_prefill, make_pool, poll_until
 

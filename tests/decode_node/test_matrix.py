@@ -5,7 +5,7 @@
                                                           prefill node, on the decode node, or on either at random
     x {cold, prefix hit} x {alone, mixed batch with joins and finishes} x {preempted, not}  phases of that pair
 
-A phase runs requests of tests/support/matrix.py, greedy and seeded ones, and proves that it was of its kind. With
+A phase runs requests of support/oracles/matrix.py, greedy and seeded ones, and proves that it was of its kind. With
 BATON_WHOLE_MATRIX=1 it runs all of them. Otherwise each algorithm has one of its four pairs of nodes, a pair runs half
 of the phases, and phases in which requests run alone share the requests. Every two values of other dimensions still
 meet. test_s4_buckets.py and test_s6_chunk_tails.py (tests/seeds) compare buckets, chunks and hits of more algorithms.

@@ -1,4 +1,4 @@
-"""The decode node with a device whose memory really runs out (tests/support/memory_limit.py).
+"""The decode node with a device whose memory really runs out (tests/support/devices/memory_limit.py).
 
 A round without memory is tried again with less: without drafts, or without one sequence. The others' text is that of a
 run with enough memory, token for token.

@@ -1,6 +1,6 @@
 """S4 and S6 for several MTP layers: every layer's KV and input, and the proposals, equal a recompute from scratch.
 
-The recompute is plain torch without pages or batches (tests/support/plain_heads.py). The test compares before every
+The recompute is plain torch without pages or batches (support/oracles/plain_heads.py). The test compares before every
 round of a decode node: after the handoff, after rounds that accept 0 to K drafts, and after preemptions. Each known
 defect is put back and caught."""
 

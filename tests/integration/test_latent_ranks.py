@@ -1,6 +1,6 @@
 """Nodes of a model whose pool has latents: ranks divide the heads of queries, and all of them have every latent.
 
-Each case runs all requests of tests/support/matrix.py, as test_rank_pairs.py does, with a drafter that has KV heads."""
+Each case runs all requests of oracles/matrix.py, as test_rank_pairs.py does, with a drafter that has KV heads."""
 
 from __future__ import annotations
 
