@@ -14,6 +14,7 @@ are repeated (again.py).
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import multiprocessing.util
 import os
@@ -21,10 +22,12 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +37,16 @@ ROOT = Path(__file__).parents[1]
 PROCESS_FOLDERS = ("tests/integration", "tests/chaos")
 MOST_AT_A_TIME = 10  # each has its own memory of torch
 NICENESS = 5  # of folders: three quarters of a contested processor go to tests of processes
+EXIT_S = 60  # for processes that tests have left behind, before the kernel ends the room
 LEAVE_S = 30.0  # for processes whose parents have ended
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 PASSED, TESTS_FAILED, INTERNAL_ERROR, NO_TESTS = 0, 1, 3, 5  # exit statuses of pytest
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")  # for `pytest --last-failed`: {node id: true}
 _PR_SET_CHILD_SUBREAPER = 36
+_IMPORTED = [
+    *("anyio.pytest_plugin", "hypothesis", "numba", "pytest_asyncio.plugin", "pytest_timeout", "scipy.stats", "torch"),
+    *("triton_device", "transformers.models.llama.modeling_llama"),  # triton_device comes before transformers
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +123,8 @@ class Pytest:
             try:
                 os.nice(niceness)
                 status = self._run(arguments)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
 
@@ -133,7 +143,10 @@ class Pytest:
             status = INTERNAL_ERROR  # not all tests have run, or something else failed
         sys.stdout.flush()
         sys.stderr.flush()
+        signal.alarm(EXIT_S)
         multiprocessing.util._exit_function()  # it ends processes of this one, as at the end of an interpreter
+        with suppress(FileNotFoundError):  # its socket is gone by now
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it waits, so that the time of its children counts
         return status
 
     def result(self, status: int, core_s: float) -> Result:
@@ -266,8 +279,9 @@ def _run_again(names: list[str], options: Sequence[str]) -> bool:
 def _import_all() -> None:
     """Import what most tests import, before the first process starts."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way, forked processes could not use a GPU
-    for name in ("anyio.pytest_plugin", "hypothesis", "numba", "pytest_asyncio.plugin", "pytest_timeout", "torch"):
-        __import__(name)
+    sys.path.append(str(ROOT / "tests/support/devices"))
+    for name in _IMPORTED:
+        importlib.import_module(name)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,14 @@ TEST_FOLDERS = {  # folders of tests/ that mirror no folder of the product
     "metadata/wire/golden": "recorded messages",
     "releases": "earlier versions of Baton",
     "seeds": "one file per invariant that a defect in the field taught",
-    "support": "modules that several test files import",
+    "support/checkpoints": "checkpoints and drafters, small or of published shapes",
+    "support/clusters": "whole processes, and time limits on a busy machine",
+    "support/devices": "kernels and memory of a GPU, and devices in its place",
+    "support/fuzz": "hostile messages, and the golden bytes of good ones",
+    "support/nodes": "nodes in the process of a test, and sockets between them",
+    "support/oracles": "what the output and the state must be",
+    "support/ranks": "ranks of nodes, as threads and as processes",
+    "support/suite": "the suite itself: matrices, imports",
     "support/published_templates": "chat templates in the shape of the published ones",
 }
 _ROOMS = ("", "engine_times", "kernel_times", "made_models", "ranks", "serving", "upkeep")
@@ -145,7 +152,16 @@ def test_every_package_but_kernels_has_an_init_that_exports_nothing() -> None:
 def test_a_room_has_few_files() -> None:
     """A reader finds a file by the names of its rooms."""
     sizes = Counter(path.parent.relative_to(ROOT) for path in CODE if path.name != "__init__.py")
+    sizes |= Counter(path.parent.relative_to(ROOT) for path in (ROOT / "tests/support").rglob("*.py"))
     assert {str(room): size for room, size in sizes.items() if size > 20} == {}
+
+
+def test_programs_find_all_rooms_of_support() -> None:
+    """Programs that are run by hand put them on the path themselves."""
+    paths = [path for folder in SHARED for path in folder.glob("*.py")]
+    assert not [
+        _name(path) for path in paths if '/ "support")' in path.read_text().replace('/ "support").glob("*")', "")
+    ]
 
 
 def test_the_root_holds_no_module() -> None:
@@ -289,8 +305,8 @@ def _dotted(path: Path) -> str:
 _CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "getrusage"}
 
 
-def test_only_tests_that_read_a_clock_are_marked_timing() -> None:
-    """The mark lets a failed test be repeated. It must not hide a race."""
+def test_only_tests_of_time_are_marked_timing() -> None:
+    """They read a clock or name a limit in seconds. The mark lets a failed test be repeated; it must hide no race."""
     wrong = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.walk(_tree(path)) if "mark.timing" in path.read_text() else ():
@@ -299,7 +315,8 @@ def test_only_tests_that_read_a_clock_are_marked_timing() -> None:
                     ast.unparse(each) == "pytest.mark.timing" for each in getattr(node, "decorator_list", ())
                 )
                 reads = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)} & _CLOCKS
-                if is_marked and not reads:
+                limits = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and each.id.endswith("_S")}
+                if is_marked and not reads | limits:
                     wrong.append(f"{_name(path)}: {node.name}")
     assert not wrong
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from gpu_figures import write_gpu_figures
 from harness import tables
 

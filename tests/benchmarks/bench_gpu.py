@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 import torch
 from bench_adaptive import adaptive
 from bench_joint import joint

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from bench_router import Stream, completion
 from bench_system import tokens_of
 from harness import table

@@ -29,7 +29,7 @@ from typing import Any
 
 from bench_load import row_of
 from harness import flags, report
-from rooms import MADE_MODELS
+from shared_paths import MADE_MODELS
 
 HERE = Path(__file__).parent
 READY_S, STOP_S = 600.0, 60.0

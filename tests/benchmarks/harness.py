@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rooms
+import shared_paths
 
 Row = Mapping[str, Any]
 
@@ -125,7 +125,7 @@ def heading(commit: str | None = None) -> dict[str, str]:
 def _commit() -> str:
     """Return the commit of this tree, with a mark if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(command, cwd=rooms.HERE, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, cwd=shared_paths.HERE, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
 

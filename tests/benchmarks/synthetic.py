@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 import torch
 from planted import PLANTED, PlantedModel, write_planted
 from planted_eagle3 import write_planted_eagle3

@@ -1,6 +1,6 @@
 """The fault injector: damages messages, pages and the clock of its own process, or kills it, as a plan file says.
 
-tests/support/forked.py calls `switch_on` in a child process whose environment names a plan file. The injector reads the
+clusters/forked.py calls `switch_on` in a child process whose environment names a plan file. The injector reads the
 plan (`Plan`, as JSON) again whenever the file changes. It writes one line per fault to the file beside the plan, before
 the fault takes effect. The ranks of a node are faulty as the node is: all of them follow the same plan, apart from the
 strikes.

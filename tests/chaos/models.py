@@ -1,7 +1,7 @@
 """A small target model, one drafter per algorithm, and requests with their expected answers.
 
 The target's next token depends mostly, but not only, on the last token: drafters made for it are often right, and wrong
-KV still changes the answer. No answer contains a near tie of scores (tests/support/matrix.py), so every comparison is
+KV still changes the answer. No answer contains a near tie of scores (support/oracles/matrix.py), so every comparison is
 exact.
 
 `python tests/chaos/models.py DIR` writes all of them to DIR, for parallel runs or for a machine without transformers.
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+sys.path[:0] = [str(Path(__file__).parent), *map(str, (Path(__file__).parents[1] / "support").glob("*"))]
 
 import drafters  # noqa: E402
 import llguidance  # noqa: E402

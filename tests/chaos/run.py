@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+sys.path[:0] = [str(Path(__file__).parent), *map(str, (Path(__file__).parents[1] / "support").glob("*"))]
 
 from drawn_places import PLACES  # noqa: E402
 from evidence import Evidence  # noqa: E402

@@ -399,7 +399,7 @@ async def test_a_strike_meets_its_event_at_either_end_of_the_bus(
 
 
 def test_a_plan_file_makes_a_whole_process_faulty(tmp_path: Path) -> None:
-    """The injector is switched on as tests/support/forked.py does it."""
+    """The injector is switched on as tests/support/clusters/forked.py does it."""
     (tmp_path / "a.plan").write_text('{"frames": {"drop": 1.0}}')
     code = """
 import sys, time, zmq

@@ -1,6 +1,6 @@
 """S4 and S6 for several MTP layers: every layer's KV and input, and the proposals, equal a recompute from scratch.
 
-The recompute is plain torch without pages or batches (tests/support/plain_heads.py). The test compares before every
+The recompute is plain torch without pages or batches (support/oracles/plain_heads.py). The test compares before every
 round of a decode node: after the handoff, after rounds that accept 0 to K drafts, and after preemptions. Each known
 defect is put back and caught."""
 
@@ -20,7 +20,7 @@ from heads import HYPER_LAYERED, LAYERED, write_head
 from matrix import rounds_paused
 from node_pair import NodePair, node_pairs, params
 from plain_heads import PlainHead
-from thinned import thinned
+from thinned import every, thinned
 
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.prompts import prompts as engine_prompts
@@ -216,8 +216,9 @@ DEFECTS = (
 )
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
-@pytest.mark.parametrize("kind", (*LAYERED, HYPER_LAYERED))
+@pytest.mark.parametrize(  # each defect in one kind
+    ("kind", "defect"), every(itertools.product((*LAYERED, HYPER_LAYERED), DEFECTS), 3)
+)
 def test_a_recompute_catches_each_known_defect(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
-"""Fixtures of the integration tests: clusters of processes (tests/support/cluster.py), and real nodes in the test's own
-process (tests/support/served.py)."""
+"""Fixtures of the integration tests: clusters of processes (clusters/cluster.py), and real nodes in the test's own
+process (tests/support/nodes/served.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Nodes that compute wrong results: the router reports their pairs with both answers, and the good pairs serve.
 
-The nodes are real, in one process, stepped by the test (tests/support/served.py). A faulty node's KV is overwritten
+The nodes are real, in one process, stepped by the test (support/nodes/served.py). A faulty node's KV is overwritten
 after it was computed and before its checksum is computed.
 """
 

@@ -41,7 +41,7 @@ def tokens(answer: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize(  # tests/decode_node/test_node_pair.py has all families, in one process
     ("family", "transport"),
-    thinned([("llama", "local"), ("mistral", "zmq"), ("qwen2", "zmq"), ("qwen3", "local")], lambda i, *_: i in (0, 2)),
+    thinned([("llama", "local"), ("mistral", "zmq"), ("qwen2", "zmq"), ("qwen3", "local")], lambda i, *_: i == 2),
 )
 def test_greedy_output_equals_transformers(
     family: str, transport: str, checkpoint: Callable[..., Path], new_cluster: Callable[..., Cluster]

@@ -1,6 +1,6 @@
 """Nodes whose ranks have sequences of their own give the tokens of nodes with one rank, with every kind of drafter.
 
-Each case runs all requests of tests/support/matrix.py: greedy and seeded, with penalties, log-probabilities, several
+Each case runs all requests of support/oracles/matrix.py: greedy and seeded, with penalties, log-probabilities, several
 choices and stops; together, with late ones, with prefix hits, and preempted. Some prompts are computed by the decode
 node. The last cases run with BATON_WHOLE_MATRIX=1 alone.
 """

@@ -1,6 +1,6 @@
 """Nodes with ranks give the tokens of nodes with one rank, with every drafter and between unlike numbers of ranks.
 
-Each case runs all requests of tests/support/matrix.py: greedy and seeded, with penalties, log-probabilities, several
+Each case runs all requests of support/oracles/matrix.py: greedy and seeded, with penalties, log-probabilities, several
 choices and stops; together, with late ones, with prefix hits, and preempted. The gate runs two of the cases.
 """
 

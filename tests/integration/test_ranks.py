@@ -88,6 +88,7 @@ def test_any_numbers_of_ranks_hand_over_to_each_other(new_cluster: Callable[...,
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.whole
 def test_keys_protect_the_links_of_ranks(new_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     """Each node has a key of its own, which its ranks share. Who has none gets no answer of any rank."""
     cluster, allow_list = new_cluster(), tmp_path / "allow-list"

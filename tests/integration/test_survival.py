@@ -1,7 +1,7 @@
 """Nodes die, leave and come back while streams run: each client receives the tokens of a run without faults. Prompts
 are computed on prefill nodes, on decode nodes, or on either at random.
 
-The nodes are real, in one process, stepped by the test (tests/support/served.py).
+The nodes are real, in one process, stepped by the test (tests/support/nodes/served.py).
 """
 
 from __future__ import annotations

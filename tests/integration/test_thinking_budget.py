@@ -14,6 +14,7 @@ import tokenizers
 from checkpoints import make_checkpoint
 from served import Served
 from served_nodes import num_generated
+from thinned import halved
 
 MARKS = ("<think>", "</think>")
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{# </think> #}<think>"
@@ -68,8 +69,7 @@ def close_id(served: Served) -> int:
     return found
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("budget", [0, 1, 17])
+@pytest.mark.parametrize(("sampling", "budget"), halved([GREEDY, SEEDED], [0, 1, 17]))
 def test_thoughts_end_at_their_budget(served: Served, budget: int, sampling: dict[str, Any]) -> None:
     never_closes = {"logit_bias": {"512": -100, str(close_id(served)): -50}}  # by itself; nor does it open them again
     free, bound = (ask(served, each, **sampling, **never_closes) for each in (None, budget))

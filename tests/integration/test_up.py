@@ -180,6 +180,7 @@ def test_a_node_that_dies_is_restarted_and_serves_again(tmp_path: Path, model_di
         assert running.process.wait(20) == 0, running.said
 
 
+@pytest.mark.whole
 def test_a_node_of_several_ranks_is_restarted_whole_when_one_dies(tmp_path: Path, model_dir: Path) -> None:
     body = {"prompt": "def main(", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     with up(tmp_path, model_dir, "--prefill-tp", "2", "--decode-dp-attention", "2") as running:
@@ -203,6 +204,7 @@ def test_a_node_of_several_ranks_is_restarted_whole_when_one_dies(tmp_path: Path
         assert running.process.wait(20) == 0, running.said
 
 
+@pytest.mark.whole
 def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, model_dir: Path) -> None:
     """decode-1 dies and cannot restart, because its key is gone; decode-0 answers until it has its key."""
     with up(tmp_path, model_dir, "--decode", "2") as running:
@@ -276,6 +278,7 @@ def test_a_wrong_model_directory_is_refused(tmp_path: Path, files: dict[str, str
         assert word in result.stderr
 
 
+@pytest.mark.whole
 def test_print_config_is_a_file_that_starts_the_same(tmp_path: Path, model_dir: Path) -> None:
     argv = [*BATON, "up", "--print-config", "--model", str(model_dir), "--page-size", "8", "--transport", "zmq"]
     printed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout

@@ -76,6 +76,7 @@ def test_the_wheel_holds_the_program_and_the_demo_model_alone(wheel: Path, capsy
     assert size < MAX_MIB
 
 
+@pytest.mark.whole
 def test_the_installed_command_serves_the_demo_model(environment: Path, tmp_path: Path) -> None:
     away = tmp_path / "elsewhere"
     away.mkdir()

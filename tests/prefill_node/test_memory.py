@@ -1,4 +1,4 @@
-"""The prefill node with a device whose memory really runs out (tests/support/memory_limit.py).
+"""The prefill node with a device whose memory really runs out (tests/support/devices/memory_limit.py).
 
 A chunk without memory is computed again without the request that asks for most of it. The tokens of the others are
 those of a run with enough memory.

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import ALL, settings, target_of
+from heads import HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP
 from node_pair import params
 from scratch import check_against_scratch, check_state
 from solo import Running, Solo, caught, coach, spoil
@@ -125,8 +126,11 @@ def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list
     return [count for sequence in ours for count in sequence.num_accepted]
 
 
-@pytest.mark.parametrize(
-    "name", thinned(ALL, lambda i, name: name not in ("mtp-of-deepseek", "eagle3-on-gpt-oss", "eagle3-on-qwen3-moe"))
+OFTEN = ("standalone", "eagle", "mtp-deepseek", HYPER_MTP, HYPER_FROZEN, HYPER_LAYERED, "mtp3-deepseek", "mtp-of-glm4")
+
+
+@pytest.mark.parametrize(  # test_s4_source_of_state.py has the others
+    "name", thinned(ALL, lambda i, name: name in OFTEN)
 )
 def test_buckets_and_the_direct_path_give_equal_results(
     name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch

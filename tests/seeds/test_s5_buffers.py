@@ -17,6 +17,7 @@ from drafters import ALL, OF_FAMILIES, settings, target_of
 from heads import LAYERED
 from node_pair import params
 from solo import Running, Solo, caught, frozen_fields
+from thinned import halved
 
 from baton.engine.drafters.base import DraftState
 from baton.engine.rounds import device_executor as rounds
@@ -97,16 +98,14 @@ def check(solo: Solo, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     assert len(num_checked) == 4
 
 
-@pytest.mark.parametrize("fields", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["ngram", *ALL])
+@pytest.mark.parametrize(("name", "fields"), halved(["ngram", *ALL], [{}, SAMPLED]))
 def test_a_round_writes_its_outputs_only(
     name: str, fields: dict[str, Any], make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(make_solo(name), monkeypatch, **fields)
 
 
-@pytest.mark.parametrize("fields", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(("name", "fields"), halved(TREES, [{}, SAMPLED]))
 def test_a_round_of_a_tree_writes_its_outputs_only(
     name: str, fields: dict[str, Any], make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/engine_times/bench_draft_length.py [--seeds 6]
 
-The nodes are those of tests/support/adaptive_world.py: their rounds take given times, and their drafts are right with
+The nodes are those of support/oracles/adaptive_world.py: their rounds take given times, and their drafts are right with
 given chances. Each of five machines runs 1, 8 and 32 streams with five chances and two spreads of measured times. Its
 first 256 tokens and the 512 after them are compared with a node without drafts (1.0) and with the best fixed length.
 """
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from adaptive_world import Machine, World
 from harness import flags, report
 

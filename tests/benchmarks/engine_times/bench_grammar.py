@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from bench_sequences import run_rounds, start, stop
 from harness import flags, report
 from planted_text import PlantedText

@@ -27,7 +27,7 @@ the means of theirs then, with their standard error. --control adds a second nod
 for a machine with P idle cores; 4 is left out.
 
 Tokens are compared with speculation off in every run of 1, 2 and 4. Streams that differ are counted, and among them
-those that part where the target's two best scores are no tie (tests/support/ties.py): one such, and the program ends
+those that part where the target's two best scores are no tie (support/oracles/ties.py): one such, and the program ends
 with status 1. Prints Markdown, writes JSON with --json FILE.
 """
 
@@ -58,7 +58,7 @@ from baton.deploy.demo.training.evaluate import encode_documents
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from harness import flags, heading, report, table
 from http_pair import measure_http
 from timed_pair import Case, Differences, Handoff, Judge, Run, TimedPair, params

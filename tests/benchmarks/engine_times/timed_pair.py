@@ -1,6 +1,6 @@
 """A prefill and a decode node in one thread that time themselves, and a judge of ties.
 
-bench_speculation.py uses them. The nodes are those of tests/support/node_pair.py.
+bench_speculation.py uses them. The nodes are those of tests/support/nodes/node_pair.py.
 """
 
 from __future__ import annotations

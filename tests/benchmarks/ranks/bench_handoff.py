@@ -28,7 +28,7 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from harness import flags, heading, ratio, report, tables
 
 from baton.metadata.handoff.client import HandoffClient

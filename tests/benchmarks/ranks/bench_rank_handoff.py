@@ -25,7 +25,7 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from bench_handoff import FINGERPRINTS, MODELS
 from harness import alternate, flags, report
 from rank_nodes import ProcessLine, run_rank

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from bench_router import Stream, completion
 from bench_system import count_wrong, tokens_of
 from harness import flags, report

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from bench_serve import DEMO, TEXT, complete_all
 from cluster import Cluster
 from harness import alternate, flags, report

@@ -36,7 +36,7 @@ import psutil
 
 sys.path[:0] = [str(parent) for parent in Path(__file__).parents[1:3]]  # the rooms, and the fake nodes of tests/router
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from cluster import Cluster
 from harness import flags, report
 

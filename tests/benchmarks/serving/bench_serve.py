@@ -5,7 +5,7 @@
         [--speculative eagle --draft-topk 2 --no-draft-adaptive ...]
 
 Both use the same model, dtype, device, threads and prompts, and generate greedily without a stop. Outputs are compared
-token for token in the same run (for ties see tests/support/ties.py). On a shared CPU, only the ratios mean something.
+token for token in the same run (for ties see support/oracles/ties.py). On a shared CPU, only the ratios mean something.
 Prints a table and writes JSON with --json FILE.
 """
 
@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 from cluster import Cluster
 from harness import alternate, flags, report
 from ties import Reference

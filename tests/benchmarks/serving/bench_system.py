@@ -34,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import rooms  # noqa: F401
+import shared_paths  # noqa: F401
 
 # isort: split
 import bench_sequences

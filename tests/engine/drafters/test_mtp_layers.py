@@ -15,6 +15,7 @@ import torch
 from direct import Direct, Text, close_kv
 from heads import HYPER_LAYERED, LAYERED, SIX_LAYERS, write_head
 from plain_heads import Plain, PlainHead
+from thinned import halved
 
 from baton.engine.drafters.base import DraftState, PromptTail, RoundRows
 from baton.engine.drafters.mtp_layers import MtpLayersDrafter
@@ -62,9 +63,9 @@ def check_state(direct: Direct, plain: PlainHead, texts: Sequence[Text], state: 
         assert state.recent[row].tolist() == [0] * (num - len(known)) + known
 
 
-@pytest.mark.parametrize("sampling", [[{}] * 4, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("chunk", [64, 5, 1])
-@pytest.mark.parametrize("kind", (*LAYERED, HYPER_LAYERED, SIX_LAYERS))
+@pytest.mark.parametrize(
+    ("kind", "chunk", "sampling"), halved((*LAYERED, HYPER_LAYERED, SIX_LAYERS), [64, 5, 1], [[{}] * 4, SAMPLED])
+)
 def test_prompts_and_rounds_equal_a_recompute(
     kind: str, chunk: int, sampling: list[dict[str, Any]], make: Make
 ) -> None:

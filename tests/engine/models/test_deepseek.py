@@ -22,6 +22,7 @@ from quantized import ONLINE, SCHEMES, RoundingReference, quantized
 from recorded_roundings import recorded_roundings
 from safetensors.torch import load_file, save_file
 from solo import Solo
+from thinned import every, halved
 from ties import Reference
 
 from baton.engine.checkpoint.read_config import read_model_config
@@ -162,7 +163,9 @@ def test_a_page_holds_one_latent_per_token(checkpoint: Checkpoint) -> None:
     assert solo.engine.page_bytes * 1024 == solo.engine.pool_bytes == 1024 * 2 * 4 * 56 * 4  # pages, layers, tokens
 
 
-@pytest.mark.parametrize(("algorithm", "topk"), [("standalone", 1), ("eagle", 1), ("eagle", 3), ("eagle3", 3)])
+@pytest.mark.parametrize(
+    ("algorithm", "topk"), every([("standalone", 1), ("eagle", 1), ("eagle", 3), ("eagle3", 3)], 2)
+)
 def test_greedy_text_equals_transformers(checkpoint: Checkpoint, tmp_path: Path, algorithm: str, topk: int) -> None:
     """Prompts in chunks, then rounds of several sequences, with chains and with trees of drafts, and without any."""
     model_dir = checkpoint("deepseek_v3", q_lora_rank=48)
@@ -192,7 +195,7 @@ def test_its_own_layer_drafts_through_the_handoff(checkpoint: Checkpoint, tmp_pa
     assert reference.num_ties == 0
 
 
-@pytest.mark.parametrize("name", ["blocks", "w8a16", "fp8-static", "online"])
+@pytest.mark.parametrize("name", every(["blocks", "w8a16", "fp8-static", "online"], 2))
 def test_its_own_layer_may_be_in_fp8(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Through the handoff, with the text of a model that rounds alike. Attention multiplies by the numbers of
     `kv_b_proj`, whose stored scale of rows is left over then."""
@@ -206,8 +209,9 @@ def test_its_own_layer_may_be_in_fp8(name: str, checkpoint: Checkpoint, tmp_path
     assert reference.num_ties == 0, reference.num_ties
 
 
-@pytest.mark.parametrize("transport", ["local", "zmq"])
-@pytest.mark.parametrize("families", [("llama", "deepseek_v2"), ("deepseek_v2", "llama")], ids=str)
+@pytest.mark.parametrize(
+    ("families", "transport"), halved([("llama", "deepseek_v2"), ("deepseek_v2", "llama")], ["local", "zmq"])
+)
 def test_target_and_draft_have_pools_of_unlike_kinds(
     families: tuple[str, str], transport: str, checkpoint: Checkpoint
 ) -> None:

@@ -18,6 +18,7 @@ from quantized import SCHEMES, RoundingReference, quantized
 from recorded_roundings import recorded_roundings
 from safetensors.torch import load_file, save_file
 from solo import Solo
+from thinned import thinned
 from ties import Reference
 
 from baton.engine.checkpoint.fingerprint import fingerprint
@@ -144,18 +145,27 @@ def test_greedy_text_equals_transformers(model_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "config", "prefill", "decode", "scheme"),
-    [
-        ("qwen3_moe", {"norm_topk_prob": True}, {}, {"tp": 2}, None),
-        ("glm4_moe", {}, {}, {"dp_attention": 2}, None),
-        ("minimax_m2", {}, {"dp_attention": 2}, {}, "w8a8"),
-        ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}, {"tp": 2}, {}, None),
-        ("minimax_m2", {"num_key_value_heads": 1}, {"tp": 2}, {}, None),  # both ranks have the same head of k
-        ("glm4_moe", {"head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256}, {"tp": 2}, {}, "blocks"),
-        ("minimax_m2", {}, {"tp": 2}, {}, "w8a8"),
-        ("gpt_oss", {}, {}, {"tp": 2}, None),
-        ("gpt_oss", {"num_key_value_heads": 1}, {"tp": 2}, {}, None),
-        ("gpt_oss", {}, {}, {"dp_attention": 2}, None),
-    ],
+    thinned(
+        [
+            ("qwen3_moe", {"norm_topk_prob": True}, {}, {"tp": 2}, None),
+            ("glm4_moe", {}, {}, {"dp_attention": 2}, None),
+            ("minimax_m2", {}, {"dp_attention": 2}, {}, "w8a8"),
+            ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}, {"tp": 2}, {}, None),
+            ("minimax_m2", {"num_key_value_heads": 1}, {"tp": 2}, {}, None),  # both ranks have the same head of k
+            (
+                "glm4_moe",
+                {"head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256},
+                {"tp": 2},
+                {},
+                "blocks",
+            ),
+            ("minimax_m2", {}, {"tp": 2}, {}, "w8a8"),
+            ("gpt_oss", {}, {}, {"tp": 2}, None),
+            ("gpt_oss", {"num_key_value_heads": 1}, {"tp": 2}, {}, None),
+            ("gpt_oss", {}, {}, {"dp_attention": 2}, None),
+        ],
+        lambda i, *_: i in (0, 1, 4, 6, 8),
+    ),
 )
 def test_ranks_and_fp8_give_the_text_of_transformers(
     family: str,

@@ -1,4 +1,4 @@
-"""The pool of a node on CUDA, with tensors of the host in the place of device memory (tests/support/host_cuda.py).
+"""The pool of a node on CUDA, with tensors of the host in the place of device memory (support/devices/host_cuda.py).
 
 Kernels are the references here. The pool's own work is tested: which pages it copies and digests, what it waits for,
 and what it keeps or gives back. tests/gpu/test_cuda_handoff.py runs it on GPUs.

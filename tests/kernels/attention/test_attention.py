@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from large_pool import IN_A_FILE, PAGE_SIZE, SEQ_LEN, SMALL_TABLE, TABLE, make_large_pool, make_queries, small_pool
+from thinned import halved
 
 from baton.kernels.attention.attention import (
     AttentionPlan,
@@ -60,13 +61,12 @@ def plan_of(table, query_lens, seq_lens, page_size, num_kv_heads, window, dtype=
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [None, 1, 6, 1000])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (6, 1)])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_equals_the_reference(
-    shape: str, window: int | None, num_heads: int, num_kv_heads: int, page_size: int
-) -> None:
+@pytest.mark.parametrize(
+    ("shape", "window", "heads", "page_size"),
+    halved(SHAPES, [None, 1, 6, 1000], [(4, 2), (3, 3), (6, 1)], [1, 4, 16]),
+)
+def test_equals_the_reference(shape: str, window: int | None, heads: tuple[int, int], page_size: int) -> None:
+    num_heads, num_kv_heads = heads
     query_lens, seq_lens = SHAPES[shape]
     if page_size == 1 and sum(seq_lens) >= NUM_PAGES:
         page_size = 2

@@ -21,6 +21,7 @@ from large_pool import (
     make_rotation,
     small_pool,
 )
+from thinned import halved
 
 from baton.kernels import numba_kernels, operations
 from baton.kernels.attention.attention import Tree, paged_attention_ref
@@ -135,10 +136,10 @@ def test_a_pool_that_is_a_part_of_a_memory_is_read_by_the_same_machine_code() ->
     assert [len(each.signatures) for each in (numba_kernels.attend, numba_kernels.attend_stored)] == counts
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [None, 1, 6, 20, 1000])
-@pytest.mark.parametrize("is_tree", [False, True], ids=["causal", "tree"])
-@pytest.mark.parametrize("page_size", [1, 3, 4, 16, 32])
+@pytest.mark.parametrize(
+    ("shape", "window", "is_tree", "page_size"),
+    halved(SHAPES, [None, 1, 6, 20, 1000], [False, True], [1, 3, 4, 16, 32]),
+)
 def test_attention_equals_the_reference(shape: str, window: int | None, is_tree: bool, page_size: int) -> None:
     case = Case(*SHAPES[shape], page_size=page_size, is_tree=is_tree)
     expected, pages = case.expected(window)
@@ -160,9 +161,10 @@ def test_sinks_equal_the_reference(shape: str, window: int | None, is_tree: bool
     assert torch.equal(out[:, 96:], Case(*SHAPES[shape], is_tree=is_tree).run(window)[:, 96:])
 
 
-@pytest.mark.parametrize("head_dim", [8, 20, 32, 64, 80, 128])
-@pytest.mark.parametrize("heads", [(3, 3), (4, 2), (6, 2), (7, 1)], ids=str)
-@pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "with_norms"),
+    halved([8, 20, 32, 64, 80, 128], [(3, 3), (4, 2), (6, 2), (7, 1)], [False, True]),
+)
 def test_attention_of_any_heads(head_dim: int, heads: tuple[int, int], with_norms: bool) -> None:
     case = Case(*SHAPES["mixture"], heads=heads, head_dim=head_dim, with_norms=with_norms)
     expected, pages = case.expected(None)

@@ -1,4 +1,4 @@
-"""Pages in e4m3 with scales, against tests/support/quantized.py, which rounds by a table of all e4m3 numbers."""
+"""Pages in e4m3 with scales, against support/checkpoints/quantized.py, which rounds by a table of all e4m3 numbers."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from thinned import thinned
 
 from baton.metadata.wire import messages as m
 
@@ -45,8 +46,13 @@ SERVED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(("fields", "part"), SERVED)
+@pytest.mark.parametrize(
+    ("path", "fields", "part"),
+    thinned(
+        [(path, *served) for served in SERVED for path in BODIES],
+        lambda i, *_: i % 4 in (0, 3),  # half of the fields in each route
+    ),
+)
 def test_both_nodes_get_the_grammar(system: System, path: str, fields: dict[str, Any], part: str) -> None:
     status, body, _ = system.router.request("POST", path, {**BODIES[path], **fields})
     assert status == 200, body

@@ -107,7 +107,7 @@ class Cluster:
     node_share = 0.2  # of that memory, for each node that is started alone; `start` divides `gpu_share` instead
 
     def __init__(self, directory: Path, model: Path | None, *, is_forked: bool = False) -> None:
-        """`is_forked`: processes are forked from a warm one (tests/support/forked.py), which is much faster."""
+        """`is_forked`: processes are forked from a warm one (support/clusters/forked.py), which is much faster."""
         self.is_forked = is_forked
         self.directory = directory
         self.model = model

@@ -24,6 +24,11 @@ def halved(*axes: Iterable[Any]) -> list[Any]:
     return thinned([values for _, values in cells], lambda i, *_: is_kept[i])
 
 
+def every(cells: Iterable[Any], step: int, *, first: int = 0) -> list[Any]:
+    """Return all cells, of which the gate runs one in `step`."""
+    return thinned(cells, lambda i, *_: i % step == first)
+
+
 def num_examples(count: int) -> int:
     """Return how many random examples a test draws: a third of `count` in the gate."""
     return count if is_whole() else count // 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tarfile
 from pathlib import Path
 
-ARCHIVES = Path(__file__).parents[1] / "releases"
+ARCHIVES = Path(__file__).parents[2] / "releases"
 
 
 def unpack(protocol: int, directory: Path) -> Path:

@@ -1,7 +1,8 @@
 """The bytes of every message of a protocol, kept for a test (tests/metadata/wire/test_messages.py).
 
-`PYTHONPATH=tests/support python tests/support/golden.py tests/metadata/wire/golden/protocol_N.json` writes the bytes of
-the newest protocol with the present code. Run it once per protocol, when the protocol is complete.
+`PYTHONPATH=tests/support/fuzz python tests/support/fuzz/golden.py FILE`, with FILE as
+tests/metadata/wire/golden/protocol_N.json, writes the bytes of the newest protocol with the present code. Run it once
+per protocol, when the protocol is complete.
 """
 
 from __future__ import annotations
