@@ -151,7 +151,7 @@ class Ballot:
         if len(self._votes) >= 2:
             return []
         decodes = [voter for voter in unheard if voter in tried and voter.role == "decode"]
-        prefills = [voter for voter in unheard if voter in tried and voter.role == "prefill"]
+        prefills = [voter for voter in unheard if voter.role == "prefill"]
         if any(voter not in self._unable for voter in decodes):
             return decodes
         return decodes + sorted(prefills, key=lambda voter: voter in self._unable)[:1]

@@ -53,6 +53,14 @@ def test_a_single_pair_waits_for_the_answer_of_its_decode_node_alone() -> None:
     assert each.wanted() == []
 
 
+def test_a_prefill_node_alone_does_not_confirm_its_own_pair() -> None:
+    """Its KV may be wrong in both answers."""
+    each = ballot(1, 1)
+    each.take((P[0], D[0]), WRONG)
+    each.take((P[0],), WRONG)
+    assert each.verdict((P[0], D[0])).state == "unconfirmed" and each.wanted() == [D[0]]
+
+
 def test_a_canary_is_compared_with_what_either_of_its_nodes_computes_alone() -> None:
     for node in (P[0], D[0]):
         each = ballot(1, 1)
@@ -227,6 +235,20 @@ def test_a_remembered_answer_is_no_further_vote_beside_the_nodes_that_gave_it() 
     assert [each.verdict((node,)).state for node in (*P[:2], *D[:2])] == ["undecided"] * 4
 
 
+def test_the_remembered_answer_is_a_vote_beside_the_one_node_that_still_gives_it() -> None:
+    each = ballot(1, 3)
+    each.left(D[2])
+    each.take((P[0],), RIGHT)
+    each.take((D[0],), RIGHT)
+    each.left(D[0])
+    each.joined(D[2], can_compute=True)
+    each.take((D[2],), WRONG)
+    assert each.verdict((P[0],)).state == "ready"
+    assert each.verdict((D[2],)).state == "undecided", "two votes of four: d1 has not answered"
+    each.left(D[1])
+    assert each.verdict((D[2],)).state == "faulty", "two votes of three"
+
+
 def test_an_answer_of_one_node_is_not_remembered() -> None:
     each = ballot(2, 2)
     each.take((P[0], D[0]), WRONG)
@@ -357,6 +379,7 @@ def test_a_node_that_leaves_is_asked_no_more_and_its_answers_count_no_more() -> 
     each.left(D[0])
     assert each.verdict((P[0], D[0])).state == "untried" and each.wanted() == []
     each.take((D[0],), WRONG)  # of a node that is gone
+    each.unable(D[0], "no memory")
     each.joined(D[0], can_compute=True)
     each.take((P[0], D[0]), RIGHT)
     assert each.wanted() == [D[0]] and each.verdict((D[0],)).state == "untried"
