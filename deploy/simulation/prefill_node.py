@@ -107,7 +107,7 @@ class SimulatedPrefillNode:
             self._agenda.at(chunk.ends_at, self._settle, chunk, None)
 
     def _settle(self, done: _Chunk, behind: _Chunk | None) -> None:
-        """A chunk is computed. `behind` was submitted after it."""
+        """Handle the end of a chunk. `behind` is the next chunk, already submitted."""
         self._rate.observe(done.num_tokens, done.seconds)
         for request, num_tokens in done.finished:
             self._on_first(self, request, num_tokens)
