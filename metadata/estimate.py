@@ -1,7 +1,7 @@
-"""An estimate says what the measurements of one quantity, mostly of seconds, let expect of the next one.
+"""An estimate predicts one quantity, mostly seconds, from its measurements.
 
 Router and nodes have one estimate for each question: how long a round takes, a chunk, a handoff, the wait for a grant.
-Estimates share nothing. Those who decide have losses of their own, and ask for the mean, for an upper bound, or for the
+Estimates share nothing. Each decision has a loss of its own, and asks for the mean, for an upper bound, or for the
 error of a difference.
 
 - Robust. A disturbance, such as a pause or a kernel that compiles, only adds to a time. So each new measurement counts
@@ -27,16 +27,16 @@ class Fading(NamedTuple):
 
 
 class Estimate:
-    """What is known about one quantity. `mean` is 0 if nothing is."""
+    """The estimate of one quantity. `mean` is 0 before the first measurement if there is no guess."""
 
     __slots__ = (
         "_fading",
         "_has_guess",
+        "_lasts",
         "_memory",
         "_num_kept",
         "_quantile",
         "count",
-        "lasts",
         "mean",
         "seen_at",
         "spread",
@@ -60,13 +60,13 @@ class Estimate:
         self.mean = guess or 0.0
         self.spread = 0.0  # the usual distance of a measurement from the mean
         self.count = weight  # of measurements, up to the number that the mean remembers
-        self.lasts: list[float] = []  # the last `num_kept` measurements
+        self._lasts: list[float] = []  # the last `num_kept` measurements
 
     def observe(self, measured: float, now: float = 0.0, *, common: float = 0.0) -> float:
         """Take a measurement, of which `common` is known from another estimate: the mean is of the rest. Return by how
         much the measurement shows the mean to be wrong; 0 if it says nothing alone."""
-        self.lasts.append(measured)
-        del self.lasts[: -self._num_kept]
+        self._lasts.append(measured)
+        del self._lasts[: -self._num_kept]
         self.count = min(self.count + 1, self._memory + self._num_kept - 1)
         self.mean, self.seen_at = self.at(now), now
         if self.count == 1:
@@ -74,8 +74,8 @@ class Estimate:
             return 0.0
         rate = 1 / max(1, self.count - self._num_kept + 1)
         expected = common + self.mean
-        error = _quantile(self.lasts, self._quantile) - expected
-        self.spread += rate * (_quantile([abs(each - expected) for each in self.lasts], 0.5) - self.spread)
+        error = _quantile(self._lasts, self._quantile) - expected
+        self.spread += rate * (_quantile([abs(each - expected) for each in self._lasts], 0.5) - self.spread)
         self.mean += rate * error
         return error
 

@@ -14,6 +14,7 @@ ChunkBudget, which learns from the simulated times.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from typing import Protocol
 
 from ...decode_node.chunk_length import ChunkBudget, ChunkRoom, ChunksAlone, PromptRate, PromptTokens, Queue
@@ -57,6 +58,35 @@ class Gaps:
         return self._gaps[at][1] if at < len(self._gaps) else 0.0
 
 
+class RememberedCosts(ChunkCosts):
+    """The chunk costs of a real node, which remember their answers until the next measurement: a simulation asks them a
+    thousand times as often."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        super().__init__(seconds)
+        self._known: dict[tuple[int, int, bool], float] = {}
+        self._known_most: dict[tuple[float, int, int, bool], int] = {}
+
+    def seconds(self, num_tokens: int, depth: int, *, is_joint: bool) -> float:
+        key = num_tokens, depth, is_joint
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = super().seconds(num_tokens, depth, is_joint=is_joint)
+        return found
+
+    def most_tokens(self, within_s: float, depth: int, most: int, *, is_joint: bool) -> int:
+        key = within_s, depth, most, is_joint
+        found = self._known_most.get(key)
+        if found is None:
+            found = self._known_most[key] = super().most_tokens(within_s, depth, most, is_joint=is_joint)
+        return found
+
+    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_joint: bool) -> None:
+        self._known.clear()
+        self._known_most.clear()
+        super().observe(num_tokens, depth, seconds, is_joint=is_joint)
+
+
 class SimulatedDecodeNode:
     """Owns its sequences and the tokens that its pool holds for them."""
 
@@ -74,7 +104,7 @@ class SimulatedDecodeNode:
         the node's own (decode_node/chunk_length.py)."""
         self._agenda, self._costs, self._owner = agenda, costs, owner
         self._chunk_tokens = chunk_tokens
-        table = ChunkCosts.measure(lambda num_tokens: costs.chunk_s([ChunkPart(num_tokens, 0)]), chunk_tokens)
+        table = RememberedCosts.measure(lambda num_tokens: costs.chunk_s([ChunkPart(num_tokens, 0)]), chunk_tokens)
         lengths = [each for each in costs.joint.lengths(1, 0) if each <= chunk_tokens]
         table.learn_joint(lambda tokens: costs.beside_s([ChunkPart(tokens, 0)], 1), lengths)
         round_s = RoundSeconds(costs.round_s(1, 0))

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ...metadata.estimate import Estimate
 from ...router.placement.placement import choose_decode, choose_prefill
-from ...router.placement.prompt_placement import GroupFacts, choose_local, place_prompt, place_sooner
+from ...router.placement.prompt_placement import GroupFacts, choose_local, handoff_estimate, place_prompt, place_sooner
 from .agenda import Agenda
 from .costs import Costs
 from .decode_node import SimulatedDecodeNode
@@ -25,7 +24,7 @@ class SimulatedRouter:
 
     def __init__(self, agenda: Agenda, costs: Costs, facts: GroupFacts) -> None:
         self._agenda, self._costs, self._facts = agenda, costs, facts
-        self._handoff_s = Estimate(num_kept=15, quantile=0.5)  # as the real router's
+        self._handoff_s = handoff_estimate()
         self._prefills: Sequence[SimulatedPrefillNode] = ()
         self._decodes: Sequence[SimulatedDecodeNode] = ()
         self._queue = deque[SimulatedRequest]()

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ...metadata.bus.sockets import routing_id
-from ...metadata.estimate import Estimate
 from ...metadata.wire.membership import IDLE, Heartbeat, Hello
 from ...metadata.wire.messages import Compute
 from ...metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
@@ -25,6 +24,7 @@ from ..placement.prompt_placement import (
     LocalPrefill,
     PromptTimes,
     Where,
+    handoff_estimate,
     patience_s,
     place_prompt,
 )
@@ -388,8 +388,7 @@ class NodeGroup:
     def __init__(self, key: GroupKey, hello: Hello, local_prefill: LocalPrefill = "never") -> None:
         self.key = key
         self.facts = GroupFacts(local_prefill)  # `look` renews them
-        # of handoffs, without one round: their median, since one depends on where in a round its last page comes
-        self.handoff_s = Estimate(num_kept=15, quantile=0.5)
+        self.handoff_s = handoff_estimate()
         self.errors: dict[Where, EstimateError] = {"remote": EstimateError(), "local": EstimateError()}
         self._had_prefill = False
         self._prefill_at: float | None = None  # when a prefill node was last seen, or the group was first looked at

@@ -192,6 +192,12 @@ class LocalFigures(NamedTuple):
         return self.num_running / BUSY_STREAMS * waiting_s
 
 
+def handoff_estimate() -> Estimate:
+    """Return an estimate of the seconds from a prompt's end to the second token of its output, without one round. It is
+    the median of the last handoffs, since a single one depends on where in a round its last page comes."""
+    return Estimate(num_kept=15, quantile=0.5)
+
+
 class EstimateError:
     """The factor by which estimates of a role must be multiplied to be right on average.
 

@@ -24,13 +24,13 @@ from typing import Any
 from adaptive_world import Machine, World
 from gap_world import Device, with_arrivals
 
-from baton.metadata.estimate import Estimate
 from baton.prefill_node.chunk_times import ChunkSeconds
 from baton.router.placement.prompt_placement import (
     EstimateError,
     LocalFigures,
     PromptTimes,
     RemoteFigures,
+    handoff_estimate,
     place_sooner,
 )
 from baton.router.waiting.pace import Pace
@@ -87,7 +87,7 @@ def gaps(trace: str, seed: int) -> tuple[float, float]:
 def placement(trace: str, seed: int, num_prompts: int = 1500) -> float:
     """Let a router choose between a prefill node and a decode node, and return the mean regret."""
     rng, now, regrets = random.Random(seed), 0.0, list[float]()
-    rate, handoffs = ChunkSeconds(), Estimate(num_kept=15, quantile=0.5)
+    rate, handoffs = ChunkSeconds(), handoff_estimate()
     rate.observe(4000, 0.08)
     errors = {"remote": EstimateError(), "local": EstimateError()}
     told = PromptTimes((0.5 if seed % 2 else 2.0) * 4e-5 if trace == "wrong table" else 4e-5, 0.004)

@@ -11,10 +11,11 @@ from simulated import TIMES
 from baton.decode_node.chunk_length import ChunkBudget, ChunkRoom
 from baton.deploy.simulation.agenda import Agenda
 from baton.deploy.simulation.costs import Costs
-from baton.deploy.simulation.decode_node import Gaps, SimulatedDecodeNode
+from baton.deploy.simulation.decode_node import Gaps, RememberedCosts, SimulatedDecodeNode
 from baton.deploy.simulation.figures import Record
 from baton.deploy.simulation.request import SimulatedRequest
 from baton.deploy.simulation.traffic import Arrival
+from baton.engine.pace.chunk_costs import ChunkCosts
 from baton.router.placement.prompt_placement import LocalFigures
 
 
@@ -124,6 +125,23 @@ def test_the_products_own_budget_decides_on_chunks(monkeypatch: pytest.MonkeyPat
     bench.run()
     assert local.record.ttft_s == pytest.approx(12 * 0.010 + 0.010, abs=0.02)
     assert running.gap_s < 0.0112
+
+
+def test_remembered_costs_are_those_that_were_measured_last() -> None:
+    plain, remembered = ChunkCosts({16: 0.1, 64: 0.2}), RememberedCosts({16: 0.1, 64: 0.2})
+    draw = random.Random(3)
+    for _ in range(200):
+        size, depth, is_joint = draw.choice([8, 20, 64, 90]), draw.choice([0, 5000]), draw.random() < 0.5
+        if draw.random() < 0.2:
+            seconds = draw.random()
+            for each in (plain, remembered):
+                each.observe(size, depth, seconds, is_joint=is_joint)
+        within_s = draw.choice([0.05, 0.15, 0.3])
+        for _ in range(2):
+            assert plain.seconds(size, depth, is_joint=is_joint) == remembered.seconds(size, depth, is_joint=is_joint)
+            assert plain.most_tokens(within_s, depth, 100, is_joint=is_joint) == remembered.most_tokens(
+                within_s, depth, 100, is_joint=is_joint
+            )
 
 
 def test_the_largest_gap_since_a_round_is_that_of_a_search() -> None:
