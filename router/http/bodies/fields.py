@@ -101,12 +101,14 @@ class Converted(NamedTuple):
 
 
 class NotServed(NamedTuple):
-    """Fields that ask for something that Baton cannot do. The values `accepted` ask for nothing."""
+    """Fields that ask for something that Baton cannot do. The values `accepted` ask for nothing. A body with a value
+    that is neither null nor of type `kind` is refused for that."""
 
     names: str
     words: str
     accepted: tuple[Any, ...] = (None, [])
     error: type[RequestError] = RequestError
+    kind: Any = Any
 
 
 Rule = Ignored | Renamed | Merged | Converted | NotServed
@@ -220,7 +222,9 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             Renamed("guided_grammar ebnf grammar", "structured_outputs.grammar"),
             Renamed("guided_whitespace_pattern", "structured_outputs.whitespace_pattern"),
             NotServed("bad_words", "words cannot be banned; logit_bias makes single tokens unlikely"),
-            NotServed("detokenize", "every answer has its text; return_token_ids adds the ids", (None, True)),
+            NotServed(
+                "detokenize", "every answer has its text; return_token_ids adds the ids", (None, True), kind=bool
+            ),
             NotServed(
                 "prompt_logprobs", "a prompt is scored by echo with logprobs on /v1/completions, without ranks", (None,)
             ),
@@ -328,15 +332,15 @@ _TABLE: tuple[tuple[tuple[type[Struct], ...], tuple[Rule, ...]], ...] = (
             Ignored(
                 "truncation", "an input that is too long is refused; send a shorter one", Literal["auto", "disabled"]
             ),
-            NotServed("background", "responses are not computed in the background", (None, False)),
+            NotServed("background", "responses are not computed in the background", (None, False), kind=bool),
             NotServed("context_management", "contexts are not managed"),
             NotServed("conversation", "conversations are not stored; send the messages in `input`", (None,)),
             NotServed("image", "images are not served", (None,)),
             NotServed("max_tool_calls", "calls are not counted; parallel_tool_calls: false allows one", (None,)),
             NotServed("previous_response_id", "responses are not stored; send the messages in `input`", (None,)),
             NotServed("prompt", "prompts are not stored", (None,)),
-            NotServed("store", "responses are not stored", (None, False)),
-            NotServed("top_logprobs", "log-probabilities are served by /v1/chat/completions", (None, 0)),
+            NotServed("store", "responses are not stored", (None, False), kind=bool),
+            NotServed("top_logprobs", "log-probabilities are served by /v1/chat/completions", (None, 0), kind=int),
             NotServed("reasoning_effort", "the field is reasoning.effort", (None,)),
         ),
     ),
@@ -513,7 +517,7 @@ def _sent_type(kind: Any) -> Any:
     others = {name: rule for name, rule in rules_of(kind).items() if name not in known and name.isidentifier()}
     fields += [(name, rule.kind | None, None) for name, rule in others.items() if isinstance(rule, Ignored)]
     if issubclass(kind, _BODIES):
-        fields += [(name, Any, None) for name, rule in others.items() if isinstance(rule, NotServed)]
+        fields += [(name, rule.kind | None, None) for name, rule in others.items() if isinstance(rule, NotServed)]
     if not fields:
         return kind
     namespace = {"__doc__": kind.__doc__}
