@@ -38,7 +38,10 @@ class BodyRoom:
         self._bodies: dict[Hashable, set[ReceivedBody]] = {}
 
     def add(self, body: ReceivedBody, num_bytes: int) -> None:
-        """Count bytes of a body that have come. Raises Overloaded if the room is full and no other caller has more."""
+        """Count bytes of a body that have come. Raises Overloaded if the room is full and no other caller has more, or
+        if the body has given way."""
+        if body.is_displaced:
+            raise Overloaded("too many bodies are being received")
         before = body.num_counted
         body.num_bytes += num_bytes
         self._bodies.setdefault(body.share, set()).add(body)

@@ -24,7 +24,7 @@ from baton.engine.ranks.group import CpuGroup
 from baton.engine.ranks.processes import RankProcesses
 from baton.metadata.errors import RankLost
 
-SUPPORT = Path(__file__).parents[2] / "support/clusters"
+SUPPORT = Path(__file__).parents[2] / "support/ranks"
 
 
 def _are_gone(pids: Sequence[int]) -> bool:

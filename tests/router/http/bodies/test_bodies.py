@@ -144,10 +144,10 @@ def test_bodies_that_are_announced_shut_nobody_out(make_system: Any) -> None:
     wait_until(lambda: system.complete(user="a" * 200_000)[0] == 200)
 
 
-def test_keys_share_the_room_for_bodies(make_system: Any, tmp_path: Path) -> None:
-    """A key alone may fill all of it, and gives way to another."""
+def test_tenants_share_the_room_for_bodies(make_system: Any, tmp_path: Path) -> None:
+    """A tenant alone may fill all of it, and gives way to another."""
     keys = tmp_path / "keys"
-    keys.write_text("one\ntwo\n")
+    keys.write_text("first one acme\nsecond two other\n")
     system: System = make_system(router={"max_body_bytes": 1 << 18, "api_keys": str(keys)})
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\nContent-Length: %d\r\n\r\n" % (
         1 << 18
@@ -156,8 +156,8 @@ def test_keys_share_the_room_for_bodies(make_system: Any, tmp_path: Path) -> Non
     refused = [connection for connection in held if _has_answer(connection)]
     assert 0 < len(refused) < len(held) - bodies.MAX_BODIES + 1
     body = {"tokens": [], "model": "a" * 200_000}
-    status, _, _ = system.router.request("POST", "/detokenize", body, {"Authorization": "Bearer two"})
-    assert status == 503, "it was read, though all room was taken"
+    status, answer, _ = system.router.request("POST", "/detokenize", body, {"Authorization": "Bearer two"})
+    assert status == 503, answer  # it was read, though all room was taken
     for connection in held:
         connection.close()
 

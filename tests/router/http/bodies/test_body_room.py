@@ -23,6 +23,8 @@ def test_one_caller_may_take_all_and_gives_way_to_others() -> None:
     other = ReceivedBody("b", lambda: gone.append("b"))
     room.add(other, SMALL_BODY + 400)
     assert gone == ["a"] and first[1].is_displaced, "the largest of the caller with most"
+    with pytest.raises(Overloaded):
+        room.add(first[1], 50)  # it came before its reader knew
     room.add(other, 300)
     with pytest.raises(Overloaded):
         room.add(other, 100)  # a holds less now
