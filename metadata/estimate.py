@@ -58,24 +58,30 @@ class Estimate:
         self._has_guess, self._fading = guess is not None, fading
         self.seen_at = 0.0  # when the last measurement was taken
         self.mean = guess or 0.0
-        self.spread = 0.0  # the usual distance of a measurement from the mean
+        self.spread = 0.0  # the usual distance of a measurement from the mean; 0 if the mean is of one value
         self.count = weight  # of measurements, up to the number that the mean remembers
         self._lasts: list[float] = []  # the last `num_kept` measurements
 
     def observe(self, measured: float, now: float = 0.0, *, common: float = 0.0) -> float:
         """Take a measurement, of which `common` is known from another estimate: the mean is of the rest. Return by how
         much the measurement shows the mean to be wrong; 0 if it says nothing alone."""
-        self._lasts.append(measured)
-        del self._lasts[: -self._num_kept]
-        self.count = min(self.count + 1, self._memory + self._num_kept - 1)
+        lasts = self._lasts
+        lasts.append(measured)
+        if len(lasts) > self._num_kept:
+            del lasts[0]
+        if self.count < self._memory + self._num_kept - 1:
+            self.count += 1
+        if self._memory == 1 and not self._has_guess:  # quickly: simulations take millions of them
+            before, self.mean, self.seen_at = self.mean, _quantile(lasts, self._quantile) - common, now
+            return self.mean - before if self.count > 1 else 0.0
         self.mean, self.seen_at = self.at(now), now
         if self.count == 1:
             self.mean = self.mean if self._has_guess and self._num_kept > 1 else measured - common
             return 0.0
         rate = 1 / max(1, self.count - self._num_kept + 1)
         expected = common + self.mean
-        error = _quantile(self._lasts, self._quantile) - expected
-        self.spread += rate * (_quantile([abs(each - expected) for each in self._lasts], 0.5) - self.spread)
+        error = _quantile(lasts, self._quantile) - expected
+        self.spread += rate * (_quantile([abs(each - expected) for each in lasts], 0.5) - self.spread)
         self.mean += rate * error
         return error
 
@@ -104,4 +110,4 @@ class Estimate:
 
 def _quantile(values: list[float], quantile: float) -> float:
     """Return a quantile; between two values, the lesser one."""
-    return sorted(values)[int(quantile * (len(values) - 1))]
+    return sorted(values)[int(quantile * (len(values) - 1))] if quantile else min(values)
