@@ -28,12 +28,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import shared_paths  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
-
+# isort: split
 from bench_kernels_attention import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, TOLERANCE, per_layer
 from quantized import fp8_pool
 
