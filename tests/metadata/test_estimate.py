@@ -102,8 +102,8 @@ def test_the_error_follows_the_spread_and_shrinks_with_what_was_seen() -> None:
 
 
 # --- regret: decisions lose no more than they did when each had an estimator of its own ---
-# `python tests/support/oracles/estimate_traces.py SEEDS DECISION` prints such figures. The bounds are those of the estimators
-# that `Estimate` replaced, over the same seeds.
+# `python tests/support/oracles/estimate_traces.py SEEDS DECISION` prints such figures. The bounds are those of the
+# estimators that `Estimate` replaced, over the same seeds.
 
 NUM_SEEDS = {"drafts": 16, "gaps": 8, "placement": 10, "retry": 10}
 BOUNDS = {  # in the order of TRACES

@@ -5,8 +5,8 @@
     placement   seconds to the first two tokens beyond those of the better role
     retry       relative error of the expected time between two grants
 
-A seed decides everything, and nothing here reads a clock. `python tests/support/oracles/estimate_traces.py SEEDS` prints the
-means: compare them before and after a change of an estimator.
+A seed decides everything, and nothing here reads a clock. `python tests/support/oracles/estimate_traces.py SEEDS`
+prints the means: compare them before and after a change of an estimator.
 """
 
 from __future__ import annotations
