@@ -35,9 +35,16 @@ def write_gpu_figures(folder: Path, reports: Sequence[Report], method: str) -> N
         "prompts": ("tokens/s", [*(f"{num} x {size:,}" for num, size in _PROMPTS), _OUTPUT], _prompt_rows(reports)),
     }
     for name, (unit, columns, rows) in tables.items():
-        if found := list(rows):
-            commit = next(iter(reports))["commit"]
-            write_figure(folder, name, method=method, unit=unit, columns=["model", *columns], rows=found, commit=commit)
+        if found := [[_rounded(cell) for cell in row] for row in rows]:
+            measured = {name: reports[0][name] for name in ("commit", "device")}
+            write_figure(folder, name, method=method, unit=unit, columns=["model", *columns], rows=found, **measured)
+
+
+def _rounded(cell: Any) -> Any:
+    """Return a number as the pages show it: rates in tens, times and ratios with two digits."""
+    if not isinstance(cell, float):
+        return cell
+    return round(cell / 10) * 10 if cell > 1000 else round(cell, 2)
 
 
 def name_of(report: Report) -> str:

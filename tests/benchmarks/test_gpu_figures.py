@@ -14,6 +14,7 @@ from gpu_figures import write_gpu_figures
 def report(**more: Any) -> dict[str, Any]:
     return {
         "commit": "c1",
+        "device": "H200",
         "model": "8b",
         "num_layers": 32,
         "hidden_size": 4096,
@@ -38,11 +39,11 @@ def test_each_model_stands_above_its_best_peer(written: dict[str, dict[str, Any]
     in_fp8 = report(weights_format="fp8", KV_format="fp8")
     write_gpu_figures(tmp_path / "figures", [report(), in_fp8, report(hidden_size=5120)], "bench_all.py")
     steps, prompts = written["decode-step"], written["prompts"]
-    assert steps["columns"][:3] == ["model", "batch 1", "batch 8"] and steps["commit"] == "c1"
+    assert steps["columns"][:3] == ["model", "batch 1", "batch 8"] and (steps["commit"], steps["device"]) == ("c1", "H200")
     assert steps["rows"][0] == ["8b", 4.08, None, None, None, 1.16, None, None, None]  # batch 3 is no column
     assert steps["rows"][1][:5] == ["best peer of 8b", 4.74, 5.16, 7.53, 17.19]
     assert [row[0] for row in steps["rows"][2:]] == ["8b, weights in FP8, KV in FP8", "8b"]
-    assert prompts["rows"][0] == ["8b", None, 39713.2, None, 6130.0]
+    assert prompts["rows"][0] == ["8b", None, 39710, None, 6130]
     assert prompts["rows"][1] == ["best peer of 8b", 36_700, 38_300, 42_900, 6_240]
     assert all(len(row) == len(figure["columns"]) for figure in written.values() for row in figure["rows"])
 

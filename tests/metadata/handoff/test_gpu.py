@@ -18,6 +18,7 @@ from fake_device import FakeDevice
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, spin, unit
 
 from baton.engine.config import EngineConfig
+from baton.engine.device import kind_of
 from baton.engine.startup import transports
 from baton.metadata.bus.addresses import host_identity
 from baton.metadata.errors import ConfigError, OutOfMemory, TransferError
@@ -297,7 +298,7 @@ class _Engine:
     """The attributes of an engine that `transports` reads."""
 
     def __init__(self, device: str) -> None:
-        self.device = type("Device", (), {"type": device})
+        self.kind = kind_of(torch.device(device))
 
 
 def test_transports_are_named_best_first() -> None:
