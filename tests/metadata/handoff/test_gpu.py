@@ -14,6 +14,7 @@ import faulty
 import msgpack
 import msgspec
 import pytest
+import torch
 from fake_device import FakeDevice
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, spin, unit
 
