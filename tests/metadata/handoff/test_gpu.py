@@ -299,7 +299,8 @@ class _Engine:
     """The attributes of an engine that `transports` reads."""
 
     def __init__(self, device: str) -> None:
-        self.kind = kind_of(torch.device(device))
+        self.device = torch.device(device)
+        self.kind = kind_of(self.device)
 
 
 def test_transports_are_named_best_first() -> None:
