@@ -112,8 +112,8 @@ class _Vote:
 
     def node(self, voter: Voter) -> Node | None:
         """Return the voter's node, None if it takes no canaries now."""
-        node = self.group.nodes.get(voter.key)
-        return node if node is not None and node.is_reachable and not node.is_draining else None
+        nodes = (node for node in self.group.nodes.values() if node.unit_key == voter.key)
+        return next((node for node in nodes if node.is_reachable and not node.is_draining), None)
 
 
 class _PairRun(NamedTuple):
@@ -149,11 +149,11 @@ class PairHealth:
     def __init__(self, groups: Mapping[GroupKey, NodeGroup], interval_s: float) -> None:
         self._groups = groups
         self._interval_s = interval_s
-        self._pairs: dict[tuple[bytes, bytes], _Pair] = {}  # by routing ids
-        self._locals: dict[bytes, _Pair] = {}  # decode nodes that compute prompts, by routing id
+        self._pairs: dict[tuple[bytes, bytes], _Pair] = {}  # by `unit_key`
+        self._locals: dict[bytes, _Pair] = {}  # decode nodes that compute prompts, by `unit_key`
         self._votes: dict[NodeGroup, _Vote] = {}
         self._runs: dict[str, _PairRun | _LocalRun | _SoloRun] = {}  # by the rid of the canary's request under way
-        self._proven: set[bytes] = set()  # routing ids of the nodes in pairs that are ready
+        self._proven: set[bytes] = set()  # `unit_key` of the nodes in pairs that are ready
 
     @property
     def is_ready(self) -> bool:
@@ -200,12 +200,12 @@ class PairHealth:
             return False
         pair = self._pairs.get(_key(prefill, decode))
         if pair is None or (pair.failure is None and pair.verdict.state == "untried"):
-            return prefill.routing_id in self._proven and decode.routing_id in self._proven
+            return prefill.unit_key in self._proven and decode.unit_key in self._proven
         return pair.failure is None and pair.verdict.state == "ready"
 
     def state_alone(self, decode: Node) -> str:
         """Return the state of a decode node that computes prompts: "ready", "untried", or what is wrong with it."""
-        pair = self._locals.get(decode.routing_id)
+        pair = self._locals.get(decode.unit_key)
         return "untried" if pair is None else _fault(f"decode node {decode.node_id} alone", pair) or pair.verdict.state
 
     def is_usable_alone(self, decode: Node) -> bool:
@@ -217,9 +217,9 @@ class PairHealth:
 
         It may unless one of its pairs is faulty or undecided and none is ready.
         """
-        if prefill.routing_id in self._proven:
+        if prefill.unit_key in self._proven:
             return True
-        verdicts = (pair.verdict.state for key, pair in self._pairs.items() if key[0] == prefill.routing_id)
+        verdicts = (pair.verdict.state for key, pair in self._pairs.items() if key[0] == prefill.unit_key)
         return not any(state in ("faulty", "undecided") for state in verdicts)
 
     def worked(self, prefill: Node, decode: Node, now: float) -> None:
@@ -235,13 +235,13 @@ class PairHealth:
 
     def worked_alone(self, decode: Node, now: float) -> None:
         """Record that a decode node computed a local prompt."""
-        pair = self._locals.get(decode.routing_id)
+        pair = self._locals.get(decode.unit_key)
         if pair is not None:
             pair.worked_at = now
 
     def doubt_alone(self, decode: Node) -> None:
         """Record that a request with a local prompt failed on a decode node, so that a canary is due."""
-        pair = self._locals.get(decode.routing_id)
+        pair = self._locals.get(decode.unit_key)
         if pair is not None:
             pair.is_doubted = True
 
@@ -266,9 +266,9 @@ class PairHealth:
 
     def forget(self, node: Node) -> None:
         """Remove a node that is gone, with its pairs and its votes."""
-        for key in [key for key in self._pairs if node.routing_id in key]:
+        for key in [key for key in self._pairs if node.unit_key in key]:
             del self._pairs[key]
-        self._locals.pop(node.routing_id, None)
+        self._locals.pop(node.unit_key, None)
         vote = self._votes.get(node.group)
         if vote is not None:
             vote.ballot.left(voter_of(node))
@@ -383,11 +383,12 @@ class PairHealth:
             effects.append(GiveUpCanary(canary.request, "a node has joined that asks for another canary"))
         vote = self._votes[group] = _Vote(group)
         self._recount(vote)
+        units = {node.unit_key for node in group.nodes.values()}
         for (prefill, _), pair in self._pairs.items():
-            if prefill in group.nodes:
+            if prefill in units:
                 pair.worked_at, pair.retry_at = None, 0.0
-        for routing_id, local in self._locals.items():
-            if routing_id in group.nodes:
+        for unit_key, local in self._locals.items():
+            if unit_key in units:
                 local.worked_at, local.retry_at = None, 0.0
         return effects
 
@@ -401,9 +402,9 @@ class PairHealth:
         return [self._start(_PairRun(pair.canary, vote, pair, prefill, decode), now)]
 
     def _look_at_local(self, vote: _Vote, decode: Node, now: float) -> list[Effect]:
-        pair = self._locals.get(decode.routing_id)
+        pair = self._locals.get(decode.unit_key)
         if pair is None:  # what it computed alone before counts
-            pair = self._locals[decode.routing_id] = _Pair()
+            pair = self._locals[decode.unit_key] = _Pair()
             pair.verdict = vote.ballot.verdict_alone(voter_of(decode))
         if pair.canary is not None:
             return _overdue(pair.canary, now)
@@ -458,7 +459,7 @@ class PairHealth:
                     has_new |= pair.verdict.state == "ready"
                     _log(f"pair {_name(prefill, decode)}", before, pair.verdict)
         for node in vote.group.nodes.values():
-            local = self._locals.get(node.routing_id)
+            local = self._locals.get(node.unit_key)
             if local is None:
                 continue
             before, local.verdict = local.verdict, vote.ballot.verdict_alone(voter_of(node))
@@ -466,13 +467,13 @@ class PairHealth:
                 has_new |= local.verdict.state == "ready"
                 _log(f"decode node {node.node_id} alone", before, local.verdict)
         ready = [key for key, pair in self._pairs.items() if pair.verdict.state == "ready"]
-        self._proven = {routing_id for key in ready for routing_id in key}
+        self._proven = {unit_key for key in ready for unit_key in key}
         return [PairsReady(vote.group)] if has_new else []
 
 
 def voter_of(node: Node) -> Voter:
     """Return the node as the ballot knows it."""
-    return Voter(node.role, node.node_id, node.routing_id)
+    return Voter(node.role, node.unit, node.unit_key)
 
 
 def _overdue(canary: Canary, now: float) -> list[Effect]:
@@ -488,11 +489,11 @@ def _overdue(canary: Canary, now: float) -> list[Effect]:
 
 
 def _key(prefill: Node, decode: Node) -> tuple[bytes, bytes]:
-    return prefill.routing_id, decode.routing_id
+    return prefill.unit_key, decode.unit_key
 
 
 def _name(prefill: Node, decode: Node) -> str:
-    return f"{prefill.node_id} -> {decode.node_id}"
+    return f"{prefill.unit} -> {decode.unit}"
 
 
 def _fault(name: str, pair: _Pair) -> str:
