@@ -146,6 +146,7 @@ class RankedEngine:
                 self.ranks = _ranks(group, Path(folder), name, is_group=serve is not None)
                 if self.ranks.steps is not None:
                     starting.callback(self.ranks.steps.board.close)
+                    starting.callback(self.ranks.steps.board.end)
                     self.processes.when_lost(self.ranks.steps.board.end)
                 self.engine = load_engine(config, rehearse, self.ranks)
             except RuntimeError as error:

@@ -25,13 +25,15 @@ from .board import Board
 from .group import TIMEOUT_S
 
 
-class Leaver(Protocol):
-    """The membership of a node, as far as it leaves."""
+class RankMembership(Protocol):
+    """The part of a node's membership that its rank group needs."""
 
     @property
     def is_leaving(self) -> bool: ...
 
     def leave(self, why: str) -> None: ...
+
+    def enter(self, phase: str, limit_s: float) -> None: ...
 
 
 NUM_VALUES = len(Proposal._fields)
@@ -136,7 +138,7 @@ class GroupSteps:
         """From now on, a rank must take part in a step soon. Before service it may load, or compile kernels."""
         self.board.timeout_s = TIMEOUT_S
 
-    def run(self, step: Callable[[], bool], membership: Leaver) -> bool:
+    def run(self, step: Callable[[], bool], membership: RankMembership) -> bool:
         """Do a step of this rank's node, or, if it ran no forward, a step of another rank. Return whether there is more
         to do at once. The ranks leave together. Raises RankLost."""
         if self.board.has_ended:
@@ -147,7 +149,11 @@ class GroupSteps:
             membership.leave("the group of this rank leaves")
         before = self.board.step
         is_busy = step()
-        if self.board.step > before or self.join():
+        if self.board.step > before:
+            return True
+        if is_busy or self.board.is_called:  # otherwise the router would take the last phase for a stuck one
+            membership.enter("group", TIMEOUT_S)
+        if self.join():
             return True
         if is_busy:  # its work waits for the streams of other ranks, whose next step it joins
             time.sleep(_PAUSE_S)

@@ -281,8 +281,8 @@ class DeviceExecutor:
                         self._recompute(work)
             return
         self._drop_unshared()
-        if self.group_steps is not None and not isinstance(work, LoadSlot):
-            raise RankLost(f"{_no_memory(work)}, while other ranks wait in a forward")
+        if not isinstance(work, LoadSlot):
+            self._check_alone(work)
         raise OutOfMemory(_no_memory(work))  # here the error is gone, whose traceback holds tensors
 
     @property
@@ -463,7 +463,13 @@ class DeviceExecutor:
             if settling is not None:
                 return work, settling()
         self._drop_unshared()
+        self._check_alone(chunk)
         raise ChunkOutOfMemory(_no_memory(chunk))
+
+    def _check_alone(self, work: RoundWork) -> None:
+        """Raise RankLost if there was no memory for work for which other ranks of the group wait in a forward."""
+        if self.group_steps is not None:
+            raise RankLost(f"{_no_memory(work)}, while other ranks wait in a forward")
 
     # Each way submits the chunk, and the round as far as they share the forward, and returns the rest of the round.
     # Until this is called, no slot of the round has changed.

@@ -14,10 +14,27 @@ import pytest
 
 from baton.engine.products.ranked import RankRows
 from baton.engine.ranks.board import Board
+from baton.engine.ranks.group import TIMEOUT_S
 from baton.engine.ranks.steps import NUM_VALUES, GroupSteps
 from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ChunkOutOfMemory
+
+
+class Stays:
+    """The membership of a node that stays. Notes the phases that it enters."""
+
+    is_leaving = False
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def leave(self, why: str) -> None:
+        raise AssertionError(why)
+
+    def enter(self, phase: str, limit_s: float) -> None:
+        assert limit_s == TIMEOUT_S
+        self.phases.append(phase)
 
 
 @pytest.fixture
@@ -66,12 +83,6 @@ def test_a_rank_that_worked_in_a_step_does_not_join_the_next_one_idly(boards: li
     """Otherwise a fast rank would make slower ones idle in every second step."""
     two = [GroupSteps(board, RankRows(), "group", "epoch") for board in boards]
 
-    class Stays:
-        is_leaving = False
-
-        def leave(self, why: str) -> None:
-            raise AssertionError(why)
-
     def run(each: GroupSteps) -> None:
         for _ in range(50):
 
@@ -90,21 +101,18 @@ def test_a_rank_whose_work_waits_joins_the_steps_of_others(boards: list[Board]) 
     steps = [GroupSteps(board, RankRows(), "group", "epoch") for board in boards]
     steps[0].watch_streams(lambda: (3, False))
 
-    class Stays:
-        is_leaving = False
-
-        def leave(self, why: str) -> None:
-            raise AssertionError(why)
+    memberships = [Stays() for _ in steps]
 
     def waiting() -> None:
         while steps[1].num_idle < 2:
-            assert steps[1].run(lambda: True, Stays())
+            assert steps[1].run(lambda: True, memberships[1])
 
     def idle() -> None:
         while steps[2].num_idle < 2:
-            steps[2].run(lambda: False, Stays())
+            steps[2].run(lambda: False, memberships[2])
 
     in_threads([lambda: [steps[0].agree_round(1, DraftShape(0)) for _ in range(2)], waiting, idle])
+    assert memberships[2].phases == ["group"] * 2, "a rank that joins for minutes is not stuck"
     assert steps[1].streams_elsewhere == (3, False) and steps[0].streams_elsewhere == (0, False)
     time.sleep(0.15)
     assert steps[1].streams_elsewhere == (0, False)
