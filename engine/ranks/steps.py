@@ -151,10 +151,11 @@ class GroupSteps:
         is_busy = step()
         if self.board.step > before:
             return True
-        if is_busy or self.board.is_called:  # otherwise the router would take the last phase for a stuck one
+        is_called = self.board.is_called
+        if is_busy or is_called:  # otherwise the router would take the last phase for a stuck one
             membership.enter("group", TIMEOUT_S)
-        if self.join():
-            return True
+        if is_called:
+            return self.join()
         if is_busy:  # its work waits for the streams of other ranks, whose next step it joins
             time.sleep(_PAUSE_S)
         return is_busy
