@@ -43,7 +43,8 @@ from ..engine.pace.step_times import StepTimes
 from ..engine.progress import ProgressBar
 from ..engine.rounds.draft_shape import DraftShape
 from ..engine.rounds.executor import Executor
-from ..engine.rounds.rounds import LocalChunk, Submitted
+from ..engine.rounds.rounds import LocalChunk, Rounds, Submitted
+from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import Accepted, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
@@ -55,10 +56,9 @@ from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
 from .chunk_length import MAX_AHEAD, ChunkBudget, ChunksAlone, PromptTokens
 from .outbox import Outbox
-from .parts import DecodeParts, Policy
 from .reservations import Reservations
 from .round_clock import RoundClock, RoundSeconds, RoundTime
-from .scheduler import StepPlan
+from .scheduler import DecodeScheduler, StepPlan, Streams
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ class DecodeNode:
 
     def __init__(
         self,
-        parts: DecodeParts,
+        executor: Executor,
+        cache: PrefixCache,
         membership: Membership,
         handoff: HandoffClient,
         chunk: int,
@@ -120,33 +121,40 @@ class DecodeNode:
         expects_prompts: bool = True,
         max_gap_s: float | None = None,
     ):
-        """`chunk`: the most prompt tokens that the scheduler of `parts` plans in a step.
+        """`cache` owns the pages that `executor` writes. `chunk`: the most prompt tokens that a step computes.
         `is_adaptive`: adapt the draft length to the measured benefit; otherwise draft all steps.
         `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU.
         `expects_prompts`: prepare for local prompts; otherwise they are computed as well, but delay other sequences
         more. `max_gap_s`: the operator's bound on the time between tokens beside chunks of prompts; None: the node's
         own."""
-        self.executor = executor = parts.executor
-        self.cache = parts.cache
+        self.executor = executor
+        self.cache = cache
         self.membership = membership
         self.handoff = handoff
         with ProgressBar("capturing round graphs") as progress:
             executor.warm_up(progress, expects_prompts=expects_prompts)
-        self.rounds = parts.rounds
-        self.chooser = (
-            _measured_chooser(executor, parts.num_slots) if is_adaptive and executor.shape.num_steps else None
-        )
+        self.rounds = Rounds(executor)
+        self.chooser = _measured_chooser(executor) if is_adaptive and executor.shape.num_steps else None
         costs = measure_costs(executor, min(chunk, executor.context_len - 1), self.cache.pool.page_size)
         round_s = RoundSeconds(measure_round(executor, 1, 0))
         self._budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.joint_sizes)
-        self.scheduler = parts.make_scheduler(
-            Policy(
-                choose=None if self.chooser is None else self._choose,
-                rests=None if self.chooser is None else self.chooser.rests,
-                budget=self._budget.room,
-                on_finish=self._release,
-            )
+        self.scheduler = DecodeScheduler(
+            cache,
+            executor.num_slots,
+            chunk,
+            shape=executor.shape,
+            context_len=executor.context_len,
+            num_prompt_states=executor.num_prompt_states,
+            choose=None if self.chooser is None else self._choose,
+            rests=None if self.chooser is None else self.chooser.rests,
+            budget=self._budget.room,
+            joint=executor.joint_sizes,
+            window=executor.window,
+            on_finish=self._release,
+            streams_elsewhere=self._streams_elsewhere,
         )
+        if executor.group_steps is not None:
+            executor.group_steps.watch_streams(lambda: self.scheduler.streams)
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
         self._under_way: SubmittedRound | None = None
         self._admitted: list[_Admission] = []  # since the last round was submitted
@@ -163,6 +171,7 @@ class DecodeNode:
             context_len=executor.context_len,
         )
         self._counts = _Counts()
+        self._num_idle = 0  # steps of other ranks that were counted as rounds
         self._put_off: list[RouterWork | RouterGone] = []  # messages that came while the device computed
 
     def step(self) -> bool:
@@ -172,6 +181,7 @@ class DecodeNode:
         self._clock.end_arrivals()
         self._await_arrivals()
         self._await_chunks()
+        self._count_rounds_elsewhere()
         plan = self._plan()
         if plan.rows or plan.decoding or self._under_way is not None:
             self.membership.enter("decode", STEP_LIMIT_S)
@@ -207,7 +217,6 @@ class DecodeNode:
             has_prompt_room=rate.has_room,
             paced_prompt_tokens=rate.num_paced,
             prompt_rest_token_s=rate.rest_token_s,
-            ranks=scheduler.rank_loads,
         )
 
     def stats(self) -> NodeStats:
@@ -230,7 +239,7 @@ class DecodeNode:
             masked_rounds=rounds.masked_rounds,
             late_masks=rounds.late_masks,
             mask_seconds=rounds.mask_s,
-            idle_rounds=tuple(rounds.idle_rounds),
+            idle_rounds=() if self.executor.group_steps is None else (self.executor.group_steps.num_idle,),
         )
 
     def units(self) -> tuple[Unit, ...]:
@@ -268,7 +277,7 @@ class DecodeNode:
                 assert sequence.lease is not None
                 num_prompt_pages = -(-len(sequence.token_ids) // self.cache.pool.page_size)
                 num_cached_pages = len(sequence.lease.pages)
-                pages = self.cache.pool.on_links(sequence.rank, sequence.pages[:num_prompt_pages])
+                pages = sequence.pages[:num_prompt_pages]
                 self.handoff.claim(sequence.unit, message.prefill, num_cached_pages, pages)
 
     def _start_local(self, sequence: Sequence) -> None:
@@ -293,12 +302,23 @@ class DecodeNode:
         except OutOfMemory as error:
             self._end_for_memory(sequence, error)
             return False
-        number = self.rounds.number(sequence)
-        assert number is not None
+        assert sequence.slot is not None, sequence.unit
         if self.chooser is not None:
-            self.chooser.admit(number)
+            self.chooser.admit(sequence.slot)
         sequence.clock.start(sequence.num_generated)
         return True
+
+    def _count_rounds_elsewhere(self) -> None:
+        """Count the rounds of other ranks in which this node had no work: its next chunk waits for so many."""
+        steps = self.executor.group_steps
+        while steps is not None and self._num_idle < steps.num_idle:
+            self._num_idle += 1
+            self._budget.begin_round(has_chunk=False)
+
+    def _streams_elsewhere(self) -> Streams:
+        """Return the streams of the other ranks of this node's group."""
+        steps = self.executor.group_steps
+        return Streams() if steps is None else Streams(*steps.streams_elsewhere)
 
     def _release(self, sequence: Sequence) -> None:
         """Take the slot of a sequence that is over."""
@@ -479,6 +499,8 @@ class DecodeNode:
                 chunk, is_scored = None, False
             elif not plan.decoding:
                 self._alone.add(chunk, step_since)
+                if self._streams_elsewhere().has_any:  # it shared the forward of their rounds
+                    self._budget.begin_round(has_chunk=True)
         elif chunk is not None:
             beside = LocalChunk(plan.sequences, plan.rows)
         begun = self._submit_round(plan, beside, chunk, step_since) if plan.decoding else None
@@ -602,7 +624,9 @@ class DecodeNode:
         self._send(done.sequences)
         round_time = self._clock.judge(seconds)
         alone = self._alone.take()
-        if done.chunk is not None:  # chunks alone, which the device may not have done before, make it look longer
+        if done.submitted.is_delayed:
+            round_time = RoundTime(None, None)
+        elif done.chunk is not None:  # chunks alone, which the device may not have done before, make it look longer
             if alone is None and not done.is_scored:
                 self._budget.end_beside(num_streams, num_steps, done.chunk, step_s)
             round_time = RoundTime(None, None)
@@ -626,11 +650,10 @@ class DecodeNode:
         assert self.chooser is not None
         if self.chooser.num_steps == 0 and self.executor.proposer is not None:
             for sequence in sequences:
-                number = self.rounds.number(sequence)
-                if number is not None:
-                    self.chooser.learn(number, *self.rounds.replay(sequence, int(PRIOR_TRIES)))
+                if sequence.slot is not None:
+                    self.chooser.learn(sequence.slot, *self.rounds.replay(sequence, int(PRIOR_TRIES)))
         num_missed = self.rounds.num_missed(sequences)
-        slots = [number for each in sequences if (number := self.rounds.number(each)) is not None]
+        slots = [each.slot for each in sequences if each.slot is not None]
         num_steps = self.chooser.choose(slots, usable, num_missed, self.rounds.kind(sequences))
         return self.executor.shape.with_steps(num_steps)
 
@@ -662,8 +685,8 @@ def _demand(sequence: Sequence) -> tuple[bool, bool, bool, int]:
     return needs.num_logprobs is not None, needs.processes, needs.ranks or needs.cuts, sequence.order
 
 
-def _measured_chooser(executor: Executor, num_slots: int) -> StepChooser:
-    """Return a chooser of draft lengths that knows the times of rounds. `num_slots`: of the node."""
+def _measured_chooser(executor: Executor) -> StepChooser:
+    """Return a chooser of draft lengths that knows the times of rounds."""
     measure = functools.partial(measure_round, executor)
     times = StepTimes.measure(measure, min(executor.num_slots, _MAX_MEASURED), executor.shape.choices)
-    return StepChooser(executor.shape, times, num_slots)
+    return StepChooser(executor.shape, times, executor.num_slots)

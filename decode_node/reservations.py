@@ -11,7 +11,7 @@ from ..metadata.wire.messages import CapacityFreed, Compute, Reserve, Reserved, 
 from ..metadata.wire.node_info import Load
 from ..metadata.wire.request import Unit
 from .outbox import Outbox
-from .parts import NodeScheduler
+from .scheduler import DecodeScheduler
 from .sequence import Sequence, new_sequence
 
 
@@ -26,7 +26,7 @@ class Reservations:
 
     def __init__(
         self,
-        scheduler: NodeScheduler,
+        scheduler: DecodeScheduler,
         outbox: Outbox,
         load: Callable[[], Load],
         send: Callable[[ToRouter], object],

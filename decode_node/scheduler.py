@@ -31,7 +31,6 @@ from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import decode_len, pages_of
-from ..metadata.wire.node_info import RankLoad
 from ..metadata.wire.request import Unit
 from .chunk_length import ChunkRoom, PromptTokens, Queue
 from .sequence import Sequence
@@ -66,6 +65,10 @@ class Streams(NamedTuple):
     num_decoding: int = 0
     is_awaited: bool = False  # one decodes as soon as its pages have arrived
 
+    def with_others(self, others: Streams) -> Streams:
+        """Return these sequences and others."""
+        return Streams(self.num_decoding + others.num_decoding, self.is_awaited or others.is_awaited)
+
     @property
     def has_any(self) -> bool:
         return bool(self.num_decoding) or self.is_awaited
@@ -89,6 +92,7 @@ class DecodeScheduler:
         joint: JointSizes = NO_SIZE,
         window: int | None = None,
         on_finish: Callable[[Sequence], None] | None = None,
+        streams_elsewhere: Callable[[], Streams] = Streams,
     ) -> None:
         """`shape`: the largest draft of a round. `num_prompt_states`: positions at the end of a local prompt that are
         computed although they are cached, for the drafter. `choose` gets the sequences of the next round and the number
@@ -99,7 +103,8 @@ class DecodeScheduler:
         `joint`: the rounds and chunks that share a forward. A sequence whose last chunk is in such a forward takes part
         in the round, too.
         `window`: positions that the layers see, if none sees all; pages before them are given back.
-        `on_finish` is called for every finished sequence."""
+        `on_finish` is called for every finished sequence. `streams_elsewhere` returns the sequences of other ranks
+        that a chunk delays, too."""
         self.cache = cache
         self.shape = shape
         self.context_len = context_len
@@ -108,6 +113,7 @@ class DecodeScheduler:
         self.joint = joint
         self._window = window
         self._on_finish = on_finish
+        self._streams_elsewhere = streams_elsewhere
         self.page_size = cache.pool.page_size
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
@@ -176,37 +182,24 @@ class DecodeScheduler:
         reserved = [sequence for sequence in self.reserved.values() if sequence.is_local]  # they start in this step
         return num_tokens + sum(self._num_uncached(sequence) - 1 for sequence in reserved)
 
-    @property
-    def rank_loads(self) -> tuple[RankLoad, ...]:
-        """Nothing: this is one pool."""
-        return ()
-
     # --- one step ---
 
-    def plan(
-        self,
-        shape: DraftShape | None = None,
-        usable: list[int] | None = None,
-        streams: Callable[[], Streams] | None = None,
-    ) -> StepPlan:
+    def plan(self, shape: DraftShape | None = None) -> StepPlan:
         """Choose the sequences, pages and prompt tokens of the next step, and return them as a plan.
 
         First the scheduler resumes preempted sequences that fit. Then every running sequence gets the pages that it
         needs. If pages are short, the scheduler preempts the youngest sequence.
 
-        `shape`: the draft shape of the round; None: choose it here. `usable`: the numbers that `usable_drafts` returned
-        to the caller; None: call it here. `streams` returns the sequences that a chunk delays; None: those of this
-        scheduler."""
-        is_under_way = self.resume()
+        `shape`: the draft shape that an earlier plan chose for this round; None: choose it now."""
+        is_under_way = any(sequence.num_coming for sequence in self.running)
+        if not is_under_way:
+            self._resume()
         plan = StepPlan(is_premature=bool(self.preempted) and is_under_way, is_overlapping=is_under_way)
         running, left = list(self.running), self._left
         left.clear()
-        if shape is None or usable is None:
-            plan.shape, usable = self._choose_shape(running, shape)
-        else:
-            plan.shape = shape
+        plan.shape, usable = self._choose_shape(running, shape)
         decoding, limits, num_steps = plan.decoding, plan.limits, plan.shape.num_steps
-        room = self._chunk_room(running, plan.shape, streams)
+        room = self._chunk_room(running, plan.shape)
         budget = room.num_tokens
         for sequence, num_usable in zip(running, usable, strict=True):
             if left and sequence in left:  # it was preempted for an older one
@@ -232,14 +225,6 @@ class DecodeScheduler:
             plan.chunk = PromptTokens.of(plan.rows)
             self._join_computed(plan)
         return plan
-
-    def resume(self) -> bool:
-        """Resume preempted sequences that fit, unless a round is under way. Return whether one is. `plan` does this
-        first."""
-        is_under_way = any(sequence.num_coming for sequence in self.running)
-        if not is_under_way:
-            self._resume()
-        return is_under_way
 
     def usable_drafts(self) -> list[int] | None:
         """Return how many drafts each running sequence can accept in the next round: limited by its context, max_tokens
@@ -342,12 +327,12 @@ class DecodeScheduler:
         end = min(sequence.prompt_len + params.max_tokens - 1, self.context_len) - most - 1
         return min(end, len(sequence.pages) * self.page_size - self.shape.num_slots)
 
-    def _chunk_room(self, running: list[Sequence], shape: DraftShape, count: Callable[[], Streams] | None) -> ChunkRoom:
+    def _chunk_room(self, running: list[Sequence], shape: DraftShape) -> ChunkRoom:
         """Return how much of the tokens without KV the step may compute."""
         first = next((each for each in running if len(each.token_ids) - each.num_computed > 1), None)
         if first is None or self._budget is None:
             return ChunkRoom(self.chunk_tokens)
-        streams = self.streams if count is None else count()
+        streams = self.streams.with_others(self._streams_elsewhere())
         if not streams.has_any:
             return ChunkRoom(self.chunk_tokens)
         num_done = max(0, first.num_computed - first.num_cached)

@@ -34,7 +34,6 @@ class Sequence:
     pages: list[int] = field(default_factory=list)  # the block table
     lease: Lease | None = None
     first_kept: int = 0  # index of the first page that it still holds; no layer sees those before
-    rank: int = 0  # whose pool, prefix cache and slots it uses
     num_computed: int = 0  # tokens with KV in `pages`
     num_cached: int = 0  # prompt tokens whose KV was found in a prefix cache, as reported to the client
     num_sent: int = 0  # generated tokens that the router has been sent
@@ -73,11 +72,6 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     # --- pages ---
-
-    def join_rank(self, rank: int) -> None:
-        """Use the pool of this rank from now on. The sequence has no pages yet."""
-        assert not self.pages, self.unit
-        self.rank = rank
 
     def take_pages(self, lease: Lease, own: Seq[int]) -> None:
         """Hold the pages of `lease`, whose KV is computed, and after them `own`."""

@@ -48,6 +48,7 @@ from .progress import Progress
 from .prompts.graphs import PromptGraphs
 from .prompts.sizes import NO_PROMPT_SIZES, PromptSizes, bucket_sizes
 from .ranks.ranks import ONE_RANK, Ranks
+from .ranks.steps import GroupSteps
 from .rounds.batch import Computed, ForwardBatch, JointBatch
 from .sampling.batch import SamplingBatch
 from .sampling.grammar import Grammars
@@ -58,8 +59,6 @@ from .sampling.state import SamplingState, each_kind
 from .state.cuda_memory import pool_zeros
 from .state.cuda_pool import CudaPool
 from .state.host_memory import available_memory
-from .state.own_cuda_pools import OwnCudaPools, share_own_pools
-from .state.own_pools import OwnPages, share_pools
 from .state.pages import Owner, PagePool
 from .state.prefix_cache import PrefixCache
 from .work import BatchRow
@@ -105,11 +104,11 @@ class Engine:
         num_pages = (
             num_pages
             or config.num_pages
-            or _default_num_pages(self.context_len, self.schema, self.device, ranks.num_pools)
+            or _default_num_pages(self.context_len, self.schema, self.device, ranks.num_nodes)
         )
         _check_size(num_pages)
         fingerprints: Future[tuple[str, str | None]] | None = None
-        if ranks.group.rank == 0:  # the others say no hello
+        if ranks.group.rank == 0 or ranks.rows is not None:  # the others say no hello
             fingerprints = begin(lambda: (self._fingerprint(), self.speculation.fingerprint), "fingerprints")
         self.model = self._load_model(dtype, progress)
         self._fingerprints = fingerprints
@@ -121,7 +120,7 @@ class Engine:
         )
         self.lease_s = MIN_LEASE_S
         self.longest_chunk: tuple[int, float] | None = None  # its tokens and seconds, sampling included
-        self._own_pools: OwnCudaPools | None = None  # of all ranks, if each has pages of its own on a GPU; on rank 0
+        self._bytes_per_row = 0.0  # working memory of a forward, by the rows of all ranks of a group; 0: not measured
         self._make_pools(num_pages)
         self.drafter = self.speculation.load(self.model, *self._target_and_draft_kv(), progress, ranks.of_drafts)
         self._prompt_graphs: PromptGraphs | None = None
@@ -163,9 +162,9 @@ class Engine:
 
     @property
     def fingerprints(self) -> tuple[str, str | None]:
-        """Digests of the weights of target and draft. They are made beside the start, and this waits for them. Rank 0
-        has them."""
-        assert self._fingerprints is not None, "only rank 0 digests the weights"
+        """Digests of the weights of target and draft. They are made beside the start, and this waits for them. The
+        process of a node has them."""
+        assert self._fingerprints is not None, "only a node digests the weights"
         return self._fingerprints.result()
 
     @property
@@ -179,18 +178,25 @@ class Engine:
         return self._ranks.group.size
 
     @property
-    def num_pools(self) -> int:
-        """Ranks that have pages of their own, for sequences of their own. All pools have equally many pages."""
-        return self._ranks.num_pools
+    def num_nodes(self) -> int:
+        """Ranks that are nodes of their own, each with such an engine."""
+        return self._ranks.num_nodes
+
+    @property
+    def group_steps(self) -> GroupSteps | None:
+        """The steps that this rank takes together with other nodes; None: it takes none."""
+        return self._ranks.steps
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Rows of each rank in the forward that runs; none if all ranks have the same rows."""
+        return self._ranks.lens
 
     def resize(self, num_pages: int) -> None:
         """Make the pools again, with `num_pages` pages. No page may be in use. What was made of the pools before,
         graphs and endpoints, is void. Raises ConfigError if the device or the host lacks the memory."""
         assert self.pool.num_free == self.pool.num_usable, self.pool.ledger()
         self._prompt_graphs = self.device_pool = None
-        if self._own_pools is not None:
-            self._own_pools.close()  # before the others free their pools, which would stay allocated
-            self._own_pools = None
         self._kvs.clear()
         self._pools.clear()
         if self.drafter is not None:
@@ -213,41 +219,15 @@ class Engine:
         layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
         self._page_bytes = sum(layout.page_bytes for layout in layouts)
         if self.kind.is_apart:
-            num_mirrored = num_pages * self.num_pools if self._hands_over else 0
-            self.memory = [PageMemory(layout, num_mirrored) for layout in layouts if num_mirrored]
+            self.memory = [PageMemory(layout, num_pages) for layout in layouts]  # the host mirror of the GPU's pools
             self._pools = _on_gpu(layouts, num_pages, self.device, is_given=config.num_pages is not None)
-            self._share_on_gpu()
-        else:
-            memories: Sequence[PageMemory | OwnPages]
-            if self.num_pools > 1:
-                memories, self.memory = share_pools(self._ranks, layouts, num_pages)
-            else:
-                memories = self.memory = [PageMemory(layout, num_pages) for layout in layouts]
-            self._pools = [torch.from_numpy(memory.pages) for memory in memories]
-        self._kvs = [_values(pool, layout) for pool, layout in zip(self._pools, layouts, strict=True)]
-        self.caches = [self._make_cache(rank, num_pages) for rank in range(self.num_pools)]
-        self.cache, self.pool = self.caches[0], self.caches[0].pool
-
-    @property
-    def _hands_over(self) -> bool:
-        """Whether this process hands pages over. Rank 0 does it for ranks that have pages of their own."""
-        return self.num_pools == 1 or self._ranks.group.rank == 0
-
-    def _share_on_gpu(self) -> None:
-        """Put the handoff's view in front of the pools on the GPU, of which `memory` is the host mirror."""
-        if self.num_pools == 1:
             self.device_pool = CudaPool(self._pools, self.memory, has_checksums=self._config.checksums)
-            return
-        self._own_pools = share_own_pools(self._ranks, self._pools, self.memory, has_checksums=self._config.checksums)
-        self.device_pool = self._own_pools
-
-    def _make_cache(self, rank: int, num_pages: int) -> PrefixCache:
-        """Return the books of the pool of one rank, which are all on rank 0."""
-        generations = None
-        if self.memory and self.memory[0].num_pages == self.num_pools * num_pages:
-            generations = self.memory[0].generations[rank * num_pages : (rank + 1) * num_pages]
-        pool = PagePool(num_pages, self._config.page_size, generations)
-        return PrefixCache(pool, self.schema.key_lookahead, enabled=self._config.prefix_cache)
+        else:
+            self.memory = [PageMemory(layout, num_pages) for layout in layouts]
+            self._pools = [torch.from_numpy(memory.pages) for memory in self.memory]
+        self._kvs = [_values(pool, layout) for pool, layout in zip(self._pools, layouts, strict=True)]
+        self.pool = PagePool(num_pages, page_size, self.memory[0].generations)
+        self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
 
     def _target_and_draft_kv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._kvs[0], self._kvs[1] if len(self._kvs) > 1 else None
@@ -274,8 +254,14 @@ class Engine:
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.longest_chunk = num_tokens, step_s
         self._warm_up_history(num_tokens, pages)
-        if self.num_pools > 1 and self.kind.is_apart:  # rows of unlike numbers are padded, which takes memory
+        if self.num_nodes > 1 and self.kind.is_apart:  # rows of unlike numbers are padded, which takes memory
             self.compute([BatchRow([0] * self._ranks.announce_longest(num_tokens), 0, pages)])
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            self._ranks.announce(num_tokens)
+            self.compute([BatchRow([0] * num_tokens, 0, pages)])
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+            self._bytes_per_row = peak / (num_tokens * self.num_nodes)
         self.pool.release(pages)
 
     def capture_prompts(self, progress: Progress | None = None) -> None:
@@ -397,6 +383,18 @@ class Engine:
             computed = self._prompt_graphs.compute(rows, *lens[:1])
         return computed or self.compute_batch(ForwardBatch.build(rows, self.pool.page_size, self.device))
 
+    def has_room(self, num_rows: int) -> bool:
+        """Whether the device has the working memory of a forward of `num_rows` rows, those of all ranks together."""
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(int(num_rows * self._bytes_per_row), dtype=torch.uint8, device=self.device)
+            return True
+        return False
+
+    def compute_nothing(self) -> None:
+        """Take part in the forward of other ranks without a row."""
+        with torch.inference_mode():
+            self.compute([])
+
     def compute_batch(self, batch: ForwardBatch) -> Computed:
         """Do the work of `compute` for a batch. If our compiled kernels serve, the host reads nothing of a tensor."""
         extend, final = self.states(batch)
@@ -505,16 +503,16 @@ def _values(pool: torch.Tensor, layout: KvLayout) -> torch.Tensor:
     return blocks[..., :num_bytes].view(getattr(torch, plane.dtype)).unflatten(4, shape[4:])
 
 
-def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_pools: int = 1) -> int:
+def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_nodes: int = 1) -> int:
     """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's) for
-    all pools.
+    the pools of `num_nodes` ranks together.
 
     A node on a GPU with our compiled kernels takes what its share allows instead (memory_share.py)."""
     wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1
     free = available_memory()
     if kind_of(device).is_apart:
         free = min(free, torch.cuda.mem_get_info(device)[0])
-    num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // (num_pools * page_bytes(schema))))
+    num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // (num_nodes * page_bytes(schema))))
     if num_pages * schema.page_size < context_len:
         logger.warning("memory for %d tokens only: longer requests will be refused", num_pages * schema.page_size)
     return num_pages

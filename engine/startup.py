@@ -10,16 +10,17 @@ from typing import Protocol
 
 from ..kernels.operations import captures
 from ..metadata.bus.addresses import parse_address, require_keys
-from ..metadata.bus.allow_list import ROUTER
+from ..metadata.bus.allow_list import RANK, ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
+from ..metadata.bus.sockets import new_epoch as new_epoch
 from ..metadata.errors import ConfigError, Refused
 from ..metadata.garbage import Garbage
 from ..metadata.handoff.endpoint import Endpoint
 from ..metadata.handoff.transports.registry import TRANSPORTS
 from ..metadata.wire.membership import Hello
 from ..metadata.wire.node_info import Capacity, Role
-from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
+from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, fields_since
 from .checkpoint.model_card import read_tokenizer
 from .config import EngineConfig
 from .device import choose_device, kind_of
@@ -30,6 +31,7 @@ from .ranks.ranks import ONE_RANK, Ranks
 from .state.memory_share import fit_pools, memory_to_start, rehearsal_pages
 from .tuning.tuning import share_choices, tune, use_file
 
+_GROUP_PROTOCOL = fields_since(Hello)["place"]  # a router of an older one would not know that ranks live together
 logger = logging.getLogger(__name__)
 
 
@@ -99,23 +101,25 @@ def serve(
     """Meet the router and run the node until it is asked to leave. Returns the exit status. `ranks`: its other ranks.
     Raises RankLost if one of them is lost."""
     membership = make_membership(config, name, role, engine, keys, epoch, data_address, ranks)
-    with memory_to_start():
+    with memory_to_start(), nullcontext() if ranks is None else ranks.guarded():
         node = membership.member = make_node(membership)
-    garbage = Garbage()
+    garbage, steps = Garbage(), engine.group_steps
     membership.install_signals()
     membership.start()
     if ranks is not None:
         ranks.watch()
+    if steps is not None:
+        steps.begin_service()
     try:
-        while not membership.is_over:
+        while not membership.is_over or (steps is not None and node.is_idle and not steps.is_over):
             if ranks is not None:
                 ranks.check()
             with nullcontext() if ranks is None else ranks.surviving():
-                is_busy = node.step()
+                is_busy = node.step() if steps is None else steps.run(node.step, membership)
             membership.report()
             garbage.look(time.monotonic(), is_idle=node.is_idle)
             if not is_busy:
-                membership.wait()
+                membership.wait() if steps is None else steps.sleep(membership.wait)
     except Refused as error:
         logger.error("%s", error)
         return error.exit_status
@@ -136,25 +140,26 @@ def make_membership(
     ranks: RankProcesses | None = None,
 ) -> Membership:
     """The node's Hello and its link to the router, not started yet."""
+    place = None if engine.group_steps is None else engine.group_steps.place
     hello = Hello(
         role=role,
         node_id=name,
         epoch=epoch,
-        protocol_min=PROTOCOL_MIN,
+        protocol_min=PROTOCOL_MIN if place is None else _GROUP_PROTOCOL,
         protocol_max=PROTOCOL_MAX,
         layout=engine.schema,
         target_fingerprint=engine.fingerprints[0],
         draft_fingerprint=engine.fingerprints[1],
         model=engine.card,
         capacity=Capacity(
-            num_pages=engine.num_pools * engine.pool.num_usable,
+            num_pages=engine.pool.num_usable,
             page_size=engine.pool.page_size,
-            max_running=engine.num_pools * config.max_running,
-            num_ranks=engine.num_ranks,
-            num_pools=engine.num_pools,
+            max_running=config.max_running,
+            num_ranks=engine.num_ranks // engine.num_nodes,
         ),
         data_address=data_address,
         rounds_coarsely=engine.rounds_coarsely,
+        place=place,
     )
     return Membership(
         hello,
@@ -173,6 +178,11 @@ def node_id(config: EngineConfig, role: Role) -> str:
         return config.node_id
     keys = KeyPair.configured(config)
     return (keys.name if keys is not None else None) or default_node_id(role)
+
+
+def rank_id(name: str, rank: int) -> str:
+    """Return the node id of rank 1 or above of the group `name`."""
+    return f"{name}{RANK}{rank}"
 
 
 def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:

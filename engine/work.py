@@ -23,7 +23,7 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
@@ -117,7 +117,6 @@ class CatchUp:
     num_missed: Sequence[int]  # rows that the drafter lacks, at least one
     num_rows: int  # the most rows that this work brings to each
     needs: Needs
-    least_seqs: int = 0  # sequences of its bucket, at least: other ranks have as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +144,19 @@ class Round:
 
 
 RoundWork = LoadSlot | Recompute | CatchUp | Round
+
+
+def widened(work: Round, shape: DraftShape) -> Round:
+    """Return the same round with drafts of `shape`, of which each sequence accepts no more than before."""
+    if work.shape == shape:
+        return work
+    num_more = shape.num_steps - work.shape.num_steps
+    return replace(
+        work,
+        shape=shape,
+        limits=[min(limit, work.shape.num_steps) for limit in work.limits],
+        proposed=[[*drafts, *[drafts[-1]] * num_more] for drafts in work.proposed],
+    )
 
 
 class Accepted(NamedTuple):
@@ -292,13 +304,3 @@ class HandoffRows:
 
     rows: Sequence[bytes | None]
     no_memory: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkReport:
-    """All reports of a chunk together, from a rank that computes prompts of its own. `first_tokens` and `rows` have one
-    entry per `Tails`, with one report per prompt."""
-
-    scores: Scores
-    first_tokens: Sequence[Sequence[FirstTokens]]
-    rows: Sequence[Sequence[HandoffRows]]

@@ -25,13 +25,15 @@ others again in the next step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
 from dataclasses import dataclass
 
+from ..engine.pace.padding import measure_prompt
 from ..engine.progress import ProgressBar
-from ..engine.prompts.executor import BegunTails
+from ..engine.prompts.executor import BegunTails, PromptExecutor
 from ..engine.sampling.stopping import ended
 from ..engine.work import FirstTokens, HandoffRows, no_token
 from ..metadata.bus.membership import Membership, RouterGone
@@ -41,12 +43,13 @@ from ..metadata.handoff.server import HandoffServer
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
+from . import chunk_work
+from .chunk_length import measured_sharing_limit
 from .chunk_times import ChunkSeconds
 from .chunk_work import ChunkUnderWay, PromptEnd
 from .outbox import FirstToken, Outbox
-from .parts import PrefillParts
 from .request import Request, new_request
-from .scheduler import PlannedChunk, StepPlan
+from .scheduler import PlannedChunk, PrefillScheduler, StepPlan
 from .tickets import FailedUnit, Tickets
 
 logger = logging.getLogger(__name__)
@@ -71,23 +74,27 @@ class PrefillNode:
 
     def __init__(
         self,
-        parts: PrefillParts,
+        prompts: PromptExecutor,
+        scheduler: PrefillScheduler,
         membership: Membership,
         handoff: HandoffServer,
         *,
         overlaps: bool | None = None,
+        measures_sharing: bool = False,
     ):
-        """`overlaps`: submit a chunk before the results of the last one are read; None: if the device is a GPU."""
-        self.prompts = prompts = parts.prompts
-        self.cache = parts.cache
+        """`scheduler` owns the pages that `prompts` writes. `measures_sharing`: prompts share a chunk only up to a size
+        that is measured now. `overlaps`: submit a chunk before the results of the last one are read; None: if the
+        device is a GPU."""
+        self.prompts = prompts
+        self.cache = scheduler.cache
         self.membership = membership
         self.handoff = handoff
-        self.scheduler = parts.scheduler
-        self._submit_work = parts.submit
+        self.scheduler = scheduler
         self.outbox = Outbox()
         with ProgressBar("capturing prompt graphs") as progress:
             prompts.warm_up(progress)
-        parts.prepare()
+        if measures_sharing:
+            _limit_sharing(scheduler, prompts)
         self._tickets = Tickets(self.cache.pool, handoff)
         self._counts = _Counts()
         self._rate = ChunkSeconds()
@@ -125,7 +132,6 @@ class PrefillNode:
             queued_tokens=self.scheduler.num_queued_tokens,
             prompt_token_s=self._rate.token_s,
             prompt_fixed_s=self._rate.fixed_s,
-            ranks=self.scheduler.rank_loads,
         )
 
     def stats(self) -> NodeStats:
@@ -260,7 +266,7 @@ class PrefillNode:
     def _submit_chunk(self, plan: StepPlan) -> ChunkUnderWay | None:
         """Submit a chunk. If the device has no memory for it, end the request that asks for most, and return None."""
         try:
-            chunk = self._submit_work(plan)
+            chunk = chunk_work.submit(self.prompts, plan)
         except OutOfMemory as error:
             self._end_for_memory(max(plan, key=_demand).request, error)
             return None
@@ -393,6 +399,15 @@ class PrefillNode:
                 prompt_logprobs=tuple(request.prompt_logprobs),
             )
         )
+
+
+def _limit_sharing(scheduler: PrefillScheduler, prompts: PromptExecutor) -> None:
+    """Measure up to which size of a chunk prompts gain by sharing it."""
+    chunk_s = functools.partial(measure_prompt, prompts, scheduler.page_size)
+    limit = measured_sharing_limit(chunk_s, min(scheduler.chunk_tokens, prompts.context_len))
+    scheduler.share_up_to(limit)
+    if limit is not None:
+        logger.info("prompts share chunks of up to %d tokens", limit)
 
 
 def _demand(planned: PlannedChunk) -> tuple[int, int, int]:

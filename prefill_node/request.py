@@ -76,11 +76,6 @@ class Request:
         """The times that the router gets for the request's timeline."""
         return PrefillTimes(self.sample_s, self.num_offers, self.num_early_pages, tuple(self._chunks))
 
-    def join_rank(self, rank: int) -> None:
-        """Use the pool of this rank from now on. The request has no pages yet."""
-        assert not self.pages, self.rid
-        self.rank = rank
-
     def block_table(self, index: int) -> list[int]:
         """Return the pages of the index-th choice."""
         if index == 0 or not self.tail_copies:

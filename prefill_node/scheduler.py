@@ -19,7 +19,6 @@ from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages
-from ..metadata.wire.node_info import RankLoad
 from .chunk_length import ChunkLength
 from .request import Request
 
@@ -65,21 +64,10 @@ class PrefillScheduler:
     def start(self) -> list[Request]:
         """Give pages to waiting requests, in order, while they fit. Return the requests that start now."""
         started: list[Request] = []
-        while self.waiting and self.start_now(self.waiting[0]):
+        while self.waiting and len(self.computing) < self.max_running and self._take_pages(self.waiting[0]):
             started.append(self.waiting.popleft())
+            self.computing.append(started[-1])
         return started
-
-    def start_now(self, request: Request) -> bool:
-        """Give pages to a request that does not wait here, and compute it. False: it does not fit."""
-        if len(self.computing) >= self.max_running or not self._take_pages(request):
-            return False
-        self.computing.append(request)
-        return True
-
-    def num_uncached(self, request: Request) -> int:
-        """Return how many tokens of a request are to be computed if it starts now."""
-        num_cached = self.cache.match(request.token_ids, request.cache_salt, self._most_cached(request))
-        return len(request.token_ids) - num_cached * self.page_size
 
     def plan(self) -> StepPlan:
         """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first. If they are tokens of
@@ -142,11 +130,6 @@ class PrefillScheduler:
         """Prompt tokens still to compute."""
         queued = (*self.waiting, *self.computing)
         return sum(len(request.token_ids) - request.num_submitted for request in queued)
-
-    @property
-    def rank_loads(self) -> tuple[RankLoad, ...]:
-        """Nothing: this is one pool."""
-        return ()
 
     def __iter__(self) -> Iterator[Request]:
         yield from (*self.waiting, *self.computing, *self.handing_over)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..engine.state.ranked_cache import NodePool
+from ..engine.state.pages import PagePool
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.tickets import TicketEnded, TicketFailed
 from ..metadata.wire.request import Unit
@@ -36,7 +36,7 @@ class FailedUnit(NamedTuple):
 class Tickets:
     """Opens, fills and ends the tickets of all requests by the handoff server."""
 
-    def __init__(self, pool: NodePool, handoff: HandoffServer) -> None:
+    def __init__(self, pool: PagePool, handoff: HandoffServer) -> None:
         self._pool = pool
         self._handoff = handoff
         self._requests: dict[Unit, Request] = {}  # by open ticket
@@ -82,9 +82,7 @@ class Tickets:
             page
             for request in requests
             if request.tickets
-            for page in self._pool.on_links(
-                request.rank, request.pages[request.num_offered : self._num_ready(request, request.num_submitted)]
-            )
+            for page in request.pages[request.num_offered : self._num_ready(request, request.num_submitted)]
         ]
         self._handoff.digest_ahead(pages, self._generations(pages))
 
@@ -95,7 +93,7 @@ class Tickets:
             for end in ends
             if end.request.tickets
             for block_table in end.block_tables
-            for page in self._pool.on_links(end.request.rank, block_table[end.request.num_offered :])
+            for page in block_table[end.request.num_offered :]
         ]
         self._handoff.digest(pages, self._generations(pages))
 
@@ -118,7 +116,7 @@ class Tickets:
         indices = list(range(start, num_ready))
         for unit in request.choices:
             if unit in request.tickets:
-                pages = self._pool.on_links(request.rank, block_tables[unit][start:num_ready])
+                pages = block_tables[unit][start:num_ready]
                 self._handoff.offer(unit, indices, pages, self._generations(pages), rows.get(unit))
         request.offer_pages(num_ready)
 
@@ -128,5 +126,5 @@ class Tickets:
         return request.num_shared if is_whole else min(num_tokens // self._pool.page_size, request.num_shared)
 
     def _generations(self, pages: Sequence[int]) -> list[int]:
-        """Return the generations of pages, by their numbers on data links."""
+        """Return the generations of pages."""
         return [self._pool.generation(page) for page in pages]

@@ -177,7 +177,8 @@ class Dispatcher:
 
     def undrain(self, node_id: str, now: float) -> list[Effect]:
         """Undo `drain`. Raises NotFound, and Conflict if the node itself said that it leaves."""
-        self._take_in(self._drains.undo(node_id), now)
+        for node in self._drains.undo(node_id):
+            self._take_in(node, now)
         return self._take(now)
 
     def ask_ledgers(self, query: int, now: float, *, flush: bool) -> list[Effect]:

@@ -2,8 +2,7 @@
 
     PrefillNode --Chunk, Forget--> PromptExecutor --Scores, FirstTokens, HandoffRows--> PrefillNode
 
-prompts.py has the executor for this process's device, ranks/executor.py that for several ranks. Ranks that have
-sequences of their own take a chunk each (own_work_prompts.py).
+prompts.py has the executor for this process's device, ranks/executor.py that for several ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..progress import Progress
-from ..work import Chunk, ChunkReport, FirstTokens, HandoffRows, Scores
+from ..work import Chunk, FirstTokens, HandoffRows, Scores
 
 
 class BegunTails(Protocol):
@@ -56,8 +55,8 @@ class BegunChunk(Protocol):
         ...
 
 
-class PromptStates(Protocol):
-    """Limits of an executor of prompts, and the release of prompts that it keeps."""
+class PromptExecutor(Protocol):
+    """Computes chunks of prompts in the order of submission. One thread."""
 
     @property
     def context_len(self) -> int: ...
@@ -92,21 +91,8 @@ class PromptStates(Protocol):
         """Prepare for a request with this grammar, without waiting; None: it has none."""
         ...
 
-
-class PromptExecutor(PromptStates, Protocol):
-    """Computes chunks of prompts in the order of submission. One thread."""
-
     def submit(self, chunk: Chunk) -> BegunChunk:
         """Submit a chunk and the sampling of the prompts that end in it. Raises OutOfMemory if the device has no memory
         for it. Then nothing of the chunk can be read, and its pages hold no defined KV beyond the tokens of earlier
         chunks. Its prompts may be submitted again from there."""
-        ...
-
-
-class OwnPromptExecutor(PromptStates, Protocol):
-    """Computes chunks on ranks that have prompts of their own. One thread."""
-
-    def run(self, chunks: Sequence[Chunk | None]) -> list[ChunkReport]:
-        """Compute chunks[i] on rank i, drafts after the first tokens included. None: the rank is idle. Return the
-        report of each rank."""
         ...

@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ...metadata.errors import OutOfMemory
+from ...metadata.errors import OutOfMemory, RankLost
 from ...metadata.handoff.schema.buffers import MetadataBuffers, Sampled
 from ..drafters.base import DraftState, PromptChunk, PromptTail
 from ..engine import Engine
@@ -50,6 +50,11 @@ class Prompts:
         self.engine = engine
         self._kept: dict[int, Tensor] = {}  # by key: [<= num_target_rows + 1, extend width]
         self._row_buffer = MetadataBuffers(engine.schema)
+        self._steps = engine.group_steps
+        if self._steps is not None:
+            self._steps.prepare(
+                lambda _: engine.compute_nothing(), lambda: engine.prompt_sizes, has_room=engine.has_room
+            )
 
     @property
     def context_len(self) -> int:
@@ -84,10 +89,14 @@ class Prompts:
         Raises OutOfMemory if the device has no memory for it. Then nothing of the chunk can be read, and its pages
         hold no defined KV beyond the tokens of earlier chunks. Its prompts may be submitted again from there.
         """
+        if self._steps is not None:
+            self._steps.begin_chunk([each.row for each in chunk.rows])
         kept = self._kept.copy()
         with suppress(torch.OutOfMemoryError):
             return self._submit(chunk)
         self._kept = kept
+        if self._steps is not None:
+            raise RankLost(f"no memory for {chunk.num_tokens} prompt tokens, while other ranks wait in a forward")
         # raised out here, so that the error holds no frame of the chunk: tensors of a frame would stay allocated
         raise _out_of_memory(f"{chunk.num_tokens} prompt tokens")
 

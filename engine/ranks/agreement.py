@@ -1,134 +1,85 @@
-"""Makes the works of all ranks agree, if every rank has sequences of its own. Without torch.
+"""What the ranks of a group run together, if every rank has sequences of its own. Pure functions, without torch.
 
-    queues of works, one per rank --next_works--> one work per rank, of one kind --agree--> Agreed
+    Proposal of each rank --agree--> Agreed, the same on every rank
 
-The ranks share the hidden units of the target's feed-forward layers, so all of them run the same forwards of the target
-in the same order. A rank without sequences gets work of the same kind without rows: it runs the same functions on zero
-rows, or on padding if the work has a bucket. It never computes a prompt while the others decode. Chunks of prompts are
-padded to the same bucket on all ranks if that of the largest chunk holds each of them, and to none otherwise.
+The ranks divide the hidden units of the target's feed-forward layers. So they run the target's forwards together, one
+after another, and each layer needs to know how many rows every rank has. That is all that must be equal. The rows of a
+forward are of any kind: a prompt chunk of one rank and a round of another share it. Everything else of a step is a
+rank's own: its drafter, its rows that are caught up, its sampling.
 
-A round has the largest shape and bucket of all ranks, and the sampling of all ranks together, because a graph is
-captured for each shape, bucket and kind of sampling. A sequence accepts no more drafts than its own rank asked for.
+A CUDA graph has as many rows of each rank. Therefore rounds that no chunk disturbs have the largest bucket and the
+largest draft shape of all ranks, and chunks beside no round are padded to the largest bucket of prompts.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..prompts.sizes import NO_PROMPT_SIZES, PromptSizes
-from ..rounds.draft_shape import NO_DRAFTS, DraftShape
-from ..sampling.state import Needs
-from ..work import BatchRow, CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundWork, WarmUp, catch_up_sizes
 
-OwnWork = RoundWork | Chunk | Forget | WarmUp
-_ORDER = (Forget, LoadSlot, Chunk, Recompute, CatchUp, Round)  # a round comes when no rank has other work before it
+class Proposal(NamedTuple):
+    """What a rank wants to run in the next forward. Each field is an integer. The defaults are those of an idle
+    rank."""
+
+    num_seqs: int = 0  # of a round
+    num_steps: int = 0  # of its drafts
+    most_steps: int = 0  # that it can draft: 0 if a sequence has no position to draft from
+    chunk_len: int = 0  # prompt tokens
+    chunk_bucket: int = 0  # the smallest bucket of prompts that holds them; 0: none does
+    num_streams: int = 0  # sequences that a chunk of another rank would delay
+    is_awaited: int = 0  # whether one more decodes as soon as its pages have arrived
+    has_round: int = 0  # it takes part in rounds, or prepares for them
+    has_chunk: int = 0
+    lacks_memory: int = 0  # for the forward that the ranks have just agreed on
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.has_round or self.has_chunk)
 
 
 class Agreed(NamedTuple):
-    """One work per rank, as the ranks do it."""
+    """The next forward of all ranks."""
 
-    works: list[OwnWork | None]  # None: no other rank waits for this one
-    lens: tuple[int, ...]  # rows of each rank in the target's forward, padding included; zeros if there is no forward
-
-
-def largest_shape(shapes: Iterable[DraftShape]) -> DraftShape:
-    """Return the shape with most steps: that of a round of ranks which want these shapes."""
-    return max(shapes, key=lambda shape: shape.num_steps, default=NO_DRAFTS)
-
-
-def next_works(queues: Sequence[deque[RoundWork]]) -> list[RoundWork | None]:
-    """Take the next works of one kind from the queues of all ranks, at most one from each. All ranks get their rounds
-    at once, after all other work that is before them."""
-    kinds = {type(queue[0]) for queue in queues if queue}
-    kind = next((each for each in _ORDER if each in kinds), None)
-    return [queue.popleft() if queue and type(queue[0]) is kind else None for queue in queues]
+    lens: tuple[int, ...]  # rows of each rank in the target's forward, padding included
+    num_steps: int  # drafts of every round
+    least_seqs: int  # of the bucket of every round; 0: each rank uses the bucket of its own round
+    has_rounds: bool  # an idle rank runs a round of padding; otherwise a forward without rows
+    has_chunks: bool
+    proposals: tuple[Proposal, ...]
 
 
-def agree(
-    works: Sequence[OwnWork | None], buckets: Sequence[int] = (), prompts: PromptSizes = NO_PROMPT_SIZES
-) -> Agreed:
-    """Return the works that the ranks do instead of `works`, which are of one kind. `buckets`: batch sizes that every
-    rank has, rising. `prompts`: the chunks for which every rank has graphs.
+def agree(proposals: Sequence[Proposal], buckets: Sequence[int], num_drafts: Sequence[int]) -> Agreed:
+    """Return the forward that ranks with these proposals run.
 
-    If one rank drafts, all sequences of the round must be known to the drafter, so call `Rounds.submit` of each rank
-    with the `largest_shape`."""
-    present = [work for work in works if work is not None]
-    kinds = {type(work) for work in present}
-    assert len(kinds) <= 1, f"ranks that do unlike works at once never meet in a collective operation: {kinds}"
-    if not present or isinstance(present[0], LoadSlot | Forget):
-        return Agreed(list(works), (0,) * len(works))
-    if isinstance(present[0], Round):
-        rounds = _agree_rounds([_or_idle_round(work) for work in works])
-        num_seqs = (_padded(work, buckets) for work in rounds)
-        return Agreed(
-            list(rounds), tuple(num * (work.shape.num_drafts + 1) for num, work in zip(num_seqs, rounds, strict=True))
-        )
-    if isinstance(present[0], CatchUp):
-        return Agreed(list(_agree_catch_ups([_or_idle_catch_up(work) for work in works])), (0,) * len(works))
-    idle = Chunk([], []) if isinstance(present[0], Chunk) else Recompute([], [])
-    agreed = [idle if work is None else work for work in works]
-    sizes = [prompts.holding(_rows(work)) for work in agreed]
-    largest = max((size for size in sizes if size is not None), default=0)
-    lens = tuple(_num_tokens(work) if None in sizes else largest for work in agreed)
-    return Agreed(list(agreed), lens)
-
-
-def widened(work: Round, shape: DraftShape) -> Round:
-    """Return the same round with drafts of `shape`, of which each sequence accepts no more than before."""
-    if work.shape == shape:
-        return work
-    num_more = shape.num_steps - work.shape.num_steps
-    return replace(
-        work,
-        shape=shape,
-        limits=[min(limit, work.shape.num_steps) for limit in work.limits],
-        proposed=[[*drafts, *[drafts[-1]] * num_more] for drafts in work.proposed],
+    `buckets`: batch sizes that every rank has, rising. `num_drafts`: for each number of steps, the drafts of a sequence
+    in a round."""
+    rounds = [each for each in proposals if each.has_round]
+    chunks = [each for each in proposals if each.has_chunk]
+    num_steps = min(
+        max((each.num_steps for each in rounds), default=0), min((each.most_steps for each in rounds), default=0)
     )
-
-
-def _agree_rounds(rounds: Sequence[Round]) -> list[Round]:
-    shape, live = largest_shape(work.shape for work in rounds), [work for work in rounds if work.slots]
-    assert all(bool(work.shape.num_steps) == bool(shape.num_steps) for work in live), (
-        f"some ranks draft {shape.num_steps} steps, and others leave rows out: {[work.shape for work in live]}"
+    num_rows = num_drafts[num_steps] + 1
+    if chunks and not rounds:
+        size = max(each.chunk_bucket for each in chunks) if all(each.chunk_bucket for each in chunks) else 0
+        lens = tuple(size or each.chunk_len for each in proposals)
+        return Agreed(lens, 0, 0, False, True, tuple(proposals))
+    least = 0 if chunks else max((each.num_seqs for each in rounds), default=0)
+    lens = tuple(
+        _padded(max(each.num_seqs, least), buckets, each.num_seqs) * num_rows * (each.has_round or not chunks)
+        + each.chunk_len
+        for each in proposals
     )
-    assert not any(work.beside for work in rounds), "a chunk is work of its own"
-    needs, most = Needs.any_of(work.needs for work in rounds), max(len(work.slots) for work in rounds)
-    return [replace(widened(work, shape), needs=needs, least_seqs=most) for work in rounds]
+    return Agreed(lens, num_steps, least, bool(rounds) and not chunks, bool(chunks), tuple(proposals))
 
 
-def _agree_catch_ups(works: Sequence[CatchUp]) -> list[CatchUp]:
-    """More rows than a sequence lacks are padding. So a work of one row, which no sequence of it lacks more than, may
-    have as many as another."""
-    num_rows = max(work.num_rows for work in works)
-    assert all(work.num_rows == num_rows or max(work.num_missed, default=0) <= 1 for work in works), works
-    needs, most = Needs.any_of(work.needs for work in works), max(len(work.slots) for work in works)
-    return [replace(work, num_rows=num_rows, needs=needs, least_seqs=most) for work in works]
+def longest_chunk(agreed: Agreed) -> int:
+    """Return the rank that gives its chunk up if a rank has no memory for a forward: the one with the longest."""
+    lengths = [each.chunk_len for each in agreed.proposals]
+    return lengths.index(max(lengths))
 
 
-def _or_idle_round(work: OwnWork | None) -> Round:
-    assert work is None or isinstance(work, Round)
-    return work or Round([], [], [], [], [], NO_DRAFTS, Needs(), [])
-
-
-def _or_idle_catch_up(work: OwnWork | None) -> CatchUp:
-    assert work is None or isinstance(work, CatchUp)
-    return work or CatchUp([], [], [], [], [], catch_up_sizes(NO_DRAFTS)[0], Needs())
-
-
-def _padded(work: Round, buckets: Sequence[int]) -> int:
-    """Return the number of sequences of a round with padding."""
-    return next((size for size in buckets if size >= max(len(work.slots), work.least_seqs)), len(work.slots))
-
-
-def _rows(work: OwnWork) -> list[BatchRow]:
-    if isinstance(work, Chunk):
-        return [each.row for each in work.rows]
-    assert isinstance(work, Recompute)
-    return list(work.rows)
-
-
-def _num_tokens(work: OwnWork) -> int:
-    return sum(len(row.input_ids) for row in _rows(work))
+def _padded(num_seqs: int, buckets: Sequence[int], own: int) -> int:
+    """Return the size of the smallest bucket that holds `num_seqs` sequences, or `own` if none does."""
+    index = bisect_left(buckets, num_seqs)
+    return buckets[index] if index < len(buckets) else own

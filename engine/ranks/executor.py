@@ -5,8 +5,7 @@
                              +--frame--> rank i: DeviceExecutor
 
 Rank 0 decides everything. The other ranks do what they get, in the same order, and report nothing: every rank computes
-the same logits and samples the same tokens. If ranks have sequences of their own (`ranks.rows`), each rank gets a work
-of its own (own_work_executor.py).
+the same logits and samples the same tokens. Ranks with sequences of their own are nodes (steps.py).
 """
 
 from __future__ import annotations
@@ -65,6 +64,10 @@ class RankExecutor:
     @property
     def runs_ahead(self) -> bool:
         return self._own.runs_ahead
+
+    @property
+    def group_steps(self) -> None:
+        return None
 
     @property
     def joint_sizes(self) -> JointSizes:

@@ -54,7 +54,7 @@ class RankProcesses:
         self.handoff_reports: list[Connection] = []  # ends of the pipes from ranks 1 and above, in order
         self._said: dict[int, str] = {}  # the errors that ranks sent, or why the watch killed them
         self._why: str | None = None  # all ranks were ended
-        self._on_loss: Callable[[], None] | None = None
+        self._on_loss: list[Callable[[], None]] = []
         self._on_watch: Callable[[], None] | None = None
         beats: list[Connection] = []
         # if nobody calls `stop`, since an exit of multiprocessing would wait for the ranks
@@ -124,7 +124,7 @@ class RankProcesses:
 
     def when_lost(self, do: Callable[[], None]) -> None:
         """Call `do` in the thread of the watch as soon as a rank has ended."""
-        self._on_loss = do
+        self._on_loss.append(do)
 
     def send(self, rank: int, frame: bytes) -> None:
         """Send work to a rank. Raises RankLost if it is gone."""
@@ -154,10 +154,10 @@ class RankProcesses:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """Use what ranks have computed. An operation that a rank did not join raises RankLost."""
+        """Use what ranks have computed. An operation or a step that a rank did not join raises RankLost."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, RankLost) as error:
             raise self.end(f"rank 0 could not finish its work: {error}") from error
 
     def stop(self) -> None:
@@ -224,8 +224,8 @@ class RankProcesses:
 
     def _lose(self, rank: int) -> None:
         del rank
-        if self._on_loss is not None:
-            self._on_loss()
+        for do in self._on_loss:
+            do()
 
     def _close_pipes(self) -> None:
         for pipe in (*self._pipes, *self.handoff_reports):

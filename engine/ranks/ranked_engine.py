@@ -3,7 +3,8 @@
     rank 0: RankedEngine --frame--> rank i: run_rank
 
 Every rank loads its share of the model and does the same start. Then ranks 1 and above do the work that they get, in
-the same order as rank 0 (ranks/executor.py). Between two works they hand over pages (ranks/handoffs.py).
+the same order as rank 0 (ranks/executor.py). Between two works they hand over pages (ranks/handoffs.py). The ranks of a
+group (`--dp-attention`) get no work: each of them is a node of its own, which its role's package runs.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from ..products.ranked import RankRows
 from ..prompts.prompts import Prompts
 from ..rounds.device_executor import DeviceExecutor
 from ..rounds.graphs import graph_sizes
-from ..startup import load_engine
+from ..startup import load_engine, new_epoch, rank_id
 from ..state.mapped_blocks import MappedBlocks
 from ..work import Chunk, Forget, Round, WarmUp
+from .board import Board
 from .cuda_group import CudaGroup
 from .devices import check_devices, orders, see
-from .dp_attention import check_dp_attention
 from .group import START_TIMEOUT_S, TIMEOUT_S, CpuGroup, Group
 from .handoff_line import RankHandoff
 from .handoffs import begin
 from .processes import ARRIVED, READY, RankProcesses
 from .ranks import Ranks, check_shares
+from .steps import NUM_VALUES, GroupSteps
 from .work_frames import HandoffOrder, Work, decode, encode
-from .worker import RankWorker, serve_rank
 
 
 def check_ranks(config: EngineConfig, size: int) -> None:
@@ -58,20 +59,36 @@ def check_ranks(config: EngineConfig, size: int) -> None:
         check_shares(speculation.draft, size, f"the drafter in {speculation.draft_dir}")
 
 
+ServeRank = Callable[[EngineConfig, int, str, Engine], None]  # runs the node of a rank, named so, until it leaves
+
+
+def check_group(config: EngineConfig) -> None:
+    """Raise ConfigError if the ranks of a group cannot divide the model, or have too few GPUs, before any of them
+    starts."""
+    size = config.dp_attention
+    if choose_device(config.device).type == "cuda":
+        check_devices(size, torch.cuda.device_count(), "--dp-attention")
+    model_dir = resolve_model(config.model)
+    check_shares(read_target(model_dir, config), size, f"the model in {model_dir}", has_all_heads=True)
+
+
 def _rehearse_nothing(engine: Engine) -> None:
     del engine
 
 
 def start_ranks(
-    config: EngineConfig, *, num_slots: int, name: str, rehearse: Callable[[Engine], None] = _rehearse_nothing
+    config: EngineConfig,
+    *,
+    num_slots: int,
+    name: str,
+    serve: ServeRank,
+    rehearse: Callable[[Engine], None] = _rehearse_nothing,
 ) -> RankedEngine:
-    """Start the ranks that the configuration asks for. Raises as `check_ranks`, `check_dp_attention` and
-    `RankedEngine`."""
+    """Start the ranks that the configuration asks for. `serve` runs the nodes of ranks 1 and above, if each rank is a
+    node. Raises as `check_ranks`, `check_group` and `RankedEngine`."""
     if config.dp_attention > 1:
-        check_dp_attention(config)
-        return RankedEngine(
-            config, config.dp_attention, num_slots=num_slots, name=name, divides_sequences=True, rehearse=rehearse
-        )
+        check_group(config)
+        return RankedEngine(config, config.dp_attention, num_slots=num_slots, name=name, serve=serve, rehearse=rehearse)
     check_ranks(config, config.tp)
     return RankedEngine(config, config.tp, num_slots=num_slots, name=name, rehearse=rehearse)
 
@@ -86,7 +103,7 @@ class RankedEngine:
         *,
         num_slots: int,
         name: str = "node",
-        divides_sequences: bool = False,
+        serve: ServeRank | None = None,
         timeout_s: float = TIMEOUT_S,
         rehearse: Callable[[Engine], None] = _rehearse_nothing,
         devices: Sequence[int] | None = None,
@@ -94,7 +111,8 @@ class RankedEngine:
         """Start the ranks, and wait until all have loaded their share of the model and run it once.
 
         `num_slots`: of rounds; 0 on a node that runs none. `name`: of the node, for the logs of its ranks.
-        `divides_sequences`: every rank attends for sequences of its own. `timeout_s`: a collective operation or a
+        `serve`: runs a node on each of ranks 1 and above, which has sequences of its own; it can be pickled. None: they
+        do the work of this node. `timeout_s`: a collective operation or a
         report that takes longer in service raises RankLost. `rehearse`: as of `load_engine`; it can be pickled.
         `devices`: the GPU of each rank among those that this process sees, that of rank 0 being 0; None: one GPU per
         rank, in their order.
@@ -114,7 +132,7 @@ class RankedEngine:
                     meeting,
                     config,
                     num_slots,
-                    divides_sequences,
+                    serve,
                     rehearse,
                     _gpu_orders(config, devices or range(size)),
                     timeout_s=timeout_s,
@@ -126,7 +144,11 @@ class RankedEngine:
                 starting.callback(group.close)
                 self.processes.when_lost(group.abandon)
                 self.processes.when_watched(partial(group.limit, timeout_s))
-                self.ranks = Ranks(group, RankRows() if divides_sequences else None)
+                self.ranks = _ranks(group, Path(folder), name, is_group=serve is not None)
+                if self.ranks.steps is not None:
+                    starting.callback(self.ranks.steps.board.close)
+                    starting.callback(self.ranks.steps.board.end)
+                    self.processes.when_lost(self.ranks.steps.board.end)
                 self.engine = load_engine(config, rehearse, self.ranks)
             except RuntimeError as error:
                 raise self.processes.end(f"rank 0 could not start: {error}") from error
@@ -153,6 +175,17 @@ class RankedEngine:
 def executor_of(engine: Engine, num_slots: int) -> DeviceExecutor:
     """Return the executor of one rank. All ranks have the same buckets, so they replay the same graphs."""
     return DeviceExecutor(engine, num_slots, graph_sizes(engine.kv, num_slots))
+
+
+def _ranks(group: Group, folder: Path, name: str, *, is_group: bool) -> Ranks:
+    """Return what is divided among the ranks of this process's group. `is_group`: each rank is a node, and `name` is
+    that of the group."""
+    if not is_group:
+        return Ranks(group)
+    rows = RankRows()
+    board = Board(folder, group.rank, group.size, NUM_VALUES, timeout_s=START_TIMEOUT_S)
+    epoch = Ranks(group).tell(new_epoch().encode()).decode()  # every rank has a socket when it returns
+    return Ranks(group, rows, GroupSteps(board, rows, name, epoch))
 
 
 def _gpu_orders(config: EngineConfig, devices: Sequence[int]) -> list[str]:
@@ -185,23 +218,22 @@ def run_rank(
     meeting: str,
     config: EngineConfig,
     num_slots: int,
-    divides_sequences: bool,
+    serve: ServeRank | None,
     rehearse: Callable[[Engine], None],
     gpu_orders: Sequence[str],
 ) -> None:
-    """Run rank 1 or above: load the share of the model, then do work until the pipe is closed (EOFError)."""
+    """Run rank 1 or above: load its share of the model. Then `serve`, or work until the pipe is closed (EOFError)."""
     if gpu_orders:
         see(gpu_orders[rank])
-    setup_logging(config, f"{name}/rank-{rank}")
+    setup_logging(config, rank_id(name, rank))
     connection.send_bytes(ARRIVED)
     group = _meet(config, rank, size, meeting)
-    rows = RankRows() if divides_sequences else None
-    engine = load_engine(config, rehearse, Ranks(group, rows))
-    Garbage()  # a full collection of what torch brings would hold up all ranks
-    if rows is not None:
-        worker = RankWorker(engine, num_slots, rows, graph_sizes(engine.kv, num_slots))
+    engine = load_engine(config, rehearse, _ranks(group, Path(meeting).parent, name, is_group=serve is not None))
+    if serve is not None:
         connection.send_bytes(READY)
-        serve_rank(connection, worker)
+        serve(config, rank, rank_id(name, rank), engine)
+        return
+    Garbage()  # a full collection of what torch brings would hold up all ranks
     executor, prompts = executor_of(engine, num_slots), Prompts(engine)
     connection.send_bytes(READY)
     handoff: RankHandoff | None = None

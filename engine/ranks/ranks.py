@@ -4,8 +4,8 @@ If there are fewer KV heads than ranks, several ranks have the same KV head, eac
 ONE_RANK                            one process holds the whole model
 Ranks(group)                        every rank has some KV heads and some hidden units of each layer, and the logits of
                                     some tokens
-Ranks(group, RankRows())            every rank attends for sequences of its own, in a pool of its own;
-                                    the hidden units of the feed-forward layers are divided, and nothing else
+Ranks(group, rows, steps)           every rank is a node, with sequences and pages of its own; the hidden units of the
+                                    feed-forward layers are divided, and nothing else
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..products.ranked import GatheredProduct, OwnRowsSum, RankRows, ScatteredPr
 from ..sampling.row_shares import Lens, RowShares
 from .group import Group, OneRank
 from .shares import check_shares
+from .steps import GroupSteps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +60,7 @@ class Ranks:
 
     group: Group = field(default_factory=OneRank)
     rows: RankRows | None = None  # of sequences that belong to one rank each; None: all ranks have all sequences
+    steps: GroupSteps | None = None  # that ranks with sequences of their own take together
 
     @property
     def num_head_shards(self) -> int:
@@ -66,8 +68,8 @@ class Ranks:
         return self.group.size if self.rows is None else 1
 
     @property
-    def num_pools(self) -> int:
-        """Return the number of ranks that have pages of their own, for sequences of their own."""
+    def num_nodes(self) -> int:
+        """Return the number of ranks that are nodes of their own, with sequences and pages of their own."""
         return 1 if self.rows is None else self.group.size
 
     @property
@@ -100,7 +102,8 @@ class Ranks:
         return () if self.rows is None else self.rows.lens
 
     def announce(self, num_rows: int) -> None:
-        """Say that every rank runs a forward of `num_rows` rows next. Executors announce those of works themselves."""
+        """Say that every rank runs a forward of `num_rows` rows next, which the ranks need not agree on: all of them do
+        the same start."""
         if self.rows is not None:
             self.rows.lens = (num_rows,) * self.group.size
 

@@ -1,4 +1,4 @@
-"""Work, orders of handoffs and reports as bytes, between the processes of the ranks of a node. Nothing is pickled.
+"""Work, orders and reports of handoffs as bytes, between the processes of the ranks of a node. Nothing is pickled.
 
 A frame is one byte, the place of its type in the list of types, and the value as MessagePack. Work that computes rows
 of texts goes without the texts, and with the tokens around each row (known_tokens.py): a prompt of many chunks would
@@ -22,19 +22,15 @@ from ..work import (
     BatchRow,
     CatchUp,
     Chunk,
-    ChunkReport,
     Forget,
     LoadSlot,
     Recompute,
     Round,
-    RoundTokens,
     RoundWork,
-    Scores,
     WarmUp,
 )
 
 Work = RoundWork | Chunk | Forget | WarmUp
-Report = RoundTokens | Scores | ChunkReport
 HandoffStart = BeginPulling | BeginServing
 HandoffOrder = PullOrder | ServeOrder
 HandoffReport = PullReport | ServeReport
@@ -46,9 +42,6 @@ _TYPES: tuple[type, ...] = (
     Chunk,
     Forget,
     WarmUp,
-    RoundTokens,
-    Scores,
-    ChunkReport,
     *get_args(HandoffStart),
     *get_args(HandoffOrder),
     *get_args(HandoffReport),
@@ -95,7 +88,7 @@ _DECODERS: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
 )
 
 
-def encode(value: Work | Report | HandoffStart | HandoffOrder | HandoffReport) -> bytes:
+def encode(value: Work | HandoffStart | HandoffOrder | HandoffReport) -> bytes:
     """Return the frame of a value."""
     body = value
     if isinstance(value, _Texted):

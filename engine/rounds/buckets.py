@@ -56,7 +56,7 @@ class Buckets:
     def fill_round(self, work: Round, least: int = 0) -> InputBlock:
         """Return a filled block of the smallest bucket that holds the round, and `least` and `work.least_seqs`
         sequences; rows behind the round's are padding."""
-        block, inputs = self._take(work, least)
+        block, inputs = self._take(work, max(least, work.least_seqs))
         num_seqs = len(work.slots)
         inputs.counts[:num_seqs], inputs.counts[num_seqs:] = work.limits, 0
         self._write_rows(inputs.kept_rows, work.slots, work.num_missed)
@@ -80,7 +80,7 @@ class Buckets:
         """Return a block with slots and block tables, and its inputs."""
         self._tables.apply(work.changes)
         num_seqs = len(work.slots)
-        least = max(num_seqs, least, work.least_seqs)
+        least = max(num_seqs, least)
         size = next((each for each in self._free if each >= least), num_seqs)
         free = self._free.get(size)
         block = free.pop() if free else self._allocate(size)

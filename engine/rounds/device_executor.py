@@ -16,7 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -24,17 +26,17 @@ from torch import Tensor
 
 from ...kernels.operations import captures
 from ...kernels.state.copies import copy_numbers_
-from ...metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory
+from ...metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory, RankLost
 from ...metadata.handoff.schema.buffers import MetadataBuffers, Sampled
 from ...metadata.wire.request import SamplingParams, TokenLogprobs
 from ..config import SHARING
 from ..engine import Engine
 from ..pace.joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes, sizes_alone
-from ..pace.padding import padding_catch_up, padding_round
+from ..pace.padding import padding_catch_up, padding_chunk, padding_round
 from ..progress import Progress
 from ..prompts.local_prompts import LocalPrompts
 from ..prompts.scores import SubmittedScores
-from ..ranks.agreement import widened
+from ..ranks.agreement import Agreed
 from ..sampling.grammar import Matcher
 from ..sampling.logprobs import Logprobs
 from ..sampling.state import Needs, SamplingState, each_kind
@@ -50,6 +52,7 @@ from ..work import (
     RoundWork,
     Scores,
     catch_up_sizes,
+    widened,
 )
 from .batch import ForwardBatch
 from .buckets import Buckets
@@ -121,11 +124,22 @@ class DeviceExecutor:
         self._graphs: _Graphs | None = None
         self._used: list[InputBlock] = []  # by work since the last round
         self._under_way: deque[_UnderWay] = deque()
+        self._idle: deque[_UnderWay] = deque()  # rounds of other ranks, in which this one has no sequence
         self._row_buffer = MetadataBuffers(engine.schema)
         self._local_prompts = LocalPrompts(engine, self.slots)
         self._masking: Masking | None = None  # of the round that is submitted now
         self._scored: _Scored | None = None  # of the last Recompute
         self._chunks_ahead: deque[torch.cuda.Event] = deque()  # of Recomputes, each when it is computed
+        self.group_steps = engine.group_steps
+        if self.group_steps is not None:
+            self.group_steps.prepare(
+                self._run_idle,
+                lambda: engine.prompt_sizes,
+                self.shape,
+                buckets,
+                joins_chunks=not self._captures,
+                has_room=engine.has_room,
+            )
 
     @property
     def keeps_missed_rows(self) -> bool:
@@ -181,10 +195,25 @@ class DeviceExecutor:
             self._load_each_kind()
             self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(0)))  # compiles what surrounds a graph
             self.collect()
+            self._warm_up_mixed()
             return
         for num_rows in sizes:
             self.submit(padding_catch_up(self.num_slots, num_rows))
         self._free_used()
+
+    def _warm_up_mixed(self) -> None:
+        """Run a chunk of one half of the ranks of a group beside rounds of the other, and the other way round: no graph
+        holds them."""
+        if self.group_steps is None:
+            return
+        page_size = self.engine.pool.page_size
+        for turn, num_steps in product(range(2), sorted({0, self.shape.num_steps})):
+            if (self.group_steps.board.rank + turn) % 2:
+                self.submit(padding_chunk(page_size, page_size))
+                self.wait_chunks()
+            else:
+                self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(num_steps)))
+                self.collect()
 
     def rehearse(self, *, expects_prompts: bool = False) -> None:
         """Capture the largest graphs that `warm_up` captures, and keep none. They take as much memory as all of them,
@@ -221,7 +250,7 @@ class DeviceExecutor:
             shared = blocks[-1:] if of_largest else blocks, self.slots.padding, pool
             rounds = RoundGraphs("rounds", self._captured_round, *shared)
             catching_up = RoundGraphs("catching up", self._catch_up, *shared)
-            if self.engine.num_pools == 1:
+            if self.group_steps is None:
                 alone = sizes_alone(self.buckets.sizes, self.shape)
                 joint = joint_sizes(self.buckets.sizes, self.shape) if expects_prompts else []
                 sizes = [*joint[-1:], *alone[-1:]] if of_largest else [*joint, *alone]
@@ -244,15 +273,19 @@ class DeviceExecutor:
             with torch.inference_mode():
                 match work:
                     case Round():
-                        self._under_way.append(self._submit_round(work))
+                        self._under_way.append(self._submit_round(self._agreed(work)))
                     case CatchUp():
                         self._submit_catch_up(work)
                     case LoadSlot():
                         self._load(work)
                     case Recompute():
+                        if self.group_steps is not None:
+                            self.group_steps.begin_chunk(work.rows)
                         self._recompute(work)
             return
         self._drop_unshared()
+        if not isinstance(work, LoadSlot):
+            self._check_alone(work)
         raise OutOfMemory(_no_memory(work))  # here the error is gone, whose traceback holds tensors
 
     @property
@@ -262,7 +295,9 @@ class DeviceExecutor:
 
     def collect(self) -> RoundTokens:
         """Wait for the oldest round that was not collected, and return its report."""
-        done = self._under_way.popleft()
+        return self._finish(self._under_way.popleft())
+
+    def _finish(self, done: _UnderWay) -> RoundTokens:
         if done.event is not None:
             done.event.synchronize()
         _accept(done)
@@ -295,9 +330,13 @@ class DeviceExecutor:
 
     def run_round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
         """Run a round with filled inputs, by a graph if the block is a bucket's and there are graphs."""
-        if self._graphs is not None and block.num_seqs in self.buckets.sizes:
+        if self._graphs is not None and block.num_seqs in self.buckets.sizes and self._fits(block, shape):
             return self._graphs.rounds.replay(block, shape, needs)
         return self._round(block.to(self.engine.device), shape, needs)
+
+    def _fits(self, block: InputBlock, shape: DraftShape) -> bool:
+        """Whether every rank has as many rows as in the graph of a round."""
+        return set(self.engine.lens) <= {block.num_seqs * (shape.num_drafts + 1)}
 
     def read_row(self, row: bytes) -> Sampled:
         """Return the first token of a metadata row. Raises ProtocolError if a peer's row cannot be used."""
@@ -309,6 +348,29 @@ class DeviceExecutor:
         self.engine.grammars.prepare(grammar)
 
     # --- work ---
+
+    def _agreed(self, work: Round) -> Round:
+        """Return the round as the ranks of a group have agreed to run it."""
+        if self.group_steps is None:
+            return work
+        agreed = self.group_steps.begin_round(
+            len(work.slots), work.shape, () if work.beside is None else work.beside.rows
+        )
+        wider = widened(work, self.shape.with_steps(agreed.num_steps))
+        return replace(wider, least_seqs=agreed.least_seqs)
+
+    def _run_idle(self, agreed: Agreed) -> None:
+        """Take part in a forward of other ranks without a sequence: in a round of theirs on padding, so that this rank
+        replays the graph that they do, otherwise without rows."""
+        if not agreed.has_rounds:
+            self.engine.compute_nothing()
+            return
+        shape = self.shape.with_steps(agreed.num_steps)
+        work = Round([], [], [], [], [], shape, Needs(), [], least_seqs=agreed.least_seqs)
+        with torch.inference_mode():
+            self._idle.append(self._submit_round(work))
+        while len(self._idle) > self.runs_ahead:
+            self._finish(self._idle.popleft())
 
     def _submit_round(self, work: Round) -> _UnderWay:
         if work.beside is None:
@@ -395,6 +457,8 @@ class DeviceExecutor:
             ways.insert(0, partial(self._begin_by_graphs, steps, size, block, work, chunk))
         elif not self._captures:
             ways.insert(0, partial(self._begin_jointly, block, work, chunk))
+        if self.group_steps is not None:  # the ranks have agreed on one forward
+            ways = ways[:1]
         for begin in ways:  # the way that needs less memory last
             settling = None
             with suppress(torch.OutOfMemoryError):
@@ -402,7 +466,13 @@ class DeviceExecutor:
             if settling is not None:
                 return work, settling()
         self._drop_unshared()
+        self._check_alone(chunk)
         raise ChunkOutOfMemory(_no_memory(chunk))
+
+    def _check_alone(self, work: RoundWork) -> None:
+        """Raise RankLost if there was no memory for work for which other ranks of the group wait in a forward."""
+        if self.group_steps is not None:
+            raise RankLost(f"{_no_memory(work)}, while other ranks wait in a forward")
 
     # Each way submits the chunk, and the round as far as they share the forward, and returns the rest of the round.
     # Until this is called, no slot of the round has changed.

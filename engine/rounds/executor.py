@@ -17,6 +17,7 @@ from .draft_shape import DraftShape
 
 if TYPE_CHECKING:
     from ...metadata.handoff.schema.buffers import Sampled
+    from ..ranks.steps import GroupSteps
 
 
 class HostProposer(Protocol):
@@ -87,6 +88,11 @@ class Executor(Protocol):
         forward of its own."""
         ...
 
+    @property
+    def group_steps(self) -> GroupSteps | None:
+        """The steps that this node takes together with the other ranks of its group; None: it takes none."""
+        ...
+
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Compile kernels and capture graphs before service. `progress` counts the graphs of rounds.
         `expects_prompts`: also capture those of prompt chunks, alone and beside rounds."""
@@ -127,12 +133,4 @@ class Executor(Protocol):
 
     def expect(self, grammar: str | None) -> None:
         """Prepare for a request with this grammar, without waiting; None: it has none."""
-        ...
-
-
-class WaitingExecutor(Executor, Protocol):
-    """An executor of one rank, whose works wait for those of the other ranks (own_work_executor.py)."""
-
-    def flush(self) -> None:
-        """Do the works of all ranks that wait."""
         ...

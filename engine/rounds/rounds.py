@@ -7,7 +7,8 @@ slots on the device, and all work on slots and pages is done in the order of sub
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -58,11 +59,12 @@ class Submitted(NamedTuple):
     """A round that the executor does or has done."""
 
     sequences: list[Running]
-    slots: list[int]  # by the numbers of `Rounds.number`
+    slots: list[int]
     shape: DraftShape
     limits: list[int]
     num_caught_up: int  # rows that the drafter had not seen before
     kind: Needs  # of sampling; rounds of a kind take the same time
+    is_delayed: bool = False  # a chunk of another rank of the group shared its forward
 
 
 class _SentTable(NamedTuple):
@@ -75,11 +77,10 @@ class _SentTable(NamedTuple):
 class Rounds:
     """Owns the numbers of the slots, and knows what the executor knows of each. One thread."""
 
-    def __init__(self, executor: Executor, stats: RoundStats | None = None) -> None:
-        """`stats`: counts the rounds of several; None: a new one counts these alone."""
+    def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.shape = executor.shape
-        self.stats = stats or RoundStats([0] * self.shape.num_steps)
+        self.stats = RoundStats([0] * self.shape.num_steps)
         self._free = list(range(executor.num_slots - 1, -1, -1))
         self._sent: dict[int, _SentTable] = {}  # by slot
 
@@ -110,10 +111,6 @@ class Rounds:
         self._sent.pop(sequence.slot, None)
         sequence.slot = None
 
-    def number(self, sequence: Running) -> int | None:
-        """Return the number of the sequence's slot on this node; None: it has none."""
-        return sequence.slot
-
     def run(self, sequences: Sequence[Running], shape: DraftShape, limits: Sequence[int]) -> RoundTokens:
         """Submit a round and collect it. Without sequences nothing runs."""
         return self.collect(self.submit(sequences, shape, limits)) if sequences else RoundTokens([])
@@ -132,13 +129,24 @@ class Rounds:
         Raises OutOfMemory if the device has no memory for it. Collect the round before; then finish or `reload` each
         of `sequences`. The chunk is computed only if the error is RoundOutOfMemory. Raises ChunkOutOfMemory if the
         device has no memory for the chunk; then neither has changed anything."""
-        num_caught_up = 0
+        num_caught_up, steps, is_after_chunk = 0, self.executor.group_steps, False
+        if steps is not None:
+            if beside is not None and not steps.joins_chunks:
+                self._compute_apart(beside)
+                beside, is_after_chunk = None, True
+            may_draft = all(len(sequence.token_ids) > 1 for sequence in sequences)
+            rows = () if beside is None else beside.rows
+            shape = steps.agree_round(len(sequences), shape, rows, may_draft=may_draft)
+            limits = [min(limit, shape.num_steps) for limit in limits]
         if shape.num_steps:
             limits = self._leave_behind(sequences, limits)
             num_caught_up = self.num_missed(sequences)
             self.catch_up(sequences)
         work = self.make_round(sequences, shape, limits)
-        if beside is None:
+        if is_after_chunk:
+            with _after_chunk():
+                self.executor.submit(work)
+        elif beside is None:
             self.executor.submit(work)
         else:
             self._submit_both(work, beside)
@@ -146,7 +154,9 @@ class Rounds:
             for sequence in sequences:
                 if shape.num_steps == 0 or sequence.num_missed > MAX_MISSED:  # nothing is accepted then
                     sequence.num_missed += 1
-        return Submitted(list(sequences), list(work.slots), shape, list(limits), num_caught_up, covering(work.needs))
+        is_delayed = steps is not None and steps.has_chunk_elsewhere
+        kind = covering(work.needs)
+        return Submitted(list(sequences), list(work.slots), shape, list(limits), num_caught_up, kind, is_delayed)
 
     def make_round(self, sequences: Sequence[Running], shape: DraftShape, limits: Sequence[int]) -> Round:
         """Return the work of a round. It must be submitted, since it has the changes of block tables."""
@@ -243,6 +253,13 @@ class Rounds:
             return 0, 0
         return proposer.replay(_slot(sequence), sequence.token_ids, sequence.salt, self.shape.num_steps, num_tries)
 
+    def _compute_apart(self, beside: LocalChunk) -> None:
+        """Submit a chunk before the round beside it."""
+        try:
+            self.recompute(beside.sequences, beside.rows)
+        except OutOfMemory as error:
+            raise ChunkOutOfMemory(str(error)) from None
+
     def _submit_both(self, work: Round, beside: LocalChunk) -> None:
         chunk = self._recompute_of(*beside)
         try:
@@ -287,6 +304,15 @@ class Rounds:
             changes.append(TableChange(slot, first, pages[first:]))
             self._sent[slot] = _SentTable(pages, num_pages)
         return changes
+
+
+@contextmanager
+def _after_chunk() -> Iterator[None]:
+    """Submit a round whose chunk is computed. Raises RoundOutOfMemory in place of OutOfMemory."""
+    try:
+        yield
+    except OutOfMemory as error:
+        raise RoundOutOfMemory(str(error)) from None
 
 
 def _note_drafts(done: Recompute, sequences: Sequence[Running]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..work import Accepted, Masking
 
@@ -18,7 +18,6 @@ class RoundStats:
     masked_rounds: int = 0  # with grammars
     late_masks: int = 0  # of these, the rounds in which the device waited for the masks
     mask_s: float = 0.0  # that the host took to fill masks
-    idle_rounds: list[int] = field(default_factory=list[int])  # by rank, if each has sequences of its own
 
     def count_masks(self, masking: Masking | None) -> None:
         """Count what the grammars of a round cost, if it had some."""

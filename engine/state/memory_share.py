@@ -109,7 +109,7 @@ def fit_pools(engine: Engine, config: EngineConfig, rehearse: Callable[[Engine],
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(engine.device)
     free += engine.pool_bytes
-    host = None if config.transport == "cuda" else available_memory() // engine.num_pools  # all pools travel through it
+    host = None if config.transport == "cuda" else available_memory() // engine.num_nodes  # all pools travel through it
     memory = Memory(total, free, torch.cuda.memory_reserved(), peak, host)
     engine.resize(num_pages(memory, config.share, engine.page_bytes))
     torch.cuda.empty_cache()  # graphs of the rehearsal are gone now

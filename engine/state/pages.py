@@ -6,7 +6,7 @@ free --allocate--> request | ticket --insert--> cache --evict--> free
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 
 import numpy as np
@@ -62,11 +62,6 @@ class PagePool:
     def generation(self, page: int) -> int:
         """Return how often `page` was allocated. The number tells a page's present content from earlier contents."""
         return int(self._generations[page])
-
-    def on_links(self, rank: int, pages: Sequence[int]) -> Sequence[int]:
-        """Return the numbers that these pages have on data links: their own. The node's only pool is that of rank 0."""
-        assert rank == 0, rank
-        return pages
 
     def allocate(self, n: int, owner: Owner) -> list[int]:
         """Take `n` pages for a request or ticket, in ascending order. They are neighbours if the pool has a free run

@@ -33,6 +33,7 @@ KEY_LEN = 40  # a 32-byte key in Z85
 CHECK_S = 0.9  # a little less than a second, for callers that ask once per second
 MAX_BYTES = 1 << 20
 MAX_NAME = 128
+RANK = "/rank-"  # in the node id of rank 1 or above of a group, between the name of the group and the rank
 
 _HEADER = "# Baton allow-list, one line per process: NAME PUBLIC-KEY. No secrets. A removed process is shut out.\n"
 _Seen = tuple[int, int, int]  # identity of a file's contents: mtime in ns, inode, size in bytes
@@ -62,8 +63,9 @@ class AllowList:
         self._names = {key: name for name, key in self._keys.items()}
 
     def key_of(self, name: str) -> bytes | None:
-        """Return the public key (40 bytes of Z85) with this name; None if there is none."""
-        return self._keys.get(name)
+        """Return the public key (40 bytes of Z85) with this name; None if there is none. The ranks of a group have the
+        key of the group."""
+        return self._keys.get(_holder(name))
 
     def name_of(self, key: bytes) -> str | None:
         """Return the name of a public key; None if the key is not listed."""
@@ -89,7 +91,7 @@ class AllowList:
         name of the key that it proved at the handshake; None if that key is not listed (any more)."""
         if name is None:
             raise ProtocolError(f"the key of {node_id} is not in allow-list {self.path} any more")
-        if name != node_id:
+        if name != _holder(node_id):
             raise ProtocolError(f"{node_id} has the key that allow-list {self.path} calls {name!r}")
 
     def is_due(self) -> bool:
@@ -141,6 +143,11 @@ class ServerKey:
             self._allow_list.look()
         key, self._key = self._key, self._allow_list.server_key(self._name)
         return key != self._key
+
+
+def _holder(node_id: str) -> str:
+    """Return the name of the key that a node has: its id, or the name of its group."""
+    return node_id.partition(RANK)[0]
 
 
 def with_line(path: str | Path, line: str) -> str:

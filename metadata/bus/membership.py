@@ -196,17 +196,28 @@ class Membership:
             self._heartbeat.report(self.member.load(), self.member.stats())
             self.member.handoff.allow_for(self._heartbeat.round_trip_s)
 
-    def wait(self) -> None:
-        """Sleep until a message, a signal or the node's deadline."""
+    def wait(self, also: Sequence[int] = ()) -> None:
+        """Sleep until a message, a signal or the node's deadline, or until one of the descriptors `also` can be
+        read."""
         self.enter(IDLE, IDLE_LIMIT_S)
         poller = zmq.Poller()
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        for zmq_socket in (self._link.socket, *self.member.handoff.sockets()):
+        for zmq_socket in (self._link.socket, *self.member.handoff.sockets(), *also):
             poller.register(zmq_socket, zmq.POLLIN)
         wait_s = self.member.handoff.wait_s()
         poller.poll(max(0, int(1000 * (IDLE_WAIT_S if wait_s is None else min(IDLE_WAIT_S, wait_s)))))
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(64)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the node was asked to leave."""
+        return self._is_asked_to_leave
+
+    def leave(self, why: str) -> None:
+        """Leave as after SIGTERM."""
+        logger.info("leaves: %s", why)
+        self._is_asked_to_leave = True
 
     @property
     def is_over(self) -> bool:

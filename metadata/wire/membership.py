@@ -6,7 +6,18 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from .node_info import MAX_RANKS, Address, Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLedger, Role
+from .node_info import (
+    MAX_RANKS,
+    Address,
+    Capacity,
+    GroupRank,
+    HandoffSchema,
+    Load,
+    ModelCard,
+    NodeStats,
+    PoolLedger,
+    Role,
+)
 from .protocol import Message, Since
 from .request import Count, Digest, Index, Name, Seconds, Text, Units
 
@@ -33,6 +44,12 @@ class Hello(Message, frozen=True, tag="hello"):
     protocol: Annotated[Index, Since(6)] = 0  # this Hello is written in it
     # numbers in FP8, or experts chosen in 16 bits: right answers differ by more than the types of the layout say
     rounds_coarsely: Annotated[bool, Since(6)] = False
+    place: Annotated[GroupRank | None, Since(7)] = None  # None: the node is no rank of a group
+
+    @property
+    def unit(self) -> str:
+        """Name of what an operator starts, drains and stops: the group of this rank, or the node itself."""
+        return self.node_id if self.place is None else self.place.group
 
     @property
     def protocols(self) -> tuple[int, int]:

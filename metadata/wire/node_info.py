@@ -83,6 +83,15 @@ class HostMemory(Message, frozen=True):
     size: Count
 
 
+class GroupRank(Message, frozen=True):
+    """Place of a node among the ranks of a group, which divide a model and live and die together."""
+
+    group: Name  # name of the group: the node id that the operator gave
+    epoch: Digest  # of the group's start
+    rank: Index
+    size: Index
+
+
 class ModelCard(Message, frozen=True):
     """Properties of a model that let the router serve it without the model's files."""
 

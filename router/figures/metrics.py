@@ -124,7 +124,9 @@ def _figures_of_ranks(nodes: Iterable[Node]) -> Iterator[Metric]:
     for kind, name, text, first, values in _BY_RANK:
         family = kind(f"baton_node_rank_{name}", text, labels=["node", "role", "model", "rank"])
         for node in nodes:
-            for rank, value in enumerate(values(node), first):
+            place = node.hello.place
+            start = place.rank if place is not None and first == 0 else first
+            for rank, value in enumerate(values(node), start):
                 family.add_metric([node.node_id, node.role, node.hello.model.name, str(rank)], value)
         yield family
 

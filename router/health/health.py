@@ -13,6 +13,8 @@ canaries of their own. An untried pair gets requests if each of its nodes is in 
 without room nor clients that end their requests count against a pair.
 
 If decode nodes of a group compute prompts, each of them is judged like a pair: by canaries that it computes alone.
+
+Ranks of a rank group count as one node: a canary runs on any of them, and its answer is that of all.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class PairsReady(NamedTuple):
 
 
 Effect = StartCanary | GiveUpCanary | PairsReady
-_Key = tuple[bytes | None, bytes | None]  # routing ids of a prefill and a decode node, None for the one left out
+_Key = tuple[bytes | None, bytes | None]  # `unit_key` of a prefill and a decode node, None for the one left out
 
 
 class _Subject:
@@ -127,7 +129,7 @@ class _Vote:
         self.is_coarse = group.rounds_coarsely
         self.ballot = Ballot(COARSE_TIE_GAP if self.is_coarse else TIE_GAP[group.layout.target.dtype])
         self.subjects: dict[_Key, _Subject] = {}
-        self.proven: set[bytes | None] = set()  # routing ids of the nodes in pairs that are ready
+        self.proven: set[bytes | None] = set()  # `unit_key` of the nodes in pairs that are ready
 
     @property
     def is_current(self) -> bool:
@@ -148,14 +150,15 @@ class _Vote:
 
     def may_answer_alone(self, prefill: Node) -> bool:
         """Return whether one of a prefill node's pairs is ready, or none is faulty or undecided."""
-        pairs = (each for each in self.subjects.values() if each.is_pair and prefill in each.nodes)
-        is_proven = prefill.routing_id in self.proven
+        pairs = (each for (key, _), each in self.subjects.items() if each.is_pair and key == prefill.unit_key)
+        is_proven = prefill.unit_key in self.proven
         return is_proven or not any(pair.verdict.state in ("faulty", "undecided") for pair in pairs)
 
     def alone(self, voter: Voter) -> Pinned | None:
         """Return a voter's node as the nodes of a canary, None if it takes no canaries now."""
-        node = self.group.nodes.get(voter.key)
-        if node is None or not node.is_reachable or node.is_draining:
+        ranks = (node for node in self.group.nodes.values() if node.unit_key == voter.key)
+        node = next((rank for rank in ranks if rank.is_reachable and not rank.is_draining), None)
+        if node is None:
             return None
         return (node, None) if node.role == "prefill" else (None, node)
 
@@ -219,7 +222,7 @@ class PairHealth:
         if subject is not None and (subject.is_ready or subject.state != "untried"):
             return subject.is_ready
         vote = self._votes.get(decode.group)
-        return vote is not None and prefill is not None and vote.proven >= {prefill.routing_id, decode.routing_id}
+        return vote is not None and prefill is not None and vote.proven >= {prefill.unit_key, decode.unit_key}
 
     def hands_over(self, group: NodeGroup) -> bool:
         """Return whether a pair of the group is not known to fail in handing pages over."""
@@ -255,9 +258,8 @@ class PairHealth:
         """Remove a node that is gone, with its pairs, its votes and the canaries under way on it."""
         vote = self._votes.get(node.group)
         if vote is not None:
-            for subject in [each for each in vote.subjects.values() if node in each.nodes]:
-                del vote.subjects[_key(*subject.nodes)]
-                self._end_run(subject)
+            for key in [key for key in vote.subjects if node.unit_key in key]:
+                self._end_run(vote.subjects.pop(key))
             vote.ballot.left(voter_of(node))
             self._recount(vote)
 
@@ -280,7 +282,7 @@ class PairHealth:
                 effects += _overdue(subject.canary, now) if subject.canary is not None else []
             for nodes in served:
                 if self._is_due(subject := vote.subject(nodes), now):
-                    effects += self._begin(vote, subject, now)
+                    effects += self._begin(vote, subject, nodes, now)
             effects += self._ask_alone(vote, now)
         return effects
 
@@ -342,7 +344,7 @@ class PairHealth:
     def _start(self, vote: _Vote, subject: _Subject, canary: Canary, now: float) -> StartCanary:
         request = canary.next_request(now)
         self._runs[request.rid] = vote, subject
-        return StartCanary(request, subject.nodes)
+        return StartCanary(request, canary.nodes)
 
     def _renew_vote(self, group: NodeGroup) -> list[Effect]:
         """Begin the group's vote, or begin it again if it is not current."""
@@ -360,13 +362,13 @@ class PairHealth:
         has_worked_lately = subject.worked_at is not None and now - subject.worked_at < self._interval_s
         return not has_worked_lately or subject.is_doubted or not self.is_usable(*subject.nodes)
 
-    def _begin(self, vote: _Vote, subject: _Subject, now: float) -> list[Effect]:
-        """Start a canary, unless one is under way or it is too early for the next one."""
+    def _begin(self, vote: _Vote, subject: _Subject, nodes: Pinned, now: float) -> list[Effect]:
+        """Start a canary on these nodes, unless one is under way or it is too early for the next one."""
         if subject.canary is not None or now < subject.retry_at:
             return []
         subject.retry_at = now + RETRY_S
         subject.is_doubted = subject.was_full = False
-        subject.canary = Canary(vote.group, vote.prompt_ids, subject.nodes)
+        subject.canary = Canary(vote.group, vote.prompt_ids, nodes)
         return [self._start(vote, subject, subject.canary, now)]
 
     def _ask_alone(self, vote: _Vote, now: float) -> list[Effect]:
@@ -377,20 +379,20 @@ class PairHealth:
             if nodes is None:
                 vote.ballot.unable(voter, "it takes no new work")
             else:
-                effects += self._begin(vote, vote.subject(nodes), now)
+                effects += self._begin(vote, vote.subject(nodes), nodes, now)
         return effects
 
     def _recount(self, vote: _Vote) -> list[Effect]:
         """Take over the ballot's verdicts. Those on nodes alone have consequences if the nodes compute prompts."""
         has_new = False
-        local_nodes = vote.group.local_nodes()
-        for subject in vote.subjects.values():
+        local = {_key(None, node) for node in vote.group.local_nodes()}
+        for key, subject in vote.subjects.items():
             before, subject.verdict = subject.verdict, vote.ballot.verdict(subject.voters)
-            if before != subject.verdict and (subject.is_pair or subject.nodes[1] in local_nodes):
+            if before != subject.verdict and (subject.is_pair or key in local):
                 has_new |= subject.verdict.state == "ready"
                 _log(subject.name, before, subject.verdict)
         ready = [key for key, each in vote.subjects.items() if each.is_pair and each.verdict.state == "ready"]
-        vote.proven = {routing_id for key in ready for routing_id in key}
+        vote.proven = {unit_key for key in ready for unit_key in key}
         return [PairsReady(vote.group)] if has_new else []
 
 
@@ -401,11 +403,11 @@ def _serving(group: NodeGroup) -> list[Pinned]:
 
 def voter_of(node: Node) -> Voter:
     """Return the node as the ballot knows it."""
-    return Voter(node.role, node.node_id, node.routing_id)
+    return Voter(node.role, node.unit, node.unit_key)
 
 
 def _key(prefill: Node | None, decode: Node | None) -> _Key:
-    return None if prefill is None else prefill.routing_id, None if decode is None else decode.routing_id
+    return None if prefill is None else prefill.unit_key, None if decode is None else decode.unit_key
 
 
 def _overdue(canary: Canary, now: float) -> list[Effect]:

@@ -23,39 +23,43 @@ class Drains:
         self._nodes = nodes
         self._names: set[str] = set()
 
-    def begin(self, node_id: str, evict_at: float) -> Node:
-        """Give the node no new work. At `evict_at` its unfinished work moves to other nodes. Raises NotFound."""
-        node = self._node(node_id)
-        self._names.add(node_id)
-        node.cordon(evict_at)
-        logger.info("node %s (%s) drains: an operator has asked for it", node.node_id, node.role)
-        return node
+    def begin(self, node_id: str, evict_at: float) -> None:
+        """Give the node, or all ranks of the group, no new work. At `evict_at` its unfinished work moves elsewhere.
+        Raises NotFound."""
+        nodes = self._nodes_of(node_id)
+        self._names.add(nodes[0].unit)
+        for node in nodes:
+            node.cordon(evict_at)
+        logger.info("node %s (%s) drains: an operator has asked for it", nodes[0].unit, nodes[0].role)
 
-    def undo(self, node_id: str) -> Node:
-        """Let the node take requests again. Raises NotFound, and Conflict if the node itself said that it leaves."""
+    def undo(self, node_id: str) -> list[Node]:
+        """Let the node, or all ranks of the group, take requests again, and return them. Raises NotFound, and Conflict
+        if the node itself said that it leaves."""
         is_known = node_id in self._names
         self._names.discard(node_id)
         try:
-            node = self._node(node_id)
+            nodes = self._nodes_of(node_id)
         except NotFound as error:
             if is_known:  # it was lost while it drained: it will take requests when it comes back
                 raise NotFound(f"{error}; it will not drain when it comes back") from None
             raise
-        node.uncordon()
-        if node.is_leaving:
-            raise Conflict(f"{drain_words(node)}; that cannot be undone")
-        logger.info("node %s (%s) takes requests again", node.node_id, node.role)
-        return node
+        self._names.discard(nodes[0].unit)
+        for node in nodes:
+            node.uncordon()
+            if node.is_leaving:
+                raise Conflict(f"{drain_words(node)}; that cannot be undone")
+        logger.info("node %s (%s) takes requests again", nodes[0].unit, nodes[0].role)
+        return nodes
 
     def joined(self, node: Node) -> None:
         """A node has joined. If it was drained when it was lost, it still is."""
-        if node.node_id in self._names and not node.is_cordoned:
+        if node.unit in self._names and not node.is_cordoned:
             node.cordon()
             logger.info("node %s (%s) has come back; it drains still", node.node_id, node.role)
 
     def left(self, node: Node) -> None:
         """A node has left by its own word."""
-        self._names.discard(node.node_id)
+        self._names.discard(node.unit)
 
     def due(self, now: float) -> list[Node]:
         """Return the nodes whose time is over, once each, and only when another node could take their work."""
@@ -64,9 +68,10 @@ class Drains:
             node.evicted()
         return due
 
-    def _node(self, node_id: str) -> Node:
+    def _nodes_of(self, name: str) -> list[Node]:
+        """Return the node of this name, or the ranks of the group of this name or with such a rank."""
         for node in self._nodes.values():
-            if node.node_id == node_id:
-                return node
-        names = ", ".join(sorted(node.node_id for node in self._nodes.values())) or "none"
-        raise NotFound(f"node {node_id!r} is not here; joined are: {names}")
+            if name in (node.node_id, node.unit):
+                return [other for other in self._nodes.values() if other.unit_key == node.unit_key]
+        names = ", ".join(sorted({node.unit for node in self._nodes.values()})) or "none"
+        raise NotFound(f"node {name!r} is not here; joined are: {names}")

@@ -80,6 +80,7 @@ class Node:
         "_is_cordoned",
         "_is_leaving",
         "_is_reachable",
+        "_is_whole",
         "_last_seen",
         "_load",
         "_num_units",
@@ -92,11 +93,15 @@ class Node:
         "hello",
         "protocol",
         "routing_id",
+        "unit_key",
     )
 
     def __init__(self, hello: Hello, group: NodeGroup, now: float) -> None:
         self.routing_id = routing_id(hello.node_id, hello.epoch)
         self.hello = hello
+        place = hello.place
+        # of the node, or of all ranks of its group together
+        self.unit_key = self.routing_id if place is None else f"{place.group}:{place.epoch}".encode()
         self.protocol = agreed(hello.protocols) or PROTOCOL_MIN  # in which it is addressed
         self.group = group
         self._load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
@@ -106,6 +111,7 @@ class Node:
         self._is_cordoned = False
         self._evict_at: float | None = None
         self._is_reachable = True
+        self._is_whole = place is None
         self._prompts: dict[tuple[str, int], _Prompt] = {}
         self._held: dict[tuple[str, int], _Held] = {}
         self._num_units = 0
@@ -116,6 +122,11 @@ class Node:
     @property
     def node_id(self) -> str:
         return self.hello.node_id
+
+    @property
+    def unit(self) -> str:
+        """Name of what an operator starts, drains and stops: the node, or the group of which it is a rank."""
+        return self.hello.unit
 
     @property
     def role(self) -> Role:
@@ -194,7 +205,7 @@ class Node:
     @property
     def is_live(self) -> bool:
         """Whether the node takes new work."""
-        return self._is_reachable and not self._is_leaving and not self._is_cordoned
+        return self._is_reachable and self._is_whole and not self._is_leaving and not self._is_cordoned
 
     def heard(self, beat: Heartbeat, now: float) -> None:
         """Record a heartbeat."""
@@ -210,6 +221,10 @@ class Node:
         self._reported_at = now
         if self._full_since is not None and (load.room > self._refused_at_room or load.running == 0):
             self._full_since = None
+
+    def complete(self) -> None:
+        """All ranks of its group have joined."""
+        self._is_whole = True
 
     def welcome(self, now: float) -> None:
         """Record that Welcome was sent."""

@@ -12,24 +12,37 @@ MAX_NAMES = 512  # histories kept; when there are more, absent nodes are forgott
 RECENT_S = 600.0  # losses and returns within this time are reported to operators
 MAX_RETURNS = 100  # remembered per name
 
-Loss = Literal["closed", "dead", "stuck", "anew", "replaced"]  # how a node was lost; a label of a metric
+Loss = Literal["closed", "dead", "stuck", "anew", "replaced", "group"]  # how a node was lost; a label of a metric
 LOSS_WORDS: dict[Loss, str] = {
     "closed": "its connection closed",
     "dead": "it fell silent",
     "stuck": "it was stuck",
     "anew": "it introduced itself anew",
     "replaced": "a newer process of the same name has joined",
+    "group": "another rank of its group was lost",
 }
 
 
 class NodeHistory:
     """Losses and returns of the nodes of one name."""
 
-    __slots__ = ("epoch", "is_here", "last_loss", "losses", "lost_at", "node_id", "num_restarts", "returns", "role")
+    __slots__ = (
+        "epoch",
+        "is_here",
+        "last_loss",
+        "losses",
+        "lost_at",
+        "node_id",
+        "num_restarts",
+        "returns",
+        "role",
+        "unit",
+    )
 
     def __init__(self, node: Node) -> None:
         self.node_id = node.node_id
         self.role = node.role
+        self.unit = node.unit
         self.epoch = node.hello.epoch  # of the last process that joined
         self.is_here = True
         self.num_restarts = 0  # joins under another epoch than before

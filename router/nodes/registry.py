@@ -183,6 +183,8 @@ class Registry:
         level = logging.INFO if loss is None else logging.WARNING
         self._log(level, "node %s (%s) is gone: %s", node.node_id, node.role, reason)
         self._on_lost(node, reason)
+        for rank in () if loss is None else self._ranks_of(node):
+            self.lose(rank, "group", now)
 
     def connection_lost(self, peer: bytes, now: float) -> None:
         """Lose the node whose connection closed. If its process lives, it says Hello again."""
@@ -235,7 +237,15 @@ class Registry:
         group.nodes[node.routing_id] = node
         self.histories.joined(node, now)
         self._liveness.add(node.routing_id)
+        ranks = self._ranks_of(node)
+        if hello.place is not None and len(ranks) == hello.place.size:
+            for rank in ranks:
+                rank.complete()
         return node
+
+    def _ranks_of(self, node: Node) -> list[Node]:
+        """Return the joined nodes that live and die with a node, itself included."""
+        return [other for other in node.group.nodes.values() if other.unit_key == node.unit_key]
 
     def _welcome(self, node: Node, now: float, notice: str = "") -> None:
         node.welcome(now)

@@ -28,10 +28,10 @@ class Degraded(msgspec.Struct, frozen=True):
 
 def drain_words(node: Node) -> str:
     """Return why a joined node takes no new requests, and how to undo it if that is possible."""
-    name = f"{node.role} node {node.node_id}"
+    name = f"{node.role} node {node.unit}"
     if node.is_leaving:
         return f"{name} is leaving, since it was told to stop"
-    return f"{name} is draining, since an operator asked for it (POST /admin/nodes/{node.node_id}/undrain puts it back)"
+    return f"{name} is draining, since an operator asked for it (POST /admin/nodes/{node.unit}/undrain puts it back)"
 
 
 def drain_summary(nodes: Iterable[Node]) -> str:
@@ -81,7 +81,7 @@ class Expected:
         """Return how many nodes of which role have not joined yet; "" once all have joined, also if some leave."""
         if self._is_met:
             return ""
-        joined = Counter(history.role for history in histories)
+        joined = Counter(role for role, _ in {(history.role, history.unit) for history in histories})
         words = [
             f"{joined[role]} of {count} {role} nodes" for role, count in self._counts.items() if joined[role] < count
         ]

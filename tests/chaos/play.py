@@ -182,7 +182,7 @@ class Play:
     @property
     def _rank_event(self) -> tuple[str, int] | None:
         """Return the event at which a rank strikes itself, as in EVENTS; None: it gets a signal, if the scenario is of
-        that kind. With dp-attention, rank 0 alone pulls and serves pages."""
+        that kind. The ranks of a group get signals: each is a node, and strikes itself as a node does."""
         role, has_pulls = role_of(self.scenario.target), "zmq" in self.rig.flags
         if self.scenario.kind not in RANKS or self.scenario.phase != "pulling" or self.rig.sharing != "tp":
             return None

@@ -98,10 +98,8 @@ class Rig(Cluster):
         if role_of(name) != "decode":
             return {}
         lines = {(name, prefill): port for prefill, port in self.data_ports.items()}
-        # tensor-parallel ranks serve their heads themselves; with dp-attention, rank 0 serves the pages of all
-        num_serving = self._num_ranks if self.sharing == "tp" else 1
         for prefill in self.data_ports.keys() & RANKED:
-            for rank in range(1, num_serving):
+            for rank in range(1, self._num_ranks):
                 lines[name, prefill, f"rank {rank}"] = self.data_ports[prefill] + rank
         return lines
 

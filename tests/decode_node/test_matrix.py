@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import drafters
-import local_nodes
 import pytest
 from drawn_places import PLACES, Place
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, write_head
 from matrix import PAGE_SIZE, Ask, Case, Cell, Plain, Watch, cells_of, coach, run_cell
 from node_pair import NodePair, node_pairs, params, replace
 from thinned import thinned
+
+from baton.decode_node import main
 
 CHAINS = {
     "ngram": 3,
@@ -86,7 +87,7 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePai
     with node_pairs() as start:
 
         def make(model: Path, buckets: tuple[int, ...] = (), *, overlaps: bool = False, **both: Any) -> NodePair:
-            monkeypatch.setattr(local_nodes, "graph_sizes", lambda *_: list(buckets))
+            monkeypatch.setattr(main, "graph_sizes", lambda *_: list(buckets))
             both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 10, **both}
             return start(model, prefill=both, decode=both, overlaps=overlaps)
 

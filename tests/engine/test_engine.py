@@ -133,7 +133,7 @@ def test_a_pool_takes_four_contexts_but_no_more_than_a_quarter_of_the_memory(
     is_limited = num_tokens == 16_384
     assert found == num_tokens // PAGE_SIZE + (not is_limited), "one page is padding"
     if is_limited:
-        assert engines._default_num_pages(context_len, engine.schema, device, num_pools=2) == found // 2
+        assert engines._default_num_pages(context_len, engine.schema, device, num_nodes=2) == found // 2
 
 
 def test_a_pool_that_holds_no_context_is_told(

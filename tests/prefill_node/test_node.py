@@ -150,10 +150,10 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the offered pages, and check that their chunks have been waited for."""
     offered: list[int] = []
     unsettled: dict[int, set[int]] = {}  # by chunk
-    begin, wait, offer = pair.prefill._submit_work, SubmittedChunk.wait, pair.prefill.handoff.offer
+    begin, wait, offer = chunk_work.submit, SubmittedChunk.wait, pair.prefill.handoff.offer
 
-    def submitted(plan: StepPlan) -> chunk_work.ChunkUnderWay:
-        chunk = begin(plan)
+    def submitted(prompts: Prompts, plan: StepPlan) -> chunk_work.ChunkUnderWay:
+        chunk = begin(prompts, plan)
         spans = [(request, row.position // 4, -(-(row.position + len(row.input_ids)) // 4)) for request, row in plan]
         unsettled[id(chunk.submitted)] = {page for request, first, stop in spans for page in request.pages[first:stop]}
         return chunk
@@ -168,7 +168,7 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         offered.extend(pages)
         offer(unit, indices, pages, *more)
 
-    monkeypatch.setattr(pair.prefill, "_submit_work", submitted)
+    monkeypatch.setattr(chunk_work, "submit", submitted)
     monkeypatch.setattr(SubmittedChunk, "wait", waited)
     monkeypatch.setattr(pair.prefill.handoff, "offer", checked)
     return offered

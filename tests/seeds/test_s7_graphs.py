@@ -1,11 +1,12 @@
-"""Ranks with sequences of their own replay the same graphs. A stand-in for a graph runs its function again;
-tests/gpu/test_own_ranks_cuda.py has the real ones."""
+"""Ranks of a group replay the same graphs. A stand-in for a graph runs its function again;
+tests/gpu/test_rank_groups_cuda.py has the real ones."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from drafters import perturbed, settings
 from node_pair import params
-from own_ranks import OwnRanks
+from rank_sequences import RankSequences
 from solo import Solo
 from thread_ranks import ThreadRanks
 
@@ -22,7 +23,7 @@ from baton.engine import engine
 from baton.engine.prompts import graphs as prompt_graphs
 from baton.engine.rounds import device_executor, graphs
 from baton.engine.sampling.state import EVERYTHING, GREEDY, SAMPLED
-from baton.engine.work import BatchRow, Recompute, Scores
+from baton.engine.work import BatchRow, Recompute
 from baton.kernels.operations import preferring
 
 GREEDY_REQUEST = ([7, 8, 9, 7, 8, 9, 7], params(12))
@@ -71,13 +72,14 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
     return found
 
 
-def test_all_ranks_replay_the_graph_of_the_same_bucket_steps_and_sampling(
+def test_all_ranks_replay_the_graph_of_the_same_bucket_and_steps(
     checkpoint: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     replayed: dict[str, list[Any]],
 ) -> None:
-    """An idle rank replays padding. Graphs are captured for a chunk beside no round."""
+    """An idle rank replays padding. Each rank samples as its own sequences ask. Graphs are captured for a chunk beside
+    no round."""
     monkeypatch.setattr(device_executor, "captures", lambda _: True)
     model = checkpoint("llama")
     drafting = settings("standalone", model, tmp_path, steps=3)
@@ -85,10 +87,10 @@ def test_all_ranks_replay_the_graph_of_the_same_bucket_steps_and_sampling(
     one = Solo(model, **drafting)
     config = DecodeConfig(model=str(model), device="cpu", threads=1, page_size=4, num_pages=64, **drafting)
     with ThreadRanks(2, config, num_slots=4, buckets=(1, 2, 4)) as ranks:
-        ranks.executor.warm_up(expects_prompts=True)
-        assert not ranks.executor.own.executor.joint_sizes.sizes
+        ranks.do({rank: partial(each.warm_up, expects_prompts=True) for rank, each in enumerate(ranks.executors)})
+        assert not ranks.executors[0].joint_sizes.sizes
         replayed.clear()
-        world = OwnRanks(ranks.executor, num_pages=64)
+        world = RankSequences(ranks, num_pages=64)
         started = world.start({1: GREEDY_REQUEST})
         world.round(3)
         world.round(0)
@@ -96,12 +98,13 @@ def test_all_ranks_replay_the_graph_of_the_same_bucket_steps_and_sampling(
         world.round(1, 3)
         started += world.start({0: PENALIZED})
         world.run(3, 0)
-        first, second = replayed.values()
-        assert first == second, "ranks replay unlike graphs"
+        ranks.do({0: lambda: None, 1: lambda: None})
+        first, second = ([each for each in found if not isinstance(each[1], int)] for found in replayed.values())
+        assert [each[:2] for each in first] == [each[:2] for each in second], "ranks replay unlike graphs"
         assert all(trace == ranks.group.traces[0] for trace in ranks.group.traces)
-    shape, rounds = world.books[0].shape, [each for each in first if not isinstance(each[1], int)]
-    assert rounds[:2] == [(1, shape, GREEDY), (1, shape.with_steps(0), GREEDY)]
-    assert (2, shape, SAMPLED) in rounds and (2, shape, EVERYTHING) in rounds
+    shape = world.books[0].shape
+    assert first[:2] == second[:2] == [(1, shape, GREEDY), (1, shape.with_steps(0), GREEDY)]
+    assert (2, shape, SAMPLED) in second and (2, shape, EVERYTHING) in first
     for sequence, (ids, wanted) in zip(started, (GREEDY_REQUEST, SEEDED, PENALIZED), strict=True):
         theirs = one.run(one.start(ids, wanted), wanted.max_tokens, 3)
         assert sequence.generated[: wanted.max_tokens] == theirs
@@ -121,33 +124,27 @@ def test_chunks_are_padded_to_one_bucket_of_all_ranks(
     scored = Recompute([BatchRow([3, 4], 0, [9], 0, 2)], [[3, 4, 5]], [], [0])
     with ThreadRanks(2, config, num_slots=2, timeout_s=120.0) as ranks, preferring("triton"):
 
-        def run(*works: Recompute | None) -> tuple[list[torch.Tensor], set[tuple[int, ...]], list[Any]]:
-            """Return the KV of all ranks, the rows of each that a forward had, and the reports."""
+        def run(*works: Recompute | None) -> tuple[list[torch.Tensor], set[tuple[int, ...]]]:
+            """Return the KV of all ranks, and the rows of each that a forward had."""
             for each in ranks.engines:
                 each.kv.zero_()
             before = len(ranks.group.traces[0])
-            reports = ranks.executor.run(works)
-            ranks.settle()
+            given = {rank: work for rank, work in enumerate(works) if work is not None}
+            ranks.do({rank: partial(ranks.executors[rank].submit, work) for rank, work in given.items()})
+            ranks.do({0: lambda: None, 1: lambda: None})
+            for rank, work in given.items():
+                assert not work.is_scored or ranks.executors[rank].collect_scores()
             lens = {operation.lens for operation in ranks.group.traces[0][before:]}
-            return [each.kv[:, 1:].clone() for each in ranks.engines], lens, reports
+            return [each.kv[:, 1:].clone() for each in ranks.engines], lens
 
         cases = ((None, plain), (longer, plain), (plain, scored))
         directly = [run(*works) for works in cases]
-        assert [lens for _, lens, _ in directly] == [{(0, 10)}, {(20, 10)}, {(10, 2)}]
+        assert [lens for _, lens in directly] == [{(0, 10)}, {(20, 10)}, {(10, 2)}]
 
-        def capture(rank: int) -> None:
-            with ranks.group.turn:
-                ranks.engines[rank].capture_prompts()
-
-        threads = [threading.Thread(target=capture, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        ranks.do({rank: each.capture_prompts for rank, each in enumerate(ranks.engines)})
         by_graphs = [run(*works) for works in cases]
-    assert [lens for _, lens, _ in by_graphs] == [{(16, 16)}, {(32, 32)}, {(10, 2)}]
-    for (kvs, _, _), (expected, _, _) in zip(by_graphs, directly, strict=True):
+    assert [lens for _, lens in by_graphs] == [{(16, 16)}, {(32, 32)}, {(10, 2)}]
+    for (kvs, _), (expected, _) in zip(by_graphs, directly, strict=True):
         for ours, theirs in zip(kvs, expected, strict=True):
             assert bool(theirs.any()) == bool(ours.any())
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-    assert isinstance(by_graphs[2][2][1], Scores)

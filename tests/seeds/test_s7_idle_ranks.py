@@ -21,9 +21,7 @@ from drafters import ALL, OF_FAMILIES, settings, target_of
 from idle_ranks import Cell, World, Worlds, cells
 from solo import Solo
 
-from baton.engine.ranks.agreement import OwnWork
-from baton.engine.ranks.work_frames import Report
-from baton.engine.ranks.worker import RankWorker
+from baton.engine.ranks.agreement import Agreed
 from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.trees import Drafts
 from baton.engine.sampling.batch import SamplingBatch
@@ -119,7 +117,6 @@ def test_two_of_four_ranks_are_always_idle(
 
 
 IDLE_WORKS = {
-    "prefill": Chunk([], []),
     "recompute": Recompute([], []),
     "catch-up": CatchUp([], [], [], [], [], 4, EVERYTHING),
     "decode": Round([], [], [], [], [], DraftShape(0), EVERYTHING, []),
@@ -134,17 +131,18 @@ IDLE_WORKS = {
 def test_all_ranks_are_idle(
     name: str, variant: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is reported, and no page but that of padding changes."""
+    """Work without rows reports nothing, and no page but that of padding changes."""
     with worlds.of(Cell(name, variant, 0), tmp_path, monkeypatch) as world:
-        ranks, executor = world.ranks, world.ranks.executor
+        ranks, executor = world.ranks, world.ranks.executors[1]
         before = [[kv.clone() for kv in engine._kvs] for engine in ranks.engines]
+        ranks.do({1: lambda: ranks.prompts[1].submit(Chunk([], [])).wait()})
         for phase, work in IDLE_WORKS.items():
             if phase == "catch-up" and not world.has_kv:
                 continue
-            reports = executor.run([None, work])
-            assert all(report in (None, RoundTokens([])) or not report.rows for report in reports), reports
-        assert executor.run([None, None]) == [None, None]
-        ranks.settle()
+            ranks.do({1: lambda work=work: executor.submit(work)})
+            if isinstance(work, Round):
+                assert ranks.do({1: executor.collect}) == {1: RoundTokens([])}
+        world.check_drafters()
         for engine, kvs in zip(ranks.engines, before, strict=True):
             assert all(torch.equal(kv[:, 1:], old[:, 1:]) for kv, old in zip(engine._kvs, kvs, strict=True))
 
@@ -152,23 +150,18 @@ def test_all_ranks_are_idle(
 # --- the defects ---
 
 
-def is_idle(work: OwnWork, *kinds: type) -> bool:
-    """Return whether a work of one of `kinds` has no rows."""
-    rows = work.slots if isinstance(work, Round | CatchUp) else getattr(work, "rows", [1])
-    return isinstance(work, kinds) and not rows
+def replace_idle(world: World, do: Callable[[Callable[[Agreed], None], Agreed], None]) -> None:
+    """Let the second rank run its steps without work by `do`, which is given the usual function."""
+    steps = world.ranks.steps[1]
+    usual = steps._run_idle
+    steps._run_idle = lambda agreed: do(usual, agreed)
 
 
-def replace_work(world: World, do: Callable[[RankWorker, tuple[int, ...], OwnWork], Report | None]) -> None:
-    """Let the second rank do its work by `do`, which is given the usual worker."""
-    usual = world.ranks.workers[1].do
-    world.ranks.workers[1].do = lambda lens, work: do(usual, lens, work)  # type: ignore[method-assign]
-
-
-SKIPS: dict[str, tuple[type, Callable[[Any], bool]]] = {
-    "prefill": (Chunk, lambda work: True),
-    "decode": (Round, lambda work: work.shape.num_steps == 0),
-    "verify": (Round, lambda work: work.shape.num_steps > 0),
-    "recompute": (Recompute, lambda work: True),
+SKIPS: dict[str, Callable[[World, Agreed], bool]] = {
+    "prefill": lambda world, agreed: agreed.has_chunks and world.phase_of_chunks == "prefill",
+    "decode": lambda world, agreed: agreed.has_rounds and agreed.num_steps == 0,
+    "verify": lambda world, agreed: agreed.has_rounds and agreed.num_steps > 0,
+    "recompute": lambda world, agreed: agreed.has_chunks and world.phase_of_chunks == "recompute",
 }
 
 
@@ -177,15 +170,12 @@ SKIPS: dict[str, tuple[type, Callable[[Any], bool]]] = {
 def test_an_idle_rank_that_skips_a_phase_is_caught(
     name: str, phase: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, is_meant = SKIPS[phase]
-
-    def skip(usual: Any, lens: tuple[int, ...], work: OwnWork) -> Report | None:
-        if not is_idle(work, kind) or not is_meant(work):
-            return usual(lens, work)
-        return RoundTokens([]) if kind is Round else None
+    def skip(usual: Callable[[Agreed], None], agreed: Agreed) -> None:
+        if not SKIPS[phase](world, agreed):
+            usual(agreed)
 
     with worlds.of(Cell(name, "alike", 0), tmp_path, monkeypatch, timeout_s=0.5) as world:
-        replace_work(world, skip)
+        replace_idle(world, skip)
         with pytest.raises(RuntimeError, match="rank 0 waited in gather for a rank that did not come"):
             world.live(0)
 
@@ -199,14 +189,16 @@ def test_an_idle_rank_that_computes_a_prompt_while_others_decode_is_caught(
 ) -> None:
     """The extend path of prompts has the target's collective operations, so no rank hangs. Only the drafter tells."""
 
-    def extend(usual: Any, lens: tuple[int, ...], work: OwnWork) -> Report | None:
-        if not is_idle(work, Round):
-            return usual(lens, work)
-        usual(lens, Chunk([], []))
-        return RoundTokens([])
+    def extend(usual: Callable[[Agreed], None], agreed: Agreed) -> None:
+        if not agreed.has_rounds:
+            return usual(agreed)
+        engine = world.ranks.engines[1]
+        with torch.inference_mode():
+            engine.drafter.observe_prompt([], engine.compute([]).extend)
+        return None
 
     with worlds.of(Cell(name, "alike", 0), tmp_path, monkeypatch) as world:
-        replace_work(world, extend)
+        replace_idle(world, extend)
         with pytest.raises(AssertionError, match="ranks ran unlike forwards of the drafter"):
             world.live(0)
 
@@ -222,16 +214,6 @@ def test_an_idle_rank_that_does_not_draft_is_caught(
         drafter.propose = lambda rows, shape: usual(rows, shape) if len(rows.lengths) else drafts
         if name == "mtp3-deepseek":  # its proposals are made when it observes
             drafter.observe = lambda rows, *rest: rows.draft
-        with pytest.raises(AssertionError, match="ranks ran unlike forwards of the drafter"):
-            world.live(0)
-
-
-@pytest.mark.parametrize("name", [name for name in WITH_FORWARDS if "frozen" not in name])
-def test_an_idle_rank_that_does_not_catch_up_is_caught(
-    name: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with worlds.of(Cell(name, "alike", 0), tmp_path, monkeypatch) as world:
-        replace_work(world, lambda usual, lens, work: None if is_idle(work, CatchUp) else usual(lens, work))
         with pytest.raises(AssertionError, match="ranks ran unlike forwards of the drafter"):
             world.live(0)
 
@@ -261,22 +243,21 @@ def test_widths_of_the_wrong_side_are_caught_on_an_idle_rank(
     name: str, variant: str, phase: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layout of the second rank asks the wrong side, for works without rows alone."""
-    kind = Chunk if phase == "prefill" else Round
 
-    def mutate(usual: Any, lens: tuple[int, ...], work: OwnWork) -> Report | None:
+    def mutate(usual: Callable[[Agreed], None], agreed: Agreed) -> None:
         engine = world.ranks.engines[1]
         drafter: Any = engine.drafter
         right, drafter_layout = engine.speculation, drafter.hidden
-        if is_idle(work, kind):
+        if agreed.has_rounds == (phase == "decode"):
             engine.speculation = replace(right, hidden=of_the_other_side(right.hidden))
             drafter.hidden = engine.speculation.hidden
         try:
-            return usual(lens, work)
+            usual(agreed)
         finally:
             engine.speculation, drafter.hidden = right, drafter_layout
 
     with worlds.of(Cell(name, variant, 0), tmp_path, monkeypatch) as world:
-        replace_work(world, mutate)
+        replace_idle(world, mutate)
         with pytest.raises(ValueError, match=r"state of .* is \[num_rows"):
             world.live(0)
 
@@ -287,7 +268,7 @@ def test_a_recurrent_state_of_a_wrong_width_is_caught_on_an_idle_rank(
 ) -> None:
     """The slots of the second rank hold states that are one number too wide."""
     with worlds.of(Cell(name, "alike", 0), tmp_path, monkeypatch) as world:
-        slots = world.ranks.workers[1].executor.slots
+        slots = world.ranks.executors[1].slots
         hidden = slots._draft.hidden
         assert hidden is not None
         slots._draft = replace(slots._draft, hidden=torch.zeros(len(hidden), hidden.shape[1] + 1))

@@ -1,4 +1,4 @@
-"""Ranks with sequences of their own compute by the kernels of a GPU, here in Triton's interpreter, also for zero rows.
+"""Ranks of a group compute by the kernels of a GPU, here in Triton's interpreter, also for zero rows.
 
 tests/seeds/test_s7_idle_ranks.py runs the lives of ranks by the operations of a CPU."""
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from drafters import perturbed, settings, target_of
 from node_pair import params
-from own_ranks import OwnRanks
+from rank_sequences import RankSequences
 from solo import Solo
 from thinned import every
 from thread_ranks import ThreadRanks
@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from baton.decode_node.config import DecodeConfig
 from baton.kernels.operations import preferring
 
-pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="tests/gpu/test_own_ranks_cuda.py has ranks on GPUs")
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="tests/gpu/test_rank_groups_cuda.py has ranks on GPUs")
 
 FIRST = ([7, 8, 9, 7, 8], params(6, temperature=0.8, seed=4, top_k=20, num_logprobs=1))
 SECOND = ([3, 5], params(4))
@@ -40,14 +40,14 @@ def test_a_rank_is_idle_in_every_phase(
     one = Solo(model, **drafting)
     config = DecodeConfig(model=str(model), device="cpu", threads=1, page_size=4, num_pages=32, **drafting)
     with ThreadRanks(2, config, num_slots=2, buckets=buckets, timeout_s=120.0) as ranks, preferring("triton"):
-        world = OwnRanks(ranks.executor, num_pages=32)
+        world = RankSequences(ranks, num_pages=32)
         started = world.start({1: FIRST}, chunk=3)
         world.round(0)
         world.round(2)
         world.recompute(1, started[0])
         started += world.start({0: SECOND}, chunk=64)
         world.run(2, 0)
-    assert (0, 1) in world.lens
+        assert all(steps.num_idle > 0 for steps in ranks.steps)
     for sequence, (ids, wanted) in zip(started, [FIRST, SECOND], strict=True):
         theirs = one.run(one.start(ids, wanted), wanted.max_tokens, 2)
         assert sequence.generated[: wanted.max_tokens] == theirs

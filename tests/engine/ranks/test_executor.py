@@ -65,14 +65,13 @@ class Pairs:
         self._wanted: dict[str, Any] = {}
         self._ranked: RankedEngine | None = None
 
-    def get(self, *, divides_sequences: bool = False, **settings: Any) -> RankedEngine:
+    def get(self, **settings: Any) -> RankedEngine:
         """Return two ranks of a model with the drafter, or with other `settings`."""
-        wanted = {"divides_sequences": divides_sequences, **settings}
-        if self._ranked is None or self._wanted != wanted:
+        if self._ranked is None or self._wanted != settings:
             self.close()
-            config, self._wanted = _config(self._model, **(settings or self._drafter)), wanted
+            config, self._wanted = _config(self._model, **(settings or self._drafter)), settings
             with forked_ranks():
-                self._ranked = RankedEngine(config, 2, num_slots=NUM_SLOTS, divides_sequences=divides_sequences)
+                self._ranked = RankedEngine(config, 2, num_slots=NUM_SLOTS)
         return self._ranked
 
     def close(self) -> None:

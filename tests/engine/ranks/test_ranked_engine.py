@@ -15,9 +15,10 @@ from drafters import settings
 from rank_functions import vanish
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine.config import EngineConfig
 from baton.engine.ranks import ranked_engine
 from baton.engine.ranks.executor import RankExecutor
-from baton.engine.ranks.ranked_engine import RankedEngine, check_ranks
+from baton.engine.ranks.ranked_engine import RankedEngine, check_group, check_ranks
 from baton.engine.work import BatchRow, Recompute
 from baton.metadata.errors import ConfigError, RankLost
 
@@ -35,11 +36,23 @@ def test_a_node_refuses_a_number_of_ranks_before_they_start(checkpoint: Callable
         check_ranks(config, 2)
 
 
+def test_a_group_refuses_a_model_that_its_ranks_cannot_divide(checkpoint: Callable[..., Path]) -> None:
+    llama, mixture = str(checkpoint("llama")), str(checkpoint("qwen3_moe", intermediate_size=96))
+    check_group(EngineConfig(model=llama, device="cpu", dp_attention=8))  # more ranks than heads
+    with pytest.raises(ConfigError, match=rf"the model in {llama} has 128 hidden units, which 3 ranks cannot divide"):
+        check_group(EngineConfig(model=llama, device="cpu", dp_attention=3))
+    check_group(EngineConfig(model=mixture, device="cpu", dp_attention=3))
+    with pytest.raises(ConfigError, match=rf"{mixture} has 48 hidden units of an expert, which 32 ranks cannot"):
+        check_group(EngineConfig(model=mixture, device="cpu", dp_attention=32))
+
+
 def test_too_few_gpus_are_refused(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked_engine, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"--tp 2 needs 2 GPUs, and this node sees 1 GPU"):
         check_ranks(DecodeConfig(model=str(checkpoint("llama"))), 2)
+    with pytest.raises(ConfigError, match=r"--dp-attention 4 needs 4 GPUs, and this node sees 1 GPU"):
+        check_group(EngineConfig(dp_attention=4))
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_rank(checkpoint: Callable[..., Path]) -> None:

@@ -97,10 +97,10 @@ def test_pages_have_the_heads_of_their_rank() -> None:
     assert Ranks(OneOf(1, 2), RankRows()).of_heads == ONE_RANK.of_heads == Shard(0, 1)
 
 
-def test_ranks_with_sequences_of_their_own_have_a_pool_each_and_announce_rows() -> None:
+def test_ranks_with_sequences_of_their_own_are_nodes_and_announce_rows() -> None:
     rows = RankRows()
     ranks = Ranks(OneOf(0, 3), rows)
-    assert (ranks.num_pools, Ranks(OneOf(0, 3)).num_pools, ONE_RANK.num_pools) == (3, 1, 1)
+    assert (ranks.num_nodes, Ranks(OneOf(0, 3)).num_nodes, ONE_RANK.num_nodes) == (3, 1, 1)
     ranks.announce(7)
     assert rows.lens == (7, 7, 7)
     assert (ranks.announce_longest(9), rows.lens) == (9, (9, 1, 1))

@@ -1,4 +1,4 @@
-"""Work and reports survive the way through bytes, and other bytes are refused."""
+"""Work and orders of handoffs survive the way through bytes, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -11,22 +11,16 @@ from baton.engine.ranks.work_frames import decode, encode
 from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.sampling.state import Needs, SamplingState
 from baton.engine.work import (
-    Accepted,
     BatchRow,
     CatchUp,
     Chunk,
-    ChunkReport,
     ChunkRow,
     CopyPages,
-    FirstTokens,
     Forget,
-    HandoffRows,
     LoadSlot,
     LocalRow,
     Recompute,
     Round,
-    RoundTokens,
-    Scores,
     TableChange,
     Tail,
     Tails,
@@ -50,7 +44,7 @@ from baton.metadata.handoff.ranks.orders import (
     SourceLost,
 )
 from baton.metadata.wire.node_info import Peer
-from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit
+from baton.metadata.wire.request import SamplingParams, Unit
 
 PARAMS = SamplingParams(
     max_tokens=9, temperature=0.5, seed=2**62, logit_bias={3: 1.5}, repetition_penalty=1.2, stop_ids=(4,), min_tokens=2
@@ -74,9 +68,6 @@ VALUES = [
     Forget(2**40),
     WarmUp(),
     WarmUp(expects_prompts=True),
-    RoundTokens([Accepted([1, 2], [TokenLogprobs(-0.5, (1,), (-0.5,)), None], 1, 2), None]),
-    Scores(0.25, 0.5, [[TokenLogprobs(-0.5, (1,), (-0.5,))]]),
-    ChunkReport(Scores(0.25, 0.5, [[]]), [[FirstTokens([3, None], [None, None])]], [[HandoffRows([b"row", None])]]),
     ExpectPages([3]),
     OpenSource(1, Peer("p", "e", "tcp://a:1", 6), ["tcp://a:1", "tcp://a:2"]),
     FetchPages(2, "e", Unit("r", 0, 1), [0], [3], [4], [2**40], b"12345678"),

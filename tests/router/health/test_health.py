@@ -18,7 +18,7 @@ from thinned import num_examples
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.membership import IDLE, Heartbeat
-from baton.metadata.wire.node_info import Capacity, Load, NodeStats
+from baton.metadata.wire.node_info import Capacity, GroupRank, Load, NodeStats
 from baton.metadata.wire.request import TokenLogprobs
 from baton.router.health.health import (
     FULL_RETRY_S,
@@ -205,6 +205,21 @@ def test_a_pair_is_ready_after_its_canary_and_an_answer_of_its_decode_node(world
     world.answer_all()
     assert world.states() == {"p0 d0": "ready"} and world.is_usable("p0", "d0") and world.health.is_ready
     assert world.num_ready_events == 1
+
+
+def test_the_ranks_of_a_group_are_tested_and_judged_as_one_node(world: World) -> None:
+    for rank, name in enumerate(("d0", "d0/rank-1")):
+        world.join(name, epoch=str(rank), place=GroupRank("d0", "e", rank, 2))
+    world.corrupt = faulty("d0/rank-1")
+    world.join("p0", "p1")
+    assert [world.starts(prefill, "d0/rank-1") for prefill in ("p0", "p1")] == [[], []]
+    assert world.states() == dict.fromkeys(("p0 d0", "p0 d0/rank-1", "p1 d0", "p1 d0/rank-1"), "ready")
+    assert world.is_usable("p0", "d0/rank-1") and world.num_ready_events == 2
+    world.health.doubt(world.nodes["p0"], world.nodes["d0/rank-1"], "the link is cut", world.now)
+    assert {world.state("p0", rank) for rank in ("d0", "d0/rank-1")} == {"pair p0 -> d0: the link is cut"}
+    assert not world.is_usable("p0", "d0") and world.is_usable("p1", "d0/rank-1")
+    world.leave("d0/rank-1")
+    assert world.state("p1", "d0") == "untried", "the ranks leave together"
 
 
 def test_a_faulty_first_pair_is_the_one_that_is_named(world: World) -> None:

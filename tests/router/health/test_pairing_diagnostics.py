@@ -39,7 +39,7 @@ def reason_for(clocked: ClockedRegistry, **changes: Any) -> str:
         ({"target_fingerprint": "e fp8 online"}, f" weights: e (fp8 online) here, {'f' * 16} (not quantized) there"),
         ({"draft_fingerprint": "d" * 16}, f"draft weights: {'d' * 16} here, None there"),
         ({"tokenizer": "b" * 16}, f"tokenizer: {'b' * 16} here, {'a' * 16} there"),
-        ({"protocol_min": 7, "protocol_max": 8}, "protocol versions: 7..8 here, 4..6 there"),
+        ({"protocol_min": 8, "protocol_max": 9}, "protocol versions: 8..9 here, 4..7 there"),
     ],
 )
 def test_a_refusal_names_the_differences_with_both_values(

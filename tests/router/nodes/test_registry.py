@@ -21,12 +21,14 @@ from baton.metadata.bus.link import Link
 from baton.metadata.bus.session import Joined, RouterSession
 from baton.metadata.errors import ProtocolError
 from baton.metadata.wire import messages as m
+from baton.metadata.wire import protocol
 from baton.metadata.wire.frames import encode
 from baton.metadata.wire.membership import TokenizerFile
-from baton.metadata.wire.node_info import NodeStats
+from baton.metadata.wire.node_info import GroupRank, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended
 from baton.router.nodes import registry
+from baton.router.nodes.drains import Drains
 from baton.router.nodes.node import NodeGroup
 from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
 
@@ -42,6 +44,65 @@ Make = Callable[..., System]
 @pytest.fixture
 def clocked() -> ClockedRegistry:
     return ClockedRegistry()
+
+
+# Ranks of a group
+# ----------------
+
+
+def rank_of(clocked: ClockedRegistry, rank: int, epoch: str = "e", size: int = 2) -> Any:
+    """Let a rank of the decode group d0 join."""
+    name = "d0" if rank == 0 else f"d0/rank-{rank}"
+    return clocked.join(f"{epoch}{rank}", name, place=GroupRank("d0", epoch, rank, size))
+
+
+def test_a_group_is_used_when_all_its_ranks_have_joined(clocked: ClockedRegistry) -> None:
+    first = rank_of(clocked, 0)
+    other = rank_of(clocked, 1, "another start")
+    assert not first.is_live and not other.is_live
+    clocked.registry.connection_lost(other.routing_id, clocked.now)
+    second = rank_of(clocked, 1, "e")
+    assert first.is_live and second.is_live
+    assert first.unit_key == second.unit_key != other.unit_key and first.routing_id != second.routing_id
+    assert {each.unit for each in (first, second)} == {"d0"}
+
+
+def test_a_group_is_lost_with_any_of_its_ranks(clocked: ClockedRegistry) -> None:
+    alone = clocked.join("x", "d1")
+    ranks = [rank_of(clocked, rank, size=3) for rank in range(3)]
+    clocked.registry.connection_lost(ranks[1].routing_id, clocked.now)
+    assert list(clocked.registry.nodes) == [alone.routing_id]
+    assert {node.hello.place.rank: reason for node, reason in clocked.lost} == {
+        1: "its connection closed",
+        0: "another rank of its group was lost",
+        2: "another rank of its group was lost",
+    }
+    again = [rank_of(clocked, rank, size=3) for rank in range(3)]  # only a connection was lost
+    assert all(each.is_live for each in again)
+
+
+def test_a_rank_that_leaves_does_not_take_the_others_with_it(clocked: ClockedRegistry) -> None:
+    """The ranks leave together. The others finish first."""
+    first, second = rank_of(clocked, 0), rank_of(clocked, 1)
+    clocked.registry.leaving(second, m.Leaving(done=True), clocked.now)
+    assert list(clocked.registry.nodes) == [first.routing_id]
+
+
+def test_a_group_drains_as_a_whole_by_its_name(clocked: ClockedRegistry) -> None:
+    ranks = [rank_of(clocked, rank) for rank in range(2)]
+    drains = Drains(clocked.registry.nodes)
+    for name in ("d0", "d0/rank-1"):
+        drains.begin(name, 5.0)
+        assert all(rank.is_cordoned for rank in ranks)
+        assert drains.undo(name) == ranks and not any(rank.is_cordoned for rank in ranks)
+
+
+def test_an_older_router_refuses_a_group_in_words(clocked: ClockedRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "PROTOCOL_MAX", 6)
+    protocol.agreed.cache_clear()
+    peer = clocked.hello("e", place=GroupRank("d0", "e", 0, 2), protocol_min=7, protocol_max=7)
+    assert clocked.refusal(peer) == "protocol versions 7..7 of the node, 4..6 of the router"
+    protocol.agreed.cache_clear()
 
 
 # Names that are taken, and nodes of another configuration

@@ -286,7 +286,13 @@ def test_without_nodes_requests_get_503(make_system: Callable[..., System]) -> N
 
 def test_each_node_that_was_started_is_waited_for_once() -> None:
     def joined(**counts: int) -> Any:
-        return [SimpleNamespace(role=role) for role, count in counts.items() for _ in range(count)]
+        """Return the histories of nodes, of which each decode node is a group of two ranks."""
+        return [
+            SimpleNamespace(role=role, unit=f"{role}-{number}")
+            for role, count in counts.items()
+            for number in range(count)
+            for _ in range(1 + (role == "decode"))
+        ]
 
     expected = Expected({"prefill": 1, "decode": 2})
     assert expected.missing(joined(decode=1)) == "0 of 1 prefill nodes and 1 of 2 decode nodes have joined"

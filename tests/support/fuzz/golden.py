@@ -77,6 +77,8 @@ def _full(info: Any, numbers: Iterator[int]) -> Any:
         case inspect.FloatType():
             low, high = info.ge if info.ge is not None else info.gt or 0.0, info.le if info.le is not None else 1e4
             return low + (high - low) * (next(numbers) % 97 + 1) / 128
+        case inspect.StrType(pattern=str()):  # the name of an inbox, the only text with a form
+            return f"baton-{next(numbers):032x}"
         case inspect.StrType():
             return f"text-{next(numbers)}"
         case inspect.BytesType():

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 from forked import forked_ranks
 from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
-from baton.decode_node.main import parts_on as decode_parts_on
+from baton.decode_node.main import make_executor
 from baton.decode_node.node import DecodeNode
-from baton.decode_node.parts import DecodeParts
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.prompts.prompts import Prompts
+from baton.engine.ranks.executor import RankExecutor, RankPrompts
 from baton.engine.ranks.handoffs import make_client, make_server
 from baton.engine.ranks.ranked_engine import RankedEngine, start_ranks
-from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.engine.rounds.graphs import graph_sizes
 from baton.engine.startup import load_engine, make_endpoint, make_membership
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import new_epoch
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.server import HandoffServer
 from baton.prefill_node.config import PrefillConfig
-from baton.prefill_node.main import parts_on as prefill_parts_on
+from baton.prefill_node.main import make_scheduler
 from baton.prefill_node.node import PrefillNode
-from baton.prefill_node.parts import PrefillParts
 
 _NO_BOUND_S = 1e6  # unless a test gives a bound: the length of chunks must not depend on this machine's times
 
@@ -36,56 +36,74 @@ def start_prefill(
 ) -> PrefillNode:
     """Start a prefill node that says hello. `more`: its settings. The caller closes its membership and handoff, and
     then `ranks`, which a node with several ranks needs."""
-    ranked = _ranked_prefill(name, config, ranks)
-    engine, epoch = load_engine(config) if ranked is None else ranked.engine, new_epoch()
+    ranked = _ranked(name, config, 0, ranks)
+    engine, epoch = _engine(config, ranked, 0, ranks), new_epoch()
     end = make_endpoint(config, name, engine, None, epoch)
     handoff = make_server(end, "127.0.0.1", lease_s, None if ranked is None else ranked.processes)
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
-    if ranked is None:
-        sizes = config.max_running, config.chunk(engine.device.type)
-        parts = PrefillParts.on_one(Prompts(engine), engine.cache, *sizes)
-    else:
-        parts = prefill_parts_on(ranked, config)
-    return _started(membership, handoff, lambda: PrefillNode(parts, membership, handoff, **more))
+    prompts = Prompts(engine) if ranked is None or engine.group_steps is not None else RankPrompts(ranked)
+    scheduler, measures = make_scheduler(config, engine), engine.group_steps is None
+    return _started(
+        membership,
+        handoff,
+        lambda: PrefillNode(prompts, scheduler, membership, handoff, measures_sharing=measures, **more),
+    )
 
 
 def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = None, **more: Any) -> DecodeNode:
     """Start a decode node in the same way as `start_prefill`."""
     ranked = _ranked(name, config, config.max_running, ranks)
-    engine, epoch = load_engine(config) if ranked is None else ranked.engine, new_epoch()
+    engine, epoch = _engine(config, ranked, config.max_running, ranks), new_epoch()
     end = make_endpoint(config, name, engine, None, epoch)
     handoff = make_client(end, None if ranked is None else ranked.processes)
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
     chunk = config.chunk(engine.device.type)
-    if ranked is None:
-        executor = DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
-        parts = DecodeParts.on_one(executor, engine.cache, chunk)
-    else:
-        parts = decode_parts_on(ranked, config)
+    is_own = ranked is None or engine.group_steps is not None
+    executor = make_executor(config, engine) if is_own else RankExecutor(ranked)
     max_gap_s = config.max_gap_s or _NO_BOUND_S
     return _started(
-        membership, handoff, lambda: DecodeNode(parts, membership, handoff, chunk, max_gap_s=max_gap_s, **more)
+        membership,
+        handoff,
+        lambda: DecodeNode(executor, engine.cache, membership, handoff, chunk, max_gap_s=max_gap_s, **more),
     )
-
-
-def _ranked_prefill(name: str, config: PrefillConfig, ranks: ExitStack | None) -> RankedEngine | None:
-    """Return the ranks of a prefill node that has several. If they have sequences of their own on CPUs, they are
-    threads, so that the decode node beside this one can have processes."""
-    if config.dp_attention == 1 or config.device == "cuda":
-        return _ranked(name, config, 0, ranks)
-    assert ranks is not None, "nobody would end the ranks"
-    return cast(RankedEngine, ranks.enter_context(ThreadRanks(config.dp_attention, config, num_slots=0)))
 
 
 def _ranked(
     name: str, config: PrefillConfig | DecodeConfig, num_slots: int, ranks: ExitStack | None
 ) -> RankedEngine | None:
-    """Return the ranks of a node that has several. A process can be rank 0 of one such node at a time."""
-    if config.num_ranks == 1:
+    """Return the ranks in other processes of a node that has some. A process can be rank 0 of one such node at a time.
+    The ranks of a group are threads on CPUs."""
+    if config.num_ranks == 1 or (config.dp_attention > 1 and config.device != "cuda"):
         return None
     assert ranks is not None, "nobody would end the ranks"
     with forked_ranks():
-        return ranks.enter_context(start_ranks(config, num_slots=num_slots, name=name))
+        return ranks.enter_context(start_ranks(config, num_slots=num_slots, name=name, serve=join_for_ever))
+
+
+def _engine(
+    config: PrefillConfig | DecodeConfig, ranked: RankedEngine | None, num_slots: int, ranks: ExitStack | None
+) -> Engine:
+    """Return the engine of a node, or of rank 0 of a group whose other ranks join its steps, and have no requests."""
+    if ranked is not None:
+        return ranked.engine
+    if config.dp_attention == 1:
+        return load_engine(config)
+    assert ranks is not None, "nobody would end the ranks"
+    return ranks.enter_context(ThreadRanks(config.dp_attention, config, num_slots=num_slots, leads=True)).engines[0]
+
+
+def join_for_ever(config: EngineConfig, rank: int, name: str, engine: Engine) -> None:
+    """Join the steps of rank 0, in the process of another rank, until the group ends."""
+    del rank, name
+    if isinstance(config, DecodeConfig):
+        make_executor(config, engine).warm_up(expects_prompts=config.expect_prompts)
+    else:
+        Prompts(engine).warm_up()
+    steps = engine.group_steps
+    assert steps is not None
+    while not steps.board.has_ended:
+        if not steps.join():
+            steps.sleep(lambda descriptors: select.select(descriptors, [], [], 0.1))
 
 
 def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:

@@ -29,8 +29,6 @@ from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.sampling import sample, tie_gap
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner
-from baton.engine.state.prefix_cache import PrefixCache
-from baton.engine.state.ranked_cache import RankedCache
 from baton.engine.work import BatchRow, CatchUp, Round, RoundTokens
 from baton.metadata.wire.request import SamplingParams, choice_seed
 
@@ -290,16 +288,13 @@ class Watch:
 
 @contextmanager
 def scarce_pages(pair: NodePair, num_left: int) -> Iterator[None]:
-    """Leave the decode node only `num_left` pages to give, cached ones included, or so many on each rank that has pages
-    of its own."""
+    """Leave the decode node only `num_left` pages to give, cached ones included."""
     cache = pair.decode.cache
-    caches: list[PrefixCache] = cache.ranks if isinstance(cache, RankedCache) else [cache]
-    held = [each.allocate(each.available - num_left, Owner.REQUEST) for each in caches]
+    held = cache.allocate(cache.available - num_left, Owner.REQUEST)
     try:
         yield
     finally:
-        for each, pages in zip(caches, held, strict=True):
-            each.pool.release(pages)
+        cache.pool.release(held)
 
 
 def force_steps(pair: NodePair, choose: Callable[[int], int]) -> None:

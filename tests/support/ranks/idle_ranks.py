@@ -8,7 +8,7 @@ both ranks at once, with unlike batches and numbers of drafts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ import torch
 from drafters import ALL, make_bigram, make_right, settings, target_of
 from heads import KINDS
 from node_pair import params
-from own_ranks import OwnRanks, Request
+from rank_sequences import RankSequences, Request
 from solo import Running, Solo, coach
 from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.ranks.agreement import OwnWork
-from baton.engine.work import CatchUp, Chunk, LoadSlot, Recompute, Round
+from baton.engine.ranks.agreement import Agreed, Proposal
+from baton.engine.work import CatchUp
 
 REQUESTS: dict[str, Request] = {
     "first": ([7, 8, 9, 7, 8, 9, 7, 8, 3, 5, 2], params(13, seed=1)),
@@ -63,12 +63,19 @@ class World:
         """`truths`: generated tokens by request; None: the target's dtype allows ties. `is_often_right`: the drafter's
         drafts are."""
         self.ranks, self.truths, self.is_often_right = ranks, truths, is_often_right
-        self.own = OwnRanks(ranks.executor)
+        self.own = RankSequences(ranks)
         self.idle: set[tuple[str, int]] = set()  # phases, and ranks that were idle in them
-        self.has_kv = ranks.executor.queues[0].keeps_missed_rows
-        self.few = ranks.executor.queues[0].shape.choices[1]  # steps
-        self._do, ranks.executor.do = ranks.executor.do, self._noted
-        self._forwards = [_watch(engine.drafter) for engine in ranks.engines]
+        self.has_shared = False  # a forward had rows of all ranks
+        self._has_rounds: list[bool] = []  # of each step
+        self.has_kv = ranks.executors[0].keeps_missed_rows
+        self.few = ranks.executors[0].shape.choices[1]  # steps
+        self.phase_of_chunks = "prefill"  # the phase of chunks now
+        # of each rank and step: the forwards of the drafter since the ranks agreed
+        self._forwards: list[list[list[tuple[bool, int]]]] = [[[]] for _ in ranks.engines]
+        for engine, forwards in zip(ranks.engines, self._forwards, strict=True):
+            _watch(engine.drafter, forwards)
+        for rank, steps in enumerate(ranks.steps):
+            self._note_steps(rank, steps)
 
     def live(self, first: int) -> None:
         """Run the whole life, and check the output. Rank `first` works first."""
@@ -90,85 +97,94 @@ class World:
             max_tokens = sequence.sampling.params.max_tokens
             assert self.truths is None or sequence.generated[:max_tokens] == self.truths[name][:max_tokens], name
         assert not self.is_often_right or self._num_accepted(started.values()) > 5
-        wanted_phases = PHASES + (("catch-up",) if self.has_kv else ())
-        assert self.idle >= {(phase, rank) for phase in wanted_phases for rank in (first, other)}
+        assert self.idle >= {(phase, rank) for phase in PHASES for rank in (first, other)}
         traces = self.ranks.group.traces
         assert all(trace == traces[0] for trace in traces)
+        assert self.has_shared or self.ranks.size > 2
+        self.check_drafters()
 
     def _alone(self, rank: int, sequence: Running) -> None:
         """Run the sequence while the other ranks are idle, until the next round must end it."""
         most = sequence.sampling.params.max_tokens - 1
         for num_steps in (0, 0, self.few, 3):
             self.own.round(num_steps)
+        self.phase_of_chunks = "recompute"
         self.own.recompute(rank, sequence)
+        self.phase_of_chunks = "prefill"
         assert len(sequence.generated) <= most, "the requests are too short for this drafter"
         while len(sequence.generated) < most:
             self.own.round(0)
 
-    @property
-    def _pads(self) -> bool:
-        return bool(self.ranks.workers[0].executor.buckets.sizes)
-
     def _num_accepted(self, sequences: Any) -> int:
         return sum(sum(sequence.num_accepted) for sequence in sequences)
 
-    def _noted(self, works: Sequence[OwnWork | None]) -> Any:
-        """Do the works, and check that an idle rank ran the drafter as often as the others, for zero rows or padding.
-        Prompts are not compared: how often a drafter runs depends on them."""
-        for log in self._forwards:
-            log.clear()
-        report = self._do(works)
-        self.ranks.settle()
-        for rank, work in enumerate(works):
-            kind = next(filter(None, map(_phase, works)), None)
-            if work is None and kind is not None:
-                self.idle.add((kind, rank))
-        if any(isinstance(work, Round | CatchUp) for work in works):
-            if not self._pads:
-                for work, log in zip(works, self._forwards, strict=True):
-                    assert work is not None or not any(num_tokens for _, num_tokens in log), log
-            ran = [[(is_extend, num if self._pads else None) for is_extend, num in log] for log in self._forwards]
-            assert all(each == ran[0] for each in ran), f"ranks ran unlike forwards of the drafter: {ran}"
-        return report
+    def _note_steps(self, rank: int, steps: Any) -> None:
+        """Note the steps of a rank, and the forwards of its drafter in each."""
+        agree, run_idle, forwards = steps._agree_once, steps._run_idle, self._forwards[rank]
+        executor = self.ranks.executors[rank]
+        submit = executor.submit
 
+        def noted(proposal: Proposal) -> Agreed:
+            forwards.append([])
+            agreed = agree(proposal)
+            if rank == 0:
+                self._has_rounds.append(agreed.has_rounds)
+            if all(agreed.lens) and not any(each.is_idle for each in agreed.proposals):
+                self.has_shared = True
+            if proposal.is_idle:
+                rounds = "draft and verify" if agreed.num_steps else "decode"
+                self.idle.add((rounds if agreed.has_rounds else self.phase_of_chunks, rank))
+            return agreed
 
-def _phase(work: OwnWork | None) -> str | None:
-    match work:
-        case Chunk():
-            return "prefill"
-        case Round():
-            return "draft and verify" if work.shape.num_steps else "decode"
-        case CatchUp():
-            return "catch-up"
-        case Recompute():
-            return "recompute"
-        case _:
-            assert work is None or isinstance(work, LoadSlot), work
-            return None
+        def without_rows(agreed: Agreed) -> None:
+            run_idle(agreed)
+            assert self._pads or not any(num_tokens for _, num_tokens in forwards[-1]), forwards[-1]
+
+        def without_catching_up(work: Any) -> None:  # the drafter is whole on each rank, so a rank catches up alone
+            before = list(forwards[-1])
+            submit(work)
+            if isinstance(work, CatchUp):
+                forwards[-1][:] = before
+
+        steps._agree_once, steps._run_idle = noted, without_rows
+        executor.submit = without_catching_up  # type: ignore[method-assign]
+
+    def check_drafters(self) -> None:
+        """Check that in every round an idle rank ran the drafter as often as the others, for zero rows or padding, and
+        that it ran none beside a chunk."""
+        self.ranks.do(dict.fromkeys(range(self.ranks.size), lambda: None))
+        for has_rounds, *logs in zip([False, *self._has_rounds], *self._forwards, strict=True):
+            ran = [[is_extend for is_extend, _ in log] for log in logs]
+            assert not has_rounds or all(each == ran[0] for each in ran), (
+                f"ranks ran unlike forwards of the drafter: {ran}"
+            )
+
+    @property
+    def _pads(self) -> bool:
+        return bool(self.ranks.executors[0].buckets.sizes)
 
 
 class _Watched:
     """A head or a draft model. Notes each forward: whether it is an extend, and the number of its tokens."""
 
-    def __init__(self, inner: Any, log: list[tuple[bool, int]]) -> None:
+    def __init__(self, inner: Any, log: list[list[tuple[bool, int]]]) -> None:
         self._inner, self._log = inner, log
 
     def forward(self, batch: Any, *rest: Any, **options: Any) -> Any:
-        self._log.append((options.get("is_extend", False), batch.num_tokens))
+        self._log[-1].append((options.get("is_extend", False), batch.num_tokens))
         return self._inner.forward(batch, *rest, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def _watch(drafter: Any) -> list[tuple[bool, int]]:
-    log: list[tuple[bool, int]] = []
+def _watch(drafter: Any, log: list[list[tuple[bool, int]]]) -> None:
+    """Note the forwards of a drafter in the last list of `log`."""
     for name in ("_model", "_head"):
         if hasattr(drafter, name):
             setattr(drafter, name, _Watched(getattr(drafter, name), log))
     if hasattr(drafter, "_layers"):
         drafter._layers = [_Watched(layer, log) for layer in drafter._layers]
-    return log
 
 
 class Worlds:

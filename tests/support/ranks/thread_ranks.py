@@ -1,8 +1,7 @@
-"""Ranks of a node as threads of one process, for tests of what ranks do together. One rank runs at a time.
+"""A rank group in one process: every rank is a thread with an engine of its own, whose collective operations are noted.
 
-with ThreadRanks(2, config, num_slots=8) as ranks:
-    executor = OwnWorkExecutor(ranks)        # rank 0 is the calling thread
-    executor.run([work, None])
+    ranks = ThreadRanks(2, config)
+    ranks.do({0: lambda: ranks.prompts[0].submit(chunk)})      # rank 1 joins the step without work
     assert ranks.group.traces[1] == ranks.group.traces[0]
 
 A rank that raises an error, or that joins no operation while another waits for it, ends the whole group.
@@ -12,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 import queue
+import tempfile
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,11 +25,12 @@ from torch import Tensor
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine, use_threads
 from baton.engine.products.ranked import RankRows
+from baton.engine.prompts.prompts import Prompts
+from baton.engine.ranks.board import Board
 from baton.engine.ranks.group import OneProcess
-from baton.engine.ranks.own_work_executor import OwnWorkExecutor
-from baton.engine.ranks.ranked_engine import RankedEngine
 from baton.engine.ranks.ranks import Ranks
-from baton.engine.ranks.worker import RankWorker, serve_rank
+from baton.engine.ranks.steps import NUM_VALUES, GroupSteps
+from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.kernels.products.linear import sum_parts
 from baton.kernels.products.norm import add_rms_norm_
 
@@ -131,71 +133,25 @@ class _ThreadRank(OneProcess):
         return self._group.exchange(self.rank, Operation(name, tuple(width), x.dtype, tuple(lens)), x)
 
 
-class _Pipe:
-    """Both ends of the pipe of one rank. The rank has the turn between a frame and the next."""
+class ThreadBoard(Board):
+    """A board whose rank gives up the turn while it waits."""
 
-    def __init__(self, turn: threading.Lock) -> None:
-        self.frames: queue.Queue[bytes | None] = queue.Queue()
-        self.reports: queue.SimpleQueue[bytes | BaseException] = queue.SimpleQueue()
-        self._turn, self._has_turn = turn, False
+    def __init__(self, group: ThreadGroup, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._group = group
 
-    def poll(self, timeout: float, /) -> bool:
-        return not self.frames.empty()
-
-    def recv_bytes(self) -> bytes:
-        self.leave()
-        frame = self.frames.get()
-        if frame is None:
-            raise EOFError
-        self._turn.acquire()
-        self._has_turn = True
-        return frame
-
-    def send_bytes(self, buf: bytes, /) -> None:
-        self.reports.put(buf)
-
-    def leave(self) -> None:
-        if self._has_turn:
-            self._turn.release()
-            self.frames.task_done()
-        self._has_turn = False
-
-
-class _Processes:
-    """The part of `RankProcesses` that an executor uses."""
-
-    def __init__(self, group: ThreadGroup, pipes: Sequence[_Pipe]) -> None:
-        self._group, self._pipes = group, pipes
-
-    def send(self, rank: int, frame: bytes) -> None:
-        self._pipes[rank].frames.put(frame)
-
-    def report(self, rank: int) -> bytes:
-        report = self._pipes[rank].reports.get(timeout=TIMEOUT_S)
-        if isinstance(report, BaseException):
-            raise report
-        return report[1:]
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Let rank 0 run. The error of another rank comes first: it explains that of rank 0."""
-        with self._group.turn:
-            try:
-                yield
-            except BaseException:
-                self._group.end()
-                for pipe in self._pipes:
-                    while not pipe.reports.empty():
-                        report = pipe.reports.get()
-                        if isinstance(report, BaseException):
-                            raise report from None
-                raise
+    def wait(self) -> list[tuple[int, ...]]:
+        self._group.turn.release()
+        try:
+            return super().wait()
+        finally:
+            self._group.turn.acquire()
 
 
 class ThreadRanks:
-    """Owns the engines, workers and threads of all ranks. Context manager: leaving it ends them.
+    """Owns the engines, executors and threads of all ranks. Context manager: leaving it ends them.
 
-    It has what `OwnWorkExecutor` uses of a `RankedEngine`."""
+    The thread of a rank does what `do` asks for. Otherwise it joins the steps of other ranks."""
 
     def __init__(
         self,
@@ -205,37 +161,58 @@ class ThreadRanks:
         num_slots: int = 8,
         buckets: Sequence[int] = (),
         timeout_s: float = TIMEOUT_S,
+        leads: bool = False,
     ) -> None:
+        """`leads`: rank 0 is the calling thread, which has the turn from now on unless it waits."""
         use_threads(config)
         self.size, self.num_slots = size, num_slots
         self.group = ThreadGroup(size, timeout_s)
-        rows = [RankRows() for _ in range(size)]
-        self._shared = [Ranks(self.group.of(rank), rows[rank]) for rank in range(size)]
-        self.ranks = self._shared[0]
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.steps: list[GroupSteps] = []
+        self._shared: list[Ranks] = []
+        for rank in range(size):
+            rows = RankRows()
+            board = ThreadBoard(self.group, Path(self._folder.name), rank, size, NUM_VALUES, timeout_s=timeout_s + 5.0)
+            self.steps.append(GroupSteps(board, rows, "group", "epoch"))
+            self._shared.append(Ranks(self.group.of(rank), rows, self.steps[-1]))
         self.engines = self._load(config)
-        self.engine = self.engines[0]
-        self._pipes = [_Pipe(self.group.turn) for _ in range(size)]
-        self.processes = _Processes(self.group, self._pipes)
-        self.executor = OwnWorkExecutor(cast(RankedEngine, self), buckets)
-        self.workers = [self.executor.own]
-        self.workers += [RankWorker(self.engines[rank], num_slots, rows[rank], buckets) for rank in range(1, size)]
-        self._threads = [threading.Thread(target=self._run, args=(rank,)) for rank in range(1, size)]
+        self.prompts = [Prompts(engine) for engine in self.engines]
+        self.executors = [DeviceExecutor(engine, num_slots, buckets) for engine in self.engines if num_slots]
+        self._posting = threading.Lock()
+        self._todo: list[queue.SimpleQueue[Callable[[], Any]]] = [queue.SimpleQueue() for _ in range(size)]
+        self._done: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
+        self._errors: list[BaseException] = []
+        self._is_over = False
+        self._leads = leads
+        self._threads = [threading.Thread(target=self._run, args=(rank,)) for rank in range(leads, size)]
         for thread in self._threads:
             thread.start()
+        if leads:
+            self.group.turn.acquire()
 
     def __enter__(self) -> ThreadRanks:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for pipe in self._pipes:
-            pipe.frames.put(None)
+        self._is_over = True
+        if self._leads:
+            self.group.turn.release()
         for thread in self._threads:
             thread.join()
+        for steps in self.steps:
+            steps.board.close()
+        self._folder.cleanup()
 
-    def settle(self) -> None:
-        """Wait until the other ranks have done all their works."""
-        for pipe in self._pipes:
-            pipe.frames.join()
+    def do(self, works: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
+        """Call works[rank] in the thread of each of these ranks, at the same time. Return the results. Raises the
+        first error of any rank."""
+        with self._posting:
+            for rank, work in works.items():
+                self._todo[rank].put(work)
+        found = {rank: self._done[rank].get() for rank in works}
+        if self._errors:
+            raise self._errors[0]
+        return found
 
     def _load(self, config: EngineConfig) -> list[Engine]:
         """Load the engines of all ranks, which agree on the size of their pools."""
@@ -253,14 +230,20 @@ class ThreadRanks:
         return cast(list[Engine], engines)
 
     def _run(self, rank: int) -> None:
-        pipe = self._pipes[rank]
-        try:
-            serve_rank(pipe, self.workers[rank])
-        except EOFError:
-            pass
-        except BaseException as error:
-            pipe.reports.put(error)
-            self.group.end()
-            pipe.leave()
-            while pipe.frames.get() is not None:
-                pipe.frames.task_done()
+        steps, todo, done = self.steps[rank], self._todo[rank], self._done[rank]
+        while not self._is_over:
+            with self._posting:  # a rank that has work does not join before it has begun
+                is_called = todo.empty() and steps.board.is_called and not self._errors
+            if not is_called and todo.empty():
+                time.sleep(1e-4)
+                continue
+            found = None
+            with self.group.turn:
+                try:
+                    found = steps.join() if is_called else todo.get()()
+                except BaseException as error:
+                    self._errors.append(error)
+                    self.group.end()
+                    steps.board.end()
+            if not is_called:
+                done.put(found)

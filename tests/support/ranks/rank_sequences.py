@@ -1,6 +1,7 @@
-"""Sequences of ranks, each with pages, slots and block tables of its own. The test itself runs chunks and rounds.
+"""Sequences of the ranks of a group, each with pages, slots and block tables of its own. The test itself runs chunks
+and rounds.
 
-world = OwnRanks(executor)
+world = RankSequences(ranks)
 a, b = world.start({0: request, 1: other}, chunk=5)
 world.round(3)
 """
@@ -11,17 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from solo import Running
+from thread_ranks import ThreadRanks
 
-from baton.engine.ranks.agreement import OwnWork
-from baton.engine.ranks.own_work_executor import OwnWorkExecutor
-from baton.engine.rounds.rounds import Rounds, Submitted
+from baton.engine.rounds.rounds import Rounds
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner, PagePool
 from baton.engine.work import (
     Accepted,
     BatchRow,
     Chunk,
-    ChunkReport,
     ChunkRow,
     CopyPages,
     Tail,
@@ -52,58 +51,39 @@ class _Prompt:
         return Chunk([ChunkRow(self.key, ids, BatchRow(ids[begin:stop], begin, pages))], tails)
 
 
-class OwnRanks:
-    """Owns the books of all ranks. Both ranks use the same numbers of pages and slots."""
+class RankSequences:
+    """Owns the books of all ranks. All ranks use the same numbers of pages and slots."""
 
-    def __init__(self, executor: OwnWorkExecutor, *, num_pages: int = 128) -> None:
-        self.executor = executor
-        self.books = [Rounds(queue) for queue in executor.queues]
-        page_size = executor.own.executor.engine.pool.page_size
+    def __init__(self, ranks: ThreadRanks, *, num_pages: int = 128) -> None:
+        self.ranks = ranks
+        self.books = [Rounds(executor) for executor in ranks.executors]
+        page_size = ranks.engines[0].pool.page_size
         self.pools = [PagePool(num_pages, page_size) for _ in self.books]
         self.running: list[list[Running]] = [[] for _ in self.books]
-        self.lens: set[tuple[int, ...]] = set()  # sequences of each rank in a round
         self._num_started = 0
 
     def start(self, requests: Mapping[int, Request], *, chunk: int = 64) -> list[Running]:
         """Compute one prompt on each rank of `requests`, in chunks of `chunk` tokens, sample the first tokens, and give
         the sequences slots. The other ranks are idle meanwhile, even if they have sequences."""
         prompts = {rank: self._prompt(rank, request) for rank, request in requests.items()}
-        while True:
-            works: list[OwnWork | None] = [None] * len(self.books)
-            for rank, prompt in prompts.items():
-                works[rank] = prompt.next_chunk(chunk)
-            if not any(works):
-                return [prompt.sequence for prompt in prompts.values()]
-            for rank, (work, report) in enumerate(zip(works, self.executor.run(works), strict=True)):
-                assert isinstance(report, ChunkReport), report
-                if work is None:
-                    assert not report.rows and not report.scores.logprobs, report
-                elif report.rows:
-                    self._admit(rank, prompts[rank].sequence, report)
+        while works := {
+            rank: lambda rank=rank, work=work, prompt=prompt: self._compute(rank, prompt.sequence, work)
+            for rank, prompt in prompts.items()
+            if (work := prompt.next_chunk(chunk)) is not None
+        }:
+            self.ranks.do(works)
+        return [prompt.sequence for prompt in prompts.values()]
 
     def round(self, num_steps: int, *others: int) -> None:
         """Run a round of all sequences. If the ranks want unlike numbers of steps, name the number of each."""
-        self.collect(self.submit(num_steps, *others))
-
-    def submit(self, num_steps: int, *others: int) -> dict[int, Submitted]:
-        """Begin a round, as `round`. The one before may be under way, if no sequence has ended in it."""
         wanted = (num_steps, *others) if others else (num_steps,) * len(self.books)
-        shape = self.books[0].shape.with_steps(max(wanted))
-        submitted = {
-            rank: book.submit(running, shape, [wanted[rank]] * len(running))
-            for rank, (book, running) in enumerate(zip(self.books, self.running, strict=True))
-            if running
-        }
-        self.lens.add(tuple(map(len, self.running)))
-        self.executor.flush()
-        return submitted
-
-    def collect(self, submitted: Mapping[int, Submitted]) -> None:
-        """Take the tokens of the oldest round that was not collected."""
-        for rank, each in submitted.items():
-            for sequence, accepted in zip(each.sequences, self.books[rank].collect(each).rows, strict=True):
-                assert isinstance(sequence, Running) and accepted is not None
-                self._take(rank, sequence, accepted)
+        self.ranks.do(
+            {
+                rank: lambda rank=rank: self._round(rank, wanted[rank])
+                for rank, running in enumerate(self.running)
+                if running
+            }
+        )
 
     def run(self, *steps: int) -> None:
         """Run rounds with `steps` in turn until every sequence has ended."""
@@ -117,26 +97,36 @@ class OwnRanks:
         self.pools[rank].release(sequence.pages)
         sequence.pages = self.pools[rank].allocate(len(sequence.pages), Owner.REQUEST)
         sequence.num_missed = 0
-        num = sequence.num_computed
-        self.books[rank].recompute([sequence], [BatchRow(sequence.token_ids[:num], 0, sequence.pages, 0)])
-        self.executor.flush()
+        rows = [BatchRow(sequence.token_ids[: sequence.num_computed], 0, sequence.pages, 0)]
+        self.ranks.do({rank: lambda: self.books[rank].recompute([sequence], rows)})
 
     def _prompt(self, rank: int, request: Request) -> _Prompt:
         ids, wanted = request
         self._num_started += 1
         pool = self.pools[rank]
         pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
-        state = SamplingState(wanted, ids, vocab_size=self.executor.queues[rank].vocab_size)
+        state = SamplingState(wanted, ids, vocab_size=self.ranks.executors[rank].vocab_size)
         return _Prompt(self._num_started, Running(len(ids), list(ids), 0, pages, state))
 
-    def _admit(self, rank: int, sequence: Running, report: ChunkReport) -> None:
-        [[first]], [[rows]] = report.first_tokens, report.rows
-        [token] = first.token_ids
-        assert token is not None
-        sequence.token_ids.append(token)
-        sequence.sampling.append(token)
-        self.books[rank].admit(sequence, rows.rows[0])
-        self.running[rank].append(sequence)
+    def _compute(self, rank: int, sequence: Running, work: Chunk) -> None:
+        submitted = self.ranks.prompts[rank].submit(work)
+        submitted.draft()
+        submitted.wait()
+        for tails in submitted.tails:
+            [first], [rows] = tails.first_tokens(), tails.wait_rows()
+            [token] = first.token_ids
+            assert token is not None
+            sequence.token_ids.append(token)
+            sequence.sampling.append(token)
+            self.books[rank].admit(sequence, rows.rows[0])
+            self.running[rank].append(sequence)
+
+    def _round(self, rank: int, num_steps: int) -> None:
+        book, running = self.books[rank], list(self.running[rank])
+        submitted = book.submit(running, book.shape.with_steps(num_steps), [num_steps] * len(running))
+        for sequence, accepted in zip(running, book.collect(submitted).rows, strict=True):
+            assert accepted is not None
+            self._take(rank, sequence, accepted)
 
     def _take(self, rank: int, sequence: Running, accepted: Accepted) -> None:
         sequence.num_accepted.append(accepted.num_accepted)

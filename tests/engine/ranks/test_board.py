@@ -1,0 +1,61 @@
+"""Ranks of a group post and read values, and end and leave together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from baton.engine.ranks.board import Board
+from baton.metadata.errors import RankLost
+
+NUM_VALUES = 4
+
+
+@pytest.fixture
+def boards(tmp_path: Path) -> Iterator[list[Board]]:
+    made = [Board(tmp_path, rank, 3, NUM_VALUES, timeout_s=5.0) for rank in range(3)]
+    yield made
+    for board in made:
+        board.close()
+
+
+def in_threads(functions: Sequence[object]) -> None:
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_every_rank_reads_what_all_have_posted_in_each_step(boards: list[Board]) -> None:
+    found: dict[int, list[list[tuple[int, ...]]]] = {rank: [] for rank in range(3)}
+
+    def run(board: Board) -> None:
+        for step in range(200):
+            board.post([board.rank * 1000 + step] * NUM_VALUES)
+            found[board.rank].append(board.wait())
+
+    in_threads([lambda board=board: run(board) for board in boards])
+    wanted = [[(rank * 1000 + step,) * NUM_VALUES for rank in range(3)] for step in range(200)]
+    assert all(each == wanted for each in found.values())
+
+
+def test_a_rank_that_does_not_come_ends_the_wait_of_the_others(boards: list[Board]) -> None:
+    boards[0].timeout_s = 0.05
+    boards[1].post([1] * NUM_VALUES)
+    boards[0].post([0] * NUM_VALUES)
+    with pytest.raises(RankLost, match=r"rank 2 took part in no step for 0\.05 s"):
+        boards[0].wait()
+    boards[2].end()
+    with pytest.raises(RankLost, match="another rank of the group has ended"):
+        boards[1].wait()
+
+
+def test_the_ranks_leave_together_when_all_have_finished(boards: list[Board]) -> None:
+    assert not boards[1].is_leaving
+    boards[0].leave()
+    assert all(board.is_leaving for board in boards)
+    assert [board.finish() for board in boards] == [False, False, True] and boards[0].finish()
