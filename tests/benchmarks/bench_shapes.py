@@ -5,7 +5,7 @@
 
 `never` and `auto` are a prefill and a decode node, and say who computes prompts (--local-prefill); `0p2d` are two
 decode nodes. `2p2d` and the shapes with ranks need four GPUs: `tp2-2d` is one prefill node of two ranks and two decode
-nodes, `2p-tp2` the reverse, and `dp4` one decode node whose four ranks have sequences of their own. Each node gets a
+nodes, `2p-tp2` the reverse, and `dp2` and `dp4` a group of two or four data-parallel ranks. Each node gets a
 GPU if there are enough, and each rank one. Weights are made by the loader (--load-format). Figures go to
 OUT/SHAPE-LOAD.json, tables to the output, and one table of all to DIR/FIGURE.json (--figures, --figure). A cluster that
 does not become ready, a wrong answer or a failed request ends the program with an error.
@@ -41,6 +41,7 @@ SHAPES = {
     "2p2d": ["--prefill", "2", "--decode", "2"],
     "tp2-2d": ["--prefill", "1", "--prefill-tp", "2", "--decode", "2"],
     "2p-tp2": ["--prefill", "2", "--decode", "1", "--decode-tp", "2"],
+    "dp2": ["--prefill", "0", "--decode", "1", "--decode-dp-attention", "2"],
     "dp4": ["--prefill", "0", "--decode", "1", "--decode-dp-attention", "4"],
 }
 _SLO = ["--slo", "200,12", "500,8", "1000,15"]

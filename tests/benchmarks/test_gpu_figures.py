@@ -39,7 +39,8 @@ def test_each_model_stands_above_its_best_peer(written: dict[str, dict[str, Any]
     in_fp8 = report(weights_format="fp8", KV_format="fp8")
     write_gpu_figures(tmp_path / "figures", [report(), in_fp8, report(hidden_size=5120)], "bench_all.py")
     steps, prompts = written["decode-step"], written["prompts"]
-    assert steps["columns"][:3] == ["model", "batch 1", "batch 8"] and (steps["commit"], steps["device"]) == ("c1", "H200")
+    assert steps["columns"][:3] == ["model", "batch 1", "batch 8"]
+    assert (steps["commit"], steps["device"]) == ("c1", "H200")
     assert steps["rows"][0] == ["8b", 4.08, None, None, None, 1.16, None, None, None]  # batch 3 is no column
     assert steps["rows"][1][:5] == ["best peer of 8b", 4.74, 5.16, 7.53, 17.19]
     assert [row[0] for row in steps["rows"][2:]] == ["8b, weights in FP8, KV in FP8", "8b"]
