@@ -213,7 +213,7 @@ class Play:
             self.rig.hit(name, signal.SIGCONT)
 
     def _partition(self, target: str, weather: Any) -> None:
-        lines = [ends for ends in self.rig.lines if target in ends]
+        lines = [ends for ends in self.rig.lines if target in ends and self.rig.lines[ends].num_connections]
         for ends in self.rng.sample(lines, self.rng.randint(1, len(lines))):
             self.rig.lines[ends].weather = weather
             self.result.faults[self.scenario.kind, self.scenario.phase] += 1

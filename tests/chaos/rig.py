@@ -104,8 +104,11 @@ class Rig(Cluster):
         return lines
 
     def idle_lines(self) -> list[tuple[str, ...]]:
-        """Return the lines that have never had a connection."""
-        return [ends for ends in self.lines if not self.lines[ends].num_connections]
+        """Return the lines that have never had a connection. Canaries test the ranks of a group as one node, so a line
+        to one rank of a group is enough."""
+        num_ends = None if self.sharing == "tp" else 2
+        used = {ends[:num_ends] for ends in self.lines if self.lines[ends].num_connections}
+        return [ends for ends in self.lines if ends[:num_ends] not in used]
 
     def start_wanted(self, name: str) -> None:
         flags = [*NODE_FLAGS, "--num-pages", POOLS[role_of(name)], *self.flags]

@@ -21,7 +21,7 @@ def page(num_tokens: int, **nodes: tuple[int, int, int] | None) -> str:
         rounds, drafted, accepted = counts or (0, 0, 0)
         stats = NodeStats(num_rounds=rounds, num_drafted=drafted, accepted_at=(accepted - accepted // 3, accepted // 3))
         hello = SimpleNamespace(
-            model=SimpleNamespace(name='a "model"'), capacity=SimpleNamespace(num_pages=1, num_ranks=1)
+            model=SimpleNamespace(name='a "model"'), capacity=SimpleNamespace(num_pages=1, num_ranks=1), place=None
         )
         listed.append(
             SimpleNamespace(

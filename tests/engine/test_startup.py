@@ -80,8 +80,9 @@ def test_full_collections_pass_over_what_was_there_before_the_first_step(monkeyp
         return node
 
     monkeypatch.setattr(startup, "make_membership", lambda *_: membership)
+    engine = SimpleNamespace(group_steps=None)
     try:
-        assert startup.serve(EngineConfig(), "d", "decode", None, None, "e", "", make_node) == 0  # type: ignore[arg-type]
+        assert startup.serve(EngineConfig(), "d", "decode", engine, None, "e", "", make_node) == 0  # type: ignore[arg-type]
         assert node is not None and id(made[0]) not in node.watched and id(made) not in node.watched
         assert gc.get_freeze_count() > 10_000
     finally:
