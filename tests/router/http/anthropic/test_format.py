@@ -21,6 +21,7 @@ from baton.router.tool_parsers.hermes import HermesParser
 
 from ...conftest import RunningRouter, System
 from ...sites import make_group, make_request
+from ...test_runner import own
 from ..chats import QWEN3, TEMPLATE, TEXT, USER, accepts, call, marked_system, num_tokens, prompt_of, say
 
 WEATHER: Any = {
@@ -155,7 +156,7 @@ def test_calls_are_forced(
     say(hermes, allowed[0])
     answer = clients(hermes).messages.create(**body_of(tools=[WEATHER, NOW], tool_choice=choice))
     assert [block.type for block in answer.content] == ["tool_use"]
-    grammar: Any = hermes.cluster.by_name("p0").got(m.Prefill)[-1].request.params.grammar
+    grammar: Any = own(hermes.cluster.by_name("p0"), m.Prefill)[-1].request.params.grammar
     assert all(accepts(hermes, grammar, text) for text in allowed)
     assert not any(accepts(hermes, grammar, text) for text in forbidden)
 
@@ -237,7 +238,7 @@ def test_a_budget_is_that_of_chat_completions(thinker: System) -> None:
         ("/v1/chat/completions", {"thinking_token_budget": 7, "chat_template_kwargs": {"enable_thinking": True}}),
     ):
         assert thinker.router.request("POST", path, body_of(**more))[0] == 200
-        grammars.append(thinker.cluster.by_name("p0").got(m.Prefill)[-1].request.params.grammar)
+        grammars.append(own(thinker.cluster.by_name("p0"), m.Prefill)[-1].request.params.grammar)
     assert grammars[0] == grammars[1] is not None
 
 

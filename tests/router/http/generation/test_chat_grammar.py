@@ -15,6 +15,7 @@ from baton.router.http.generation.grammars import literal_of
 from baton.router.text.tokenizer import TextTokenizer
 
 from ...conftest import RunningRouter, System
+from ...test_runner import own
 from ..chats import NOW, TEMPLATE, USER, WEATHER, accepts, call, say
 
 OPEN = TEMPLATE + "{# </think> #}{% if enable_thinking is not defined %}<think>{% else %}<think></think>{% endif %}"
@@ -57,8 +58,8 @@ def grammar_of(system: System, text: str, **more: Any) -> str | None:
     assert status == 200, answer
     sent = [system.cluster.by_name(name) for name in ("p0", "d0")]
     grammars = {
-        sent[0].got(messages.Prefill)[-1].request.params.grammar,
-        sent[1].got(messages.Reserve)[-1].request.params.grammar,
+        own(sent[0], messages.Prefill)[-1].request.params.grammar,
+        own(sent[1], messages.Reserve)[-1].request.params.grammar,
     }
     assert len(grammars) == 1
     return grammars.pop()
@@ -155,7 +156,7 @@ def grammar_of_calls(system: System, text: str, **more: Any) -> Any:
     body = {"model": "fake", "messages": [USER], "tools": [WEATHER, NOW], **more}
     status, answer, _ = system.router.request("POST", "/v1/chat/completions", body)
     assert status == 200, answer
-    return system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+    return own(system.cluster.by_name("p0"), messages.Prefill)[-1].request.params.grammar
 
 
 @pytest.fixture
@@ -236,7 +237,7 @@ def test_a_format_binds_the_answer_and_not_the_thoughts(
     body = {"model": "fake", "messages": [USER], **asked}
     status, answer, _ = inside.router.request("POST", "/v1/chat/completions", body)
     assert status == 200 and answer["choices"][0]["message"]["content"] == right, answer
-    grammar = inside.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+    grammar = own(inside.cluster.by_name("p0"), messages.Prefill)[-1].request.params.grammar
     assert grammar is not None
     assert accepts(inside, grammar, f"Hm, {wrong}?\n</think>\n\n{right}")
     assert not accepts(inside, grammar, f"Hm.</think>{wrong}") and not accepts(inside, grammar, right)

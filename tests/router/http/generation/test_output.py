@@ -29,6 +29,7 @@ from baton.router.tool_parsers.hermes import HermesParser
 
 from ...conftest import RunningRouter, System
 from ...sites import text_tokenizer
+from ...test_runner import own
 from ..chats import NOW, QWEN3, TEMPLATE, TEXT, USER, accepts, call, num_tokens, prompt_of, say
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -220,7 +221,7 @@ def test_calls_follow_thoughts(make_qwen3: Callable[..., System]) -> None:
     assert message.model_extra["reasoning_content"] == f"I could {call('now', {})}."
     assert [each.function.name for each in message.tool_calls] == ["now"]
     assert answer.choices[0].finish_reason == "tool_calls"
-    grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+    grammar = own(system.cluster.by_name("p0"), messages.Prefill)[-1].request.params.grammar
     assert accepts(system, grammar, text)
     assert accepts(system, grammar, call("now", {}))
     assert not accepts(system, grammar, "<think>\nNo.\n</think>\n\nNo.")
@@ -267,7 +268,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_are_not_shown(
         answer = ask(system, tools=[NOW], tool_choice="required")
         assert answer.choices[0].message.tool_calls[0].function.name == "now"
         assert answer.choices[0].finish_reason == "tool_calls"
-        grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+        grammar = own(system.cluster.by_name("p0"), messages.Prefill)[-1].request.params.grammar
         matcher = LLMatcher(LLTokenizer(data.decode(), n_vocab=440, eos_token=eos[1]), grammar)
         assert matcher.try_consume_tokens(ids[:-1]) == len(ids) - 1, matcher.get_error()
         assert matcher.is_accepting()
@@ -286,7 +287,7 @@ def test_a_chat_with_a_schema_may_think(make_qwen3: Callable[..., System], asked
     answer = ask(system, extra_body=asked)
     message = answer.choices[0].message
     assert (message.content, message.model_extra["reasoning_content"]) == ('{"a": 1}', "hm")
-    grammar = system.cluster.by_name("p0").got(messages.Prefill)[-1].request.params.grammar
+    grammar = own(system.cluster.by_name("p0"), messages.Prefill)[-1].request.params.grammar
     assert accepts(system, grammar, '<think>hm</think>\n{"a": 1}')
     assert not accepts(system, grammar, "<think>hm</think>\nhello")
 

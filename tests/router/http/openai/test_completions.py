@@ -80,7 +80,7 @@ def test_a_chat_answer_has_text_logprobs_and_the_templated_prompt(system: System
     assert choice.logprobs.content is not None
     assert len(choice.logprobs.content) == len(system.say(system.text))
     assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [2] * len(choice.logprobs.content)
-    sent = system.cluster.by_name("p0").got(messages.Prefill)[-1].request
+    sent = own(system.cluster.by_name("p0"), messages.Prefill)[-1].request
     prompt = system.tokenizer.decode(unpack_ids(sent.prompt_ids))
     assert prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert sent.params.max_tokens == 512 - len(unpack_ids(sent.prompt_ids))  # the rest of the context
@@ -223,10 +223,10 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
 
 
 def test_one_token_reserves_no_decode_node(system: System, client: openai.OpenAI) -> None:
-    reserves = len(system.cluster.by_name("d0").got(messages.Reserve))
+    reserves = len(own(system.cluster.by_name("d0"), messages.Reserve))
     answer = client.completions.create(model="fake", prompt="hello", max_tokens=1)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 1
-    assert len(system.cluster.by_name("d0").got(messages.Reserve)) == reserves
-    assert system.cluster.by_name("p0").got(messages.Prefill)[-1].decode is None
+    assert len(own(system.cluster.by_name("d0"), messages.Reserve)) == reserves
+    assert own(system.cluster.by_name("p0"), messages.Prefill)[-1].decode is None

@@ -423,7 +423,7 @@ def test_a_format_with_tools_binds_the_answer_and_the_calls(thinker: System, tex
     body = {"model": "fake", "input": "hello", "tools": [NOW], "text": {"format": text_format}}
     status, answer, _ = thinker.router.request("POST", "/v1/responses", body)
     assert status == 200 and [item["type"] for item in answer["output"]] == ["reasoning", kind], answer
-    grammar = thinker.cluster.by_name("p0").got(m.Prefill)[-1].request.params.grammar
+    grammar = own(thinker.cluster.by_name("p0"), m.Prefill)[-1].request.params.grammar
     assert accepts(thinker, grammar, f"<think>hm</think>{text}") and accepts(thinker, grammar, text)
     assert not accepts(thinker, grammar, "<think>hm</think>text")
 
@@ -501,7 +501,7 @@ def test_a_custom_tool_can_be_forced(make_system: Callable[..., System]) -> None
     given = {**BODY, "tools": AGENT["tools"], "tool_choice": choice}
     status, answer, _ = system.router.request("POST", "/v1/responses", given)
     assert (status, answer["tool_choice"], answer["output"][0]["input"]) == (200, choice, "*** b")
-    grammar = system.cluster.by_name("p0").got(m.Prefill)[-1].request.params.grammar
+    grammar = own(system.cluster.by_name("p0"), m.Prefill)[-1].request.params.grammar
     assert accepts(system, grammar, call("patch", {"input": "x"})) and not accepts(system, grammar, call("now", {}))
 
 
