@@ -33,6 +33,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import shared_paths  # noqa: F401
+
+# isort: split
 from house import PRODUCT, print_lists
 
 ROOT = Path(__file__).parents[2]
