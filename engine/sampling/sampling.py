@@ -1,4 +1,4 @@
-"""The sampler: the token at a position is the argmax of its processed logits plus Gumbel noise (DESIGN.md section 6).
+"""The sampler: the token at a position is the argmax of its processed logits plus Gumbel noise.
 
     processed = processors(raw logits, history, grammar)            processors.py
     score     = processed                                           greedy rows

@@ -1,4 +1,4 @@
-"""State that each drafter declares to hand over, as the table of DESIGN.md section 4 lists it."""
+"""State that each drafter declares to hand over, as the table of docs/architecture.md lists it."""
 
 from __future__ import annotations
 
