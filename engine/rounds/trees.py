@@ -3,8 +3,8 @@
 Node 0 is the bonus token, nodes 1 .. N are the drafts, parents before children. A chain of K is the tree in which node
 i is the child of node i - 1; its parents are not stored. A dynamic tree is EAGLE-2's (Li et al. 2024,
 arXiv:2406.16858): each step expands the `topk` best nodes into `topk` children each, and the N best of all candidates
-are verified. A branch's score is the sum of log-softmax of the drafter's *perturbed* logits (kernels/sampling/noise.py). So
-the score uses the noise that the target will draw with, and is no average over noise.
+are verified. A branch's score is the sum of log-softmax of the drafter's *perturbed* logits
+(kernels/sampling/noise.py). So the score uses the noise that the target will draw with, and is no average over noise.
 """
 
 from __future__ import annotations
