@@ -57,7 +57,8 @@ def look(client: Client) -> Snapshot:
         words = {item["node"]: item["words"] for item in answer.get("degraded", [])}
     except (ValueError, KeyError, TypeError):  # another program listens on the router's port
         return Snapshot(True, frozenset(joined))
-    return Snapshot(True, frozenset(joined), tuple(words.get(name, f"{name} is draining") for name in sorted(draining)))
+    lines = dict.fromkeys(words.get(name, f"{name} is draining") for name in sorted(draining))  # ranks have equal words
+    return Snapshot(True, frozenset(joined), tuple(lines))
 
 
 class NodeNews:

@@ -218,12 +218,11 @@ class Engine:
         self.device_pool: DevicePool | None = None
         layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
         self._page_bytes = sum(layout.page_bytes for layout in layouts)
+        self.memory = [PageMemory(layout, num_pages) for layout in layouts]  # on a GPU: the host mirror of its pools
         if self.kind.is_apart:
-            self.memory = [PageMemory(layout, num_pages) for layout in layouts]  # the host mirror of the GPU's pools
             self._pools = _on_gpu(layouts, num_pages, self.device, is_given=config.num_pages is not None)
             self.device_pool = CudaPool(self._pools, self.memory, has_checksums=self._config.checksums)
         else:
-            self.memory = [PageMemory(layout, num_pages) for layout in layouts]
             self._pools = [torch.from_numpy(memory.pages) for memory in self.memory]
         self._kvs = [_values(pool, layout) for pool, layout in zip(self._pools, layouts, strict=True)]
         self.pool = PagePool(num_pages, page_size, self.memory[0].generations)

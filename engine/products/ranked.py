@@ -23,7 +23,8 @@ from .base import Product, Sum, WeightSource
 
 @dataclass(slots=True)
 class RankRows:
-    """Rows of every rank in the forward that runs. The executor writes them with each work."""
+    """Rows of every rank in the forward that runs. The steps of the group write them (engine/ranks/steps.py); at the
+    start, `Ranks.announce` does."""
 
     lens: tuple[int, ...] = ()
 

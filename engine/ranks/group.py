@@ -4,8 +4,8 @@ A rank is a process with a device of its own. All ranks call the same operations
 too: their tensors have zero rows and the usual width. `OneRank` is the group of a node with one process; every
 operation returns its input. The group of ranks on GPUs is in cuda_group.py.
 
-Rows of unlike counts are passed with `lens`, the number of rows of every rank. Rank 0 knows these counts when it builds
-the work (work.py), so no rank reads them from another.
+Rows of unlike counts are passed with `lens`, the number of rows of every rank. The ranks agree on these counts before
+each forward (steps.py).
 """
 
 from __future__ import annotations

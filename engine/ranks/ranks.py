@@ -91,11 +91,6 @@ class Ranks:
         num_kv_heads = len(self.of_heads.heads(config.num_kv_heads))
         return replace(config, num_heads=config.num_heads // self.num_head_shards, num_kv_heads=num_kv_heads)
 
-    def meet(self) -> None:
-        """Wait until all ranks have come here. One rank does not wait."""
-        if self.group.size > 1:
-            self.group.sum(torch.zeros(1))
-
     @property
     def lens(self) -> tuple[int, ...]:
         """Return the rows of each rank in the forward that runs; none if all ranks have the same rows."""

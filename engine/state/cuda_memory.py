@@ -128,17 +128,6 @@ def map_shared(descriptor: int, size: int, device: torch.device, *, is_writable:
             driver.call("cuMemRelease", handle)
 
 
-def tensor_over(mapping: Mapping, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a contiguous tensor over the memory of a mapping, for work on `device`, whichever GPU the memory lies on.
-    It must not be used after the mapping is closed."""
-    assert math.prod(shape) * dtype.itemsize <= mapping.size, (shape, dtype, mapping.size)
-    own = torch.device(device.type, _ordinal(device)) if device.type == "cuda" else device
-    # torch.as_tensor would give the tensor the GPU of the memory, and kernels would run there
-    storage = torch._C._construct_storage_from_data_pointer(mapping.address, own, mapping.size)
-    strides = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype, device=own).set_(storage, 0, shape, strides)
-
-
 class _Block:
     """An allocation with its writable mapping, as torch.as_tensor takes it: a tensor of it keeps it alive."""
 

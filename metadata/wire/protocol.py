@@ -2,11 +2,11 @@
 
 A field that came later says so where it is declared, in any struct of a message, and has a default:
 
-    num_tries: Annotated[Count, Since(6)] = 0
+    num_tries: Annotated[Count, Since(7)] = 0
 
 The field is not sent to older peers. In messages from older peers the default stands for it.
 
-A message that was added later says so in its class, `since: ClassVar[int] = 6`, and is sent only to a peer that knows
+A message that was added later says so in its class, `since: ClassVar[int] = 7`, and is sent only to a peer that knows
 it. A release that adds fields or messages raises PROTOCOL_MAX once. Fields are never removed, and never change their
 meaning. A message may be removed together with the only transport that used it.
 """

@@ -35,8 +35,9 @@ def drain_words(node: Node) -> str:
 
 
 def drain_summary(nodes: Iterable[Node]) -> str:
-    """Return `drain_words` of the nodes that drain, the first MAX_NAMED of them; "" if none drains."""
-    words = [drain_words(node) for node in nodes if node.is_draining]
+    """Return `drain_words` of the nodes that drain, the first MAX_NAMED of them; "" if none drains. A group of ranks is
+    one node here."""
+    words = list(dict.fromkeys(drain_words(node) for node in nodes if node.is_draining))
     more = [f"and {len(words) - MAX_NAMED} more"] if len(words) > MAX_NAMED else []
     return "; ".join([*words[:MAX_NAMED], *more])
 
@@ -50,7 +51,8 @@ def no_node(shown: str, groups: Iterable[NodeGroup], roles: Iterable[Role]) -> N
     draining = [node for group in groups for node in group.nodes.values() if node.is_draining and node.role in roles]
     if not draining:
         return NoNode(shown)
-    return NoNode(f"{shown}: {len(draining)} draining", f"{shown}: {drain_summary(draining)}")
+    num_draining = len({node.unit_key for node in draining})
+    return NoNode(f"{shown}: {num_draining} draining", f"{shown}: {drain_summary(draining)}")
 
 
 def missing_for_service(groups: Collection[NodeGroup]) -> str | None:

@@ -1,5 +1,6 @@
 """Processes with `--dp-attention`: every request has the tokens of nodes with one rank, found in the prefix cache,
-preempted, or moved because a rank died, which ends its node alone. BATON_WHOLE_MATRIX=1 runs all drafters and pairs."""
+preempted, or moved because a rank died, which ends its group alone. BATON_WHOLE_MATRIX=1 runs all drafters and
+pairs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ import torch
 from host_cuda import HostCuda, with_host_cuda
 
 from baton.engine.state import cuda_memory
-from baton.engine.state.cuda_memory import can_share, map_shared, pool_zeros, share, tensor_over
+from baton.engine.state.cuda_memory import can_share, map_shared, pool_zeros, share
 from baton.metadata.errors import TransferError
 
 DEVICE = torch.device("cuda:1")
@@ -310,16 +309,3 @@ def test_a_full_device_is_not_a_device_that_refuses(driver: HostDriver) -> None:
     driver.fails["cuMemSetAccess"] = OUT_OF_MEMORY
     with pytest.raises(torch.OutOfMemoryError, match="cuMemSetAccess"):
         pool_zeros((4, 5), torch.float32, torch.device("cpu", 1))
-
-
-def test_a_tensor_lies_over_a_mapping() -> None:
-    """Here the mapping is memory of the host."""
-    memory = torch.arange(48, dtype=torch.uint8)
-    mapping = SimpleNamespace(address=memory.data_ptr(), size=48)
-    over = tensor_over(mapping, (2, 3, 4), torch.int16, torch.device("cpu"))  # type: ignore[arg-type]
-    assert over.data_ptr() == memory.data_ptr() and over.is_contiguous()
-    assert torch.equal(over, memory.view(torch.int16).view(2, 3, 4))
-    over[1, 2, 3] = 0
-    assert memory[-2:].tolist() == [0, 0]
-    with pytest.raises(AssertionError):
-        tensor_over(mapping, (2, 3, 5), torch.int16, torch.device("cpu"))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import pytest
 
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import GroupRank
 from baton.router.config import RouterConfig
 from baton.router.placement.availability import (
     MAX_NAMED,
@@ -152,6 +153,16 @@ def test_a_node_that_leaves_cannot_be_put_back(make_system: Make) -> None:
         assert "decode node d0 is leaving" in message and "undrain" not in message, message
     status, body, _ = system.router.request("POST", "/admin/nodes/d0/undrain")
     assert (status, body["error"]["code"]) == (409, "http_error") and "leaving" in body["error"]["message"]
+
+
+def test_the_ranks_of_a_group_drain_as_one_node() -> None:
+    clocked = ClockedRegistry()
+    places = (("d0", GroupRank("d0", "e", 0, 2)), ("d0/rank-1", GroupRank("d0", "e", 1, 2)))
+    ranks = [clocked.join(f"e{place.rank}", name, place=place) for name, place in places]
+    for each in ranks:
+        clocked.registry.leaving(each, LEAVING, clocked.now)
+    assert drain_summary(ranks) == "decode node d0 is leaving, since it was told to stop"
+    assert no_node("no decode node", [ranks[0].group], ["decode"]).shown == "no decode node: 1 draining"
 
 
 def test_clients_without_the_admin_key_see_no_node_names(make_system: Make) -> None:

@@ -2,8 +2,8 @@
 torch takes most of their start.
 
 test_up.py and test_http.py start the command itself from a bare interpreter. Here the same function runs with the same
-arguments, in its own process, group, log and environment. test_rank_processes.py and test_ranked_engine.py start ranks
-as a node does.
+arguments, in its own process, group, log and environment. Tests of engine/ranks start ranks as a node
+does.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Plain:
 
 
 class PlainHead(Plain):
-    """A head that takes rows of (state, next token): `kind` as support/heads.py names it."""
+    """A head that takes rows of (state, next token): `kind` as support/checkpoints/heads.py names it."""
 
     def __init__(self, kind: str, directory: Path, target: Ends) -> None:
         super().__init__(directory)
