@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from baton.metadata.garbage import Garbage
 from baton.router.http.bodies import body_size
 from baton.router.http.bodies.side_work import BODIES
 from baton.router.http.server.routes import ROUTES
@@ -32,6 +34,16 @@ def slowness() -> float:
     return max(1.0, min(_calibrated() for _ in range(3)) / 0.010)
 
 
+@pytest.fixture
+def _garbage() -> Iterator[None]:
+    """Collect garbage as the router's process does."""
+    thresholds = gc.get_threshold()
+    Garbage()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
 def _calibrated() -> float:
     begun = time.thread_time()
     sum(len(str(each)) for each in range(50_000))
@@ -51,6 +63,7 @@ def _chosen(size: int) -> Iterator[LimitBody]:
 
 
 @pytest.mark.timing
+@pytest.mark.usefixtures("_garbage")
 def test_no_body_takes_long_in_the_event_loop(make_system: Callable[..., System], slowness: float) -> None:
     """A MiB holds about as many values as a body may have; eight of them are only longer texts. The best of three.
     Unless BATON_WHOLE_MATRIX=1, one body in four."""
