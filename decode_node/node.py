@@ -138,21 +138,7 @@ class DecodeNode:
         costs = measure_costs(executor, min(chunk, executor.context_len - 1), self.cache.pool.page_size)
         round_s = RoundSeconds(measure_round(executor, 1, 0))
         self._budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.joint_sizes)
-        self.scheduler = DecodeScheduler(
-            cache,
-            executor.num_slots,
-            chunk,
-            shape=executor.shape,
-            context_len=executor.context_len,
-            num_prompt_states=executor.num_prompt_states,
-            choose=None if self.chooser is None else self._choose,
-            rests=None if self.chooser is None else self.chooser.rests,
-            budget=self._budget.room,
-            joint=executor.joint_sizes,
-            window=executor.window,
-            on_finish=self._release,
-            streams_elsewhere=self._streams_elsewhere,
-        )
+        self.scheduler = self._make_scheduler(chunk)
         if executor.group_steps is not None:
             executor.group_steps.watch_streams(lambda: self.scheduler.streams)
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
@@ -173,6 +159,24 @@ class DecodeNode:
         self._counts = _Counts()
         self._num_idle = 0  # steps of other ranks that were counted as rounds
         self._put_off: list[RouterWork | RouterGone] = []  # messages that came while the device computed
+
+    def _make_scheduler(self, chunk: int) -> DecodeScheduler:
+        executor, chooser = self.executor, self.chooser
+        return DecodeScheduler(
+            self.cache,
+            executor.num_slots,
+            chunk,
+            shape=executor.shape,
+            context_len=executor.context_len,
+            num_prompt_states=executor.num_prompt_states,
+            choose=None if chooser is None else self._choose,
+            rests=None if chooser is None else chooser.rests,
+            budget=self._budget.room,
+            joint=executor.joint_sizes,
+            window=executor.window,
+            on_finish=self._release,
+            streams_elsewhere=self._streams_elsewhere,
+        )
 
     def step(self) -> bool:
         """Receive, admit, schedule, compute, send. Return whether there is more to compute at once."""

@@ -1,5 +1,8 @@
-"""The device that an engine computes on, and what follows from its kind. Nothing else in the engine asks for the kind:
-what is faster or different on one kind is a field here, and which kernels serve says kernels/operations.py."""
+"""Kinds of devices (CPU, CUDA), as a table of the facts in which they differ.
+
+Other modules of the engine read these facts, and do not ask for the kind. kernels/operations.py chooses the kernels of
+a device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the attention layers of one forward share, for every way to compute it (attention.py)."""
+"""Interface between a model's layers and the ways to compute attention (attention.py): one context per forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HeadNorms(NamedTuple):
 
 
 class LayerHeads(NamedTuple):
-    """What a layer's attention needs of the layer."""
+    """Arguments of attention that differ between layers."""
 
     layer: int  # its index in the pool
     norms: HeadNorms | None = None

@@ -84,7 +84,7 @@ class _PagedAttention(AttentionContext):
 
     @property
     def _tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What belongs to the batch's tokens."""
+        """Return the tensors that have a row per token: slots, cosines and sines."""
         return self.plan.new_rows, self.cos, self.sin
 
 

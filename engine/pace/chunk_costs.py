@@ -96,7 +96,7 @@ class ChunkCosts:
         return low
 
     def _correction(self, kind: _Kind) -> float:
-        """Return the correction of a kind: what is measured, or what is likely if that is little."""
+        """Return the correction of a kind of chunk: the measured one, or an estimate if few were measured."""
         if kind not in self._corrections:
             own, likely = self._measured.get(kind), self._likely(kind)
             if own is not None:

@@ -1,4 +1,4 @@
-"""What the ranks of a group run together, if every rank has sequences of its own. Pure functions, without torch.
+"""Agreement of data-parallel ranks on their next forward. Pure functions, without torch.
 
     Proposal of each rank --agree--> Agreed, the same on every rank
 
@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 
 class Proposal(NamedTuple):
-    """What a rank wants to run in the next forward. Each field is an integer. The defaults are those of an idle
-    rank."""
+    """Proposal of a rank for the next forward. Each field is an integer. The defaults are those of an idle rank."""
 
     num_seqs: int = 0  # of a round
     num_steps: int = 0  # of its drafts
