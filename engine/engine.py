@@ -255,6 +255,8 @@ class Engine:
         self._warm_up_history(num_tokens, pages)
         if self.num_nodes > 1 and self.kind.is_apart:  # rows of unlike numbers are padded, which takes memory
             self.compute([BatchRow([0] * self._ranks.announce_longest(num_tokens), 0, pages)])
+            row = torch.zeros(1, self.model_config.hidden_size, dtype=_DTYPES[self.dtype_name], device=self.device)
+            self._ranks.rehearse_exchanges(row, num_tokens + num_tokens // 4)  # rounds share the forward of a chunk
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
             self._ranks.announce(num_tokens)

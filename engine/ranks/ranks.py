@@ -109,6 +109,16 @@ class Ranks:
         self.rows.lens = (num_rows, *[1] * (self.group.size - 1))
         return self.rows.lens[self.group.rank]
 
+    def rehearse_exchanges(self, row: Tensor, num_rows: int) -> None:
+        """Exchange rows like `row` [1, size], of unlike numbers, in each size class up to `num_rows` rows per rank, so
+        that no request waits for a kernel to be compiled. Only ranks with sequences of their own may call it, and all
+        must."""
+        assert self.rows is not None, "all ranks have the same rows"
+        for length in (*(1 << power for power in range(num_rows.bit_length())), num_rows):
+            lens = (length, *[length - 1] * (self.group.size - 1))
+            self.group.gather(row.expand(lens[self.group.rank], -1), lens)
+            self.group.reduce_scatter(row.expand(sum(lens), -1), lens)
+
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of each rank. All ranks must call it, with equally many."""
         return self.group.gather(torch.tensor([numbers]), [1] * self.group.size).tolist()

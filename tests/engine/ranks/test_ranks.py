@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -107,6 +107,27 @@ def test_ranks_with_sequences_of_their_own_are_nodes_and_announce_rows() -> None
     assert Ranks(OneOf(2, 3), RankRows()).announce_longest(9) == 1
     assert ranks.lens == (9, 1, 1) and ONE_RANK.lens == ()
     ONE_RANK.announce(7)  # nobody needs to know
+
+
+def test_a_rehearsal_exchanges_rows_of_every_size_class() -> None:
+    """The kernels of an exchange depend on the next power of two of what is exchanged: a request compiles none."""
+    tile_size = pytest.importorskip("baton.kernels.ranks.triton_all_reduce").tile_size
+    exchanged: list[tuple[int, ...]] = []
+
+    class Recorder(OneOf):
+        def gather(self, x: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
+            assert x.shape == (lens[self.rank], 64)
+            exchanged.append(tuple(lens))
+            return x
+
+        def reduce_scatter(self, x: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
+            assert x.shape == (sum(lens), 64) and tuple(lens) == exchanged[-1]
+            return x
+
+    Ranks(Recorder(1, 3), RankRows()).rehearse_exchanges(torch.zeros(1, 64), 2500)
+    assert all(len(set(lens)) == 2 for lens in exchanged), "rows of equal numbers have other kernels"
+    tiles = {tile_size(max(lens) * 64, 2) for lens in exchanged}
+    assert tiles == {tile_size(length * 64, 2) for length in range(1, 2501)}
 
 
 @pytest.mark.parametrize("size", [2, 3])
