@@ -25,8 +25,8 @@ from ..attention.attention import begin_queries
 from ..attention.rope import RotaryEmbedding
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.read_config import read_model_config
+from ..layers.decoder import Mlp
 from ..layers.embedding import LmHead
-from ..layers.mlp import Mlp
 from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, VOCAB
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
