@@ -55,12 +55,11 @@ from ..work import (
     widened,
 )
 from .batch import ForwardBatch
-from .buckets import Buckets
 from .draft_row import get_draft
 from .draft_shape import DraftShape
 from .executor import HostProposer
 from .graphs import RoundGraphs
-from .inputs import InputBlock
+from .inputs import Buckets, InputBlock
 from .masks import RoundMasks
 from .round import RoundResult, catch_up, propose, read, run_round, settle, verify
 from .slots import Slots

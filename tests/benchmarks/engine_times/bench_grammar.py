@@ -38,8 +38,7 @@ from baton.engine.engine import Engine
 from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.graphs import graph_sizes
-from baton.engine.rounds.rounds import Rounds
-from baton.engine.rounds.stats import RoundStats
+from baton.engine.rounds.rounds import Rounds, RoundStats
 from baton.engine.sampling.state import SamplingState
 from baton.engine.startup import load_engine
 from baton.engine.work import Masking

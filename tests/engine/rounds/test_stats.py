@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.rounds.stats import RoundStats
+from baton.engine.rounds.rounds import RoundStats
 from baton.engine.work import Accepted, Masking
 
 
