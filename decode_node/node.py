@@ -37,11 +37,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.pace.draft_length import PRIOR_TRIES, StepChooser
+from ..engine.pace.draft_length import PRIOR_TRIES, DraftShape, StepChooser
 from ..engine.pace.padding import measure_costs, measure_round
 from ..engine.pace.step_times import StepTimes
 from ..engine.progress import ProgressBar
-from ..engine.rounds.draft_shape import DraftShape
 from ..engine.rounds.executor import Executor
 from ..engine.rounds.rounds import LocalChunk, Rounds, Submitted
 from ..engine.state.prefix_cache import PrefixCache

@@ -26,8 +26,8 @@ from torch import Tensor
 from ...kernels.state.rows import gather_rows
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout
 from ..models.heads import DraftHead
+from ..pace.draft_length import DraftShape
 from ..rounds.batch import ForwardBatch
-from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, sample_ahead
 from ..sampling.batch import SamplingBatch
 from ..state.copies import counted, to_device

@@ -13,7 +13,7 @@ from typing import Self
 from torch import Tensor
 
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout
-from ..rounds.draft_shape import DraftShape
+from ..pace.draft_length import DraftShape
 from ..rounds.trees import Drafts
 from ..sampling.batch import SamplingBatch
 from .base import DraftState, PromptChunk, PromptTail, RoundRows

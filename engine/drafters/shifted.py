@@ -24,9 +24,9 @@ from ...metadata.handoff.schema.hidden_layout import HiddenLayout
 from ..models.head_file import HeadFile
 from ..models.heads import DraftHead
 from ..models.target_ends import TargetEnds
+from ..pace.draft_length import DraftShape
 from ..ranks.ranks import Ranks
 from ..rounds.batch import ForwardBatch
-from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, grow_tree, sample_ahead, top_of
 from ..sampling.batch import SamplingBatch
 from ..state.copies import counted

@@ -19,8 +19,8 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.read_config import read_model_config
 from ..models.decoder import DecoderModel
 from ..models.registry import load_model
+from ..pace.draft_length import DraftShape
 from ..rounds.batch import ForwardBatch
-from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, sample_ahead
 from ..sampling.batch import SamplingBatch
 from ..state.copies import counted

@@ -30,7 +30,9 @@ from ...metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory, RankL
 from ...metadata.handoff.schema.buffers import MetadataBuffers, Sampled
 from ...metadata.wire.request import SamplingParams, TokenLogprobs
 from ..config import SHARING
+from ..drafters.base import get_draft
 from ..engine import Engine
+from ..pace.draft_length import DraftShape
 from ..pace.joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes, sizes_alone
 from ..pace.padding import padding_catch_up, padding_chunk, padding_round
 from ..progress import Progress
@@ -55,8 +57,6 @@ from ..work import (
     widened,
 )
 from .batch import ForwardBatch
-from .draft_row import get_draft
-from .draft_shape import DraftShape
 from .executor import HostProposer
 from .graphs import RoundGraphs
 from .inputs import Buckets, InputBlock

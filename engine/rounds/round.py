@@ -31,13 +31,13 @@ from ...kernels.state.tree_types import Ancestry
 from ...kernels.state.trees import ancestry
 from ..drafters.base import Drafter, DraftState, MissedRows, RoundRows
 from ..engine import Engine
+from ..pace.draft_length import DraftShape
 from ..sampling.batch import SamplingBatch
 from ..sampling.logprobs import Logprobs, compute_logprobs
 from ..sampling.sampling import sample
 from ..sampling.state import Needs
 from ..state.copies import counted
 from .batch import ForwardBatch, JointBatch
-from .draft_shape import DraftShape
 from .inputs import CatchUpInputs, RoundInputs
 from .slots import Slots
 from .trees import Drafts, Path, accept_chain, accept_tree

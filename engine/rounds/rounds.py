@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from ...metadata.errors import ChunkOutOfMemory, OutOfMemory, RoundOutOfMemory
+from ..pace.draft_length import DraftShape
 from ..sampling.state import Needs, SamplingState, covering
 from ..work import (
     MAX_MISSED,
@@ -29,7 +30,6 @@ from ..work import (
     TableChange,
     catch_up_sizes,
 )
-from .draft_shape import DraftShape
 from .executor import Executor
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..drafters.base import Drafter, RoundRows
 from ..engine import Engine
+from ..pace.draft_length import DraftShape
 from ..pace.joint_sizes import JointSize, fitting
 from ..progress import Progress, tracked
 from ..prompts.graphs import PromptInputs
@@ -37,7 +38,6 @@ from ..prompts.sizes import bucket
 from ..sampling.state import EVERYTHING, GREEDY, MASKED, SAMPLED, Needs, covering
 from ..work import BatchRow, Round
 from .capture import captured
-from .draft_shape import DraftShape
 from .inputs import InputBlock
 from .round import Proposed, RoundResult, Verified, no_drafts, propose, read, settle, verify
 from .slots import Slots

@@ -25,8 +25,8 @@ from baton.decode_node.config import DecodeConfig
 from baton.decode_node.scheduler import StepPlan
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk
 from baton.engine.engine import Engine
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.rounds import Rounds
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.startup import load_engine

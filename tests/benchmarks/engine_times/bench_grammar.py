@@ -35,8 +35,8 @@ from planted_text import PlantedText
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.graphs import graph_sizes
 from baton.engine.rounds.rounds import Rounds, RoundStats
 from baton.engine.sampling.state import SamplingState

@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
 from graph_times import IS_TIMED, Kernel, measure, same
 
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.kernels.operations import preferring
 from baton.kernels.products import triton_rotary
 from baton.kernels.products.rotary import turns_ref

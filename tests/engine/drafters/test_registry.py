@@ -20,7 +20,7 @@ from baton.engine.drafters.family import Family, Speculation, Wanted
 from baton.engine.drafters.registry import ALGORITHMS, DRAFTERS, Line
 from baton.engine.drafters.speculation import load_family
 from baton.engine.engine import Engine
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.trees import Drafts
 from baton.metadata.handoff.schema.hidden_layout import HiddenLayout
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.inputs import BlockTables, Buckets, InputBlock
 from baton.engine.rounds.slots import missed_row
 from baton.engine.sampling.state import Needs
