@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..engine.sampling.state import SamplingState
-from ..engine.sampling.stopping import ended
+from ..engine.sampling.state import SamplingState, ended
 from ..engine.state.prefix_cache import Lease
 from ..engine.work import MAX_MISSED, Accepted
 from ..metadata.wire.messages import Compute, Dispatch

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from ..engine.pace.padding import measure_prompt
 from ..engine.progress import ProgressBar
 from ..engine.prompts.executor import BegunTails, PromptExecutor
-from ..engine.sampling.stopping import ended
+from ..engine.sampling.state import ended
 from ..engine.work import FirstTokens, HandoffRows, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
