@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.operations import captures
-from ...kernels.state.copies import copy_numbers_
+from ...kernels.state.rows import copy_numbers_
 from ...metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory, RankLost
 from ...metadata.handoff.schema.buffers import MetadataBuffers, Sampled
 from ...metadata.wire.request import SamplingParams, TokenLogprobs

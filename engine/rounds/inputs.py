@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.state.copies import copy_columns_
+from ...kernels.state.rows import copy_columns_
 from ..device import kind_of
 from ..state.copies import to_device
 from ..work import MAX_MISSED, CatchUp, Round, TableChange

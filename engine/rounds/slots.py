@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.sampling.processors import History, TokenColumns
-from ...kernels.state.advance import Columns, advance_
-from ...kernels.state.copies import load_column_
-from ...kernels.state.rows import assign_rows_, gather_rows
+from ...kernels.state.rows import Columns, advance_, assign_rows_, gather_rows, load_column_
 from ..drafters.base import Drafter, DraftState, RoundRows
 from ..sampling.batch import (
     FLOATS,
