@@ -24,10 +24,10 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from ..logs import Throttle
 from .addresses import parse_address
 from .sockets import bound_address, open_monitor
 from .tcp_connection import TcpConnection
-from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

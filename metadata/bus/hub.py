@@ -18,6 +18,7 @@ from collections.abc import Callable
 import zmq
 
 from ..errors import ConfigError, ProtocolError
+from ..logs import Throttle
 from ..wire.frames import encode
 from ..wire.hello import HelloRefused, decode_to_router
 from ..wire.membership import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterHeartbeat
@@ -38,7 +39,6 @@ from .sockets import (
     receive_from,
     send_frames,
 )
-from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

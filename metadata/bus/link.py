@@ -10,6 +10,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigError, ProtocolError
+from ..logs import Throttle
 from ..wire.frames import decode_frame, encode
 from ..wire.membership import HUB_FRAME_BYTES
 from ..wire.messages import ToNode, ToRouter, to_node_decoder
@@ -30,7 +31,6 @@ from .sockets import (
     send_frames,
 )
 from .tcp_connection import TcpConnection
-from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

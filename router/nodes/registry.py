@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ...metadata.bus.liveness import Change, PeerLiveness
-from ...metadata.bus.throttle import Throttle
 from ...metadata.errors import ProtocolError
 from ...metadata.handoff.schema import schema
+from ...metadata.logs import Throttle
 from ...metadata.wire.hello import apart
 from ...metadata.wire.membership import Heartbeat, Hello, HelloAgain, Leaving, Refusal, TokenizerFile, Welcome
 from ...metadata.wire.messages import ToNode
