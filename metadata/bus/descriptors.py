@@ -17,7 +17,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 from ..logs import Throttle
-from .connection_monitor import Stranger
+from .connections import Stranger
 
 CROWDED = 0.8
 RESERVED = 0.9

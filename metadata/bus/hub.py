@@ -6,7 +6,7 @@ edge-triggered: it tells only that something changed. A send may consume such a 
 every send.
 
 The hub sends a RouterHeartbeat to every known node, regularly and after a connection has closed
-(connection_monitor.py). The send fails for a node that is gone.
+(connections.py). The send fails for a node that is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..wire.membership import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, Router
 from ..wire.messages import ToNode, ToRouter
 from ..wire.protocol import PROTOCOL_MIN
 from .addresses import parse_address, require_keys
-from .connection_monitor import ConnectionMonitor, Porter
+from .connections import ConnectionMonitor, Porter
 from .curve import KeyPair, secure_server
 from .sockets import (
     DRAIN_LIMIT,

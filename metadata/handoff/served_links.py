@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from ..bus.addresses import address_of_rank
-from ..bus.connection_monitor import PortWatch
+from ..bus.connections import PortWatch
 from ..bus.descriptors import NodePort, limit_of_descriptors
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
 from ..bus.tcp_connection import TcpConnection

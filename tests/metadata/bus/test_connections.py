@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
-from baton.metadata.bus.connection_monitor import PROBE_DELAYS_S, ConnectionMonitor, Porter, PortWatch, Stranger
+from baton.metadata.bus.connections import PROBE_DELAYS_S, ConnectionMonitor, Porter, PortWatch, Stranger
 from baton.metadata.bus.curve import KeyPair, secure_server
 from baton.metadata.bus.descriptors import NodePort
 from baton.metadata.bus.sockets import bound_address, receive_from
