@@ -16,6 +16,7 @@ from ..wire.membership import HUB_FRAME_BYTES
 from ..wire.messages import ToNode, ToRouter, to_node_decoder
 from .addresses import parse_address, require_keys
 from .allow_list import ROUTER, ServerKey
+from .connections import TcpConnection
 from .curve import KeyPair, secure_client
 from .sockets import (
     DRAIN_LIMIT,
@@ -30,7 +31,6 @@ from .sockets import (
     routing_id,
     send_frames,
 )
-from .tcp_connection import TcpConnection
 
 logger = logging.getLogger(__name__)
 

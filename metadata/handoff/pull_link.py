@@ -24,8 +24,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from ..bus.connections import TcpConnection
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, open_monitor, receive_frames, send_frames
-from ..bus.tcp_connection import TcpConnection
 from ..errors import ConfigError, ProtocolError, StaleMessage, TransferError
 from ..logs import Throttle
 from ..wire.data_link import LinkHello, LinkWelcome

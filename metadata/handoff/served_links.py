@@ -16,10 +16,9 @@ import msgspec
 import zmq
 
 from ..bus.addresses import address_of_rank
-from ..bus.connections import PortWatch
+from ..bus.connections import PortWatch, TcpConnection
 from ..bus.descriptors import NodePort, limit_of_descriptors
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
-from ..bus.tcp_connection import TcpConnection
 from ..errors import ConfigError, ProtocolError, TransferError
 from ..logs import Throttle
 from ..wire.data_link import LinkHello, LinkRefused, LinkWelcome, RankHello, RanksWelcome
