@@ -13,8 +13,15 @@ from ..engine.sampling.state import SamplingState, ended
 from ..engine.state.prefix_cache import Lease
 from ..engine.work import MAX_MISSED, Accepted
 from ..metadata.wire.messages import Compute, Dispatch
-from ..metadata.wire.request import MAX_PREEMPTIONS, Ended, GenerationRequest, Preemption, TokenLogprobs, Unit
-from ..metadata.wire.times import add_bounded
+from ..metadata.wire.request import (
+    MAX_PREEMPTIONS,
+    Ended,
+    GenerationRequest,
+    Preemption,
+    TokenLogprobs,
+    Unit,
+    add_bounded,
+)
 
 
 class SequenceClock:

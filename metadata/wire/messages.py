@@ -47,13 +47,14 @@ from .request import (
     Ids,
     Index,
     Name,
+    PrefillTimes,
+    PullTimes,
     Seconds,
     Text,
     TokenLogprobsColumn,
     Unit,
     Units,
 )
-from .times import PrefillTimes, PullTimes
 
 DATA_FRAME_BYTES = 64 << 20
 
