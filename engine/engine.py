@@ -404,7 +404,7 @@ class Engine:
 
     def score(self, final: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
         """Return `compute_logprobs` of the logits of `final` [num_rows, hidden_size], states after the final norm, in
-        host memory, there after the next `recorded_event` (copies.py). No more than SCORED_AT_ONCE rows of logits exist
+        host memory, there after the next `recorded_event` (device.py). No more than SCORED_AT_ONCE rows of logits exist
         at a time."""
         parts = [
             compute_logprobs(self.model.logits(states), ids, num_top)

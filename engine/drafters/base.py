@@ -39,11 +39,11 @@ from ...kernels.state.rows import assign_rows_, gather_rows, packed, unpacked
 from ...metadata.handoff.schema.buffers import MetadataBuffers
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout, assign
 from ...metadata.wire.node_info import HandoffSchema
+from ..device import counted, to_device, to_host
 from ..pace.draft_length import DraftShape
 from ..rounds.executor import HostProposer
 from ..rounds.trees import Drafts
 from ..sampling.batch import SamplingBatch
-from ..state.copies import counted, to_device, to_host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class DraftState:
         return self._moved(device.type, lambda block: to_device(block, device))
 
     def to_host(self) -> Self:
-        """Return itself, or copies that are complete after the next `recorded_event` (copies.py)."""
+        """Return itself, or copies that are complete after the next `recorded_event` (device.py)."""
         return self._moved("cpu", to_host)
 
     def select(self, index: Tensor) -> Self:

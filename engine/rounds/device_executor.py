@@ -30,6 +30,7 @@ from ...metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory, RankL
 from ...metadata.handoff.schema.buffers import MetadataBuffers, Sampled
 from ...metadata.wire.request import SamplingParams, TokenLogprobs
 from ..config import SHARING
+from ..device import recorded_event, to_device, to_host
 from ..drafters.base import get_draft
 from ..engine import Engine
 from ..pace.draft_length import DraftShape
@@ -42,7 +43,6 @@ from ..ranks.agreement import Agreed
 from ..sampling.grammar import Matcher
 from ..sampling.logprobs import Logprobs
 from ..sampling.state import Needs, SamplingState, each_kind
-from ..state.copies import recorded_event, to_device, to_host
 from ..work import (
     Accepted,
     CatchUp,

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.state.rows import copy_columns_
-from ..device import kind_of
-from ..state.copies import to_device
+from ..device import kind_of, to_device
 from ..work import MAX_MISSED, CatchUp, Round, TableChange
 from .slots import missed_row
 

@@ -29,6 +29,7 @@ from ...kernels.attention.attention import Tree
 from ...kernels.state.rows import gather_rows
 from ...kernels.state.tree_types import Ancestry
 from ...kernels.state.trees import ancestry
+from ..device import counted
 from ..drafters.base import Drafter, DraftState, MissedRows, RoundRows
 from ..engine import Engine
 from ..pace.draft_length import DraftShape
@@ -36,7 +37,6 @@ from ..sampling.batch import SamplingBatch
 from ..sampling.logprobs import Logprobs, compute_logprobs
 from ..sampling.sampling import sample
 from ..sampling.state import Needs
-from ..state.copies import counted
 from .batch import ForwardBatch, JointBatch
 from .inputs import CatchUpInputs, RoundInputs
 from .slots import Slots

@@ -49,6 +49,7 @@ from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 from sampling_kinds import KINDS
 
 from baton.engine.config import EngineConfig
+from baton.engine.device import to_host
 from baton.engine.engine import Engine
 from baton.engine.pace.draft_length import DraftShape
 from baton.engine.pace.joint_sizes import CHUNK_SIZES
@@ -60,7 +61,6 @@ from baton.engine.ranks.ranks import ONE_RANK, Ranks
 from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.engine.rounds.rounds import Rounds
 from baton.engine.startup import tune_products
-from baton.engine.state.copies import to_host
 from baton.engine.state.mapped_blocks import MappedBlocks
 from baton.engine.state.pages import Owner
 from baton.engine.tuning.tuning import share_choices
