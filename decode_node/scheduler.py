@@ -30,7 +30,7 @@ from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
-from ..metadata.handoff.needs import decode_len, pages_of
+from ..metadata.handoff.schema.schema import decode_len, pages_of
 from ..metadata.wire.request import Unit
 from .chunk_length import ChunkRoom, PromptTokens, Queue
 from .sequence import Sequence

@@ -27,7 +27,7 @@ from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
-from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages
+from ..metadata.handoff.schema.schema import pages_of, prefill_pages, shared_pages
 from .request import Request
 
 LEAST_TAIL = 512  # tokens; computing them takes longer than pulling the pages of all tokens before
