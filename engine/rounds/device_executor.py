@@ -40,7 +40,7 @@ from ..progress import Progress
 from ..prompts.local_prompts import LocalPrompts
 from ..prompts.scores import SubmittedScores
 from ..ranks.agreement import Agreed
-from ..sampling.grammar import Matcher
+from ..sampling.grammar import Matcher, RoundMasks
 from ..sampling.logprobs import Logprobs
 from ..sampling.state import Needs, SamplingState, each_kind
 from ..work import (
@@ -60,7 +60,6 @@ from .batch import ForwardBatch
 from .executor import HostProposer
 from .graphs import RoundGraphs
 from .inputs import Buckets, InputBlock
-from .masks import RoundMasks
 from .round import RoundResult, catch_up, propose, read, run_round, settle, verify
 from .slots import Slots
 from .step_graphs import StepGraphs
@@ -434,7 +433,7 @@ class DeviceExecutor:
         begun = time.monotonic()
         for before in self._under_way:
             _accept(before)
-        allowed = self._masks.fill(self._masks.of(work.slots), drafts)
+        allowed = self._masks.fill(self._masks.of(work.slots), drafts.tokens, drafts.parents)
         self._masking = Masking(time.monotonic() - begun, verified is None or verified.query())
         return allowed
 

@@ -15,7 +15,7 @@ A round has three steps, and each can be a graph of its own (step_graphs.py):
     settle    sample, accept, observe; writes the slots
 
 If a sequence has a grammar, the host learns the drafts after the first step, and says before the last one which tokens
-each node may have (rounds/masks.py).
+each node may have (sampling/grammar.py).
 """
 
 from __future__ import annotations

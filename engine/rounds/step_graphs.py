@@ -3,7 +3,7 @@
 If a chunk of prompts is computed beside the round, both share one forward, so that weights are read once.
 
 A grammar says on the host what
-the nodes may be, once the drafts are there (rounds/masks.py). A round is three graphs then (round.py):
+the nodes may be, once the drafts are there (sampling/grammar.py). A round is three graphs then (round.py):
 
     propose   for a bucket, a draft shape and a kind of sampling
     verify    for a bucket, a draft shape and a number of prompt tokens, which may be 0
