@@ -1,4 +1,4 @@
-"""The parameters of rotary position embeddings, as config.json states them (rope.py computes). Imports no torch."""
+"""Parameters of rotary position embeddings, as config.json states them (attention.py computes). Imports no torch."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ import torch
 from ...kernels.products.norm import rms_norm
 from ...kernels.products.rotary import apply_rotary_
 from ...metadata.errors import ConfigError, ModelError
-from ..attention.attention import begin_queries
-from ..attention.rope import RotaryEmbedding
+from ..attention.attention import RotaryEmbedding, begin_queries
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.read_config import read_model_config
 from ..layers.decoder import Mlp

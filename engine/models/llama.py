@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..attention.attention import rotary_order
 from ..attention.context import HeadNorms
-from ..attention.rope import rotary_order
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Weights
 from ..layers.attention import Attention, WideNorms

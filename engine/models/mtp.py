@@ -13,8 +13,7 @@ from typing import TypeVar
 import torch
 
 from ...kernels.products.norm import rms_norm
-from ..attention.attention import begin_attention
-from ..attention.rope import RotaryEmbedding
+from ..attention.attention import RotaryEmbedding, begin_attention
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.mtp_names import layer_prefixes
 from ..layers.decoder import DecoderLayer

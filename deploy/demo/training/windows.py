@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ....engine.attention.attention import RotaryEmbedding
 from ....engine.attention.context import AttentionContext, LayerHeads
-from ....engine.attention.rope import RotaryEmbedding
 from ....engine.checkpoint.model_config import ModelConfig
 from ....engine.checkpoint.mtp_names import layer_prefixes
 from ....engine.checkpoint.read_config import read_model_config
