@@ -31,8 +31,7 @@ import torch.nn.functional as F
 
 from ...kernels.operations import Kind, reader
 from ...kernels.products.rotary import turns
-from ..checkpoint.model_config import ModelConfig
-from ..checkpoint.rope_config import RopeConfig
+from ..checkpoint.model_config import ModelConfig, RopeConfig
 from ..rounds.batch import ForwardBatch, JointBatch
 from .context import AttentionContext, CosSin, IdleAttention
 from .gathered import begin_compiled, begin_gathered, compiled_queries, gathered_queries
