@@ -19,8 +19,7 @@ import zmq
 
 from ..errors import ConfigError, ProtocolError
 from ..logs import Throttle
-from ..wire.frames import encode
-from ..wire.hello import HelloRefused, decode_to_router
+from ..wire.frames import HelloRefused, decode_to_router, encode
 from ..wire.membership import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterHeartbeat
 from ..wire.messages import ToNode, ToRouter
 from ..wire.protocol import PROTOCOL_MIN
