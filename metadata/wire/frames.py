@@ -20,8 +20,7 @@ from msgspec.structs import FieldInfo
 from xxhash import xxh3_64_digest
 
 from ..errors import ProtocolError
-from ..wire import protocol
-from ..wire import protocol as protocols
+from . import protocol as protocols
 from .membership import Hello
 from .messages import ToRouter, to_router_decoder
 from .protocol import Message, fields_since, sinces
@@ -119,10 +118,10 @@ def decode_to_router(frame: bytes) -> ToRouter:
         return _newer(frame, error)
 
 
-def apart(protocols: tuple[int, int]) -> str:
+def apart(theirs: tuple[int, int]) -> str:
     """Return in words that this router and a node with this range of protocols have none in common."""
-    ours, theirs = f"{protocol.PROTOCOL_MIN}..{protocol.PROTOCOL_MAX}", f"{protocols[0]}..{protocols[1]}"
-    return f"protocol versions {theirs} of the node, {ours} of the router"
+    ours = f"{protocols.PROTOCOL_MIN}..{protocols.PROTOCOL_MAX}"
+    return f"protocol versions {theirs[0]}..{theirs[1]} of the node, {ours} of the router"
 
 
 def _newer(frame: bytes, error: ProtocolError) -> Hello:
@@ -132,15 +131,15 @@ def _newer(frame: bytes, error: ProtocolError) -> Hello:
     except ProtocolError:
         raise error from None
     peer = f"{outline.node_id}:{outline.epoch}".encode()  # if it is too long for a routing id, no peer has it
-    protocols = (outline.protocol_min, outline.protocol_max)
-    if protocol.agreed(protocols) is None:
-        raise HelloRefused(peer, apart(protocols))
-    if outline.protocol_max <= protocol.PROTOCOL_MAX:
+    theirs = (outline.protocol_min, outline.protocol_max)
+    if protocols.agreed(theirs) is None:
+        raise HelloRefused(peer, apart(theirs))
+    if outline.protocol_max <= protocols.PROTOCOL_MAX:
         raise error
     try:
         return _strict_decoder.decode(_encode(decode_frame(_lenient_decoder(), frame)))
     except (ProtocolError, msgspec.MsgspecError) as why:
-        raise HelloRefused(peer, f"{apart(protocols)}: its Hello cannot be read ({str(why)[:200]})") from None
+        raise HelloRefused(peer, f"{apart(theirs)}: its Hello cannot be read ({str(why)[:200]})") from None
 
 
 _strict_decoder = msgspec.msgpack.Decoder(Hello)
