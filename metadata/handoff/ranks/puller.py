@@ -25,9 +25,8 @@ from ...wire.data_link import LinkRefused, LinkWelcome
 from ...wire.messages import Pages, ToDecode
 from ...wire.request import Unit
 from ..endpoint import Endpoint
-from ..pages import ReceivedPages
+from ..pages import CHECKSUM_BYTES, ReceivedPages
 from ..pull_link import ANSWER_S, HELLO_S, PullLink, PullLinks
-from ..schema.checksums import CHECKSUM_BYTES
 from ..schema.kv_layout import KvLayout, Shard
 from ..schema.schema import blocks_per_page, kv_layouts
 from ..transports.base import POLL_BYTES, Landed, Move

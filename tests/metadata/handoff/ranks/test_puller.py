@@ -10,6 +10,7 @@ import pytest
 from handoff_nodes import make_row, peer_of, unit
 from rank_nodes import LocalLine, RankPair, heads_schema, pages_in, rank_end
 
+from baton.metadata.handoff.pages import page_checksums
 from baton.metadata.handoff.ranks.orders import (
     CloseSource,
     ExpectPages,
@@ -21,7 +22,6 @@ from baton.metadata.handoff.ranks.orders import (
     SourceLost,
 )
 from baton.metadata.handoff.ranks.puller import RankPuller, RankTeam
-from baton.metadata.handoff.schema.checksums import page_checksums
 from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.handoff.transports.base import Landed
 
