@@ -34,6 +34,8 @@ from .ranks.shards import PagePart
 from .schema.kv_layout import KvLayout
 from .schema.schema import GPU_CHECKSUM, blocks_per_page
 
+CHECKSUM_BYTES = 8
+
 
 class Shared(NamedTuple):
     """GPU memory of one pool: a file descriptor, which its owner keeps open, and the size in bytes."""
@@ -274,9 +276,6 @@ def memory_of_rank_0(counted: HostMemory, ours: PageMemory) -> PeerMemory:
 def _check_digest(schema: HandoffSchema, device: DevicePool | None) -> None:
     has_gpu = device is not None
     assert schema.checksum == "none" or (schema.checksum == GPU_CHECKSUM) == has_gpu, schema.checksum
-
-
-CHECKSUM_BYTES = 8
 
 
 class HostPool(Protocol):
