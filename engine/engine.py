@@ -317,6 +317,7 @@ class Engine:
         if not takes:
             return
         table = [pages[0]] * (num_before // page_size) + pages + [pages[0]]
+        self._ranks.announce(num_tokens * num_seqs)
         computed = self.compute([BatchRow([0] * num_tokens, num_before, table)] * num_seqs)
         if self.drafter is not None:
             chunk = PromptChunk([0] * (num_before + num_tokens), num_before, num_before + num_tokens, table)
