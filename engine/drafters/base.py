@@ -23,7 +23,8 @@ because the sequence's slot has kept its state.
 Zero rows. A node without work runs nothing, but a rank without sequences does what the others do (agreement.py). So
 every method takes zero rows: `propose` and `observe` run the same forwards on them, and `finish_prompt` stores no KV,
 returns a state of zero rows with the fields, widths and dtypes of any other, and refuses `hidden` [0, width] of a wrong
-width. The last token of a prompt leaves `observe_prompt` without a row of its own if the drafter is shifted.
+width. The last token of a prompt leaves `observe_prompt` without a row of its own if the drafter is shifted: if its
+KV at position i depends on tokens after i (the schema's `key_lookahead` says on how many).
 """
 
 from __future__ import annotations
@@ -150,12 +151,6 @@ class Drafter(Protocol):
 
     @property
     def hidden(self) -> HiddenLayout: ...
-
-    @property
-    def is_shifted(self) -> bool:
-        """Whether its KV at position i depends on tokens after i, so that the KV at the last prompt positions depends
-        on the first sampled token. The schema's `key_lookahead` says on how many tokens."""
-        ...
 
     @property
     def has_kv(self) -> bool:

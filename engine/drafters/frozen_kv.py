@@ -28,7 +28,6 @@ from .family import Family, Loading, Speculation, Wanted
 class FrozenKvDrafter:
     """Owns the head; `target_kv` is the target's pool, which it only reads."""
 
-    is_shifted = False
     has_kv = False
     proposer = None
 

@@ -38,7 +38,6 @@ from .base import DraftState, PromptChunk, PromptTail, RoundRows
 class MtpLayersDrafter:
     """Owns the layers; their KV pool shares page numbers with the target's, one pool layer for each."""
 
-    is_shifted = True
     has_kv = True
     proposer = None
 

@@ -28,7 +28,6 @@ SHARED_TOKENS = 1 << 18  # of finished requests, some 65 bytes each
 class NgramDrafter:
     """Owns the texts that it looks in: those of running sequences, by slot, and of finished ones."""
 
-    is_shifted = False
     has_kv = False
 
     @property

@@ -38,7 +38,6 @@ from .family import Loading, Speculation, Wanted
 class ShiftedDrafter:
     """Owns the head; its KV pool shares page numbers with the target's."""
 
-    is_shifted = True
     has_kv = True
     proposer = None
 

@@ -32,7 +32,6 @@ from .family import Family, Loading, Speculation, Wanted
 class StandaloneDrafter:
     """Owns the draft model; its KV pool shares page numbers with the target's."""
 
-    is_shifted = False
     has_kv = True
     proposer = None
 

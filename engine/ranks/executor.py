@@ -15,9 +15,10 @@ from ..pace.draft_length import DraftShape
 from ..pace.joint_sizes import JointSizes
 from ..progress import Progress
 from ..prompts.prompts import Prompts, SubmittedChunk
+from ..rounds.device_executor import executor_of
 from ..rounds.executor import HostProposer
 from ..work import Chunk, Forget, LoadSlot, RoundTokens, RoundWork, Scores, WarmUp
-from .ranked_engine import RankedEngine, executor_of
+from .ranked_engine import RankedEngine
 
 
 class RankExecutor:

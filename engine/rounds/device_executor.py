@@ -58,7 +58,7 @@ from ..work import (
 )
 from .batch import ForwardBatch
 from .executor import HostProposer
-from .graphs import RoundGraphs
+from .graphs import RoundGraphs, graph_sizes
 from .inputs import Buckets, InputBlock
 from .round import RoundResult, catch_up, propose, read, run_round, settle, verify
 from .slots import Slots
@@ -570,6 +570,12 @@ class DeviceExecutor:
         for block in self._used:
             self.buckets.free(block)
         self._used.clear()
+
+
+def executor_of(engine: Engine, num_slots: int) -> DeviceExecutor:
+    """Return the executor of a node or of one of its ranks, with graphs if the device has them. All ranks have the same
+    buckets, so they replay the same graphs."""
+    return DeviceExecutor(engine, num_slots, graph_sizes(engine.kv, num_slots))
 
 
 def _accept(done: _UnderWay) -> None:

@@ -69,7 +69,6 @@ def test_every_drafter_has_a_kind_that_the_tests_over_all_drafters_run(
 class EchoDrafter:
     """Proposes the last token again. All that the nodes know of it is in this class and its FAMILY."""
 
-    is_shifted = False
     has_kv = False
     proposer = None
 
