@@ -38,8 +38,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..engine.pace.chunk_costs import ChunkCosts
 from ..engine.pace.joint_sizes import EVERY_SIZE, JointSizes
+from ..engine.pace.step_times import ChunkCosts
 from ..engine.work import BatchRow
 from .round_clock import RoundSeconds
 

@@ -10,9 +10,8 @@ from ..engine.ranks.executor import RankExecutor
 from ..engine.ranks.handoffs import make_client
 from ..engine.ranks.processes import RankProcesses
 from ..engine.ranks.ranked_engine import RankedEngine, start_ranks
-from ..engine.rounds.device_executor import DeviceExecutor
+from ..engine.rounds.device_executor import executor_of
 from ..engine.rounds.executor import Executor
-from ..engine.rounds.graphs import graph_sizes
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
@@ -39,13 +38,8 @@ def serve_rank(config: EngineConfig, rank: int, name: str, engine: Engine) -> No
     _serve(config, name, engine)
 
 
-def make_executor(config: DecodeConfig, engine: Engine) -> DeviceExecutor:
-    """Return the executor of a node with one rank, or of a rank that is a node."""
-    return DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
-
-
 def _rehearse(config: DecodeConfig, engine: Engine) -> None:
-    make_executor(config, engine).rehearse(expects_prompts=config.expect_prompts)
+    executor_of(engine, config.max_running).rehearse(expects_prompts=config.expect_prompts)
 
 
 def _serve(config: DecodeConfig, name: str, engine: Engine, ranked: RankedEngine | None = None) -> int:
@@ -57,7 +51,9 @@ def _serve(config: DecodeConfig, name: str, engine: Engine, ranked: RankedEngine
     def make_node(membership: Membership) -> DecodeNode:
         is_tensor_parallel = ranked is not None and engine.group_steps is None
         executor: Executor = (
-            RankExecutor(ranked) if ranked is not None and is_tensor_parallel else make_executor(config, engine)
+            RankExecutor(ranked)
+            if ranked is not None and is_tensor_parallel
+            else executor_of(engine, config.max_running)
         )
         return DecodeNode(
             executor,

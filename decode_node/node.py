@@ -37,11 +37,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.pace.draft_length import PRIOR_TRIES, StepChooser
+from ..engine.pace.draft_length import PRIOR_TRIES, DraftShape, StepChooser
 from ..engine.pace.padding import measure_costs, measure_round
 from ..engine.pace.step_times import StepTimes
 from ..engine.progress import ProgressBar
-from ..engine.rounds.draft_shape import DraftShape
 from ..engine.rounds.executor import Executor
 from ..engine.rounds.rounds import LocalChunk, Rounds, Submitted
 from ..engine.state.prefix_cache import PrefixCache
@@ -94,6 +93,11 @@ class SubmittedRound(NamedTuple):
     step_since: float  # monotonic seconds: the begin of the step, or the end of the last settled round if that is later
     chunk: PromptTokens | None  # the prompts or lost tokens that the step computes beside it
     is_scored: bool  # tokens of the chunk are scored, which takes longer
+
+    @property
+    def has_chunk(self) -> bool:
+        """Whether a chunk makes the step longer: one of this node, or of another rank of its group."""
+        return self.chunk is not None or self.submitted.is_delayed
 
 
 class _Admission(NamedTuple):
@@ -375,7 +379,7 @@ class DecodeNode:
         if self._under_way is None or not self._expects_arrivals:
             return
         under_way = self._under_way
-        until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
+        until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.has_chunk)
         since = time.monotonic()
         while self._expects_arrivals and time.monotonic() < until and not self.executor.is_done:
             self._pause()
@@ -397,7 +401,7 @@ class DecodeNode:
         under_way = self._under_way
         if under_way is None:
             return
-        until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.chunk is not None)
+        until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.has_chunk)
         since = time.monotonic()
         while not self._put_off and time.monotonic() < until and not self.executor.is_done:
             self._pause()
@@ -617,7 +621,7 @@ class DecodeNode:
         results = self.rounds.collect(done.submitted).rows
         num_streams, num_steps = len(done.sequences), done.submitted.shape.num_steps
         step_since = max(done.step_since, self._clock.settled_at)
-        seconds = self._clock.settle(done.since, num_steps, has_chunk=done.chunk is not None)
+        seconds = self._clock.settle(done.since, num_steps, has_chunk=done.has_chunk)
         step_s = self._clock.settled_at - step_since
         for sequence in done.sequences:
             sequence.leave_round()

@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..engine.pace.draft_length import NO_DRAFTS, DraftShape
 from ..engine.pace.joint_sizes import NO_SIZE, JointSizes
-from ..engine.rounds.draft_shape import NO_DRAFTS, DraftShape
 from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
-from ..metadata.handoff.needs import decode_len, pages_of
+from ..metadata.handoff.schema.schema import decode_len, pages_of
 from ..metadata.wire.request import Unit
 from .chunk_length import ChunkRoom, PromptTokens, Queue
 from .sequence import Sequence

@@ -2,19 +2,110 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import msgspec
 
-from ..engine.sampling.state import SamplingState
-from ..engine.sampling.stopping import ended
+from ..engine.sampling.state import SamplingState, ended
 from ..engine.state.prefix_cache import Lease
 from ..engine.work import MAX_MISSED, Accepted
 from ..metadata.wire.messages import Compute, Dispatch
-from ..metadata.wire.request import Ended, GenerationRequest, TokenLogprobs, Unit
-from .prompt_scores import PromptScores
-from .sequence_clock import SequenceClock
+from ..metadata.wire.request import (
+    MAX_PREEMPTIONS,
+    Ended,
+    GenerationRequest,
+    Preemption,
+    TokenLogprobs,
+    Unit,
+    add_bounded,
+)
+
+
+class SequenceClock:
+    """The times of one sequence. A round only counts up; the time is read when a run begins or ends."""
+
+    __slots__ = (
+        "_clock",
+        "_paused_at",
+        "_ran_s",
+        "_resumed_at",
+        "_since",
+        "_steps",
+        "_tokens",
+        "num_steps",
+        "preemptions",
+    )
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_steps = 0
+        self.preemptions: list[Preemption] = []  # at most MAX_PREEMPTIONS: neighbours are joined
+        self._clock = clock
+        self._since = self._ran_s = self._paused_at = 0.0
+        self._steps = self._tokens = 0  # counts at the start of the run; after a preemption, what the run added to them
+        self._resumed_at: float | None = None  # the sequence has pages again, but no round since
+
+    def start(self, num_generated: int) -> None:
+        """The first run begins."""
+        self._begin_run(self._clock(), num_generated)
+
+    def step(self, num_generated: int) -> None:
+        """Count a round. `num_generated` tokens had been generated before it."""
+        if self._resumed_at is not None:
+            self._end_preemption(self._clock(), num_generated)
+        self.num_steps += 1
+
+    def preempt(self, num_generated: int) -> None:
+        """The run ends: the sequence has lost its pages."""
+        now = self._clock()
+        if self._resumed_at is not None:  # preempted again before a round
+            self._end_preemption(now, num_generated)
+        self._paused_at, self._ran_s = now, now - self._since
+        self._steps, self._tokens = self.num_steps - self._steps, num_generated - self._tokens
+
+    def resume(self) -> None:
+        """The sequence has pages again. Its KV is recomputed before its next round, which begins a run."""
+        self._resumed_at = self._clock()
+
+    def _end_preemption(self, now: float, num_generated: int) -> None:
+        assert self._resumed_at is not None
+        waited_s, recompute_s = self._resumed_at - self._paused_at, now - self._resumed_at
+        preemption = Preemption(1, self._steps, self._tokens, self._ran_s, waited_s, recompute_s)
+        add_bounded(self.preemptions, preemption, MAX_PREEMPTIONS)
+        self._resumed_at = None
+        self._begin_run(now, num_generated)
+
+    def _begin_run(self, now: float, num_generated: int) -> None:
+        self._since, self._steps, self._tokens = now, self.num_steps, num_generated
+
+
+@dataclass(slots=True, eq=False)
+class PromptScores:
+    """Log-probabilities of the prompt's tokens after the first. The state of position i scores token i + 1."""
+
+    num_wanted: int  # tokens of the prompt after the first
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.logprobs) == self.num_wanted
+
+    @property
+    def num_skippable(self) -> int:
+        """Positions from the start whose states are not needed any more."""
+        return len(self.logprobs)
+
+    def num_scored(self, start: int, num_new: int) -> int:
+        """Return how many of the `num_new` positions from `start` on score a token of the prompt."""
+        return max(0, min(num_new, self.num_wanted - start))
+
+    def take(self, start: int, logprobs: Seq[TokenLogprobs]) -> None:
+        """Take the scores of the positions from `start` on. After a preemption some are computed a second time."""
+        assert start <= len(self.logprobs), (start, len(self.logprobs))
+        self.logprobs[start:] = logprobs
 
 
 @dataclass(slots=True, eq=False)

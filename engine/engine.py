@@ -319,6 +319,7 @@ class Engine:
         if not takes:
             return
         table = [pages[0]] * (num_before // page_size) + pages + [pages[0]]
+        self._ranks.announce(num_tokens * num_seqs)
         computed = self.compute([BatchRow([0] * num_tokens, num_before, table)] * num_seqs)
         if self.drafter is not None:
             chunk = PromptChunk([0] * (num_before + num_tokens), num_before, num_before + num_tokens, table)
@@ -406,7 +407,7 @@ class Engine:
 
     def score(self, final: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
         """Return `compute_logprobs` of the logits of `final` [num_rows, hidden_size], states after the final norm, in
-        host memory, there after the next `recorded_event` (copies.py). No more than SCORED_AT_ONCE rows of logits exist
+        host memory, there after the next `recorded_event` (device.py). No more than SCORED_AT_ONCE rows of logits exist
         at a time."""
         parts = [
             compute_logprobs(self.model.logits(states), ids, num_top)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
-from .rounds.draft_shape import DraftShape
+from .pace.draft_length import DraftShape
 from .sampling.state import Needs, SamplingState
 
 

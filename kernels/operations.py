@@ -118,8 +118,8 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "top_logprobs": (_triton("sampling.triton_logprobs", _FLOATS),),
         "gumbel_noise": (_numba("sampling.numba_noise", frozenset({torch.int64})),),
         "add_gumbel_noise_": (_triton("sampling.triton_noise", _FLOAT32), _numba("sampling.numba_noise")),
-        # advance.py, rows.py, trees.py
-        "advance_": (_triton("state.triton_advance"),),
+        # rows.py, trees.py
+        "advance_": (_triton("state.triton_rows"),),
         "gather_rows": (_triton("state.triton_rows"),),
         "assign_rows_": (_triton("state.triton_rows"),),
         "packed": (_triton("state.triton_rows"),),
@@ -129,10 +129,10 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "walk_chain": (_triton("state.triton_trees"),),
         "walk_tree": (_triton("state.triton_trees"),),
         "move_slots_": (_triton("state.triton_trees"),),
-        # copies.py, pages.py; torch cannot read a peer's pool, so BATON_TRITON=0 leaves pages as they are
-        "copy_numbers_": (_triton("state.triton_copies"),),
-        "copy_columns_": (_triton("state.triton_copies"),),
-        "load_column_": (_triton("state.triton_copies"),),
+        # rows.py, pages.py; torch cannot read a peer's pool, so BATON_TRITON=0 leaves pages as they are
+        "copy_numbers_": (_triton("state.triton_rows"),),
+        "copy_columns_": (_triton("state.triton_rows"),),
+        "load_column_": (_triton("state.triton_rows"),),
         "gather_pages": (_triton("state.triton_pages"),),
         "least_of_many": (_triton("state.triton_pages"),),
         "page_checksums": (_triton("state.triton_pages", _INT32)._replace(has_switch=False),),

@@ -1,7 +1,7 @@
 """Logging of one process: text lines for people, or one JSON object per line if `--log-json` is given.
 
 Fields passed as `extra={"rid": ...}` appear in both formats. The code logs one line per lifecycle event, never one line
-per token.
+per token. A `Throttle` limits lines that the outside world could multiply.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import logging
 import math
 import sys
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -121,3 +123,23 @@ def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
 def _one_line(text: str) -> str:
     # text from a peer or a client must not look like a log line of this process
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class Throttle:
+    """Allows something at most `most` times in `interval_s` seconds."""
+
+    def __init__(self, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic, *, most: int = 1) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._most = most
+        self._num_left = 0
+        self._next = -math.inf  # when the count starts anew
+
+    def is_due(self) -> bool:
+        """Return True if it may happen now, and count it. The count starts anew `interval_s` after the first of `most`
+        times."""
+        now = self._clock()
+        if now >= self._next:
+            self._next, self._num_left = now + self._interval_s, self._most
+        self._num_left -= 1
+        return self._num_left >= 0

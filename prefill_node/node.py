@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from ..engine.pace.padding import measure_prompt
 from ..engine.progress import ProgressBar
 from ..engine.prompts.executor import BegunTails, PromptExecutor
-from ..engine.sampling.stopping import ended
+from ..engine.sampling.state import ended
 from ..engine.work import FirstTokens, HandoffRows, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
@@ -44,12 +44,10 @@ from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, Prefill
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
 from . import chunk_work
-from .chunk_length import measured_sharing_limit
-from .chunk_times import ChunkSeconds
-from .chunk_work import ChunkUnderWay, PromptEnd
+from .chunk_work import ChunkSeconds, ChunkUnderWay, PromptEnd
 from .outbox import FirstToken, Outbox
 from .request import Request, new_request
-from .scheduler import PlannedChunk, PrefillScheduler, StepPlan
+from .scheduler import PlannedChunk, PrefillScheduler, StepPlan, measured_sharing_limit
 from .tickets import FailedUnit, Tickets
 
 logger = logging.getLogger(__name__)

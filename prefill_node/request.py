@@ -14,8 +14,15 @@ from ..engine.sampling.state import SamplingState
 from ..engine.state.prefix_cache import Lease
 from ..metadata.wire.messages import Prefill
 from ..metadata.wire.node_info import Peer
-from ..metadata.wire.request import GenerationRequest, TokenLogprobs, Unit
-from ..metadata.wire.times import MAX_CHUNKS, ChunkTimes, PrefillTimes, add_bounded
+from ..metadata.wire.request import (
+    MAX_CHUNKS,
+    ChunkTimes,
+    GenerationRequest,
+    PrefillTimes,
+    TokenLogprobs,
+    Unit,
+    add_bounded,
+)
 
 
 @dataclass(slots=True, eq=False)

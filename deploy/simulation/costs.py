@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+from ...engine.pace.draft_length import NO_DRAFTS
 from ...engine.pace.joint_sizes import JointSize, JointSizes
-from ...engine.rounds.draft_shape import NO_DRAFTS
 from ...engine.rounds.sizes import round_sizes
 from .times import ChunkPoint, RoundPoint, Times
 

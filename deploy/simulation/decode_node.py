@@ -19,7 +19,7 @@ from typing import Protocol
 
 from ...decode_node.chunk_length import ChunkBudget, ChunkRoom, ChunksAlone, PromptRate, PromptTokens, Queue
 from ...decode_node.round_clock import LEAST_AHEAD_S, SHARE_AHEAD, RoundSeconds
-from ...engine.pace.chunk_costs import ChunkCosts
+from ...engine.pace.step_times import ChunkCosts
 from ...router.placement.placement import DecodeFigures
 from ...router.placement.prompt_placement import LocalFigures, PromptTimes
 from .agenda import Agenda

@@ -23,7 +23,8 @@ because the sequence's slot has kept its state.
 Zero rows. A node without work runs nothing, but a rank without sequences does what the others do (agreement.py). So
 every method takes zero rows: `propose` and `observe` run the same forwards on them, and `finish_prompt` stores no KV,
 returns a state of zero rows with the fields, widths and dtypes of any other, and refuses `hidden` [0, width] of a wrong
-width. The last token of a prompt leaves `observe_prompt` without a row of its own if the drafter is shifted.
+width. The last token of a prompt leaves `observe_prompt` without a row of its own if the drafter is shifted: if its
+KV at position i depends on tokens after i (the schema's `key_lookahead` says on how many).
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.state.rows import assign_rows_, gather_rows, packed, unpacked
+from ...metadata.handoff.schema.buffers import MetadataBuffers
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout, assign
-from ..rounds.draft_shape import DraftShape
+from ...metadata.wire.node_info import HandoffSchema
+from ..device import counted, to_device, to_host
+from ..pace.draft_length import DraftShape
 from ..rounds.executor import HostProposer
 from ..rounds.trees import Drafts
 from ..sampling.batch import SamplingBatch
-from ..state.copies import counted, to_device, to_host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +76,7 @@ class DraftState:
         return self._moved(device.type, lambda block: to_device(block, device))
 
     def to_host(self) -> Self:
-        """Return itself, or copies that are complete after the next `recorded_event` (copies.py)."""
+        """Return itself, or copies that are complete after the next `recorded_event` (device.py)."""
         return self._moved("cpu", to_host)
 
     def select(self, index: Tensor) -> Self:
@@ -150,12 +153,6 @@ class Drafter(Protocol):
     def hidden(self) -> HiddenLayout: ...
 
     @property
-    def is_shifted(self) -> bool:
-        """Whether its KV at position i depends on tokens after i, so that the KV at the last prompt positions depends
-        on the first sampled token. The schema's `key_lookahead` says on how many tokens."""
-        ...
-
-    @property
     def has_kv(self) -> bool:
         """Whether a round that skips `observe` leaves holes in its KV, which a later call must fill."""
         ...
@@ -219,3 +216,40 @@ class PromptTail:
     @property
     def prompt_len(self) -> int:
         return len(self.token_ids)
+
+
+# the fields of a metadata row that hold a `DraftState`, with which the first round of the decode node drafts
+_FIELDS = {"tokens": "topk_index", "scores": "topk_score", "hidden": "recurrent_hidden", "rows": "target_rows"}
+
+
+def set_draft(row: MetadataBuffers, draft: DraftState) -> None:
+    """Write the state of one sequence into the fields that the schema has. A field without a value, or a value
+    without a field, is our bug. Raises ValueError for a state of another width or dtype than the schema's: nothing is
+    cut or cast."""
+    values = dict(draft.present())
+    for name, field in _FIELDS.items():
+        value = values.get(name)
+        assert (field in row) == (value is not None), (field, value)
+        if value is not None:
+            dtype = torch.int32 if name == "tokens" else value.dtype
+            row.set(field, value.reshape(-1).to("cpu", dtype))
+
+
+def pack_draft(schema: HandoffSchema, draft: DraftState) -> bytes:
+    """Return a metadata row of one sequence with this draft state and no first token, in the bytes of the schema."""
+    row = MetadataBuffers(schema)
+    set_draft(row, draft)
+    return row.pack()
+
+
+def get_draft(row: MetadataBuffers, drafter: Drafter, token_ids: Sequence[int]) -> DraftState:
+    """Return the state that `set_draft` wrote, one row on the CPU. `token_ids`: the whole sequence, the first generated
+    token included."""
+    draft = DraftState(**{name: torch.zeros_like(each, device="cpu") for name, each in drafter.allocate(1).present()})
+    for name, value in draft.present():
+        if name == "recent":
+            known = torch.tensor(list(token_ids[-value.shape[1] :]))
+            value[0, value.shape[1] - len(known) :] = known
+        else:
+            value.copy_(row.get(_FIELDS[name]).view(value.shape))
+    return draft

@@ -23,9 +23,9 @@ from ..checkpoint.model_config import ModelConfig
 from ..config import KvDtype
 from ..models.decoder import DecoderModel
 from ..models.target_ends import TargetEnds, ends_in
+from ..pace.draft_length import DraftShape
 from ..progress import Progress
 from ..ranks.ranks import Ranks
-from ..rounds.draft_shape import DraftShape
 from .base import Drafter
 from .registry import describe
 

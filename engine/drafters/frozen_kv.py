@@ -15,12 +15,12 @@ from torch import Tensor
 from ...kernels.state.rows import gather_rows
 from ...metadata.errors import ConfigError
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout
+from ..device import counted
 from ..models.frozen_kv import FrozenKvFile, FrozenKvHead, read_frozen_kv
+from ..pace.draft_length import DraftShape
 from ..rounds.batch import ForwardBatch
-from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, grow_tree, sample_ahead, top_of
 from ..sampling.batch import SamplingBatch
-from ..state.copies import counted
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Loading, Speculation, Wanted
 
@@ -28,7 +28,6 @@ from .family import Family, Loading, Speculation, Wanted
 class FrozenKvDrafter:
     """Owns the head; `target_kv` is the target's pool, which it only reads."""
 
-    is_shifted = False
     has_kv = False
     proposer = None
 

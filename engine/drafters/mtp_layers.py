@@ -25,12 +25,12 @@ from torch import Tensor
 
 from ...kernels.state.rows import gather_rows
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout
+from ..device import counted, to_device
 from ..models.heads import DraftHead
+from ..pace.draft_length import DraftShape
 from ..rounds.batch import ForwardBatch
-from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, sample_ahead
 from ..sampling.batch import SamplingBatch
-from ..state.copies import counted, to_device
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 
@@ -38,7 +38,6 @@ from .base import DraftState, PromptChunk, PromptTail, RoundRows
 class MtpLayersDrafter:
     """Owns the layers; their KV pool shares page numbers with the target's, one pool layer for each."""
 
-    is_shifted = True
     has_kv = True
     proposer = None
 

@@ -13,7 +13,7 @@ from typing import Self
 from torch import Tensor
 
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout
-from ..rounds.draft_shape import DraftShape
+from ..pace.draft_length import DraftShape
 from ..rounds.trees import Drafts
 from ..sampling.batch import SamplingBatch
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
@@ -28,7 +28,6 @@ SHARED_TOKENS = 1 << 18  # of finished requests, some 65 bytes each
 class NgramDrafter:
     """Owns the texts that it looks in: those of running sequences, by slot, and of finished ones."""
 
-    is_shifted = False
     has_kv = False
 
     @property

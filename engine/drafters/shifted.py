@@ -21,15 +21,15 @@ from torch import Tensor
 from ...kernels.attention.attention import Tree
 from ...kernels.state.rows import gather_rows
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout
+from ..device import counted
 from ..models.head_file import HeadFile
 from ..models.heads import DraftHead
 from ..models.target_ends import TargetEnds
+from ..pace.draft_length import DraftShape
 from ..ranks.ranks import Ranks
 from ..rounds.batch import ForwardBatch
-from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, grow_tree, sample_ahead, top_of
 from ..sampling.batch import SamplingBatch
-from ..state.copies import counted
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Loading, Speculation, Wanted
@@ -38,7 +38,6 @@ from .family import Loading, Speculation, Wanted
 class ShiftedDrafter:
     """Owns the head; its KV pool shares page numbers with the target's."""
 
-    is_shifted = True
     has_kv = True
     proposer = None
 

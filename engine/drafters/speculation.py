@@ -10,7 +10,7 @@ from ...metadata.handoff.schema.hidden_layout import HiddenDtype
 from ..checkpoint.model_config import ModelConfig
 from ..config import EngineConfig
 from ..models.head_file import tensor_names
-from ..rounds.draft_shape import DraftShape
+from ..pace.draft_length import DraftShape
 from .algorithm import find_drafter, settle
 from .family import Family, Speculation, Wanted
 from .registry import DRAFTERS

@@ -17,13 +17,13 @@ from ...metadata.errors import ConfigError
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.read_config import read_model_config
+from ..device import counted
 from ..models.decoder import DecoderModel
 from ..models.registry import load_model
+from ..pace.draft_length import DraftShape
 from ..rounds.batch import ForwardBatch
-from ..rounds.draft_shape import DraftShape
 from ..rounds.trees import Drafts, sample_ahead
 from ..sampling.batch import SamplingBatch
-from ..state.copies import counted
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Loading, Speculation, Wanted
@@ -32,7 +32,6 @@ from .family import Family, Loading, Speculation, Wanted
 class StandaloneDrafter:
     """Owns the draft model; its KV pool shares page numbers with the target's."""
 
-    is_shifted = False
     has_kv = True
     proposer = None
 

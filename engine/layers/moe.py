@@ -16,8 +16,7 @@ from ..checkpoint.model_config import ExpertsConfig
 from ..products.base import Rows, Sum
 from ..products.experts import Experts
 from ..products.ranked import OwnRowsSum
-from .mlp import Mlp
-from .residual import Residual
+from .decoder import Mlp, Residual
 
 
 @dataclass(frozen=True, slots=True, eq=False)

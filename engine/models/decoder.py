@@ -18,13 +18,11 @@ from torch import Tensor
 
 from ...kernels.products.fp8 import E4M3
 from ...kernels.sampling.sample import Choice, perturbed_argmax
-from ..attention.attention import begin_attention
+from ..attention.attention import RotaryEmbedding, begin_attention
 from ..attention.context import AttentionContext
-from ..attention.rope import RotaryEmbedding
 from ..checkpoint.model_config import ModelConfig
-from ..layers.decoder import DecoderLayer
+from ..layers.decoder import DecoderLayer, Residual
 from ..layers.embedding import Embedding, LmHead
-from ..layers.residual import Residual
 from ..rounds.batch import ForwardBatch, JointBatch
 from ..sampling.row_shares import Lens
 

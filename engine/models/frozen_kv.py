@@ -21,12 +21,11 @@ import torch
 from ...kernels.products.norm import rms_norm
 from ...kernels.products.rotary import apply_rotary_
 from ...metadata.errors import ConfigError, ModelError
-from ..attention.attention import begin_queries
-from ..attention.rope import RotaryEmbedding
+from ..attention.attention import RotaryEmbedding, begin_queries
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.read_config import read_model_config
+from ..layers.decoder import Mlp
 from ..layers.embedding import LmHead
-from ..layers.mlp import Mlp
 from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, VOCAB
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from ...kernels.products.norm import rms_norm
 from ...metadata.errors import ModelError
-from ..attention.attention import begin_attention
+from ..attention.attention import RotaryEmbedding, begin_attention
 from ..attention.context import AttentionContext
-from ..attention.rope import RotaryEmbedding
 from ..checkpoint.model_config import ModelConfig
-from ..layers.decoder import DecoderBody, DecoderLayer
+from ..layers.decoder import DecoderBody, DecoderLayer, Residual
 from ..layers.embedding import Embedding, LmHead
-from ..layers.residual import Residual
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
 from ..rounds.batch import ForwardBatch

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.products.norm import add_rms_norm_, rms_norm
-from ..attention.attention import begin_attention
-from ..attention.rope import RotaryEmbedding
+from ..attention.attention import RotaryEmbedding, begin_attention
 from ..checkpoint.model_config import ModelConfig
 from ..layers.hyper_decoder import HyperDecoderLayer
 from ..products.linear import Linear

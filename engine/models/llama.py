@@ -11,14 +11,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..attention.attention import rotary_order
 from ..attention.context import HeadNorms
-from ..attention.rope import rotary_order
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Weights
 from ..layers.attention import Attention, WideNorms
-from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward, SelfAttention
+from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward, Mlp, SelfAttention
 from ..layers.embedding import Embedding, LmHead
-from ..layers.mlp import Mlp
 from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, VOCAB, WeightShard, heads_out
 from .decoder import DecoderModel, DecoderStack
 

@@ -8,8 +8,7 @@ import torch
 
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Weights
-from ..layers.decoder import DecoderLayer
-from ..layers.mlp import Mlp
+from ..layers.decoder import DecoderLayer, Mlp
 from ..layers.moe import ExpertRouter, MoeMlp
 from ..products.base import INNER_IN, INNER_OUT
 from ..products.experts import ExpertSources, choose_experts_product

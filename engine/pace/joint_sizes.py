@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..rounds.draft_shape import NO_DRAFTS, DraftShape
+from .draft_length import NO_DRAFTS, DraftShape
 
 CHUNK_SIZES = (64, 128, 256, 512, 1024)  # tokens of the chunks; longer ones save nothing of a forward of their own
 MAX_PROMPTS = 8  # of a chunk

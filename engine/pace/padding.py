@@ -10,11 +10,11 @@ import time
 from dataclasses import replace
 
 from ..prompts.executor import PromptExecutor
-from ..rounds.draft_shape import DraftShape
 from ..rounds.executor import Executor
 from ..sampling.state import Needs
 from ..work import BatchRow, CatchUp, Chunk, ChunkRow, Recompute, Round, RoundWork
-from .chunk_costs import ChunkCosts
+from .draft_length import DraftShape
+from .step_times import ChunkCosts
 
 _NUM_SEQS = 16  # of a round with a chunk beside it: a larger one takes longer to measure
 _LEAST_S = 1e-6  # of a chunk

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import to_device
 from ..drafters.base import PromptChunk, PromptTail
 from ..engine import Engine
 from ..rounds.slots import Slots
 from ..sampling.batch import SamplingBatch
-from ..state.copies import to_device
 from ..work import BatchRow, LocalRow, Recompute
 from .scores import SubmittedScores
 

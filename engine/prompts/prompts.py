@@ -26,14 +26,13 @@ from torch import Tensor
 
 from ...metadata.errors import OutOfMemory, RankLost
 from ...metadata.handoff.schema.buffers import MetadataBuffers, Sampled
-from ..drafters.base import DraftState, PromptChunk, PromptTail
+from ..device import recorded_event, to_device
+from ..drafters.base import DraftState, PromptChunk, PromptTail, set_draft
 from ..engine import Engine
 from ..progress import Progress
 from ..rounds.batch import Computed
-from ..rounds.draft_row import set_draft
 from ..sampling.batch import SamplingBatch
 from ..sampling.sampling import SubmittedSample
-from ..state.copies import recorded_event, to_device
 from ..work import Chunk, ChunkRow, FirstTokens, HandoffRows, Scores, Tail, Tails
 from .scores import SubmittedScores
 

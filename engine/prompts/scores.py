@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...metadata.wire.request import TokenLogprobs
+from ..device import to_device
 from ..engine import Engine
 from ..sampling.logprobs import Logprobs
-from ..state.copies import to_device
 from ..work import BatchRow
 
 

@@ -11,13 +11,14 @@ the same logits and samples the same tokens. Ranks with sequences of their own a
 from __future__ import annotations
 
 from ...metadata.handoff.schema.buffers import Sampled
+from ..pace.draft_length import DraftShape
 from ..pace.joint_sizes import JointSizes
 from ..progress import Progress
 from ..prompts.prompts import Prompts, SubmittedChunk
-from ..rounds.draft_shape import DraftShape
+from ..rounds.device_executor import executor_of
 from ..rounds.executor import HostProposer
 from ..work import Chunk, Forget, LoadSlot, RoundTokens, RoundWork, Scores, WarmUp
-from .ranked_engine import RankedEngine, executor_of
+from .ranked_engine import RankedEngine
 
 
 class RankExecutor:

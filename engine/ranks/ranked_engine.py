@@ -29,8 +29,7 @@ from ..drafters.speculation import read_speculation
 from ..engine import Engine, read_target
 from ..products.ranked import RankRows
 from ..prompts.prompts import Prompts
-from ..rounds.device_executor import DeviceExecutor
-from ..rounds.graphs import graph_sizes
+from ..rounds.device_executor import executor_of
 from ..startup import load_engine, new_epoch, rank_id
 from ..state.mapped_blocks import MappedBlocks
 from ..work import Chunk, Forget, Round, WarmUp
@@ -66,7 +65,7 @@ def check_group(config: EngineConfig) -> None:
     """Raise ConfigError if the ranks of a group cannot divide the model, or have too few GPUs, before any of them
     starts."""
     size = config.dp_attention
-    if choose_device(config.device).type == "cuda":
+    if kind_of(choose_device(config.device)).is_apart:
         check_devices(size, torch.cuda.device_count(), "--dp-attention")
     model_dir = resolve_model(config.model)
     check_shares(read_target(model_dir, config), size, f"the model in {model_dir}", has_all_heads=True)
@@ -170,11 +169,6 @@ class RankedEngine:
         frame = encode(work)
         for rank in range(1, self.size):
             self.processes.send(rank, frame)
-
-
-def executor_of(engine: Engine, num_slots: int) -> DeviceExecutor:
-    """Return the executor of one rank. All ranks have the same buckets, so they replay the same graphs."""
-    return DeviceExecutor(engine, num_slots, graph_sizes(engine.kv, num_slots))
 
 
 def _ranks(group: Group, folder: Path, name: str, *, is_group: bool) -> Ranks:

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from ...metadata.errors import ChunkOutOfMemory, RankLost
 from ...metadata.wire.node_info import GroupRank
+from ..pace.draft_length import NO_DRAFTS, DraftShape
 from ..products.ranked import RankRows
 from ..prompts.sizes import NO_PROMPT_SIZES, PromptSizes
-from ..rounds.draft_shape import NO_DRAFTS, DraftShape
 from ..work import BatchRow
 from .agreement import Agreed, Proposal, agree, longest_chunk
 from .board import Board

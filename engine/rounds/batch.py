@@ -16,8 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from ...kernels.attention.attention import AttentionPlan, Tree
-from ..device import kind_of
-from ..state.copies import to_device
+from ..device import kind_of, to_device
 from ..work import BatchRow
 
 

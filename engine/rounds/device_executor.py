@@ -25,22 +25,24 @@ import torch
 from torch import Tensor
 
 from ...kernels.operations import captures
-from ...kernels.state.copies import copy_numbers_
+from ...kernels.state.rows import copy_numbers_
 from ...metadata.errors import ChunkOutOfMemory, ConfigError, OutOfMemory, RankLost
 from ...metadata.handoff.schema.buffers import MetadataBuffers, Sampled
 from ...metadata.wire.request import SamplingParams, TokenLogprobs
 from ..config import SHARING
+from ..device import recorded_event, to_device, to_host
+from ..drafters.base import get_draft
 from ..engine import Engine
+from ..pace.draft_length import DraftShape
 from ..pace.joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes, sizes_alone
 from ..pace.padding import padding_catch_up, padding_chunk, padding_round
 from ..progress import Progress
 from ..prompts.local_prompts import LocalPrompts
 from ..prompts.scores import SubmittedScores
 from ..ranks.agreement import Agreed
-from ..sampling.grammar import Matcher
+from ..sampling.grammar import Matcher, RoundMasks
 from ..sampling.logprobs import Logprobs
 from ..sampling.state import Needs, SamplingState, each_kind
-from ..state.copies import recorded_event, to_device, to_host
 from ..work import (
     Accepted,
     CatchUp,
@@ -55,13 +57,9 @@ from ..work import (
     widened,
 )
 from .batch import ForwardBatch
-from .buckets import Buckets
-from .draft_row import get_draft
-from .draft_shape import DraftShape
 from .executor import HostProposer
-from .graphs import RoundGraphs
-from .inputs import InputBlock
-from .masks import RoundMasks
+from .graphs import RoundGraphs, graph_sizes
+from .inputs import Buckets, InputBlock
 from .round import RoundResult, catch_up, propose, read, run_round, settle, verify
 from .slots import Slots
 from .step_graphs import StepGraphs
@@ -435,7 +433,7 @@ class DeviceExecutor:
         begun = time.monotonic()
         for before in self._under_way:
             _accept(before)
-        allowed = self._masks.fill(self._masks.of(work.slots), drafts)
+        allowed = self._masks.fill(self._masks.of(work.slots), drafts.tokens, drafts.parents)
         self._masking = Masking(time.monotonic() - begun, verified is None or verified.query())
         return allowed
 
@@ -572,6 +570,12 @@ class DeviceExecutor:
         for block in self._used:
             self.buckets.free(block)
         self._used.clear()
+
+
+def executor_of(engine: Engine, num_slots: int) -> DeviceExecutor:
+    """Return the executor of a node or of one of its ranks, with graphs if the device has them. All ranks have the same
+    buckets, so they replay the same graphs."""
+    return DeviceExecutor(engine, num_slots, graph_sizes(engine.kv, num_slots))
 
 
 def _accept(done: _UnderWay) -> None:

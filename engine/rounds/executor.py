@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from ..pace.draft_length import DraftShape
 from ..pace.joint_sizes import JointSizes
 from ..progress import Progress
 from ..work import RoundTokens, RoundWork, Scores
-from .draft_shape import DraftShape
 
 if TYPE_CHECKING:
     from ...metadata.handoff.schema.buffers import Sampled

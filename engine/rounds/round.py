@@ -15,7 +15,7 @@ A round has three steps, and each can be a graph of its own (step_graphs.py):
     settle    sample, accept, observe; writes the slots
 
 If a sequence has a grammar, the host learns the drafts after the first step, and says before the last one which tokens
-each node may have (rounds/masks.py).
+each node may have (sampling/grammar.py).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ...kernels.attention.attention import Tree
 from ...kernels.state.rows import gather_rows
 from ...kernels.state.tree_types import Ancestry
 from ...kernels.state.trees import ancestry
+from ..device import counted
 from ..drafters.base import Drafter, DraftState, MissedRows, RoundRows
 from ..engine import Engine
+from ..pace.draft_length import DraftShape
 from ..sampling.batch import SamplingBatch
 from ..sampling.logprobs import Logprobs, compute_logprobs
 from ..sampling.sampling import sample
 from ..sampling.state import Needs
-from ..state.copies import counted
 from .batch import ForwardBatch, JointBatch
-from .draft_shape import DraftShape
 from .inputs import CatchUpInputs, RoundInputs
 from .slots import Slots
 from .trees import Drafts, Path, accept_chain, accept_tree

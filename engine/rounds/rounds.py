@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from ...metadata.errors import ChunkOutOfMemory, OutOfMemory, RoundOutOfMemory
+from ..pace.draft_length import DraftShape
 from ..sampling.state import Needs, SamplingState, covering
 from ..work import (
     MAX_MISSED,
+    Accepted,
     BatchRow,
     CatchUp,
     LoadSlot,
     LocalRow,
+    Masking,
     Recompute,
     Round,
     RoundTokens,
@@ -27,9 +30,7 @@ from ..work import (
     TableChange,
     catch_up_sizes,
 )
-from .draft_shape import DraftShape
 from .executor import Executor
-from .stats import RoundStats
 
 
 class Running(Protocol):
@@ -72,6 +73,36 @@ class _SentTable(NamedTuple):
 
     pages: list[int]  # the sequence's own list
     num_pages: int
+
+
+@dataclass(slots=True)
+class RoundStats:
+    """Counts since the start: how many drafts were made and accepted, and what grammars cost."""
+
+    accepted_at: list[int]  # by draft position: how often that draft was accepted
+    num_verified: int = 0  # sequences whose drafts were verified, once per round
+    num_drafted: int = 0
+    num_accepted: int = 0
+    masked_rounds: int = 0  # with grammars
+    late_masks: int = 0  # of these, the rounds in which the device waited for the masks
+    mask_s: float = 0.0  # that the host took to fill masks
+
+    def count_masks(self, masking: Masking | None) -> None:
+        """Count what the grammars of a round cost, if it had some."""
+        if masking is not None:
+            self.masked_rounds += 1
+            self.late_masks += masking.is_late
+            self.mask_s += masking.fill_s
+
+    def count(self, accepted: Accepted) -> None:
+        """Count a round of one sequence, if the sequence could accept a draft."""
+        if not accepted.num_drafted:
+            return
+        self.num_verified += 1
+        self.num_drafted += accepted.num_drafted
+        self.num_accepted += accepted.num_accepted
+        for at in range(accepted.num_accepted):
+            self.accepted_at[at] += 1
 
 
 class Rounds:

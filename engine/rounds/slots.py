@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.sampling.processors import History, TokenColumns
-from ...kernels.state.advance import Columns, advance_
-from ...kernels.state.copies import load_column_
-from ...kernels.state.rows import assign_rows_, gather_rows
+from ...kernels.state.rows import Columns, advance_, assign_rows_, gather_rows, load_column_
+from ..device import PinnedRows, counted, to_device
 from ..drafters.base import Drafter, DraftState, RoundRows
 from ..sampling.batch import (
     FLOATS,
@@ -32,7 +31,6 @@ from ..sampling.batch import (
 )
 from ..sampling.row_shares import RowShares
 from ..sampling.state import Needs, SamplingState
-from ..state.copies import PinnedRows, counted, to_device
 from ..work import MAX_MISSED
 
 _LENGTH, _LAST_TOKEN = 0, 1  # before INTS

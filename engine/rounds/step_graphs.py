@@ -3,7 +3,7 @@
 If a chunk of prompts is computed beside the round, both share one forward, so that weights are read once.
 
 A grammar says on the host what
-the nodes may be, once the drafts are there (rounds/masks.py). A round is three graphs then (round.py):
+the nodes may be, once the drafts are there (sampling/grammar.py). A round is three graphs then (round.py):
 
     propose   for a bucket, a draft shape and a kind of sampling
     verify    for a bucket, a draft shape and a number of prompt tokens, which may be 0
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..drafters.base import Drafter, RoundRows
 from ..engine import Engine
+from ..pace.draft_length import DraftShape
 from ..pace.joint_sizes import JointSize, fitting
 from ..progress import Progress, tracked
 from ..prompts.graphs import PromptInputs
@@ -37,7 +38,6 @@ from ..prompts.sizes import bucket
 from ..sampling.state import EVERYTHING, GREEDY, MASKED, SAMPLED, Needs, covering
 from ..work import BatchRow, Round
 from .capture import captured
-from .draft_shape import DraftShape
 from .inputs import InputBlock
 from .round import Proposed, RoundResult, Verified, no_drafts, propose, read, settle, verify
 from .slots import Slots

@@ -19,10 +19,10 @@ from torch.nn.functional import pad
 from ...kernels.sampling.sample import perturbed_topk
 from ...kernels.state.tree_types import Candidates, Frontier
 from ...kernels.state.trees import choose, grow_, walk_chain, walk_tree
+from ..device import counted, to_host
+from ..pace.draft_length import DraftShape
 from ..sampling.batch import SamplingBatch
 from ..sampling.sampling import over_rows, processed, sample
-from ..state.copies import counted, to_host
-from .draft_shape import DraftShape
 
 
 class Drafts(NamedTuple):

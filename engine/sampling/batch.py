@@ -19,7 +19,7 @@ from torch import Tensor
 from ...kernels.sampling.filters import Filters
 from ...kernels.sampling.processors import History, TokenColumns
 from ...kernels.sampling.sample import Draws
-from ..state.copies import counted, to_device
+from ..device import counted, to_device
 from .row_shares import Lens, RowShares
 from .state import Needs, SamplingState
 

@@ -6,6 +6,10 @@ its checkpoint's own, and every process that samples a request's tokens follows 
 tokens give the same masks everywhere.
 
 A mask is a row of bits, 1 for an allowed token: token i is bit i % 32 of word i // 32.
+
+A round with grammars waits for its drafts on the host, in the middle (rounds/round.py). By then the round before is
+done, so the matchers first go on by what that brought. They fill the masks of all drafts while the device verifies them
+(`RoundMasks`).
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ from typing import NamedTuple, TypeAlias
 
 import llguidance
 import numpy as np
+import torch
 from llguidance.numpy import (
     fill_next_token_bitmask,
     fill_next_token_bitmask_par,
     fill_next_token_bitmask_par_with_draft_tokens,
 )
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ...metadata.wire.request import MAX_STEP_ITEMS
 from ..background import begin
@@ -227,3 +233,45 @@ class Grammars:
             logger.error("a grammar cannot be used: %s", compiled.get_error().splitlines()[0])
             return None
         return compiled
+
+
+class RoundMasks:
+    """Owns the matcher of each slot whose sequence has a grammar, and fills the masks of rounds. One thread."""
+
+    def __init__(self, grammars: Grammars, *, pinned: bool) -> None:
+        """`pinned`: the masks are copied to a device."""
+        self._grammars = grammars
+        self._pinned = pinned
+        self._matchers: dict[int, Matcher] = {}  # by slot
+
+    def load(self, slot: int, state: SamplingState) -> None:
+        """Give the slot to a sequence."""
+        self._matchers.pop(slot, None)
+        if state.params.grammar is not None:
+            self._matchers[slot] = self._grammars.matcher(state)
+
+    def of(self, slots: Sequence[int]) -> list[Matcher | None]:
+        """Return the matchers of the sequences in these slots; None: the sequence has no grammar."""
+        return [self._matchers.get(slot) for slot in slots]
+
+    def fill(self, matchers: Sequence[Matcher | None], drafts: Tensor, parents: Tensor | None) -> Tensor:
+        """Return the tokens that each node may be, [num_seqs * (N + 1), num_words] int32 on the host. `drafts` and
+        their `parents`, None for a chain, [num_seqs, N] int64, are on the host; they may have more rows, of padding.
+        Sequences without a grammar may have every token."""
+        num_seqs, num_nodes = len(drafts), drafts.shape[1] + 1
+        shape = (num_seqs * num_nodes, self._grammars.num_words)
+        allowed = torch.full(shape, -1, dtype=torch.int32, pin_memory=self._pinned)
+        masks: Mask = allowed.numpy()
+        rows = drafts.tolist()
+        chains = [
+            DraftChain(matcher, index * num_nodes, rows[index])
+            for index, matcher in enumerate(matchers)
+            if matcher is not None
+        ]
+        if parents is None:
+            self._grammars.fill(masks, chains)
+        else:
+            of_rows = parents.tolist()
+            for chain in chains:
+                self._grammars.fill_tree(masks, chain, of_rows[chain.row // num_nodes])
+        return allowed

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...kernels.sampling.logprobs import top_logprobs
 from ...metadata.wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
-from ..state.copies import to_host
+from ..device import to_host
 
 
 class Logprobs(NamedTuple):
@@ -18,7 +18,7 @@ class Logprobs(NamedTuple):
     top_logprobs: Tensor
 
     def to_host(self) -> Self:
-        """Copies, there after the next `recorded_event` (copies.py)."""
+        """Copies, there after the next `recorded_event` (device.py)."""
         return type(self)(*map(to_host, self))
 
     def to_rows(self, num_logprobs: Sequence[int | None]) -> list[TokenLogprobs | None]:

@@ -19,7 +19,7 @@ from ...kernels.sampling import sample as choice
 from ...kernels.sampling.processors import History, TokenColumns, process_logits
 from ...kernels.sampling.sample import perturbed_argmax
 from ...metadata.wire.request import TokenLogprobs
-from ..state.copies import counted, recorded_event, to_host
+from ..device import counted, recorded_event, to_host
 from .batch import SamplingBatch
 from .logprobs import Logprobs, compute_logprobs
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, choice_seed
+from ...metadata.wire.request import MAX_TOP_LOGPROBS, Ended, SamplingParams, choice_seed
 
 MIN_TEMPERATURE = 1e-6  # below it a request is greedy
 
@@ -193,3 +193,19 @@ def each_kind(vocab_size: int) -> list[SamplingState]:
     else the first request of a kind would hold up all others while its kernels are compiled or loaded. Each state has
     one token of a prompt and one generated token."""
     return [SamplingState(params, [0], [0], vocab_size=vocab_size) for params in _EACH_KIND]
+
+
+def ended(state: SamplingState, token_id: int, context_len: int, num_cached: int) -> Ended | None:
+    """Return the end of the choice if `token_id`, just appended to `state`, is its last token; else None. `num_cached`
+    goes into the totals."""
+    params = state.params
+    is_stop = token_id in params.stop_ids
+    if not is_stop and state.num_generated < params.max_tokens and state.position < context_len:
+        return None
+    return Ended(
+        reason="stop" if is_stop else "length",
+        stop_id=token_id if is_stop else None,
+        num_prompt=state.prompt_len,
+        num_generated=state.num_generated,
+        num_cached=num_cached,
+    )

@@ -132,10 +132,7 @@ class CudaPool:
         memory: Sequence[Mirror],
         *,
         has_checksums: bool,
-        shared: Sequence[Shared] | None = None,
     ) -> None:
-        """`shared`: descriptors of the pools, if another process has allocated them, of which this object becomes the
-        owner. None: this process has allocated them."""
         self._device = kvs[0].device
         self._pools = [kv.view(kv.shape[0], kv.shape[1], -1).view(torch.int32) for kv in kvs]  # words
         assert all(kv.is_contiguous() for kv in kvs), [kv.stride() for kv in kvs]
@@ -154,7 +151,7 @@ class CudaPool:
         )  # of checksums that wait for a chunk, as others do not
         self._fences: dict[int, torch.cuda.Event] = {}  # by page: what was submitted before it was expected
         self.device = str(torch.cuda.get_device_properties(self._device).uuid)
-        self.shared = self._share() if shared is None else tuple(shared)
+        self.shared = self._share()
         for each in self.shared:
             weakref.finalize(self, os.close, each.descriptor)
         self._warm_up()

@@ -21,9 +21,7 @@ from torch import Tensor
 from ...kernels.products.linear_configs import ProductShape
 from ..attention.context import AttentionContext
 from ..layers.attention import Attention
-from ..layers.decoder import DecoderBody
-from ..layers.mlp import Mlp
-from ..layers.residual import Residual
+from ..layers.decoder import DecoderBody, Mlp, Residual
 from ..models.decoder import DecoderModel
 from ..products.dense import DenseProduct
 from ..products.linear import Linear

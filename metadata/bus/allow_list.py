@@ -24,7 +24,7 @@ from pathlib import Path
 from zmq.utils import z85
 
 from ..errors import ConfigError, ProtocolError
-from .throttle import Throttle
+from ..logs import Throttle
 
 logger = logging.getLogger(__name__)
 

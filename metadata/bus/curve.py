@@ -26,8 +26,8 @@ from zmq.utils import z85
 
 from ..config import ProcessConfig
 from ..errors import ConfigError
+from ..logs import Throttle
 from .allow_list import KEY_LEN, AllowList, is_key
-from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import time
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
-from .connection_monitor import Stranger
-from .throttle import Throttle
+from ..logs import Throttle
+from .connections import Stranger
 
 CROWDED = 0.8
 RESERVED = 0.9

@@ -6,7 +6,7 @@ edge-triggered: it tells only that something changed. A send may consume such a 
 every send.
 
 The hub sends a RouterHeartbeat to every known node, regularly and after a connection has closed
-(connection_monitor.py). The send fails for a node that is gone.
+(connections.py). The send fails for a node that is gone.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Callable
 import zmq
 
 from ..errors import ConfigError, ProtocolError
-from ..wire.frames import encode
-from ..wire.hello import HelloRefused, decode_to_router
+from ..logs import Throttle
+from ..wire.frames import HelloRefused, decode_to_router, encode
 from ..wire.membership import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterHeartbeat
 from ..wire.messages import ToNode, ToRouter
 from ..wire.protocol import PROTOCOL_MIN
 from .addresses import parse_address, require_keys
-from .connection_monitor import ConnectionMonitor, Porter
+from .connections import ConnectionMonitor, Porter
 from .curve import KeyPair, secure_server
 from .sockets import (
     DRAIN_LIMIT,
@@ -38,7 +38,6 @@ from .sockets import (
     receive_from,
     send_frames,
 )
-from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

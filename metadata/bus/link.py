@@ -10,11 +10,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigError, ProtocolError
+from ..logs import Throttle
 from ..wire.frames import decode_frame, encode
 from ..wire.membership import HUB_FRAME_BYTES
 from ..wire.messages import ToNode, ToRouter, to_node_decoder
 from .addresses import parse_address, require_keys
 from .allow_list import ROUTER, ServerKey
+from .connections import TcpConnection
 from .curve import KeyPair, secure_client
 from .sockets import (
     DRAIN_LIMIT,
@@ -29,8 +31,6 @@ from .sockets import (
     routing_id,
     send_frames,
 )
-from .tcp_connection import TcpConnection
-from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

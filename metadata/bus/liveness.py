@@ -24,10 +24,10 @@ from ..wire.frames import encode
 from ..wire.membership import Heartbeat
 from ..wire.node_info import Load, NodeStats
 from ..wire.protocol import PROTOCOL_MIN
+from .connections import TcpConnection, time_limit_s
 from .curve import KeyPair
 from .link import connect_dealer, router_key
 from .sockets import HEARTBEAT_SUFFIX, UNACKNOWLEDGED_S, open_monitor, routing_id, send_frames
-from .tcp_connection import TcpConnection, time_limit_s
 
 HEARTBEAT_INTERVAL_S = 0.2
 PEER_SILENCE_S = 1.5

@@ -25,7 +25,7 @@ import msgspec
 
 from ..wire.membership import Drain, Flush, Hello, HelloAgain, Inspect, Refusal, RouterHeartbeat, TokenizerFile, Welcome
 from ..wire.messages import Cancel, Compute, Prefill, Resend, Reserve, ToNode, ToRouter
-from .tcp_connection import time_limit_s
+from .connections import time_limit_s
 
 logger = logging.getLogger(__name__)
 

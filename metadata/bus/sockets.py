@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import zmq
 
 from ..errors import ConfigError, ProtocolError, StaleMessage
+from ..logs import Throttle
 from .addresses import parse_address
-from .throttle import Throttle
 
 if TYPE_CHECKING:
     from .allow_list import AllowList

@@ -32,7 +32,7 @@ from .endpoint import Endpoint
 from .pages import ReceivedPages
 from .pull_link import ANSWER_S, PullLink, PullLinks
 from .ranks.orders import RankLine
-from .ranks.team import RankTeam
+from .ranks.puller import RankTeam
 from .transfer import Event, Revoked, Transfer, TransferFailed
 from .transports.base import POLL_BYTES, Landed
 from .transports.ranks import RanksTransport

@@ -5,9 +5,9 @@ from __future__ import annotations
 import zmq
 
 from ..bus.addresses import any_port_of, parse_address, require_keys
+from ..bus.connections import MAX_ROUND_TRIP_S
 from ..bus.curve import KeyPair, secure_client, secure_server
 from ..bus.sockets import HANDSHAKE_MS, ZMTP_SILENCE_MS, configure_socket, connect_socket
-from ..bus.tcp_connection import MAX_ROUND_TRIP_S
 from ..errors import ConfigError
 from ..wire.node_info import Peer
 

@@ -18,7 +18,7 @@ import logging
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,22 +50,12 @@ class PageMemory:
     Raises ConfigError if the machine does not have that much memory. The owner calls `close`.
     """
 
-    def __init__(
-        self,
-        layout: KvLayout,
-        num_pages: int,
-        *,
-        shared: bool = True,
-        before_seal: Callable[[int], None] | None = None,
-    ) -> None:
-        """`before_seal` is called with the descriptor of shared memory. Other processes may map it for writing until
-        this function returns."""
+    def __init__(self, layout: KvLayout, num_pages: int) -> None:
         self.layout, self.num_pages = layout, num_pages
         self.page_bytes = layout.page_bytes
         self.size = memory_size(layout, num_pages)
         self.fd: int | None = None
-        self._before_seal = before_seal
-        self._map = self._map_memory(shared)
+        self._map = self._map_memory()
         with contextlib.suppress(OSError):  # advice: a kernel without huge pages may refuse it
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.pages, self.generations = _views(self._map, layout, num_pages)
@@ -90,12 +80,12 @@ class PageMemory:
         with contextlib.suppress(BufferError):  # the engine's tensors still view it; it is freed with them
             self._map.close()
 
-    def _map_memory(self, shared: bool) -> mmap.mmap:
+    def _map_memory(self) -> mmap.mmap:
         words = f"{self.num_pages} pages need {self.size / 2**30:.1f} GiB"
         if self.size > _total_memory():
             raise ConfigError(f"{words}, more than this machine has; use fewer --num-pages")
         try:
-            return self._map_shared() if shared else mmap.mmap(-1, self.size)
+            return self._map_shared()
         except (OSError, ValueError) as error:
             raise ConfigError(f"{words}, which this machine does not give ({error}); use fewer --num-pages") from error
 
@@ -105,8 +95,6 @@ class PageMemory:
             fd = os.memfd_create("baton-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, self.size)
             mapped = mmap.mmap(fd, self.size)
-            if self._before_seal is not None:
-                self._before_seal(fd)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _OWNER_SEALS)
         except (OSError, AttributeError) as error:
             if fd >= 0:

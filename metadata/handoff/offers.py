@@ -13,7 +13,7 @@ from ..errors import ProtocolError
 from ..wire.messages import Offer
 from ..wire.node_info import HandoffSchema
 from ..wire.request import pack_ids, unpack_ids
-from .schema.checksums import CHECKSUM_BYTES, row_checksum
+from .pages import CHECKSUM_BYTES, row_checksum
 from .schema.schema import blocks_per_page, row_bytes
 from .tickets import Ticket
 

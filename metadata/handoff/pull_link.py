@@ -24,10 +24,10 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from ..bus.connections import TcpConnection
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, open_monitor, receive_frames, send_frames
-from ..bus.tcp_connection import TcpConnection
-from ..bus.throttle import Throttle
 from ..errors import ConfigError, ProtocolError, StaleMessage, TransferError
+from ..logs import Throttle
 from ..wire.data_link import LinkHello, LinkWelcome
 from ..wire.frames import decode_frame, encode
 from ..wire.messages import DATA_FRAME_BYTES, Pages, Renew, ToDecode, ToPrefill, to_decode_decoder

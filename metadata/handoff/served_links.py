@@ -16,12 +16,11 @@ import msgspec
 import zmq
 
 from ..bus.addresses import address_of_rank
-from ..bus.connection_monitor import PortWatch
+from ..bus.connections import PortWatch, TcpConnection
 from ..bus.descriptors import NodePort, limit_of_descriptors
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
-from ..bus.tcp_connection import TcpConnection
-from ..bus.throttle import Throttle
 from ..errors import ConfigError, ProtocolError, TransferError
+from ..logs import Throttle
 from ..wire.data_link import LinkHello, LinkRefused, LinkWelcome, RankHello, RanksWelcome
 from ..wire.frames import decode_frame, encode
 from ..wire.messages import Pages, Pull, ToDecode, ToPrefill, to_prefill_decoder

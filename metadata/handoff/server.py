@@ -21,8 +21,8 @@ from contextlib import suppress
 import zmq
 
 from ..bus.sockets import DroppedFrames
-from ..bus.throttle import Throttle
 from ..errors import ConfigError, OutOfMemory, ProtocolError
+from ..logs import Throttle
 from ..wire.data_link import LinkHello
 from ..wire.messages import Ack, Claim, Drop, Pull, Renew, Revoke, RevokeAck, ToPrefill, UnknownClaim
 from ..wire.request import MAX_TEXT, Unit

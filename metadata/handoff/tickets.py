@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..bus.tcp_connection import MAX_ROUND_TRIP_S
+from ..bus.connections import MAX_ROUND_TRIP_S
 from ..errors import ProtocolError
 from ..wire.request import Unit
 

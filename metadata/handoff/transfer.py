@@ -12,8 +12,7 @@ from typing import NamedTuple
 from ..errors import TransferError
 from ..wire.messages import Offer
 from ..wire.node_info import HandoffSchema
-from ..wire.request import Unit
-from ..wire.times import PullTimes
+from ..wire.request import PullTimes, Unit
 from .offers import read_offer
 from .schema.schema import page_bytes
 from .transports.base import Move

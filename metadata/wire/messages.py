@@ -7,7 +7,7 @@
 
 Messages about a node itself are declared in membership.py, those that open a data link in data_link.py. Each direction
 has one union and one typed decoder, so a message of another direction is refused. Unknown fields are refused too,
-except in a Hello (hello.py). A new field or message needs a new protocol version and names it where it is declared
+except in a Hello (frames.py). A new field or message needs a new protocol version and names it where it is declared
 (protocol.py), so that an older peer never gets what it does not know. Token ids travel as little-endian int32 bytes,
 batches as columns. Imports no torch.
 """
@@ -47,13 +47,14 @@ from .request import (
     Ids,
     Index,
     Name,
+    PrefillTimes,
+    PullTimes,
     Seconds,
     Text,
     TokenLogprobsColumn,
     Unit,
     Units,
 )
-from .times import PrefillTimes, PullTimes
 
 DATA_FRAME_BYTES = 64 << 20
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ...metadata.bus.liveness import Change, PeerLiveness
-from ...metadata.bus.throttle import Throttle
 from ...metadata.errors import ProtocolError
 from ...metadata.handoff.schema import schema
-from ...metadata.wire.hello import apart
+from ...metadata.logs import Throttle
+from ...metadata.wire.frames import apart
 from ...metadata.wire.membership import Heartbeat, Hello, HelloAgain, Leaving, Refusal, TokenizerFile, Welcome
 from ...metadata.wire.messages import ToNode
 from ...metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer

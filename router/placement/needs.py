@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ...metadata.handoff.needs import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
+from ...metadata.handoff.schema.schema import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
 from ...metadata.wire.protocol import PROTOCOL_MIN, fields_since
 from ...metadata.wire.request import SamplingParams
 from ..nodes.node import Node

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from msgspec import Struct, field, structs
 
 from ...metadata.wire.messages import Admitted, PrefillDone
-from ...metadata.wire.request import Ended, FinishReason
-from ...metadata.wire.times import PrefillTimes, PullTimes
+from ...metadata.wire.request import Ended, FinishReason, PrefillTimes, PullTimes
 
 if TYPE_CHECKING:
     from ..nodes.node import Node

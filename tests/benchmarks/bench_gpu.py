@@ -49,7 +49,9 @@ from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 from sampling_kinds import KINDS
 
 from baton.engine.config import EngineConfig
+from baton.engine.device import to_host
 from baton.engine.engine import Engine
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.pace.joint_sizes import CHUNK_SIZES
 from baton.engine.progress import ProgressBar
 from baton.engine.ranks.cuda_group import CudaGroup
@@ -57,10 +59,8 @@ from baton.engine.ranks.devices import orders, see
 from baton.engine.ranks.group import START_TIMEOUT_S, CpuGroup
 from baton.engine.ranks.ranks import ONE_RANK, Ranks
 from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.rounds import Rounds
 from baton.engine.startup import tune_products
-from baton.engine.state.copies import to_host
 from baton.engine.state.mapped_blocks import MappedBlocks
 from baton.engine.state.pages import Owner
 from baton.engine.tuning.tuning import share_choices

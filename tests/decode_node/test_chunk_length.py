@@ -21,10 +21,9 @@ from baton.decode_node.chunk_length import (
     Queue,
 )
 from baton.decode_node.round_clock import RoundSeconds
-from baton.engine.pace.chunk_costs import ChunkCosts
+from baton.engine.pace.draft_length import NO_DRAFTS
 from baton.engine.pace.joint_sizes import MAX_PROMPTS, JointSizes, joint_sizes
-from baton.engine.pace.step_times import KEPT
-from baton.engine.rounds.draft_shape import NO_DRAFTS
+from baton.engine.pace.step_times import KEPT, ChunkCosts
 from baton.engine.work import BatchRow
 
 FORWARDS = {"one forward each": 0.005, "one forward for both": 0.0003}

@@ -19,8 +19,8 @@ from thinned import thinned
 
 from baton.decode_node.chunk_length import MAX_AHEAD
 from baton.engine.drafters.base import RoundRows
+from baton.engine.pace.draft_length import NO_DRAFTS, DraftShape
 from baton.engine.pace.joint_sizes import JointSizes
-from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.rounds.trees import Drafts
 from baton.engine.work import Recompute
 from baton.metadata.wire.messages import Cancel, Resend

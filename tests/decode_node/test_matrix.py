@@ -28,7 +28,7 @@ from matrix import PAGE_SIZE, Ask, Case, Cell, Plain, Watch, cells_of, coach, ru
 from node_pair import NodePair, node_pairs, params, replace
 from thinned import thinned
 
-from baton.decode_node import main
+from baton.engine.rounds import device_executor
 
 CHAINS = {
     "ngram": 3,
@@ -87,7 +87,7 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePai
     with node_pairs() as start:
 
         def make(model: Path, buckets: tuple[int, ...] = (), *, overlaps: bool = False, **both: Any) -> NodePair:
-            monkeypatch.setattr(main, "graph_sizes", lambda *_: list(buckets))
+            monkeypatch.setattr(device_executor, "graph_sizes", lambda *_: list(buckets))
             both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 10, **both}
             return start(model, prefill=both, decode=both, overlaps=overlaps)
 

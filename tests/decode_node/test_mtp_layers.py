@@ -23,9 +23,9 @@ from plain_heads import PlainHead
 from thinned import every, thinned
 
 from baton.engine.drafters.base import DraftState, RoundRows
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.prompts import prompts as engine_prompts
 from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.trees import Drafts
 from baton.engine.work import BatchRow
 from baton.prefill_node import scheduler as prefill_scheduler

@@ -59,6 +59,28 @@ def test_a_sequence_does_not_inherit_the_acceptance_of_the_slot_it_gets(pair: No
     pair.run()
 
 
+def test_a_round_that_a_chunk_of_another_rank_delays_takes_the_time_of_a_round_with_a_chunk(
+    pair: NodePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds, clock, settled = pair.decode.rounds, pair.decode._clock, list[bool]()
+    submit, settle = rounds.submit, clock.settle
+
+    def settling(since: float, num_steps: int, *, has_chunk: bool) -> float:
+        settled.append(has_chunk)
+        return settle(since, num_steps, has_chunk=has_chunk)
+
+    monkeypatch.setattr(clock, "settle", settling)
+    monkeypatch.setattr(rounds, "submit", lambda *args: submit(*args)._replace(is_delayed=True))
+    pair.submit("delayed", PROMPT, WANTS)
+    pair.run()
+    assert len(settled) > 2 and all(settled)
+    monkeypatch.setattr(rounds, "submit", submit)
+    settled.clear()
+    pair.submit("plain", PROMPT, WANTS)
+    pair.run()
+    assert len(settled) > 2 and not any(settled)
+
+
 def proposals_of(pair: NodePair, rid: str, prompt: Sequence[int], cache_salt: str) -> list[list[int]]:
     """Return the proposals for a request, round by round."""
     drafter, found = pair.decode.executor.engine.drafter, list[list[int]]()

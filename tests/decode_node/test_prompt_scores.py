@@ -13,7 +13,7 @@ import torch
 from matrix import PAGE_SIZE, start_together
 from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params
 
-from baton.decode_node.prompt_scores import PromptScores
+from baton.decode_node.sequence import PromptScores
 from baton.engine import engine as engines
 from baton.metadata.wire.messages import Cancel, Resend
 from baton.metadata.wire.request import TokenLogprobs, Unit

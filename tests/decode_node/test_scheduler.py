@@ -9,12 +9,11 @@ import pytest
 from imports import check_imports
 
 from baton.decode_node.chunk_length import ChunkRoom, Queue
-from baton.decode_node.prompt_scores import PromptScores
 from baton.decode_node.scheduler import DecodeScheduler, StepPlan
-from baton.decode_node.sequence import Sequence
+from baton.decode_node.sequence import PromptScores, Sequence
 from baton.engine.engine import Engine
+from baton.engine.pace.draft_length import NO_DRAFTS, DraftShape
 from baton.engine.pace.joint_sizes import JointSize, JointSizes
-from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.work import MAX_MISSED, Accepted
 
 from .conftest import MakeSequence

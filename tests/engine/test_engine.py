@@ -289,6 +289,28 @@ def test_warming_up_runs_a_step_and_two_chunks_and_leaves_nothing(
     assert engine.pool.num_free == engine.pool.num_usable
 
 
+def test_warming_up_announces_as_many_rows_as_each_forward_has(
+    make_engine: MakeEngine, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a group divide the rows of a forward. The one behind the longest histories has several sequences."""
+    monkeypatch.setattr(engines, "captures", lambda _: True)
+    monkeypatch.setattr(engines, "is_faster", lambda *_: True)
+    monkeypatch.setattr(engines, "piece_size", lambda *_: 700)  # keys, more than the context of 512 holds
+    engine = make_engine(checkpoint("deepseek_v2"))
+    announced, computed = list[int](), list[list[BatchRow]]()
+    compute = engine.compute
+
+    def computing(rows: list[BatchRow]) -> Computed:
+        computed.append(rows)
+        return compute(rows)
+
+    monkeypatch.setattr(engine, "compute", computing)
+    monkeypatch.setattr(type(engine._ranks), "announce", lambda _, num_rows: announced.append(num_rows))
+    engine.warm_up(32)
+    assert announced == [sum(len(row.input_ids) for row in rows) for rows in computed]
+    assert len(computed[-1]) == 2 and computed[-1][0].position == 512 - 16
+
+
 def test_a_lease_is_never_short(engine: Engine) -> None:
     assert engine.lease_s == MIN_LEASE_S
     engine.warm_up(4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape
+from baton.engine.pace.draft_length import NO_DRAFTS, DraftShape
 from baton.engine.work import BatchRow, Chunk, ChunkRow, catch_up_sizes
 
 

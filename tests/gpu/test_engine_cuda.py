@@ -11,11 +11,11 @@ from ties import Reference
 from waits import no_waiting
 
 from baton.engine.config import EngineConfig
+from baton.engine.device import to_host
 from baton.engine.engine import Engine
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.sampling import sample
 from baton.engine.sampling.state import SamplingState
-from baton.engine.state.copies import to_host
 from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams

@@ -12,8 +12,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.prompts.prompts import Prompts
-from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.engine.rounds.graphs import graph_sizes
+from baton.engine.rounds.device_executor import executor_of
 from baton.engine.startup import load_engine
 from baton.engine.state.memory_share import RESERVE
 from baton.kernels.operations import preferring
@@ -22,10 +21,6 @@ from baton.prefill_node.config import PrefillConfig
 
 MAX_RUNNING = 8
 GRAPHS = 64 << 20  # bytes by which all graphs may take more than the largest
-
-
-def executor_of(engine: Engine) -> DeviceExecutor:
-    return DeviceExecutor(engine, MAX_RUNNING, graph_sizes(engine.kv, MAX_RUNNING))
 
 
 def config_of(kind: type[EngineConfig], model: Path, share: float) -> EngineConfig:
@@ -47,8 +42,8 @@ def test_a_node_takes_its_share_and_no_more(role: str, checkpoint: Callable[...,
     with preferring("triton"):
         if role == "decode":
             config = config_of(DecodeConfig, checkpoint("llama"), share)
-            engine = load_engine(config, lambda engine: executor_of(engine).rehearse(expects_prompts=True))
-            executor_of(engine).warm_up(expects_prompts=True)
+            engine = load_engine(config, lambda engine: executor_of(engine, MAX_RUNNING).rehearse(expects_prompts=True))
+            executor_of(engine, MAX_RUNNING).warm_up(expects_prompts=True)
         else:
             config = config_of(PrefillConfig, checkpoint("llama"), share)
             engine = load_engine(config, lambda engine: Prompts(engine).warm_up())

@@ -21,7 +21,8 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
 from baton.engine.prompts.prompts import Prompts
 from baton.engine.ranks.executor import RankExecutor, RankPrompts
-from baton.engine.ranks.ranked_engine import RankedEngine, executor_of
+from baton.engine.ranks.ranked_engine import RankedEngine
+from baton.engine.rounds.device_executor import executor_of
 from baton.engine.sampling.state import SamplingState
 from baton.engine.startup import load_engine
 from baton.engine.state.pages import Owner, PagePool

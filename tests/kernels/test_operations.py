@@ -48,10 +48,11 @@ DECLARED = {
     "sampling.best_tokens": ["best_of_share", "best_of_all"],
     "sampling.logprobs": ["top_logprobs"],
     "sampling.noise": ["gumbel_noise", "add_gumbel_noise_"],
-    "state.advance": ["advance_"],
-    "state.rows": ["gather_rows", "assign_rows_", "packed"],
+    "state.rows": [
+        *("gather_rows", "assign_rows_", "packed", "advance_"),
+        *("copy_numbers_", "copy_columns_", "load_column_"),
+    ],
     "state.trees": ["grow_", "choose", "ancestry", "walk_chain", "walk_tree", "move_slots_"],
-    "state.copies": ["copy_numbers_", "copy_columns_", "load_column_"],
     "state.pages": ["page_checksums"],
 }
 # Operations that only kernels serve, by file.

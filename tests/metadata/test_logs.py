@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from baton.metadata.config import ProcessConfig
-from baton.metadata.logs import setup_logging
+from baton.metadata.logs import Throttle, setup_logging
 
 logger = logging.getLogger("baton.test")
 Lines = Callable[..., list[str]]
@@ -95,3 +95,30 @@ def test_log_level_hides_less_severe_lines(lines: Lines) -> None:
 def test_a_second_setup_replaces_the_first(lines: Lines) -> None:
     first = lines(lambda: logger.info("x"))
     assert len(first) == len(lines(lambda: logger.info("x"), log_json=True)) == 1
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_event_is_allowed_once_per_interval() -> None:
+    clock = Clock()
+    throttle = Throttle(2.0, clock)
+    assert [throttle.is_due(), throttle.is_due()] == [True, False]
+    clock.now += 1.9
+    assert not throttle.is_due()
+    clock.now += 0.1
+    assert [throttle.is_due(), throttle.is_due()] == [True, False]
+
+
+def test_events_are_allowed_several_times_per_interval_from_the_first_on() -> None:
+    clock = Clock()
+    throttle = Throttle(2.0, clock, most=2)
+    assert throttle.is_due()
+    clock.now += 1.5
+    assert [throttle.is_due(), throttle.is_due()] == [True, False]
+    clock.now += 0.5
+    assert [throttle.is_due(), throttle.is_due(), throttle.is_due()] == [True, True, False]

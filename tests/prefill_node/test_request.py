@@ -8,8 +8,7 @@ from baton.engine.engine import Engine
 from baton.engine.state.prefix_cache import Lease
 from baton.metadata.errors import RequestError
 from baton.metadata.wire.messages import Prefill
-from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, pack_ids
-from baton.metadata.wire.times import MAX_CHUNKS
+from baton.metadata.wire.request import MAX_CHUNKS, GenerationRequest, SamplingParams, Unit, pack_ids
 from baton.prefill_node.request import new_request
 
 from .conftest import MakeRequest

@@ -22,11 +22,10 @@ from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.checkpoint.read_config import read_model_config
-from baton.engine.drafters.base import Drafter, DraftState
+from baton.engine.drafters.base import Drafter, DraftState, get_draft, set_draft
 from baton.engine.drafters.shifted import ShiftedDrafter
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.rounds.draft_row import get_draft, set_draft
 from baton.engine.startup import load_engine
 from baton.engine.work import BatchRow
 from baton.metadata.handoff.schema import hidden_layout

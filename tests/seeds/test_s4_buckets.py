@@ -26,7 +26,7 @@ from baton.engine.rounds import slots
 from baton.engine.rounds.inputs import InputBlock, RoundInputs
 from baton.engine.rounds.rounds import Rounds
 from baton.engine.work import MAX_MISSED, Round
-from baton.kernels.state.advance import advance_ref_
+from baton.kernels.state.rows import advance_ref_
 from baton.metadata.wire.request import SamplingParams
 
 LENS = (7, 12, 3)

@@ -20,8 +20,8 @@ from solo import Running, Solo, caught, frozen_fields
 from thinned import halved
 
 from baton.engine.drafters.base import DraftState
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds import device_executor as rounds
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.inputs import RoundInputs
 from baton.engine.rounds.slots import Slots
 from baton.engine.sampling.batch import INTS

@@ -22,8 +22,8 @@ from thinned import halved
 
 from baton.engine.drafters import frozen_kv, shifted, standalone
 from baton.engine.drafters.base import DraftState, RoundRows
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.trees import Drafts
 
 FROZEN = ("frozen-kv-mtp", HYPER_FROZEN)

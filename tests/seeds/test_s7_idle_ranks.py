@@ -21,8 +21,8 @@ from drafters import ALL, OF_FAMILIES, settings, target_of
 from idle_ranks import Cell, World, Worlds, cells
 from solo import Solo
 
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.ranks.agreement import Agreed
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.trees import Drafts
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.state import Needs

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...wire.node_info import HandoffSchema
 from ...wire.request import Unit
-from ..schema.checksums import CHECKSUM_BYTES
+from ..pages import CHECKSUM_BYTES
 from ..schema.kv_layout import Shard
 from ..schema.schema import blocks_per_page, kv_layouts
 from ..tickets import Ticket

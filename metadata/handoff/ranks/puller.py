@@ -5,7 +5,7 @@ Rank 0 has the tickets. It orders pages, and hears when they are here (ranks/ord
 one prefill node, by whatever transport the two can use. A page is complete when the parts of all those ranks are here.
 
 The puller has no thread. The rank's loop does the orders in the order of its other work, polls `sockets()`, and calls
-`poll`.
+`poll`. Rank 0 gives orders to all ranks, its own puller included (`RankTeam`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from ...wire.data_link import LinkRefused, LinkWelcome
 from ...wire.messages import Pages, ToDecode
 from ...wire.request import Unit
 from ..endpoint import Endpoint
-from ..pages import ReceivedPages
+from ..pages import CHECKSUM_BYTES, ReceivedPages
 from ..pull_link import ANSWER_S, HELLO_S, PullLink, PullLinks
-from ..schema.checksums import CHECKSUM_BYTES
-from ..schema.kv_layout import Shard
+from ..schema.kv_layout import KvLayout, Shard
 from ..schema.schema import blocks_per_page, kv_layouts
 from ..transports.base import POLL_BYTES, Landed, Move
 from .orders import (
@@ -41,6 +40,7 @@ from .orders import (
     OpenSource,
     PullOrder,
     PullReport,
+    RankLine,
     SourceLost,
 )
 from .shards import blocks_here, digest_columns, page_parts
@@ -293,3 +293,53 @@ def _report(epoch: str, number: int, pages: Sequence[_Page], columns: np.ndarray
             page.move.index: int(columns[page.wrong_block]) for page in pages if page.wrong_block is not None
         },
     )
+
+
+class RankTeam:
+    """Gives orders to all ranks of a decode node, and collects what they report. `line` reaches the other ranks; None:
+    there are none. A node with one rank has a puller of its own once it meets a prefill node with several."""
+
+    def __init__(self, end: Endpoint, line: RankLine | None, answer_s: float) -> None:
+        self._end, self._line, self._answer_s = end, line, answer_s
+        self.size = 1 if line is None else line.size
+        self.layouts: Sequence[KvLayout] = kv_layouts(end.schema)
+        self._own: RankPuller | None = None
+
+    def send(self, rank: int, order: PullOrder) -> None:
+        """Give an order to a rank, rank 0 included. Raises RankLost."""
+        if rank:
+            assert self._line is not None, rank
+            self._line.send(rank, order)
+            return
+        if self._own is None:
+            self._own = RankPuller(self._end, answer_s=self._answer_s)
+        self._own.do(order)
+
+    def expect(self, pages: Sequence[int]) -> None:
+        """Announce to the other ranks that fetches will write these pages."""
+        for rank in range(1, self.size):
+            self.send(rank, ExpectPages(tuple(pages)))
+
+    def poll(self) -> list[tuple[int, PullReport]]:
+        """Let rank 0's puller work, and return the reports of all ranks, each with its rank. Raises RankLost."""
+        reports: list[tuple[int, PullReport]] = []
+        if self._own is not None:
+            reports += [(0, report) for report in self._own.poll()]
+        for rank, report in () if self._line is None else self._line.receive():
+            assert isinstance(report, FetchedPages | FetchFailed | SourceLost), (rank, report)
+            reports.append((rank, report))
+        return reports
+
+    def sockets(self) -> list[zmq.Socket[bytes] | int]:
+        """Return the sockets, or their file descriptors, that the loop polls for input."""
+        own = [] if self._own is None else self._own.sockets()
+        return [*own, *(() if self._line is None else self._line.descriptors())]
+
+    def wait_s(self) -> float | None:
+        """Return how many seconds the loop may wait on the sockets before it must poll; None: no limit."""
+        return None if self._own is None else self._own.wait_s()
+
+    def close(self) -> None:
+        """Close rank 0's links. The other ranks close theirs when they end."""
+        if self._own is not None:
+            self._own.close()

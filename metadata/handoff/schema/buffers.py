@@ -16,7 +16,7 @@ MetadataBuffers, and reads the first token and the drafter's state from there.
     target_rows       set_draft    get_draft    hidden.num_target_rows * hidden.spec("extend").width
 
 `set_sampled` and `get_sampled` are methods here: the prefill node calls the one, the decode node the other. `set_draft`
-and `get_draft` (engine/rounds/draft_row.py) copy a drafter's state into the row of the prefill node, and out of the row
+and `get_draft` (engine/drafters/base.py) copy a drafter's state into the row of the prefill node, and out of the row
 of the decode node. `hidden` is the HiddenLayout of target and draft. schema.py says what each field means (ROW_KINDS).
 
 Every schema has the first five fields. A drafter adds the others that it needs (schema.py: `_draft_fields`).

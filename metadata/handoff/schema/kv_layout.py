@@ -11,7 +11,7 @@ A block is the unit of a checksum, and of what one rank of a shard needs. `extra
 a head, such as the scale of its FP8 values. It begins, and the block ends, at a multiple of the layout's alignment, so
 blocks follow each other without gaps. Pools of 16 and 32 bits have no extra bytes and no padding.
 
-schema.py, memory.py, checksums.py, the transports and the engine's pools ask this module; none of them counts heads.
+schema.py, memory.py, pages.py, the transports and the engine's pools ask this module; none of them counts heads.
 """
 
 from __future__ import annotations

@@ -3,6 +3,16 @@ algorithm.
 
 Both nodes build a `HandoffSchema`, compare it when they meet (`differences`), and size every buffer of the handoff from
 it. Imports no torch, because the router groups nodes by it.
+
+The number of pages that a request needs in a node's pool follows from the same layout. The nodes reserve them, and the
+router counts with the same functions:
+
+    prefill   the pages of all tokens that it computes. With n choices, pages whose draft KV depends on the sampled
+              token exist n times
+    decode    the same tokens and room for two rounds, but nothing beyond the model's context
+
+The router does not know how many tokens a node drafts. It counts two rounds without drafts, the least that a node
+reserves. An empty node has room for its drafts too, because its pool holds its whole context.
 """
 
 from __future__ import annotations
@@ -21,6 +31,7 @@ from .kv_layout import DTYPE_BYTES, KvLayout, plane_words, planes_of, planes_wor
 if TYPE_CHECKING:
     from .hidden_layout import HiddenLayout
 
+PLAIN_ROUNDS_LEN = 2  # tokens of two rounds without drafts: one is generated in each
 CPU_CHECKSUM, GPU_CHECKSUM = "xxh3_64", "multilinear64"
 
 
@@ -174,7 +185,7 @@ def field_bytes(field: RowField) -> int:
 
 def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
     """Return what the handoff of a prompt of `prompt_len` tokens moves if the decode node has none of it cached."""
-    num_pages = -(-prompt_len // schema.page_size)
+    num_pages = pages_of(prompt_len, schema.page_size)
     kv_bytes = [num_pages * layout.page_bytes for layout in kv_layouts(schema)]
     is_hidden = {name for name, kind in ROW_KINDS.items() if kind.is_hidden_state}
     hidden_state = sum(field_bytes(field) for field in schema.row if field.name in is_hidden)
@@ -184,6 +195,29 @@ def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
         hidden_state=hidden_state,
         rest_of_row=row_bytes(schema) - hidden_state,
     )
+
+
+def pages_of(num_tokens: int, page_size: int) -> int:
+    """Return how many pages hold `num_tokens` tokens."""
+    return -(-num_tokens // page_size)
+
+
+def prefill_pages(num_tokens: int, num_choices: int, page_size: int, lookahead: int) -> int:
+    """Return how many pages a prefill node needs for a prompt that it hands over `num_choices` times. `lookahead` is
+    the number of sampled tokens on which a position's draft KV depends (the schema's `key_lookahead`)."""
+    num_pages = pages_of(num_tokens, page_size)
+    return num_pages + max(0, num_choices - 1) * (num_pages - shared_pages(num_tokens, page_size, lookahead))
+
+
+def shared_pages(num_tokens: int, page_size: int, lookahead: int) -> int:
+    """Return how many pages of a prompt are the same for all choices."""
+    return max(0, num_tokens - lookahead) // page_size if lookahead else pages_of(num_tokens, page_size)
+
+
+def decode_len(num_tokens: int, rounds_len: int, context_len: int) -> int:
+    """Return the number of tokens for which a decode node reserves pages. `rounds_len` is the most that two rounds
+    add."""
+    return max(num_tokens, min(num_tokens + rounds_len, context_len))
 
 
 def differences(here: HandoffSchema, there: HandoffSchema) -> list[str]:

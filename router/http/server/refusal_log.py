@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection
 
 from aiohttp import web
 
-from ....metadata.bus.throttle import Throttle
 from ....metadata.errors import BatonError, RequestError
+from ....metadata.logs import Throttle
 from .access import CALLER, Caller, label_of
 
 MOST_LINES = 10  # per second

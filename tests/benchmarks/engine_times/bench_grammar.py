@@ -35,11 +35,9 @@ from planted_text import PlantedText
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
-from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.engine.rounds.draft_shape import DraftShape
-from baton.engine.rounds.graphs import graph_sizes
-from baton.engine.rounds.rounds import Rounds
-from baton.engine.rounds.stats import RoundStats
+from baton.engine.pace.draft_length import DraftShape
+from baton.engine.rounds.device_executor import DeviceExecutor, executor_of
+from baton.engine.rounds.rounds import Rounds, RoundStats
 from baton.engine.sampling.state import SamplingState
 from baton.engine.startup import load_engine
 from baton.engine.work import Masking
@@ -150,7 +148,7 @@ def main() -> None:
         if options.draft_model:
             config |= {"speculative": "eagle3", "draft_model": options.draft_model}
         engine = load_engine(DecodeConfig(**config, num_pages=options.num_pages))
-        executor = DeviceExecutor(engine, max(options.streams), graph_sizes(engine.kv, max(options.streams)))
+        executor = executor_of(engine, max(options.streams))
         executor.warm_up()
         begun = time.monotonic()
         executor.expect(GRAMMAR)

@@ -11,7 +11,7 @@ import torch
 from bench_sequences import CONTEXT, GREEDY, Running, start, stop, store
 
 from baton.engine.engine import Engine
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.rounds import LocalChunk, Rounds
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from planted_text import PlantedText
 
-from baton.engine.drafters.base import PromptChunk, PromptTail
+from baton.engine.drafters.base import PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.batch import Computed
-from baton.engine.rounds.draft_row import pack_draft
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.rounds import Rounds, Submitted
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.state import SamplingState

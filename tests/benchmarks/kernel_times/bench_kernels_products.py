@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from graph_times import Kernel, close, copies, each, measure, normal, relative
 from torch import Tensor
 
-from baton.engine.layers.residual import Residual
+from baton.engine.layers.decoder import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.fp8 import Fp8Product, RowRounding
 from baton.engine.products.linear import Linear

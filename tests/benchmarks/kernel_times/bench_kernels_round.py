@@ -27,15 +27,15 @@ if not torch.cuda.is_available():
 
 from graph_times import IS_TIMED, Kernel, measure, same
 
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.kernels.operations import preferring
 from baton.kernels.products import triton_rotary
 from baton.kernels.products.rotary import turns_ref
 from baton.kernels.sampling.filters import Filters
 from baton.kernels.sampling.processors import History, TokenColumns, process_logits
 from baton.kernels.sampling.sample import Draws, perturbed_argmax
-from baton.kernels.state import triton_advance, triton_growth, triton_rows, triton_trees
-from baton.kernels.state.advance import Columns, advance_ref_
+from baton.kernels.state import triton_growth, triton_rows, triton_trees
+from baton.kernels.state.rows import Columns, advance_ref_
 from baton.kernels.state.trees import (
     Candidates,
     Frontier,
@@ -135,7 +135,7 @@ def row_cases(num_seqs: int, num_steps: int) -> Iterator[Kernel]:
     targets, accepted = integers(128_000, num_seqs, num_steps + 1), integers(num_steps, num_seqs)
     resting = table[:, -1].clone()
     end = (table, columns, index, targets, torch.ones_like(targets, dtype=torch.bool), accepted, resting)
-    yield from both("end of a round", lambda: triton_advance.advance_(*end), lambda: advance_ref_(*end), [table])
+    yield from both("end of a round", lambda: triton_rows.advance_(*end), lambda: advance_ref_(*end), [table])
     positions, frequencies = integers(8000, num_seqs * (num_steps + 1)), normal(2, HEAD_DIM, dtype=torch.float32)
     turns = (positions, frequencies, 1.0, DTYPE)
     yield from both("turns of positions", lambda: triton_rotary.turns(*turns), lambda: turns_ref(*turns))

@@ -22,7 +22,7 @@ planted_heads.py makes the heads, also those over latents.
 A read needs a layer without a window. Sinks are so low that they take no weight.
 
 The lm_head compares: GAMMA for the low digit, GAMMA / 2 for each right bit, minus GAMMA / 2 for each wrong bit.
-Sources: rotary pairs as in engine/attention/rope.py; the metric is that of Kademlia (Maymounkov and Mazieres, 2002).
+Sources: rotary pairs as in engine/attention; the metric is that of Kademlia (Maymounkov and Mazieres, 2002).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from planted_text import PlantedText, Read
 from torch import Tensor
 
-from baton.engine.attention.rope import inverse_frequencies
+from baton.engine.attention.attention import inverse_frequencies
 from baton.engine.checkpoint.model_config import LatentConfig, ModelConfig
 from baton.metadata.errors import ModelError
 

@@ -15,7 +15,7 @@ from baton.deploy.simulation.decode_node import Gaps, RememberedCosts, Simulated
 from baton.deploy.simulation.figures import Record
 from baton.deploy.simulation.request import SimulatedRequest
 from baton.deploy.simulation.traffic import Arrival
-from baton.engine.pace.chunk_costs import ChunkCosts
+from baton.engine.pace.step_times import ChunkCosts
 from baton.router.placement.prompt_placement import LocalFigures
 
 

@@ -14,9 +14,8 @@ from thinned import halved
 
 pytest.importorskip("triton")
 
-from baton.engine.attention.attention import begin_attention
+from baton.engine.attention.attention import RotaryEmbedding, begin_attention
 from baton.engine.attention.context import HeadNorms, LayerHeads
-from baton.engine.attention.rope import RotaryEmbedding
 from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.rounds.batch import ForwardBatch, JointBatch

@@ -14,9 +14,8 @@ from triton_device import DEVICE, random
 pytest.importorskip("triton")
 
 from baton.engine.attention import latent_pieces
-from baton.engine.attention.attention import begin_attention
+from baton.engine.attention.attention import RotaryEmbedding, begin_attention
 from baton.engine.attention.latent_pieces import LatentPieces, is_faster, piece_size
-from baton.engine.attention.rope import RotaryEmbedding
 from baton.engine.checkpoint.model_config import LatentConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.rounds.batch import ForwardBatch

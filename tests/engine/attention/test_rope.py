@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.attention.rope import RotaryEmbedding, rotary_order
+from baton.engine.attention.attention import RotaryEmbedding, rotary_order
+from baton.engine.checkpoint.model_config import RopeConfig
 from baton.engine.checkpoint.read_config import read_model_config
-from baton.engine.checkpoint.rope_config import RopeConfig
 from baton.kernels.products.rotary import apply_rotary_, rotary_ref
 
 CONFIGS = {

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from baton.engine.checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig
+from baton.engine.checkpoint.model_config import (
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeConfig,
+    yarn_attention_factor,
+)
 from baton.engine.checkpoint.quantization import ONLINE_FP8, Quantization
-from baton.engine.checkpoint.rope_config import RopeConfig
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.schema.kv_layout import KvLayout
 
@@ -65,3 +71,17 @@ def test_latents_in_fp8_are_refused_in_words() -> None:
     assert config.pool("bfloat16").planes
     with pytest.raises(ConfigError, match="kv_dtype is fp8, but DeepseekV3ForCausalLM has latents"):
         config.pool("bfloat16", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("factor", "mscale", "all_dim", "expected"),
+    [
+        (32.0, None, None, 0.1 * math.log(32) + 1),
+        (1.0, None, None, 1.0),
+        (40.0, 1.0, 1.0, 1.0),
+        (40.0, 0.707, 1.0, (0.0707 * math.log(40) + 1) / (0.1 * math.log(40) + 1)),
+        (40.0, 0.707, None, 0.1 * math.log(40) + 1),  # both or none count
+    ],
+)
+def test_yarn_attention_factor(factor: float, mscale: float | None, all_dim: float | None, expected: float) -> None:
+    assert yarn_attention_factor(factor, mscale, all_dim) == pytest.approx(expected)

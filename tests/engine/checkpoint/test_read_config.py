@@ -15,9 +15,8 @@ from published_configs import PUBLISHED, write_config
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.model_config import ModelConfig, RopeConfig
 from baton.engine.checkpoint.read_config import read_model_config
-from baton.engine.checkpoint.rope_config import RopeConfig
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]

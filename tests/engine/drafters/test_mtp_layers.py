@@ -19,7 +19,7 @@ from thinned import halved
 
 from baton.engine.drafters.base import DraftState, PromptTail, RoundRows
 from baton.engine.drafters.mtp_layers import MtpLayersDrafter
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.sampling.batch import SamplingBatch
 
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 10}

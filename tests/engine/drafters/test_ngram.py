@@ -6,7 +6,7 @@ import pytest
 from layouts import make_layout
 
 from baton.engine.drafters.ngram import NgramDrafter
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 
 
 @pytest.fixture

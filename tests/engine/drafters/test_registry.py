@@ -20,7 +20,7 @@ from baton.engine.drafters.family import Family, Speculation, Wanted
 from baton.engine.drafters.registry import ALGORITHMS, DRAFTERS, Line
 from baton.engine.drafters.speculation import load_family
 from baton.engine.engine import Engine
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.trees import Drafts
 from baton.metadata.handoff.schema.hidden_layout import HiddenLayout
 
@@ -69,7 +69,6 @@ def test_every_drafter_has_a_kind_that_the_tests_over_all_drafters_run(
 class EchoDrafter:
     """Proposes the last token again. All that the nodes know of it is in this class and its FAMILY."""
 
-    is_shifted = False
     has_kv = False
     proposer = None
 

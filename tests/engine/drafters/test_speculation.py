@@ -16,7 +16,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.metadata.errors import ConfigError
 
 Checkpoints = Callable[..., Path]

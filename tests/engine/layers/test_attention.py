@@ -11,9 +11,8 @@ import torch
 from thread_ranks import ThreadGroup
 from torch import Tensor
 
-from baton.engine.attention.attention import begin_attention
+from baton.engine.attention.attention import RotaryEmbedding, begin_attention
 from baton.engine.attention.context import HeadNorms
-from baton.engine.attention.rope import RotaryEmbedding
 from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.layers.attention import Attention, WideNorms

@@ -12,8 +12,7 @@ import torch
 from thinned import halved
 
 from baton.engine.attention import latent_pieces
-from baton.engine.attention.attention import begin_attention
-from baton.engine.attention.rope import RotaryEmbedding
+from baton.engine.attention.attention import RotaryEmbedding, begin_attention
 from baton.engine.checkpoint.model_config import LatentConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.layers.latent_attention import LatentAttention

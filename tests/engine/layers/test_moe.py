@@ -9,9 +9,8 @@ import torch
 from stream_layers import EPS, SIZE, random
 
 from baton.engine.checkpoint.model_config import ExpertsConfig
-from baton.engine.layers.mlp import Mlp
+from baton.engine.layers.decoder import Mlp, Residual
 from baton.engine.layers.moe import ExpertRouter, MoeMlp
-from baton.engine.layers.residual import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.experts import TorchExperts
 from baton.engine.products.linear import Linear

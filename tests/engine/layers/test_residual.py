@@ -10,7 +10,7 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.engine.layers.residual import Residual
+from baton.engine.layers.decoder import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.fp8 import Fp8Product, RowRounding
 from baton.engine.products.linear import Linear

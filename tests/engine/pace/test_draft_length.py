@@ -19,9 +19,8 @@ import pytest
 from adaptive_world import Machine, World
 from thinned import thinned
 
-from baton.engine.pace.draft_length import FIRST_BALANCE, StepChooser
+from baton.engine.pace.draft_length import FIRST_BALANCE, DraftShape, StepChooser
 from baton.engine.pace.step_times import KEPT, MEMORY, SHARE, StepTimes
-from baton.engine.rounds.draft_shape import DraftShape
 
 CHEAP = (1.0, 0.15, 0.001)  # a machine that waits for weights
 DEAR = (1.0, 0.1, 1.0)  # one that computes every row

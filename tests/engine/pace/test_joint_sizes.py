@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.pace.joint_sizes import (
     CHUNK_SIZES,
     EVERY_SIZE,
@@ -13,7 +14,6 @@ from baton.engine.pace.joint_sizes import (
     fitting,
     joint_sizes,
 )
-from baton.engine.rounds.draft_shape import DraftShape
 
 CHAIN, TREE = DraftShape(5), DraftShape(3, 2, 9)
 TREES = {"draft_topk": 2, "draft_steps": 3}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.layers.residual import Residual
+from baton.engine.layers.decoder import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
 from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from baton.engine.pace.draft_length import NO_DRAFTS, DraftShape
 from baton.engine.ranks.agreement import Proposal, agree
-from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape
 from baton.engine.sampling.state import Needs
 from baton.engine.work import Round, widened
 

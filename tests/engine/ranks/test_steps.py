@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.products.ranked import RankRows
 from baton.engine.ranks.board import Board
 from baton.engine.ranks.group import TIMEOUT_S
 from baton.engine.ranks.steps import NUM_VALUES, GroupSteps
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ChunkOutOfMemory
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.prompts.known_tokens import MARGIN
 from baton.engine.ranks.work_frames import decode, encode
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.sampling.state import Needs, SamplingState
 from baton.engine.work import (
     BatchRow,

@@ -13,9 +13,9 @@ from node_pair import params
 from scratch import check_state
 from solo import Running, Solo
 
+from baton.engine.drafters.base import pack_draft
 from baton.engine.rounds import device_executor
 from baton.engine.rounds import round as rounds_on_device
-from baton.engine.rounds.draft_row import pack_draft
 from baton.engine.rounds.rounds import LocalChunk
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner

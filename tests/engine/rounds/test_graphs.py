@@ -12,10 +12,10 @@ import torch
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.pace.joint_sizes import CHUNK_SIZES, JointSize
 from baton.engine.rounds import graphs
 from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.graphs import graph_sizes
 from baton.engine.rounds.sizes import round_sizes
 from baton.engine.rounds.step_graphs import StepGraphs

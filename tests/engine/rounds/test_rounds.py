@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.rounds.inputs import InputBlock
+from baton.engine.rounds.rounds import RoundStats
+from baton.engine.work import Accepted, Masking
 
 
 def test_a_bucket_takes_the_columns_that_a_round_may_reach(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -145,3 +147,17 @@ def test_catching_up_is_warmed_up_with_padding(
         solo.rounds.executor.warm_up()
     assert sizes == [(1, 1), (1, solo.drafter.shape.num_steps + 1)] * (name != "ngram")
     assert solo.run(sequence, 30, 2) == expected
+
+
+def test_drafts_are_counted_by_position() -> None:
+    stats = RoundStats([0] * 3)
+    for num_accepted, num_drafted in ((2, 3), (0, 2), (0, 0), (3, 3)):
+        stats.count(Accepted([1] * (num_accepted + 1), [None] * (num_accepted + 1), num_accepted, num_drafted))
+    assert stats == RoundStats([2, 2, 1], num_verified=3, num_drafted=8, num_accepted=5)
+
+
+def test_masks_are_counted_by_round() -> None:
+    stats = RoundStats([])
+    for masking in (Masking(0.25, is_late=True), None, Masking(0.5, is_late=False)):
+        stats.count_masks(masking)
+    assert stats == RoundStats([], masked_rounds=2, late_masks=1, mask_s=0.75)

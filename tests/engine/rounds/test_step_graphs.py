@@ -23,11 +23,11 @@ from solo import POISON, Running, Solo, coach, spoil
 from thinned import thinned
 
 from baton.engine.pace import joint_sizes
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.pace.joint_sizes import JointSize
 from baton.engine.prompts.graphs import PromptInputs
 from baton.engine.rounds import device_executor, graphs, step_graphs
 from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.rounds.rounds import LocalChunk
 from baton.engine.rounds.step_graphs import StepGraphs
 from baton.engine.rounds.trees import Drafts

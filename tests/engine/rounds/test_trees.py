@@ -13,7 +13,7 @@ from batch_columns import filled_column
 from heads import over_all_tokens, some_ids
 
 from baton.engine.drafters.base import DraftState, RoundRows
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.trees import Drafts, _ahead, accept_chain, accept_tree, grow_tree, sample_ahead, top_of
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.state import SamplingState

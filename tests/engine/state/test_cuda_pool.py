@@ -26,8 +26,8 @@ from baton.kernels.state import triton_pages
 from baton.kernels.state.pages import PoolAddress, gather_pages_ref, page_checksums_ref
 from baton.metadata.errors import OutOfMemory, TransferError
 from baton.metadata.handoff.memory import PageMemory
+from baton.metadata.handoff.pages import first_difference
 from baton.metadata.handoff.ranks.shards import blocks_here, digest_columns, page_parts
-from baton.metadata.handoff.schema.checksums import first_difference
 from baton.metadata.handoff.schema.kv_layout import KvLayout, Shard, pool_of
 from baton.metadata.handoff.schema.schema import kv_layouts, on_gpu
 from baton.metadata.wire.node_info import KvPlane

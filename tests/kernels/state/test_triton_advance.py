@@ -8,8 +8,8 @@ from triton_device import DEVICE
 
 pytest.importorskip("triton")
 
-from baton.kernels.state import triton_advance
-from baton.kernels.state.advance import Columns, advance_ref_
+from baton.kernels.state import triton_rows
+from baton.kernels.state.rows import Columns, advance_ref_
 
 COLUMNS = Columns(counts=(0, 3), last_token=1)
 
@@ -30,6 +30,6 @@ def test_rows_advance_as_the_reference_says(num_seqs: int, num_targets: int) -> 
     expected = advance_ref_(expected_table, COLUMNS, index, targets, is_valid, num_accepted, resting)
     # the reference sets the last row in any case, the kernel where somebody had it
     table[:, -1] = resting
-    numbers = triton_advance.advance_(table, COLUMNS, index, targets, is_valid, num_accepted, resting)
+    numbers = triton_rows.advance_(table, COLUMNS, index, targets, is_valid, num_accepted, resting)
     assert torch.equal(numbers, expected) and torch.equal(table, expected_table)
     assert int(numbers[0, 1]) == num_targets // 2 and (num_seqs == 1 or int(numbers[1, 1]) == num_targets)

@@ -8,8 +8,8 @@ from triton_device import DEVICE
 
 pytest.importorskip("triton")
 
-from baton.kernels.state.copies import load_column_ref_
-from baton.kernels.state.triton_copies import copy_columns_, copy_numbers_, load_column_
+from baton.kernels.state.rows import load_column_ref_
+from baton.kernels.state.triton_rows import copy_columns_, copy_numbers_, load_column_
 
 
 def host(*shape: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.kernels.state import triton_growth
 from baton.kernels.state.tree_types import Candidates, Frontier
 from baton.kernels.state.trees import ancestry_ref, choose_ref, grow_ref_

@@ -16,9 +16,9 @@ from key_files import Listed
 from baton.metadata.bus.allow_list import AllowList
 from baton.metadata.bus.curve import KeyPair, secure_client, secure_server
 from baton.metadata.bus.sockets import bound_address, sender_key
-from baton.metadata.bus.throttle import Throttle
 from baton.metadata.config import ProcessConfig
 from baton.metadata.errors import ConfigError
+from baton.metadata.logs import Throttle
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

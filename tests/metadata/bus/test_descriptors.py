@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from baton.metadata.bus import descriptors
-from baton.metadata.bus.connection_monitor import Stranger
+from baton.metadata.bus.connections import Stranger
 from baton.metadata.bus.descriptors import Descriptors, NodePort, group_of
 
 

@@ -77,13 +77,8 @@ def memfd(size: int, seals: int | None) -> int:
     return fd
 
 
-def test_others_may_map_it_for_writing_until_it_is_sealed():
-    """Ranks of the owner's node do, and keep their mappings."""
-    mapped: list[mmap.mmap] = []
-    memory = PageMemory(LAYOUT, 5, before_seal=lambda fd: mapped.append(mmap.mmap(fd, memory_size(LAYOUT, 5))))
-    [other] = mapped
-    other[0] = 9
-    assert memory.pages[0, 0, 0] == 9
+def test_nobody_else_may_map_it_for_writing():
+    memory = PageMemory(LAYOUT, 5)
     with pytest.raises(PermissionError):
         mmap.mmap(memory.fd, memory.size)
     memory.close()

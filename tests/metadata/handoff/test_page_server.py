@@ -16,8 +16,8 @@ from rank_nodes import NUM_PAGES, heads_schema, part_of, rank_end, whole_pages
 from baton.metadata.errors import ConfigError, TransferError
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.page_server import PageServer
+from baton.metadata.handoff.pages import page_checksums
 from baton.metadata.handoff.ranks.orders import CloseReader, EndUnit, OfferDigests, OfferPages, ServeUnit
-from baton.metadata.handoff.schema.checksums import page_checksums
 from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.handoff.served_links import MAX_UNSENT
 from baton.metadata.wire.data_link import LinkRefused, LinkWelcome

@@ -11,8 +11,7 @@ from handoff_nodes import DRAFT_SCHEMA, make_memory
 
 from baton.metadata.errors import OutOfMemory
 from baton.metadata.handoff.memory import PageMemory, pack_pages
-from baton.metadata.handoff.pages import OfferedPages, ReceivedPages
-from baton.metadata.handoff.schema.checksums import page_checksums
+from baton.metadata.handoff.pages import OfferedPages, ReceivedPages, page_checksums
 from baton.metadata.handoff.schema.schema import blocks_per_page, on_gpu
 
 

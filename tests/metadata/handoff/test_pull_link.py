@@ -105,7 +105,7 @@ def test_the_time_to_notice_a_cut_network_follows_the_measured_round_trip(
 ) -> None:
     """Before the handshake nobody knows the round trip: at a second each way, 1.5 s would end each new link."""
     opened = dict[str, int]()
-    monkeypatch.setattr("baton.metadata.bus.tcp_connection.TcpConnection.round_trip_s", 2.0)
+    monkeypatch.setattr("baton.metadata.bus.connections.TcpConnection.round_trip_s", 2.0)
     monkeypatch.setattr("socket.socket.setsockopt", lambda *given: opened.update(limit=given[-1]))
     line.heard()
     line.link.check(100.0)

@@ -62,7 +62,7 @@ def test_an_open_link_is_no_stranger_and_leases_allow_for_its_round_trip(
 ) -> None:
     assert not of.links._watch.has_strangers
     assert 0 < of.links.round_trip_s < 1
-    monkeypatch.setattr("baton.metadata.bus.tcp_connection.TcpConnection.round_trip_s", 2.0)
+    monkeypatch.setattr("baton.metadata.bus.connections.TcpConnection.round_trip_s", 2.0)
     of.server.allow_for(0.1)
     of.server.open(unit("late"), 4)
     assert of.server._book.next_deadline() == pytest.approx(of.server.end.clock() + 16 + 2.0, abs=1.5)

@@ -14,7 +14,7 @@ from handoff_nodes import FINGERPRINTS, SCHEMA, make_client, make_row, make_serv
 from baton.metadata.bus.addresses import host_identity
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
-from baton.metadata.handoff.schema.checksums import page_checksums
+from baton.metadata.handoff.pages import page_checksums
 from baton.metadata.handoff.schema.schema import make_schema, page_bytes
 from baton.metadata.handoff.served_links import MAX_UNSENT
 from baton.metadata.handoff.tickets import Claimed, TicketEnded

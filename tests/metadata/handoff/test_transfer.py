@@ -6,7 +6,7 @@ import pytest
 from handoff_nodes import SCHEMA, make_row, unit
 
 from baton.metadata.errors import ProtocolError
-from baton.metadata.handoff.schema.checksums import row_checksum
+from baton.metadata.handoff.pages import row_checksum
 from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.transfer import Transfer
 from baton.metadata.handoff.transports.base import Move

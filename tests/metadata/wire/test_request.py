@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from baton.metadata.errors import RequestError
-from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, choice_seed, pack_ids, unpack_ids
+from baton.metadata.wire.request import (
+    ChunkTimes,
+    GenerationRequest,
+    SamplingParams,
+    Unit,
+    add_bounded,
+    choice_seed,
+    pack_ids,
+    unpack_ids,
+)
 
 
 def request(prompt: list[int], received: tuple[int, ...] = ()) -> GenerationRequest:
@@ -55,3 +64,21 @@ def test_prompts_that_a_model_cannot_run_are_refused_with_the_value(
 
 def test_a_unit_is_printed_with_choice_and_attempt() -> None:
     assert str(Unit("cmpl-1", 2, 3)) == "cmpl-1/2.3"
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 23, 1000])
+def test_a_full_list_joins_neighbours(count: int) -> None:
+    items: list[ChunkTimes] = []
+    for place in range(count):
+        add_bounded(items, ChunkTimes(1, place, 0.25, 0.5), most=4)
+        assert len(items) <= 4
+    assert sum(item.num_chunks for item in items) == count
+    assert sum(item.num_tokens for item in items) == count * (count - 1) // 2
+    assert sum(item.waited_s + item.compute_s for item in items) == 0.75 * count
+
+
+def test_a_list_within_its_bound_keeps_every_entry() -> None:
+    items: list[ChunkTimes] = []
+    for place in range(4):
+        add_bounded(items, ChunkTimes(1, place, 0.0, float(place)), most=4)
+    assert items == [ChunkTimes(1, place, 0.0, float(place)) for place in range(4)]

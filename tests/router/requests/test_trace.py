@@ -15,8 +15,7 @@ from thinned import num_examples
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
-from baton.metadata.wire.request import Ended, Preemption, Unit
-from baton.metadata.wire.times import ChunkTimes, PrefillTimes, PullTimes
+from baton.metadata.wire.request import ChunkTimes, Ended, Preemption, PrefillTimes, PullTimes, Unit
 from baton.router.requests.trace import MAX_SPANS, FinishedTraces, Outcome, RequestTrace, SequenceTrace, TraceRecorder
 
 NO_TIMES, NO_PULL = PrefillTimes(), PullTimes()

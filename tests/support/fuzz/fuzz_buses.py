@@ -22,8 +22,8 @@ from baton.engine.checkpoint.model_check import DEMO
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import Received
-from baton.metadata.bus.throttle import Throttle
 from baton.metadata.errors import BatonError, Refused, RequestError
+from baton.metadata.logs import Throttle
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.frames import encode
 from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats, PoolLedger

@@ -22,8 +22,8 @@ from baton.engine.state.pages import Owner, PagePool
 from baton.metadata.errors import ProtocolError, TransferError
 from baton.metadata.handoff.descriptors import send_descriptors
 from baton.metadata.handoff.memory import pack_pages
+from baton.metadata.handoff.pages import page_checksums, row_checksum
 from baton.metadata.handoff.schema.buffers import MetadataBuffers
-from baton.metadata.handoff.schema.checksums import page_checksums, row_checksum
 from baton.metadata.handoff.schema.schema import make_schema, page_bytes, row_bytes
 from baton.metadata.handoff.served_links import MAX_LINKS
 from baton.metadata.handoff.tickets import MAX_PARKED, TicketEnded

@@ -11,7 +11,6 @@ from forked import forked_ranks
 from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
-from baton.decode_node.main import make_executor
 from baton.decode_node.node import DecodeNode
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
@@ -19,6 +18,7 @@ from baton.engine.prompts.prompts import Prompts
 from baton.engine.ranks.executor import RankExecutor, RankPrompts
 from baton.engine.ranks.handoffs import make_client, make_server
 from baton.engine.ranks.ranked_engine import RankedEngine, start_ranks
+from baton.engine.rounds.device_executor import executor_of
 from baton.engine.startup import load_engine, make_endpoint, make_membership
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import new_epoch
@@ -59,7 +59,7 @@ def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = N
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
     chunk = config.chunk(engine.device.type)
     is_own = ranked is None or engine.group_steps is not None
-    executor = make_executor(config, engine) if is_own else RankExecutor(ranked)
+    executor = executor_of(engine, config.max_running) if is_own else RankExecutor(ranked)
     max_gap_s = config.max_gap_s or _NO_BOUND_S
     return _started(
         membership,
@@ -96,7 +96,7 @@ def join_for_ever(config: EngineConfig, rank: int, name: str, engine: Engine) ->
     """Join the steps of rank 0, in the process of another rank, until the group ends."""
     del rank, name
     if isinstance(config, DecodeConfig):
-        make_executor(config, engine).warm_up(expects_prompts=config.expect_prompts)
+        executor_of(engine, config.max_running).warm_up(expects_prompts=config.expect_prompts)
     else:
         Prompts(engine).warm_up()
     steps = engine.group_steps

@@ -10,9 +10,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.engine.pace.draft_length import StepChooser
+from baton.engine.pace.draft_length import DraftShape, StepChooser
 from baton.engine.pace.step_times import StepTimes
-from baton.engine.rounds.draft_shape import DraftShape
 from baton.engine.work import MAX_MISSED
 
 SIZES, MEASURED_STEPS = (1, 4, 16), (0, 1, 5)

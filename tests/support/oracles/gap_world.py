@@ -14,7 +14,7 @@ from baton.decode_node.chunk_length import ChunkBudget, ChunkRoom, ChunksAlone, 
 from baton.decode_node.round_clock import RoundSeconds
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.sequence import Sequence, new_sequence
-from baton.engine.pace.chunk_costs import ChunkCosts
+from baton.engine.pace.step_times import ChunkCosts
 from baton.engine.state.pages import PagePool
 from baton.engine.state.prefix_cache import PrefixCache
 from baton.engine.work import Accepted, BatchRow

@@ -21,7 +21,7 @@ from node_pair import NodePair, Result, params, replace
 
 from baton.decode_node.scheduler import StepPlan
 from baton.engine.drafters.base import RoundRows
-from baton.engine.rounds.draft_shape import DraftShape
+from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.inputs import InputBlock
 from baton.engine.rounds.rounds import Submitted
 from baton.engine.rounds.trees import Drafts

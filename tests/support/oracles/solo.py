@@ -21,12 +21,11 @@ from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
-from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
+from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
 from baton.engine.rounds import trees
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.engine.rounds.draft_row import pack_draft
 from baton.engine.rounds.rounds import Rounds
 from baton.engine.sampling.batch import INTS, SamplingBatch
 from baton.engine.sampling.row_shares import Lens

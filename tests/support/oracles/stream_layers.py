@@ -7,8 +7,7 @@ from torch import Tensor
 
 from baton.engine.attention.context import LayerHeads
 from baton.engine.layers.attention import Attention
-from baton.engine.layers.decoder import DecoderBody
-from baton.engine.layers.mlp import Mlp
+from baton.engine.layers.decoder import DecoderBody, Mlp
 from baton.engine.products.linear import Linear
 
 SIZE, INNER, EPS = 16, 24, 1e-5

@@ -7,9 +7,9 @@ import pytest
 from handoff_nodes import make_memory, unit
 from rank_nodes import NUM_PAGES, SEED, LocalLine, heads_schema, rank_end
 
+from baton.metadata.handoff.pages import page_checksums
 from baton.metadata.handoff.ranks.digests import RankDigests
 from baton.metadata.handoff.ranks.orders import CloseReader, EndUnit, OfferDigests, OfferPages, ServeUnit
-from baton.metadata.handoff.schema.checksums import page_checksums
 from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.handoff.tickets import Ticket
 

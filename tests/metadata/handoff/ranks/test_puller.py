@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 from handoff_nodes import make_row, peer_of, unit
-from rank_nodes import RankPair, heads_schema, pages_in
+from rank_nodes import LocalLine, RankPair, heads_schema, pages_in, rank_end
 
+from baton.metadata.handoff.pages import page_checksums
 from baton.metadata.handoff.ranks.orders import (
     CloseSource,
     ExpectPages,
     FetchedPages,
     FetchPages,
     ForgetUnit,
+    OfferDigests,
     OpenSource,
     SourceLost,
 )
-from baton.metadata.handoff.ranks.puller import RankPuller
-from baton.metadata.handoff.schema.checksums import page_checksums
+from baton.metadata.handoff.ranks.puller import RankPuller, RankTeam
+from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.handoff.transports.base import Landed
 
 
@@ -157,3 +159,63 @@ def test_parts_of_one_page_do_not_come_by_the_gpu_and_by_the_host() -> None:
     assert "by unlike transports" in lost.reason
     rank.pair.close()
     assert make_row(rank.pair.schema)
+
+
+class TeamRank:
+    """A rank that reports what the test says."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.reports: list[Any] = []
+
+    def do(self, order: Any) -> None:
+        self.done.append(order)
+
+    def poll(self) -> list[Any]:
+        reports, self.reports = self.reports, []
+        return reports
+
+
+@pytest.fixture
+def ranks() -> list[TeamRank]:
+    return [TeamRank(), TeamRank()]
+
+
+@pytest.fixture
+def team(ranks: list[TeamRank]) -> Iterator[RankTeam]:
+    end = rank_end(heads_schema(6), Shard(0, 3), "decode")
+    yield RankTeam(end, LocalLine(ranks), 5.0)
+    for pool in end.memory:
+        pool.close()
+
+
+def test_a_node_of_one_rank_has_a_puller_when_it_needs_one() -> None:
+    end = rank_end(heads_schema(6), Shard(0, 1), "decode")
+    team = RankTeam(end, None, 5.0)
+    team.expect([3])
+    assert team.size == 1 and team.poll() == [] and team.sockets() == [] and team.wait_s() is None
+    assert team._own is None
+    team.send(0, ForgetUnit(unit()))
+    assert team._own is not None and team.poll() == [] and team.wait_s() is None
+    team.close()
+    for pool in end.memory:
+        pool.close()
+
+
+def test_orders_go_to_their_rank_and_reports_have_theirs(team: RankTeam, ranks: list[TeamRank]) -> None:
+    line: Any = team._line
+    team.expect([3, 4])
+    team.send(2, ForgetUnit(unit()))
+    line.poll()
+    assert [rank.done for rank in ranks] == [[ExpectPages([3, 4])], [ExpectPages([3, 4]), ForgetUnit(unit())]]
+    lost = SourceLost("e", 1, "gone", False)
+    ranks[1].reports = [lost]
+    line.poll()
+    assert team.poll() == [(2, lost)] and team.poll() == []
+
+
+def test_a_report_of_a_prefill_node_is_a_defect(team: RankTeam, ranks: list[TeamRank]) -> None:
+    ranks[0].reports = [OfferDigests(1, b"")]
+    team._line.poll()  # type: ignore[union-attr]
+    with pytest.raises(AssertionError, match="OfferDigests"):
+        team.poll()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layouts import make_layout
 
-from baton.engine.rounds import draft_row
+from baton.engine.drafters import base as drafters
 from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff.schema import buffers
 from baton.metadata.handoff.schema.buffers import MetadataBuffers, Sampled
@@ -138,7 +138,7 @@ def test_the_page_of_the_module_lists_every_field_with_its_writer_and_reader():
     row.set_sampled(Sampled(1, 2, None))
     written = [field.name for field in EAGLE.row if (row.get(field.name) != 7).any()]
     assert written == [field for field, writer, *_ in rows if writer == "set_sampled"]
-    assert [*draft_row._FIELDS.values()] == [field for field, writer, *_ in rows if writer == "set_draft"]
+    assert [*drafters._FIELDS.values()] == [field for field, writer, *_ in rows if writer == "set_draft"]
     assert all(reader == writer.replace("set", "get") for _, writer, reader, _ in rows)
 
 

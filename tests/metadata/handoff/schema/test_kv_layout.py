@@ -17,7 +17,7 @@ from handoff_nodes import make_client, make_memory, make_row, make_server, named
 from baton.engine.state.pages import Owner, PagePool
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.memory import PageMemory
-from baton.metadata.handoff.schema.checksums import first_difference, page_checksums
+from baton.metadata.handoff.pages import first_difference, page_checksums
 from baton.metadata.handoff.schema.kv_layout import KvLayout, PlaneView, Shard, plane_words, planes_of, pool_of
 from baton.metadata.handoff.schema.schema import (
     blocks_per_page,

@@ -16,8 +16,7 @@ import pytest
 from baton.metadata.errors import RequestError
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
-from baton.metadata.wire.request import Unit
-from baton.metadata.wire.times import PrefillTimes
+from baton.metadata.wire.request import PrefillTimes, Unit
 from baton.router.http.operators.explain import DEFAULT_LIMIT, Filter
 from baton.router.requests.trace import Explanation, RequestTrace, Span, TraceRecorder
 

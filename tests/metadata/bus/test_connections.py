@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import socket as stdlib_socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import zmq
 
-from baton.metadata.bus.connection_monitor import PROBE_DELAYS_S, ConnectionMonitor, Porter, PortWatch, Stranger
+from baton.metadata.bus.connections import (
+    MAX_ROUND_TRIP_S,
+    PROBE_DELAYS_S,
+    ConnectionMonitor,
+    Porter,
+    PortWatch,
+    Stranger,
+    TcpConnection,
+    time_limit_s,
+)
 from baton.metadata.bus.curve import KeyPair, secure_server
 from baton.metadata.bus.descriptors import NodePort
 from baton.metadata.bus.sockets import bound_address, receive_from
@@ -128,7 +137,7 @@ async def test_a_connection_is_a_stranger_until_a_message_has_come_over_it() -> 
     porter = ListingPorter()
     watched = Watched(porter=porter)
     port = int(watched.address.rpartition(":")[2])
-    silent, gone = (stdlib_socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+    silent, gone = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
     peer = watched.connect()
     await until(lambda: len(porter.here) == 3 and watched.monitor.has_strangers)
     assert {stranger.address for stranger in porter.here} == {"127.0.0.1"}
@@ -212,3 +221,35 @@ def test_a_socket_without_a_port_is_not_watched(tmp_path: Path) -> None:
     watch.close()
     bound.close(linger=0)
     context.term()
+
+
+def test_a_long_round_trip_gives_a_peer_more_time_and_a_short_one_does_not() -> None:
+    assert [time_limit_s(1.5, each) for each in (0.0, 0.04, 0.3, 2.0, 1e9)] == [1.5, 1.5, 1.5, 8.0, 20.0]
+    assert MAX_ROUND_TRIP_S == 5.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels tell no round trip")
+def test_a_connection_tells_its_round_trip_and_takes_its_limit() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            client.sendall(b"hello")
+            assert accepted.recv(9) == b"hello"
+            assert 0 < TcpConnection(client.fileno()).round_trip_s < 1
+            assert 0 < TcpConnection(client.fileno()).follow_round_trip(1.5) < 1
+            assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
+            port = server.getsockname()[1]
+            assert TcpConnection(accepted.fileno(), port).address == "127.0.0.1"
+            assert TcpConnection(client.fileno(), port).address == "", "its own port is another one"
+            TcpConnection(accepted.fileno(), port).force_close()
+            assert client.recv(9) == b""
+
+
+def test_a_descriptor_of_another_use_is_left_alone() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for each in (TcpConnection(ours.fileno()), TcpConnection(10_000)):
+            each.force_close()
+            assert (each.address, each.round_trip_s, each.follow_round_trip(1.0)) == ("", 0.0, 0.0)
+        theirs.send(b"still open")
+        assert ours.recv(20) == b"still open"

@@ -11,7 +11,7 @@ from drafters import settings, target_of
 from node_pair import params
 from solo import Solo
 
-from baton.engine.rounds.draft_shape import NO_DRAFTS, DraftShape
+from baton.engine.pace.draft_length import NO_DRAFTS, DraftShape
 
 PROMPT = [17, 4, 250, 33, 99]
 

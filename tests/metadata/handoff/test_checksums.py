@@ -7,7 +7,7 @@ import pytest
 import xxhash
 from handoff_nodes import DRAFT_SCHEMA, SCHEMA, make_memory
 
-from baton.metadata.handoff.schema.checksums import first_difference, page_checksums, row_checksum
+from baton.metadata.handoff.pages import first_difference, page_checksums, row_checksum
 from baton.metadata.handoff.schema.schema import blocks_per_page, pools
 
 

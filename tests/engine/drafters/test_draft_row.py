@@ -13,7 +13,7 @@ from heads import SIX_LAYERS
 from node_pair import params
 from solo import Solo
 
-from baton.engine.rounds.draft_row import get_draft, set_draft
+from baton.engine.drafters.base import get_draft, set_draft
 from baton.metadata.handoff.schema.buffers import MetadataBuffers
 
 PROMPTS = [[17, 4, 250, 33, 99, 8, 301, 12, 76][:num] for num in range(1, 10)]

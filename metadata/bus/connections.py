@@ -1,10 +1,12 @@
-"""Monitors of a bound socket: they notice connections that open and close, and peers that fail the handshake.
+"""Connections of libzmq's sockets: who connects, how long a round trip takes, and which peers fail the handshake.
+
+libzmq owns the connections. Its monitor and its messages tell the file descriptor of each (`TcpConnection`). The kernel
+measures the round trip of every connection, so no message is needed for it.
 
 Strangers are connections that libzmq has accepted at a port of ours, and over which no valid message has come yet.
 libzmq accepts a connection before it knows the peer, and sets no bound. So a `Porter` says which strangers are closed.
-An event of the monitor names the connection by its file descriptor, and so does each message that came over it. A flood
-takes milliseconds to use all descriptors, and a loop may look at the events only after seconds. So a thread looks at
-them: `PortWatch`.
+A flood takes milliseconds to use all descriptors, and a loop may look at the events of a monitor only after seconds. So
+a thread looks at them: `PortWatch`.
 
 The router's socket has a `ConnectionMonitor`. A closed connection causes a monitor event within milliseconds, but the
 event names no routing id. libzmq ends the pipe of the connection a moment later. Therefore `probe` is called a few
@@ -16,18 +18,87 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from ..logs import Throttle
 from .addresses import parse_address
 from .sockets import bound_address, open_monitor
-from .tcp_connection import TcpConnection
-from .throttle import Throttle
+
+ROUND_TRIPS = 4  # so many may pass without a sign of life: a lost packet arrives one or two round trips late
+MAX_ROUND_TRIP_S = 5.0
+_ROUND_TRIP = struct.Struct("=I")  # tcpi_rtt, microseconds
+_ROUND_TRIP_AT = 68  # of struct tcp_info (linux/tcp.h)
+_T = TypeVar("_T")
+
+
+def time_limit_s(least_s: float, round_trip_s: float) -> float:
+    """Return how long the other end of a connection may be silent: `least_s` on a fast network, and longer if the
+    measured round trip is long."""
+    return max(least_s, ROUND_TRIPS * min(round_trip_s, MAX_ROUND_TRIP_S))
+
+
+class TcpConnection:
+    """The connection with this file descriptor, as long as it is open. `port` is the one that our end listens at; None:
+    our end has connected. If the connection is closed or is not TCP, methods do nothing, and figures are empty."""
+
+    def __init__(self, descriptor: int, port: int | None = None) -> None:
+        self._descriptor, self._port = descriptor, port
+
+    @property
+    def address(self) -> str:
+        """The host at the other end."""
+        return self._use(lambda connection: str(connection.getpeername()[0]), "")
+
+    @property
+    def round_trip_s(self) -> float:
+        """The round trip that the kernel has measured, seconds; 0 if it has measured none."""
+        return self._use(_round_trip_s, 0.0) if sys.platform == "linux" else 0.0
+
+    def follow_round_trip(self, least_s: float) -> float:
+        """Let the kernel close the connection when sent bytes stay unacknowledged for longer than `time_limit_s`.
+        Return the round trip."""
+        round_trip_s = self.round_trip_s
+        if sys.platform == "linux":
+            limit_ms = round(1000 * time_limit_s(least_s, round_trip_s))
+            self._use(lambda each: each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms), None)
+        return round_trip_s
+
+    def force_close(self) -> None:
+        """Shut the connection down, so that libzmq closes it."""
+        self._use(lambda connection: connection.shutdown(socket.SHUT_RDWR), None)
+
+    def _use(self, function: Callable[[socket.socket], _T], otherwise: _T) -> _T:
+        """Return what the function returns for the connection, which stays libzmq's, so it is detached. Return
+        `otherwise` if the connection is closed, or if its descriptor is of another use by now."""
+        try:
+            connection = socket.socket(fileno=self._descriptor)
+        except OSError:
+            return otherwise
+        try:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                return otherwise
+            if self._port not in (None, connection.getsockname()[1]):
+                return otherwise
+            return function(connection)
+        except OSError:
+            return otherwise
+        finally:
+            connection.detach()
+
+
+def _round_trip_s(connection: socket.socket) -> float:
+    found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_AT + _ROUND_TRIP.size)
+    return _ROUND_TRIP.unpack_from(found, _ROUND_TRIP_AT)[0] / 1e6
+
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.metadata.handoff.needs import decode_len, pages_of, prefill_pages, shared_pages
+from baton.metadata.handoff.schema.schema import decode_len, pages_of, prefill_pages, shared_pages
 
 
 def test_tokens_fill_pages() -> None:

@@ -10,9 +10,7 @@ import torch
 from grammars import EOS, OBJECT, WORDS, allowed
 from node_pair import params
 
-from baton.engine.rounds.masks import RoundMasks
-from baton.engine.rounds.trees import Drafts
-from baton.engine.sampling.grammar import Grammars
+from baton.engine.sampling.grammar import Grammars, RoundMasks
 from baton.engine.sampling.state import SamplingState
 from baton.metadata.wire.request import SamplingParams
 
@@ -54,7 +52,7 @@ def test_each_sequence_has_rows_of_its_own(is_tree: bool, model: Path, masks: Ro
         masks.load(slot, state(each, ids[:1]))
     drafts = torch.tensor([[*texts[0][1:3]], [8, 9], [*texts[2][1:3]], [0, 0]])  # the last row is padding
     parents = torch.tensor([[0, 1]] * 4) if is_tree else None
-    found = masks.fill(masks.of(slots), Drafts(drafts, parents)).view(4, 3, -1)
+    found = masks.fill(masks.of(slots), drafts, parents).view(4, 3, -1)
     for row in (0, 2):
         assert torch.equal(found[row], allowed(model, asked[row], texts[row][:4], VOCAB)[1:])
     assert (found[[1, 3]] == -1).all()
@@ -66,8 +64,8 @@ def test_a_slot_forgets_the_sequence_before(model: Path, masks: RoundMasks) -> N
     masks.load(2, state(first))
     before = masks.of([2])
     masks.load(2, state(second))
-    none = Drafts(torch.empty(1, 0, dtype=torch.int64))
-    assert torch.equal(masks.fill(masks.of([2]), none), allowed(model, second, [0], VOCAB))
-    assert torch.equal(masks.fill(before, none), allowed(model, first, [0], VOCAB))
+    none = torch.empty(1, 0, dtype=torch.int64)
+    assert torch.equal(masks.fill(masks.of([2]), none, None), allowed(model, second, [0], VOCAB))
+    assert torch.equal(masks.fill(before, none, None), allowed(model, first, [0], VOCAB))
     masks.load(2, state(params(9)))
     assert masks.of([2]) == [None]
