@@ -26,8 +26,7 @@ from ...metadata.wire.request import (
 )
 from ..nodes.node import Node, NodeGroup
 from ..placement.prompt_placement import PromptPlace
-from ..text.detokenizer import TokenBytes, make_detokenizer, skipped_ids
-from ..text.stop_strings import StopStrings
+from ..text.detokenizer import StopStrings, TokenBytes, make_detokenizer, skipped_ids
 from ..text.tokenizer import TextTokenizer
 from ..waiting.fair_share import DEFAULT, UNSHARED, Share, Tenant
 from .trace import TraceRecorder
