@@ -1,10 +1,18 @@
-"""The chat template of a model: conversations become prompts as transformers' apply_chat_template makes them."""
+"""The chat template of a model: conversations become prompts as transformers' apply_chat_template makes them.
+
+Templates differ in what they read. Some read a list of parts, others only a text. Some write the arguments of a call as
+JSON, others expect them as text. Some drop a call beside an empty text, others write `None` for a null one. So the
+router renders a few made-up messages when it reads a template, and looks which form shows the whole message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from jinja2.nodes import Const, Getattr, Name
@@ -12,7 +20,6 @@ from jinja2.nodes import Const, Getattr, Name
 from ...metadata.errors import ProtocolError, RequestError
 from ...metadata.wire.node_info import ModelCard
 from .template_environment import RENDER_BOUNDS, RenderBounds, TemplateEnvironment
-from .template_form import TemplateForm, probe
 
 OWN_FIELDS = frozenset({"add_generation_prompt", "continue_final_message", "messages", "tools"})  # of a body
 _NO_VARIABLES = frozenset(  # parameters of apply_chat_template that are no variables of a template
@@ -144,3 +151,148 @@ def _check_options(options: Mapping[str, Any]) -> None:
             "chat_template_kwargs: documents must be a list of objects, as {'title': ..., 'text': ...}",
             param="chat_template_kwargs",
         )
+
+
+Kind = Literal["system", "developer", "user", "assistant", "calls", "tool"]  # "calls": of the assistant, with calls
+Null = Literal["absent", "null", "empty"]  # how a message without text is given: without the key, as None, as ""
+Render = Callable[[list[dict[str, Any]]], str | None]  # None: the template refuses the messages
+
+KINDS: tuple[Kind, ...] = ("calls", "system", "developer", "user", "assistant", "tool")
+_NULLS: tuple[Null, ...] = ("absent", "null", "empty")  # transformers leaves null fields out
+_FIRST, _SECOND, _BESIDE = "kelpword", "mossword", "fernword"  # texts that no template has
+_KEY, _VALUE = "mosskey", "fernvalue"
+_CALL_ID = "call0fern"  # nine letters and digits, as Mistral's templates demand
+_WRITTEN_OUT = re.compile(r"""['"]text\\?['"]\s*:""")  # a part as Python or JSON writes it
+
+
+@dataclass(frozen=True, slots=True)
+class ContentForm:
+    """How a template reads the content of one kind of message."""
+
+    takes_text: bool = True
+    takes_parts: bool = False
+    null: Null = "empty"
+    takes_empty: bool = True  # an empty text loses nothing of the message
+
+    def content(self, texts: list[str] | str | None) -> Content:
+        """Return the content of a message: a text or texts of parts."""
+        if isinstance(texts, list) and not self.takes_parts:
+            texts = "\n".join(texts)
+        if texts is None or (texts == "" and not self.takes_empty):
+            return None if self.null != "empty" else ""
+        if isinstance(texts, str) and not self.takes_text:
+            texts = [texts]
+        return texts if isinstance(texts, str) else [{"type": "text", "text": text} for text in texts]
+
+
+Content = str | list[dict[str, str]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateForm:
+    """How a template reads messages. The default is what most templates read."""
+
+    contents: dict[Kind, ContentForm] = field(default_factory=dict[Kind, ContentForm])
+    text_arguments: bool = False  # the arguments of a call are read as JSON text, not as an object
+
+    def of(self, kind: Kind) -> ContentForm:
+        """Return how the content of a kind of message is read."""
+        return self.contents.get(kind, _PLAIN)
+
+    def message(self, kind: Kind, role: str, texts: list[str] | str | None) -> dict[str, Any]:
+        """Return a message of this role and content: a text, the texts of parts, or none."""
+        form = self.of(kind)
+        if texts and texts.__class__ is str and form.takes_text:  # nearly always
+            return {"role": role, "content": texts}
+        content = form.content(texts)
+        if content is None and form.null == "absent":
+            return {"role": role}
+        return {"role": role, "content": content}
+
+
+_PLAIN = ContentForm()
+
+
+def probe(render: Render) -> TemplateForm:
+    """Return the form of the template that `render` renders. Kinds of messages that it refuses keep the default."""
+    form = _with_calls(render)
+    contents = dict(form.contents)
+    for kind in KINDS:
+        contents[kind] = _content_form(render, form, kind)
+    return replace(form, contents=contents)
+
+
+def _with_calls(render: Render) -> TemplateForm:
+    """Return the form that shows a call without text: with the fewest words `None`, as far as possible with absent
+    content and an object."""
+    found: list[tuple[int, TemplateForm]] = []
+    is_read = shows_empty = False
+    for text_arguments in (False, True):
+        for null in _NULLS:
+            form = TemplateForm({"calls": ContentForm(null=null)}, text_arguments)
+            conversation = _conversation(form, "calls", None)
+            text = render(conversation)
+            if text is None:  # some templates know no results of tools
+                text = render(conversation[:-1])
+            is_read |= text is not None
+            if text is None or _KEY not in text or _VALUE not in text:  # Kimi-K2 names the call by its id alone
+                continue
+            if text_arguments or f"'{_KEY}'" not in text:  # an object that Python writes is no JSON
+                found.append((text.count("None"), form))
+                shows_empty |= null == "empty"
+        if found:
+            break
+    if not found:  # if the template reads the messages, it has no place for calls
+        return TemplateForm({"calls": ContentForm(null="absent" if is_read else "empty")})
+    best = min(found, key=lambda each: each[0])[1]
+    return replace(best, contents={"calls": replace(best.contents["calls"], takes_empty=shows_empty)})
+
+
+def _content_form(render: Render, calls: TemplateForm, kind: Kind) -> ContentForm:
+    """Return how the content of a kind is read, beside calls in the form that is known."""
+
+    def rendered(texts: list[str] | str | None, form: ContentForm) -> str:
+        return render(_conversation(replace(calls, contents={**calls.contents, kind: form}), kind, texts)) or ""
+
+    known = calls.of(kind)
+    as_text = rendered(_FIRST, known)
+    as_parts = rendered([_FIRST, _SECOND], replace(known, takes_parts=True))
+    takes_parts = _in_order(as_parts, _FIRST, _SECOND) and not _WRITTEN_OUT.search(as_parts)
+    form = replace(known, takes_parts=takes_parts, takes_text=_FIRST in as_text or not takes_parts)
+    if kind == "calls" or _FIRST not in as_text:
+        return form
+    least = as_text.count("None")
+    absent = replace(form, null="absent")
+    text = rendered(None, absent)
+    return absent if _BESIDE in text and text.count("None") <= least else replace(form, null="empty")
+
+
+def _conversation(form: TemplateForm, kind: Kind, texts: list[str] | str | None) -> list[dict[str, Any]]:
+    """Return a conversation that holds one message of a kind with this content, and the text _BESIDE in another."""
+    message = form.message(kind, "assistant" if kind == "calls" else kind, texts)
+    if kind == "calls":
+        message["tool_calls"] = [_call(form)]
+    if kind == "tool":
+        message["tool_call_id"] = _CALL_ID
+    user, assistant = {"role": "user", "content": _BESIDE}, {"role": "assistant", "content": _BESIDE}
+    calls = {**form.message("calls", "assistant", None), "tool_calls": [_call(form)]}
+    result = {"role": "tool", "tool_call_id": _CALL_ID, "content": _BESIDE}
+    around: dict[Kind, list[dict[str, Any]]] = {
+        "system": [message, user],
+        "developer": [message, user],
+        "user": [message, assistant, user],
+        "assistant": [user, message, user],
+        "calls": [user, message, result],
+        "tool": [user, calls, message],
+    }
+    return around[kind]
+
+
+def _call(form: TemplateForm) -> dict[str, Any]:
+    arguments = {_KEY: _VALUE}
+    function = {"name": "kelpcall", "arguments": json.dumps(arguments) if form.text_arguments else arguments}
+    return {"id": _CALL_ID, "type": "function", "function": function}
+
+
+def _in_order(text: str, first: str, second: str) -> bool:
+    return first in text and second in text.partition(first)[2]
