@@ -158,7 +158,7 @@ class Router:
                 keepalive_timeout=KEEP_ALIVE_S,
                 access_log=None,
                 logger=_http_logger,
-                auto_decompress=False,  # encodings.py does it: aiohttp serves what libraries happen to be installed
+                auto_decompress=False,  # bodies.py does it: aiohttp serves what libraries happen to be installed
             ),
             self.api.descriptors,
         )

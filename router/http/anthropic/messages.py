@@ -11,7 +11,7 @@ from aiohttp import web
 from ....metadata.errors import RequestError
 from ...reasoning_parsers.registry import REASONING_PARSERS
 from ...text.tokenizer import TextTokenizer
-from ..bodies.renamed import renamed
+from ..bodies.fields import renamed
 from ..generation.answer_format import AnswerFormat
 from ..generation.grammars import asked_grammar
 from ..generation.output import OutputReading

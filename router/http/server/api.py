@@ -24,8 +24,7 @@ from ...nodes.node import ROLES, NodeGroup
 from ...placement.availability import Expected, no_node
 from ...runner import RunningDispatcher
 from ...text.tokenizer import TextTokenizer
-from ..bodies.bodies import Bodies, decoded_mended, decoded_strictly
-from ..bodies.body_size import BODY_SIZE, most_plain, quick_size, takes_ids
+from ..bodies.bodies import BODY_SIZE, Bodies, decoded_mended, decoded_strictly, most_plain, quick_size, takes_ids
 from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
 from ..generation.cache_salts import CacheSalts

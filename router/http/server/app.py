@@ -12,8 +12,7 @@ from ....metadata.errors import BatonError, Overloaded
 from ...errors import NotFound
 from ...fair_turns import ASKER
 from ...origins import Authority, is_loopback, trusted_networks
-from ..bodies.bodies import expected
-from ..bodies.encodings import too_large
+from ..bodies.bodies import expected, too_large
 from ..bodies.fields import sent_type
 from .access import CALLER, IS_OPERATOR, KeyLevel, share_of
 from .api import Api, request_id

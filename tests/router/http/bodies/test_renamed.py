@@ -6,7 +6,7 @@ import pytest
 
 from baton.metadata.errors import BatonError, RequestError
 from baton.router.errors import NotFound
-from baton.router.http.bodies.renamed import renamed
+from baton.router.http.bodies.fields import renamed
 
 NAMES = {"stop": "stop_sequences", "a.b": "c.d.e", "f[].g.h": "i[].h", "f[].g": "i[]"}
 
