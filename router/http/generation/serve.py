@@ -30,11 +30,10 @@ from ...nodes.node import NodeGroup
 from ...requests.request import Request
 from ...text.tokenizer import TextTokenizer
 from ...waiting.queue import Asked
-from ..server.access import CALLER, Caller
+from ..server.access import CALLER, Caller, session_id
 from ..server.api import ARRIVED, Api, request_id
 from .answer_format import AnswerFormat
 from .answers import StreamedAnswer, WholeAnswer
-from .cache_salts import session_id
 from .grammars import asked_grammar, chat_grammar
 from .output import OutputReading, reasoning_parser
 from .parameters import asked_tokens, check_chat, request_seed, sampling_params, text_options, timeout_s

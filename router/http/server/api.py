@@ -27,10 +27,9 @@ from ...text.tokenizer import TextTokenizer
 from ..bodies.bodies import BODY_SIZE, Bodies, decoded_mended, decoded_strictly, most_plain, quick_size, takes_ids
 from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
-from ..generation.cache_salts import CacheSalts
 from ..generation.grammar_checks import GrammarChecks
 from ..operators.ledgers import Ledgers
-from .access import Access
+from .access import Access, CacheSalts
 from .in_flight import InFlight
 
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
