@@ -7,7 +7,7 @@ right do the work of a step.
     tools      the model's tools and its parsers are chosen       tools.py, output.py
     prompts    texts and messages become token ids                prompts.py
     grammar    the grammar of the output is compiled              grammars.py
-    serve      the dispatcher gets one Request per prompt; the    answers.py, answer_format.py
+    serve      the dispatcher gets one Request per prompt; the    answers.py
                client gets a whole answer or a stream
 
 When the handler ends, it cancels the Requests that still run.
@@ -32,8 +32,7 @@ from ...text.tokenizer import TextTokenizer
 from ...waiting.queue import Asked
 from ..server.access import CALLER, Caller, session_id
 from ..server.api import ARRIVED, Api, request_id
-from .answer_format import AnswerFormat
-from .answers import StreamedAnswer, WholeAnswer
+from .answers import AnswerFormat, StreamedAnswer, WholeAnswer
 from .grammars import asked_grammar, chat_grammar
 from .output import OutputReading, reasoning_parser
 from .parameters import asked_tokens, check_chat, request_seed, sampling_params, text_options, timeout_s

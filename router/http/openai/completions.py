@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from ...text.tokenizer import TextTokenizer
-from ..generation.answer_format import AnswerFormat
+from ..generation.answers import AnswerFormat
 from ..generation.grammars import asked_grammar, grammar_of
 from ..generation.output import OutputReading
 from ..generation.parameters import check_completion

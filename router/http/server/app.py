@@ -195,7 +195,14 @@ MOST_LINES = 10  # per second
 
 
 class RefusalLog:
-    """The lines of one router. `fields`: the names of fields that may be in a line; other names are the client's."""
+    """Log of refused requests: one line each, so that an operator sees why clients fail.
+
+        refused POST /v1/chat/completions of a client: 400 RequestError at messages
+
+    An error's sentence may repeat what the client sent in its body, so the line has the class of the error and the
+    field instead. `fields`: the names of fields that may be in a line; other names are the client's. A client cannot
+    fill the disk: at most MOST_LINES per second are written, and the next line says how many are missing.
+    """
 
     def __init__(self, fields: Collection[str], throttle: Callable[[], bool] | None = None) -> None:
         self._fields = frozenset(fields)
