@@ -69,7 +69,7 @@ async def serve_chat(
             answer_format,
             [(answer_format.response_id, prompt.ids)],
             markers=frozenset() if reading is None else reading.markers,
-            grammar=await chat_grammar(api, body, use, reasoning, prompt.text, group, tokenizer),
+            grammar=await chat_grammar(api.grammars, body, use, reasoning, prompt.text, group, tokenizer),
         )
 
 

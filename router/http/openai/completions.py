@@ -58,7 +58,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             answer_format,
             [(rid, prompt.ids) for rid, prompt in zip(rids, encoded, strict=True)],
             wants_prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-            grammar=None if asked is None else await grammar_of(api, asked, group),
+            grammar=None if asked is None else await grammar_of(api.grammars, asked, group),
         )
 
 

@@ -27,7 +27,7 @@ from ...text.tokenizer import TextTokenizer
 from ..bodies.bodies import BODY_SIZE, Bodies, decoded_mended, decoded_strictly, most_plain, quick_size, takes_ids
 from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
-from ..generation.grammar_checks import GrammarChecks
+from ..generation.grammars import GrammarChecks
 from ..operators.ledgers import Ledgers
 from .access import Access, CacheSalts
 from .in_flight import InFlight
