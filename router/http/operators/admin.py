@@ -77,7 +77,7 @@ async def undrain(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 
 async def _ledgers(api: Api, *, flush: bool) -> LedgersAnswer:
-    reports = await api.ledgers.ask(flush=flush)
+    reports = await api.dispatcher.ledgers(flush=flush)
     dispatcher = api.dispatcher
     own = RouterLedger(
         requests=[rid for rid, request in dispatcher.requests.items() if not request.is_canary],

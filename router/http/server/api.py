@@ -28,7 +28,6 @@ from ..bodies.bodies import BODY_SIZE, Bodies, decoded_mended, decoded_strictly,
 from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
 from ..generation.grammars import GrammarChecks
-from ..operators.ledgers import Ledgers
 from .access import Access, CacheSalts
 from .in_flight import InFlight
 
@@ -51,7 +50,6 @@ class Api:
         self.is_draining = False
         self.access = Access(config)
         self.salts = CacheSalts(config.cache_scope, config.cache_secret)
-        self.ledgers = Ledgers(dispatcher)
         self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
         self._expected = Expected(config.expected)
