@@ -23,6 +23,7 @@ from ..anthropic.types import (
     MessagesRequest,
     TokenCount,
 )
+from ..generation import serve
 from ..generation.types import (
     CancelledRequest,
     ChatChunk,
@@ -53,7 +54,6 @@ from ..operators.admin_types import (
 )
 from ..responses import responses
 from ..responses.types import ResponseAnswer, ResponseEvent, ResponsesRequest
-from . import requests
 from .access import KeyLevel
 from .api import Api, json_response
 from .errors import MessagesErrorBody
@@ -145,7 +145,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="DELETE",
         path="/v1/requests/{id:.+}",
-        handler=requests.cancel,
+        handler=serve.cancel,
         operation_id="cancelRequest",
         tag="generation",
         summary="Cancel a request by the id that its answer carries",
