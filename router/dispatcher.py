@@ -47,9 +47,8 @@ from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from .figures.metrics import Metrics
 from .health.health import Effect as HealthEffect
 from .health.health import GiveUpCanary, PairHealth, PairsReady, StartCanary
-from .nodes.drains import Drains
 from .nodes.node import Node, NodeGroup
-from .nodes.registry import Registry
+from .nodes.registry import Drains, Registry
 from .placement.placement import Placement
 from .placement.reservations import Reservations
 from .requests.cancels import Cancels
