@@ -10,7 +10,7 @@ import msgspec
 
 from ...metadata.wire.node_info import Role
 from ..errors import NoNode
-from ..health.pairing_diagnostics import missing_partner
+from ..nodes.mismatch import missing_partner
 from ..nodes.node import ROLES, Node, NodeGroup
 from ..nodes.node_history import LOSS_WORDS, NodeHistory
 
