@@ -29,9 +29,8 @@ from ..errors import NodeFault
 from ..nodes.node import ROLES, Node, NodeGroup
 from ..placement.affinity import page_hashes
 from ..placement.availability import no_node
-from ..placement.needs import Need
 from ..placement.prompt_placement import PromptPlace, place_prompt
-from ..requests.request import Attempt, Request
+from ..requests.request import Attempt, Need, Request
 from .fair_share import DEFAULT, FairShares, Share, Tenant
 from .pace import Pace
 

@@ -26,9 +26,9 @@ from msgspec import Raw
 from ....metadata.errors import RequestError, Unavailable
 from ...fair_turns import FairTurns
 from ...nodes.node import NodeGroup
-from ...placement.needs import GRAMMAR_PROTOCOL
 from ...reasoning_parsers.base import ReasoningParser
 from ...reasoning_parsers.budget import ThoughtBudget
+from ...requests.request import GRAMMAR_PROTOCOL
 from ...text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, schema_of
 from ...text.grammar_process import GrammarProcess, LoadTokenizer
 from ...text.json_schema import SchemaFault, checked_whitespace
