@@ -8,21 +8,24 @@ role may compute it, prompt_placement.py chooses the node. Nodes on which the re
 node that ran out of memory for the request gets it again only if no other node of the role could take it, however busy
 they are.
 
+PrefixAffinity estimates which leading pages of a prompt each node has in its prefix cache. SessionAffinity knows which
+nodes served a client's session last.
+
 Nodes compute prompts in the order in which they get them. So where several tenants share a group, prompts wait in the
 router, whose order is fair, and a node of either role gets the next one shortly before it has none left to compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...metadata.wire.messages import Compute, Reserve, Reserved
 from ..nodes.node import Node, NodeGroup
-from ..requests.request import Attempt, Request
+from ..requests.request import Attempt, Request, page_hashes
 from ..requests.request import Sequence as Output
 from ..waiting.queue import Entry
-from .affinity import PrefixAffinity, SessionAffinity, page_hashes
 from .prompt_placement import SESSION_SLACK, LocalFigures, PromptPlace, RemoteFigures, choose_local, place_sooner
 
 SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
@@ -446,3 +449,59 @@ def _is_unread(attempt: Attempt) -> bool:
     """Return whether the decode node has been in one step since it was asked."""
     busy_since = None if attempt.decode is None else attempt.decode.busy_since
     return busy_since is not None and busy_since <= attempt.sent_at + ASK_S
+
+
+MAX_KNOWN_PAGES = 32768  # remembered per node
+MAX_SESSIONS = 32768  # remembered per role
+
+
+class PrefixAffinity:
+    """Leading pages that each node was given. Bounded; the least recently used pages are forgotten first."""
+
+    def __init__(self, max_pages: int = MAX_KNOWN_PAGES) -> None:
+        self._max_pages = max_pages
+        self._known: dict[Hashable, OrderedDict[int, None]] = {}
+
+    def num_matched(self, node: Hashable, hashes: Iterable[int]) -> int:
+        """Return how many leading pages of a prompt the node was given before."""
+        known = self._known.get(node)
+        num_pages = 0
+        for page in hashes if known else ():
+            if known is None or page not in known:
+                break
+            num_pages += 1
+        return num_pages
+
+    def note(self, node: Hashable, hashes: Sequence[int]) -> None:
+        """The node gets a prompt with these pages."""
+        known = self._known.setdefault(node, OrderedDict())
+        for page in reversed(hashes):  # the first page is the last to be forgotten
+            known[page] = None
+            known.move_to_end(page)
+        while len(known) > self._max_pages:
+            known.popitem(last=False)
+
+    def forget(self, node: Hashable) -> None:
+        """The node is gone, or its cache was emptied."""
+        self._known.pop(node, None)
+
+
+class SessionAffinity:
+    """The node of one role that served each session last. Bounded; the sessions that are idle longest are forgotten."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        self._nodes: OrderedDict[bytes, Hashable] = OrderedDict()
+
+    def node_of(self, session: bytes | None) -> Hashable:
+        """Return the node that served the session last, None if there is none."""
+        return None if session is None else self._nodes.get(session)
+
+    def note(self, session: bytes | None, node: Hashable) -> None:
+        """The node serves the session now."""
+        if session is None:
+            return
+        self._nodes[session] = node
+        self._nodes.move_to_end(session)
+        if len(self._nodes) > self._max_sessions:
+            self._nodes.popitem(last=False)
