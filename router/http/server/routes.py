@@ -41,7 +41,7 @@ from ..generation.types import (
     TokenizerInfo,
     Version,
 )
-from ..openai import completions, models, tokenization
+from ..openai import completions, models
 from ..operators import admin, explain, handoff, status
 from ..operators.admin_types import (
     DrainRequest,
@@ -187,7 +187,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/tokenize",
-        handler=tokenization.tokenize,
+        handler=models.tokenize,
         operation_id="tokenize",
         tag="models",
         summary="Text to token ids",
@@ -198,7 +198,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/detokenize",
-        handler=tokenization.detokenize,
+        handler=models.detokenize,
         operation_id="detokenize",
         tag="models",
         summary="Token ids to text",
@@ -209,7 +209,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="GET",
         path="/tokenizer_info",
-        handler=tokenization.tokenizer_info,
+        handler=models.tokenizer_info,
         operation_id="getTokenizer",
         tag="models",
         summary="Special tokens and chat template of a model",
