@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...metadata.wire.messages import Compute
+from ..nodes.availability import drain_summary, missing_for_service
 from ..nodes.node import GroupKey, Node, NodeGroup
-from ..placement.availability import drain_summary, missing_for_service
 from ..requests.request import Request
 from ..waiting.queue import Pinned
 from .canary import Canary, canary_prompt, canary_prompt_len

@@ -8,8 +8,8 @@ import msgspec
 from aiohttp import web
 
 from ....metadata.wire.membership import LedgerReport
+from ...nodes.availability import degraded
 from ...nodes.node import Node
-from ...placement.availability import degraded
 from ..server.api import Api, json_response
 from .admin_types import (
     DrainRequest,

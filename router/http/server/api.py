@@ -22,8 +22,8 @@ from ....metadata.wire.node_info import Role
 from ...config import RouterConfig
 from ...errors import NotFound
 from ...figures.metrics import Metrics
+from ...nodes.availability import Expected, no_node
 from ...nodes.node import ROLES, NodeGroup
-from ...placement.availability import Expected, no_node
 from ...requests.request import Request
 from ...runner import RunningDispatcher
 from ...text.tokenizer import TextTokenizer
