@@ -47,11 +47,9 @@ from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from .figures.metrics import Metrics
 from .health.health import Effect as HealthEffect
 from .health.health import GiveUpCanary, PairHealth, PairsReady, StartCanary
-from .nodes.drains import Drains
 from .nodes.node import Node, NodeGroup
-from .nodes.registry import Registry
-from .placement.placement import Placement
-from .placement.reservations import Reservations
+from .nodes.registry import Drains, Registry
+from .placement.placement import Placement, Reservations
 from .requests.cancels import Cancels
 from .requests.request import Attempt, Request, Sequence
 from .requests.rescheduling import Rescheduling

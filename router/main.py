@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from functools import partial
 from ipaddress import ip_address
 
 import uvloop
@@ -24,8 +25,7 @@ from .figures.export import TraceExport, configured_export
 from .figures.metrics import Metrics
 from .http.server.api import Api
 from .http.server.app import application, ops_application
-from .http.server.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection
-from .http.server.listener import HttpListener
+from .http.server.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection, HttpListener
 from .runner import RunningDispatcher
 from .text.tokenizer import start_threads
 
@@ -150,18 +150,17 @@ class Router:
         """Do what web.TCPSite does, with our own class of connections."""
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None, "the runner has been set up"
-        listener = HttpListener(
-            lambda: Connection(
-                server,
-                self.api.descriptors,
-                loop=loop,
-                keepalive_timeout=KEEP_ALIVE_S,
-                access_log=None,
-                logger=_http_logger,
-                auto_decompress=False,  # encodings.py does it: aiohttp serves what libraries happen to be installed
-            ),
+        factory = partial(
+            Connection,
+            server,
             self.api.descriptors,
+            loop=loop,
+            keepalive_timeout=KEEP_ALIVE_S,
+            access_log=None,
+            logger=_http_logger,
+            auto_decompress=False,  # bodies.py does it: aiohttp serves what libraries happen to be installed
         )
+        listener = HttpListener(factory, self.api.descriptors)
         await listener.open(self.config.host, self.config.port)
         return listener
 

@@ -26,6 +26,7 @@ from .waiting.queue import Asked, Queues
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
+LEDGER_S = 5.0  # a node that has not sent its ledger within so many seconds counts as silent
 
 
 class RunningDispatcher:
@@ -37,12 +38,13 @@ class RunningDispatcher:
 
     def __init__(self, config: RouterConfig, epoch: str, metrics: Metrics) -> None:
         self.on_over: Callable[[TraceRecorder], None] | None = None
-        self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
         self._dispatcher = Dispatcher(config, epoch, metrics)
         self._due: deque[Effect] = deque()
         self._is_busy = False
         self._hub: Hub | None = None
         self._ticker: asyncio.TimerHandle | None = None
+        self._next_query = 1
+        self._queries: dict[int, dict[str, asyncio.Future[LedgerReport]]] = {}  # for ledgers, by number and node
 
     @property
     def epoch(self) -> str:
@@ -132,9 +134,22 @@ class RunningDispatcher:
         self._do(self._dispatcher.undrain(node_id, time.monotonic()))
         return self._named(node_id)
 
-    def ask_ledgers(self, query: int, *, flush: bool) -> None:
-        """Ask all nodes for their page ledgers. `on_ledger` gets the answers."""
+    async def ledgers(self, *, flush: bool) -> dict[str, LedgerReport | None]:
+        """Return the page ledger of every node by node id, None for a node that does not answer in time.
+
+        If `flush`, nodes empty their prefix caches of unreferenced pages first.
+        """
+        query, loop = self._next_query, asyncio.get_running_loop()
+        self._next_query += 1
+        futures = {node.node_id: loop.create_future() for node in self.registry.nodes.values()}
+        self._queries[query] = futures
         self._do(self._dispatcher.ask_ledgers(query, time.monotonic(), flush=flush))
+        try:
+            if futures:
+                await asyncio.wait(futures.values(), timeout=LEDGER_S)
+        finally:
+            del self._queries[query]
+        return {name: future.result() if future.done() else None for name, future in futures.items()}
 
     # Events of the bus, and time
 
@@ -185,8 +200,9 @@ class RunningDispatcher:
                 if self.on_over is not None:
                     self.on_over(trace)
             case Ledger(node, report):
-                if self.on_ledger is not None:
-                    self.on_ledger(node, report)
+                future = self._queries.get(report.query, {}).get(node.node_id)
+                if future is not None and not future.done():
+                    future.set_result(report)
             case Output(sequence, delta):
                 sequence.request.listener.on_delta(sequence, delta)
 

@@ -122,7 +122,8 @@ class Capacity(Message, frozen=True):
     page_size: Index
     max_running: Count
     num_ranks: Annotated[Index, Since(6)] = 1  # processes that share the node's model
-    num_pools: Annotated[Index, Since(6)] = 1  # ranks that divide these pages and sequences equally; a request uses one
+    # more than 1 on nodes of protocol 6 alone: ranks that divide these pages and sequences; a request uses one
+    num_pools: Annotated[Index, Since(6)] = 1
 
     @property
     def request_pages(self) -> int:
@@ -131,7 +132,8 @@ class Capacity(Message, frozen=True):
 
 
 class RankLoad(Message, frozen=True):
-    """Current load of one rank that has pages and sequences of its own."""
+    """Current load of one rank of a node of protocol 6, whose ranks have pages and sequences of their own. In later
+    protocols each such rank is a node, with a load of its own."""
 
     free_pages: Count
     running: Count
@@ -152,7 +154,7 @@ class Load(Message, frozen=True):
     has_prompt_room: Annotated[bool, Since(6)] = True  # the bound on gaps leaves room for a chunk beside the streams
     paced_prompt_tokens: Annotated[Count, Since(6)] = 0  # that prompt_token_s holds for, if more wait; 0: for all
     prompt_rest_token_s: Annotated[Seconds, Since(6)] = 0.0  # per prompt token beyond them
-    # the shares of each rank in free_pages and running; empty: the node has one pool
+    # the shares of each rank in free_pages and running, of nodes of protocol 6; empty: the node has one pool
     ranks: Annotated[tuple[RankLoad, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
 
     @property

@@ -19,7 +19,7 @@ from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogp
 from ..nodes.node import NodeGroup
 from ..requests.request import Delta, Request, Sequence
 from ..waiting.queue import Pinned
-from .ballot import Answer, Rival
+from .verdicts import Answer, Rival
 
 NUM_PAGES = 3
 NUM_TOKENS = 4

@@ -8,7 +8,7 @@ GiveUpCanary, PairsReady. Every canary that it starts ends with one event: `answ
     any state --- a canary or transfer failed --> failed, until the answer of a later canary; then the ballot decides
 
 A pair gets a canary when it is new, after a failure, and when it has served no request for `interval_s`. The ballot of
-the pair's group (ballot.py) judges the answer. It also names nodes that must compute the prompt alone; they get
+the pair's group (verdicts.py) judges the answer. It also names nodes that must compute the prompt alone; they get
 canaries of their own. An untried pair gets requests if each of its nodes is in a pair that is ready. Neither nodes
 without room nor clients that end their requests count against a pair.
 
@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...metadata.wire.messages import Compute
+from ..nodes.availability import drain_summary, missing_for_service
 from ..nodes.node import GroupKey, Node, NodeGroup
-from ..placement.availability import drain_summary, missing_for_service
 from ..requests.request import Request
 from ..waiting.queue import Pinned
-from .ballot import UNTRIED, Ballot, Verdict, Voter, Voters
 from .canary import Canary, canary_prompt, canary_prompt_len
+from .verdicts import UNTRIED, Ballot, Verdict, Voter, Voters
 
 logger = logging.getLogger(__name__)
 

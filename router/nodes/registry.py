@@ -10,13 +10,17 @@ that it cannot be paired with because they had another configuration. The regist
 those nodes sent another heartbeat (refused), or when all of them are lost (welcomed).
 
 The registry also keeps the tokenizers, one per digest. It asks a welcomed node for the file if its group has none.
+
+An operator takes nodes out of service and puts them back. They stay joined, so that a drain can be undone. A drain
+belongs to the name of a node. A node that dies, or loses the router, and comes back is still drained. If a node
+announces that it leaves, somebody has stopped it on purpose. This ends the drain: the next node of that name serves.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ...metadata.bus.liveness import Change, PeerLiveness
@@ -28,9 +32,11 @@ from ...metadata.wire.membership import Heartbeat, Hello, HelloAgain, Leaving, R
 from ...metadata.wire.messages import ToNode
 from ...metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer
 from ...metadata.wire.request import MAX_TEXT
-from ..health.pairing_diagnostics import incompatible_nodes, missing_partner, refusal
+from ..errors import Conflict, NotFound
 from ..placement.prompt_placement import LocalPrefill
 from ..text.tokenizer import TextTokenizer
+from .availability import drain_words
+from .mismatch import incompatible_nodes, missing_partner, refusal
 from .node import GroupKey, Node, NodeGroup
 from .node_history import LOSS_WORDS, Loss, NodeHistories
 
@@ -307,3 +313,64 @@ def _key_of(hello: Hello) -> GroupKey:
         hello.model.name,
         hello.model.tokenizer_digest,
     )
+
+
+class Drains:
+    """Names of the nodes that operators drain. `nodes` is a view of the nodes that have joined."""
+
+    def __init__(self, nodes: Mapping[bytes, Node]) -> None:
+        self._nodes = nodes
+        self._names: set[str] = set()
+
+    def begin(self, node_id: str, evict_at: float) -> None:
+        """Give the node, or all ranks of the group, no new work. At `evict_at` its unfinished work moves elsewhere.
+        Raises NotFound."""
+        nodes = self._nodes_of(node_id)
+        self._names.add(nodes[0].unit)
+        for node in nodes:
+            node.cordon(evict_at)
+        logger.info("node %s (%s) drains: an operator has asked for it", nodes[0].unit, nodes[0].role)
+
+    def undo(self, node_id: str) -> list[Node]:
+        """Let the node, or all ranks of the group, take requests again, and return them. Raises NotFound, and Conflict
+        if the node itself said that it leaves."""
+        is_known = node_id in self._names
+        self._names.discard(node_id)
+        try:
+            nodes = self._nodes_of(node_id)
+        except NotFound as error:
+            if is_known:  # it was lost while it drained: it will take requests when it comes back
+                raise NotFound(f"{error}; it will not drain when it comes back") from None
+            raise
+        self._names.discard(nodes[0].unit)
+        for node in nodes:
+            node.uncordon()
+            if node.is_leaving:
+                raise Conflict(f"{drain_words(node)}; that cannot be undone")
+        logger.info("node %s (%s) takes requests again", nodes[0].unit, nodes[0].role)
+        return nodes
+
+    def joined(self, node: Node) -> None:
+        """A node has joined. If it was drained when it was lost, it still is."""
+        if node.unit in self._names and not node.is_cordoned:
+            node.cordon()
+            logger.info("node %s (%s) has come back; it drains still", node.node_id, node.role)
+
+    def left(self, node: Node) -> None:
+        """A node has left by its own word."""
+        self._names.discard(node.unit)
+
+    def due(self, now: float) -> list[Node]:
+        """Return the nodes whose time is over, once each, and only when another node could take their work."""
+        due = [node for node in self._nodes.values() if node.must_evict(now) and node.group.live(node.role)]
+        for node in due:
+            node.evicted()
+        return due
+
+    def _nodes_of(self, name: str) -> list[Node]:
+        """Return the node of this name, or the ranks of the group of this name or with such a rank."""
+        for node in self._nodes.values():
+            if name in (node.node_id, node.unit):
+                return [other for other in self._nodes.values() if other.unit_key == node.unit_key]
+        names = ", ".join(sorted({node.unit for node in self._nodes.values()})) or "none"
+        raise NotFound(f"node {name!r} is not here; joined are: {names}")

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..tool_parsers.base import possible_start
-from .base import AnswerPart, Part, Place, ReasoningParser, Thought
-from .budget import ThoughtBudget
+from .base import AnswerPart, Part, Place, ReasoningParser, Thought, ThoughtBudget
 
 START, END, CHANNEL, MESSAGE = "<|start|>", "<|end|>", "<|channel|>", "<|message|>"
 CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"

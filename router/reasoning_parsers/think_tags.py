@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from ..tool_parsers.base import possible_start
-from .base import AnswerPart, Part, Place, ReasoningParser, Thought
-from .budget import ThoughtBudget
+from .base import AnswerPart, Part, Place, ReasoningParser, Thought, ThoughtBudget
 
 BEGIN, END = "<think>", "</think>"
 

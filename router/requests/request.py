@@ -3,6 +3,7 @@
     Request    one prompt with n sequences, which share its prefill
     Sequence   one output: received ids -> text -> stop strings -> Delta
     Attempt    one run of some sequences on a (prefill, decode) pair
+    Need       the pages, the context and the protocol that its nodes must have
 
 Other nodes continue a request from its prompt, its received ids and its parameters. So nothing here depends on a node.
 Messages name a sequence by its index, `choice`.
@@ -12,9 +13,14 @@ from __future__ import annotations
 
 from array import array
 from collections import abc
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+import xxhash
+
 from ...metadata.errors import BatonError
+from ...metadata.handoff.needs import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
+from ...metadata.wire.protocol import PROTOCOL_MIN, fields_since
 from ...metadata.wire.request import (
     Ended,
     FinishReason,
@@ -26,13 +32,14 @@ from ...metadata.wire.request import (
 )
 from ..nodes.node import Node, NodeGroup
 from ..placement.prompt_placement import PromptPlace
-from ..text.detokenizer import TokenBytes, make_detokenizer, skipped_ids
-from ..text.stop_strings import StopStrings
+from ..text.detokenizer import StopStrings, TokenBytes, make_detokenizer, skipped_ids
 from ..text.tokenizer import TextTokenizer
 from ..waiting.fair_share import DEFAULT, UNSHARED, Share, Tenant
 from .trace import TraceRecorder
 
 PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefill and decode node
+GRAMMAR_PROTOCOL = fields_since(SamplingParams)["grammar"]  # nodes of an older protocol would ignore a grammar
+MAX_HASHED_PAGES = 2048  # of one prompt
 MAX_AHEAD = 64  # messages kept per sequence while an earlier one is missing
 
 
@@ -522,3 +529,70 @@ class Request:
 
 def _pair_of(prefill: Node | None, decode: Node | None) -> PairId:
     return prefill and prefill.routing_id, decode and decode.routing_id
+
+
+class Need(NamedTuple):
+    """Pages and context that idle nodes must have to serve one choice of a request."""
+
+    prefill_pages: int
+    pages_per_choice: int  # added by each further choice on the prefill node
+    decode_pages: int | None  # None: no decode node is needed
+    context_len: int  # tokens of the prompt and of the longest output
+    local_pages: int = 0  # on a decode node that computes the prompt itself
+    protocol: int = PROTOCOL_MIN  # nodes of an older one would ignore a part of the request
+
+    @classmethod
+    def of(cls, request: Request, choice: int, *, needs_decode: bool) -> Need:
+        """Return the need of a choice, with the tokens that it has received."""
+        layout = request.group.layout
+        prompt_len, page_size = len(request.prompt_ids), layout.page_size
+        num_tokens = prompt_len + len(request.sequences[choice].received)
+        one, two = (prefill_pages(num_tokens, count, page_size, layout.key_lookahead) for count in (1, 2))
+        context_len = prompt_len + request.params.max_tokens
+        if prompt_len == request.group.context_len and request.params.max_tokens == 1:
+            context_len = prompt_len  # a prompt that is scored alone fills the context
+        reserved_len = decode_len(num_tokens, PLAIN_ROUNDS_LEN, context_len)
+        num_pages = pages_of(reserved_len, page_size)
+        protocol = PROTOCOL_MIN if request.params.grammar is None else GRAMMAR_PROTOCOL
+        return cls(one, two - one, num_pages if needs_decode else None, context_len, num_pages, protocol)
+
+    def fits_prefill(self, node: Node) -> bool:
+        """Whether this prefill node could compute it when idle."""
+        return self.prefill_pages <= node.hello.capacity.request_pages and self._fits(node)
+
+    def fits_decode(self, node: Node) -> bool:
+        """Whether this decode node could generate it when idle."""
+        return (self.decode_pages or 0) <= node.hello.capacity.request_pages and self._fits(node)
+
+    def fits_local(self, node: Node) -> bool:
+        """Whether this decode node could compute the prompt and generate when idle."""
+        return self.local_pages <= node.hello.capacity.request_pages and self._fits(node)
+
+    def fits_any(self, pairs: Iterable[tuple[Node, Node]]) -> bool:
+        """Whether one of these pairs could serve it when idle."""
+        return any(self.fits_prefill(prefill) and self.fits_decode(decode) for prefill, decode in pairs)
+
+    def most_choices(self, prefill: Node | None) -> int:
+        """Return how many choices the prefill node has room for when idle. If it is None (the decode node computes the
+        prompt itself), there is no limit."""
+        if prefill is None or self.decode_pages is None or not self.pages_per_choice:
+            return 1 << 30
+        return 1 + (prefill.hello.capacity.request_pages - self.prefill_pages) // self.pages_per_choice
+
+    def _fits(self, node: Node) -> bool:
+        fits = node.hello.capacity.max_running > 0 and self.context_len <= node.hello.model.context_len
+        return fits and self.protocol <= node.protocol
+
+
+def page_hashes(prompt_ids: abc.Sequence[int], page_size: int, cache_salt: str) -> list[int]:
+    """Return one hash per whole leading page, over the salt and all tokens up to the page's end. The page of the last
+    token is left out, because a node always computes it."""
+    num_pages = min((len(prompt_ids) - 1) // page_size, MAX_HASHED_PAGES)
+    data = array("i", prompt_ids[: num_pages * page_size]).tobytes()
+    width = 4 * page_size
+    seed = xxhash.xxh3_64_intdigest(cache_salt.encode())
+    hashes: list[int] = []
+    for page in range(num_pages):
+        seed = xxhash.xxh3_64_intdigest(data[page * width : (page + 1) * width], seed=seed)
+        hashes.append(seed)
+    return hashes

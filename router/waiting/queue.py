@@ -26,12 +26,10 @@ from typing import NamedTuple
 from ...metadata.errors import BatonError, Overloaded, RequestError, Unavailable
 from ...metadata.wire.node_info import Role
 from ..errors import NodeFault
+from ..nodes.availability import no_node
 from ..nodes.node import ROLES, Node, NodeGroup
-from ..placement.affinity import page_hashes
-from ..placement.availability import no_node
-from ..placement.needs import Need
 from ..placement.prompt_placement import PromptPlace, place_prompt
-from ..requests.request import Attempt, Request
+from ..requests.request import Attempt, Need, Request, page_hashes
 from .fair_share import DEFAULT, FairShares, Share, Tenant
 from .pace import Pace
 

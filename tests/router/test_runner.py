@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import random
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,10 @@ from patience import Patience
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import Unit, unpack_ids
+from baton.router import runner
+from baton.router.config import RouterConfig
+from baton.router.effects import Effect, Ledger
+from baton.router.figures.metrics import Metrics
 from baton.router.waiting.queue import PATIENCE_S
 
 from .conftest import System
@@ -447,3 +453,51 @@ def test_pools_too_small_for_the_load_serve_every_request(make_system: Callable[
         assert status == 200, body
         assert [choice["text"] for choice in body["choices"]] == [system.text] * (1 + place % 4)
     system.router.wait_idle()
+
+
+class AskedNodes:
+    """Two nodes in a dispatcher's place, and the questions for their ledgers that were sent to them."""
+
+    def __init__(self, *_args: object) -> None:
+        self.asked: list[tuple[int, bool]] = []
+        self.nodes = [SimpleNamespace(node_id=name, routing_id=name.encode()) for name in ("p0", "d0")]
+        self.registry = SimpleNamespace(nodes={node.routing_id: node for node in self.nodes})
+
+    def ask_ledgers(self, query: int, _now: float, *, flush: bool) -> list[Effect]:
+        self.asked.append((query, flush))
+        return []
+
+    def on_message(self, peer: bytes, message: Any, _now: float) -> list[Effect]:
+        node: Any = self.registry.nodes[peer]
+        return [Ledger(node, message)]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> AskedNodes:
+    nodes = AskedNodes()
+    monkeypatch.setattr(runner, "Dispatcher", lambda *_args: nodes)
+    return nodes
+
+
+def running() -> Any:
+    return runner.RunningDispatcher(RouterConfig(), "epoch", Metrics())
+
+
+async def test_each_asker_gets_the_ledgers_of_its_own_question(asked: AskedNodes) -> None:
+    dispatcher = running()
+    first = asyncio.create_task(dispatcher.ledgers(flush=False))
+    second = asyncio.create_task(dispatcher.ledgers(flush=False))
+    await asyncio.sleep(0)
+    assert asked.asked == [(1, False), (2, False)]
+    answers = {(node.routing_id, query): SimpleNamespace(query=query) for query in (2, 1) for node in asked.nodes}
+    for (peer, _), answer in answers.items():
+        dispatcher.on_message(peer, answer)
+    for query, task in ((1, first), (2, second)):
+        assert await task == {name: answers[name.encode(), query] for name in ("p0", "d0")}
+    dispatcher.on_message(b"p0", SimpleNamespace(query=1))  # too late: the question is over
+
+
+async def test_the_ledger_of_a_silent_node_is_none(asked: AskedNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "LEDGER_S", 0.01)
+    assert await running().ledgers(flush=True) == {"p0": None, "d0": None}
+    assert asked.asked == [(1, True)]

@@ -11,8 +11,8 @@ from aiohttp import web
 from ....metadata.errors import RequestError
 from ...reasoning_parsers.registry import REASONING_PARSERS
 from ...text.tokenizer import TextTokenizer
-from ..bodies.renamed import renamed
-from ..generation.answer_format import AnswerFormat
+from ..bodies.fields import renamed
+from ..generation.answers import AnswerFormat
 from ..generation.grammars import asked_grammar
 from ..generation.output import OutputReading
 from ..generation.serve import serve_chat

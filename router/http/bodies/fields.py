@@ -15,7 +15,9 @@ that have no effect, and to a body those that are not served. So strict decoding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import GenericAlias, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
@@ -568,3 +570,19 @@ def check_value(rule: NotServed, value: Any, path: str) -> None:
     """Raise RequestError if the value of a field, which a path leads to, asks for what is not served."""
     if value not in rule.accepted:
         raise rule.error(f"{path}: {rule.words}", param=path.partition(".")[0].partition("[")[0])
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Generator[None]:
+    """Let refusals in the block name the client's field. `names`: paths of fields as the block knows them, and as the
+    client does. `[]` in both stands for any index."""
+    try:
+        yield
+    except RequestError as error:
+        words = str(error)
+        for name, shown in names.items():
+            pattern = r"\A" + re.escape(name).replace(r"\[\]", r"(\[\d+\])") + r"(?=[:.\[])"
+            changed, num_found = re.subn(pattern, shown.replace("[]", r"\1"), words)
+            if num_found:
+                raise RequestError(changed, param=re.split(r"[.\[]", shown)[0]) from None
+        raise

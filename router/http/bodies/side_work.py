@@ -33,8 +33,7 @@ from ..generation.types import ChatMessage, ChatRequest, CompletionRequest, Deto
 from ..operators.admin_types import DrainRequest
 from ..responses.input import messages_of
 from ..responses.types import ResponsesRequest
-from .bodies import decoded_mended, decoded_strictly, mend
-from .body_size import BODY_SIZE, BodySize, exact_size
+from .bodies import BODY_SIZE, BodySize, decoded_mended, decoded_strictly, exact_size, mend
 from .fields import decoder_of
 
 MAX_CPU_S = 15.0  # seconds of the processor per piece of work

@@ -5,26 +5,33 @@ vLLM's), and of all that a chat's output may hold. Thoughts come first, if the m
     response_format, structured_outputs            that format; with tools, calls or the format
     thinking_token_budget and none of the above    anything
 
-thinking_token_budget bounds the thoughts in all three.
+thinking_token_budget bounds the thoughts in all three. GrammarChecks compiles each grammar once, in another process,
+and remembers the result.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import xxhash
 from msgspec import Raw
 
-from ....metadata.errors import RequestError
+from ....metadata.errors import RequestError, Unavailable
+from ...fair_turns import FairTurns
 from ...nodes.node import NodeGroup
-from ...reasoning_parsers.base import ReasoningParser
-from ...reasoning_parsers.budget import ThoughtBudget
-from ...text.grammar import MAX_SOURCE, GrammarKind, GrammarSource, schema_of
+from ...reasoning_parsers.base import ReasoningParser, ThoughtBudget
+from ...requests.request import GRAMMAR_PROTOCOL
+from ...text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, schema_of
+from ...text.grammar_process import GrammarProcess, LoadTokenizer
 from ...text.json_schema import SchemaFault, checked_whitespace
 from ...text.tokenizer import TextTokenizer
-from ..server.api import Api
 from .tools import ToolUse
 from .types import ChatRequest, CommonRequest, ResponseFormat, StructuralTag, StructuredOutputs, TagStructure
 
@@ -79,14 +86,14 @@ def json_whitespace(body: CommonRequest) -> str | None:
         raise RequestError(f"{place}: {fault.words}", param="structured_outputs") from None
 
 
-async def grammar_of(api: Api, asked: AskedGrammar, group: NodeGroup, frame: str = "") -> str:
+async def grammar_of(checks: GrammarChecks, asked: AskedGrammar, group: NodeGroup, frame: str = "") -> str:
     """Return the grammar that the nodes get for one that a body asks for. Raises RequestError if it cannot be served.
     `frame` is that of GrammarSource."""
-    return await api.grammars.checked(msgspec.structs.replace(asked.source, frame=frame), group, asked.place)
+    return await checks.checked(msgspec.structs.replace(asked.source, frame=frame), group, asked.place)
 
 
 async def chat_grammar(
-    api: Api,
+    checks: GrammarChecks,
     body: ChatRequest,
     use: ToolUse | None,
     reasoning: type[ReasoningParser] | None,
@@ -111,8 +118,8 @@ async def chat_grammar(
     asked = asked_grammar(body)
     if use is not None and use.forced:
         rules = _checked_thoughts(thoughts, "tool_choice", "use auto")
-        calls = await call_grammar(api, use, "tool_choice", group, tokenizer, json_whitespace(body))
-        return await api.grammars.checked(
+        calls = await call_grammar(checks, use, "tool_choice", group, tokenizer, json_whitespace(body))
+        return await checks.checked(
             GrammarSource("grammar", f"start: thoughts calls\n{rules}\n{calls}"), group, "tools"
         )
     if asked is not None:
@@ -121,16 +128,16 @@ async def chat_grammar(
         )
         answer = f"{mark} @answer"
         if use is not None:
-            calls = await call_grammar(api, use, asked.place, group, tokenizer, json_whitespace(body))
+            calls = await call_grammar(checks, use, asked.place, group, tokenizer, json_whitespace(body))
             rules += f"\n{calls}"
             answer = f"(calls | {answer})"
         elif reasoning is None:
-            return await grammar_of(api, asked, group)
-        return await grammar_of(api, asked, group, f"start: thoughts {answer}\n{rules}")
+            return await grammar_of(checks, asked, group)
+        return await grammar_of(checks, asked, group, f"start: thoughts {answer}\n{rules}")
     if budget is None or reasoning is None or reasoning(prompt).place == "answer":
         return None
     text = f"start: thoughts answer\n{thoughts}\n{reasoning.any_answer(budget)}"
-    return await api.grammars.checked(GrammarSource("grammar", text), group, _BUDGET)
+    return await checks.checked(GrammarSource("grammar", text), group, _BUDGET)
 
 
 def _checked_thoughts(thoughts: str | None, place: str, hint: str) -> str:
@@ -146,7 +153,7 @@ def _budget(num_tokens: int, group: NodeGroup, tokenizer: TextTokenizer) -> Thou
 
 
 async def call_grammar(
-    api: Api, use: ToolUse, place: str, group: NodeGroup, tokenizer: TextTokenizer, whitespace: str | None
+    checks: GrammarChecks, use: ToolUse, place: str, group: NodeGroup, tokenizer: TextTokenizer, whitespace: str | None
 ) -> str:
     """Return the Lark rule `calls` of the calls that an output may make: of the tools of which one is forced, or of
     any. `place` is the field that needs a grammar of calls. `whitespace` is that of GrammarSource.
@@ -161,7 +168,7 @@ async def call_grammar(
             text = msgspec.json.encode(given[name]).decode()
             source = GrammarSource("json", text, is_loose=tool.function.strict is not True, whitespace=whitespace)
             path = f"tools[{index}].function.parameters"
-            schemas[name] = schema_of(await api.grammars.checked(source, group, path, f"tool {name!r}"))
+            schemas[name] = schema_of(await checks.checked(source, group, path, f"tool {name!r}"))
     calls = use.parser.grammar(schemas, may_repeat=use.is_parallel, literal=literal_of(tokenizer))
     if calls is None:
         hint = "use auto" if use.forced else "leave the tools out, or set tool_choice to none"
@@ -262,3 +269,80 @@ def _decoded(text: str | bytes, kind: type[_T], place: str) -> _T:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"{place}: {error}", param=param) from None
+
+
+MAX_WAITING = 64  # grammars of one caller that wait for the process
+MAX_KEPT = 256  # grammars that are remembered
+MAX_KEPT_CHARACTERS = 16 << 20  # of their texts, all together
+
+_Verdict = Grammar | GrammarFault
+
+
+class GrammarChecks:
+    """Grammars of all requests of one router. The process and its thread start when the first grammar comes."""
+
+    def __init__(self) -> None:
+        self._process = GrammarProcess()
+        self._turns = FairTurns("grammars", 1, MAX_WAITING)
+        self._running: dict[str, asyncio.Future[_Verdict]] = {}
+        self._known: OrderedDict[str, _Verdict] = OrderedDict()
+        self._num_characters = 0  # of the texts in _known
+
+    async def checked(self, source: GrammarSource, group: NodeGroup, place: str, owner: str = "") -> str:
+        """Return the text of a grammar that the group's nodes will compile. `place`: the path of the source in the
+        body, such as `response_format.json_schema.schema`. `owner`: whose it is, as a refusal names it.
+
+        Raises RequestError that names the part at fault, Overloaded if too many grammars of the caller wait, and
+        Unavailable if the nodes know no grammars.
+        """
+        if not any(node.protocol >= GRAMMAR_PROTOCOL for node in group.nodes.values()):
+            raise Unavailable(f"{place}: the model's nodes are of an earlier release, which knows no grammars")
+        if not group.card.eos_token_ids:
+            raise RequestError(f"{place}: the model names no token that ends a text", param=_field(place))
+        verdict = await self._verdict(source, group)
+        if isinstance(verdict, GrammarFault):
+            whose = f" ({owner})" if owner else ""
+            raise RequestError(f"{place}{verdict.place}: {verdict.words}{whose}", param=_field(place))
+        return verdict.text
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+        self._turns.close(self._process.join)
+
+    async def _verdict(self, source: GrammarSource, group: NodeGroup) -> _Verdict:
+        eos = group.card.eos_token_ids
+        name = f"{group.key.tokenizer}:{group.card.vocab_size}:{eos}"
+        options = f"{source.is_loose} {source.whitespace!r} {len(source.frame)}"
+        parts = "\n".join((name, source.kind, options, source.frame, source.text))
+        digest = xxhash.xxh3_128_hexdigest(parts.encode("utf-8", "surrogatepass"))
+        if digest in self._known:
+            self._known.move_to_end(digest)
+            return self._known[digest]
+        running = self._running.get(digest)
+        if running is None:
+            assert group.tokenizer is not None, "a group that can serve has its tokenizer"
+            load = LoadTokenizer(name, group.tokenizer.data, group.card.vocab_size, tuple(eos))
+            convert = partial(self._process.convert, load, source)
+            running = self._running[digest] = asyncio.ensure_future(self._turns.run(convert))
+            running.add_done_callback(lambda done: self._learn(digest, done))
+        return await asyncio.shield(running)  # others may wait for it as well
+
+    def _learn(self, digest: str, done: asyncio.Future[_Verdict]) -> None:
+        del self._running[digest]
+        if done.cancelled() or done.exception() is not None:
+            return
+        verdict = self._known[digest] = done.result()
+        self._num_characters += _num_characters(verdict)
+        while len(self._known) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
+            _, oldest = self._known.popitem(last=False)
+            self._num_characters -= _num_characters(oldest)
+
+
+def _num_characters(verdict: _Verdict) -> int:
+    return len(verdict.text) if isinstance(verdict, Grammar) else len(verdict.words) + len(verdict.place)
+
+
+def _field(place: str) -> str:
+    """Return the field of the body in which a path begins."""
+    return re.split(r"[.\[]", place, maxsplit=1)[0]

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from ....metadata.errors import RequestError
 from ...nodes.node import NodeGroup
-from ...text.chat_template import ChatTemplate
-from ...text.template_form import TemplateForm
+from ...text.chat_template import ChatTemplate, TemplateForm
 from ...text.tokenizer import TextTokenizer
 from .parameters import template_options
 from .tools import check_history, in_current_form, plain_calls

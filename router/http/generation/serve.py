@@ -7,10 +7,10 @@ right do the work of a step.
     tools      the model's tools and its parsers are chosen       tools.py, output.py
     prompts    texts and messages become token ids                prompts.py
     grammar    the grammar of the output is compiled              grammars.py
-    serve      the dispatcher gets one Request per prompt; the    answers.py, answer_format.py
+    serve      the dispatcher gets one Request per prompt; the    answers.py
                client gets a whole answer or a stream
 
-When the handler ends, it cancels the Requests that still run.
+When the handler ends, it cancels the Requests that still run. `cancel` ends them before, by their id.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ from ...nodes.node import NodeGroup
 from ...requests.request import Request
 from ...text.tokenizer import TextTokenizer
 from ...waiting.queue import Asked
-from ..server.access import CALLER, Caller
-from ..server.api import ARRIVED, Api, request_id
-from .answer_format import AnswerFormat
-from .answers import StreamedAnswer, WholeAnswer
-from .cache_salts import session_id
+from ..server.access import CALLER, Caller, session_id
+from ..server.api import ARRIVED, Api, json_response, request_id
+from .answers import AnswerFormat, StreamedAnswer, WholeAnswer
 from .grammars import asked_grammar, chat_grammar
 from .output import OutputReading, reasoning_parser
 from .parameters import asked_tokens, check_chat, request_seed, sampling_params, text_options, timeout_s
 from .tools import tool_use
-from .types import ChatRequest, CommonRequest
+from .types import CancelledRequest, ChatRequest, CommonRequest
 
 
 async def serve_chat(
@@ -71,7 +69,7 @@ async def serve_chat(
             answer_format,
             [(answer_format.response_id, prompt.ids)],
             markers=frozenset() if reading is None else reading.markers,
-            grammar=await chat_grammar(api, body, use, reasoning, prompt.text, group, tokenizer),
+            grammar=await chat_grammar(api.grammars, body, use, reasoning, prompt.text, group, tokenizer),
         )
 
 
@@ -219,3 +217,10 @@ def _refusals_counted(api: Api, group: NodeGroup, caller: Caller) -> Generator[N
         if error.rid is None:
             api.metrics.count_request(group.key.model, outcome_of(error), caller.tenant.name)
         raise
+
+
+async def cancel(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """DELETE /v1/requests/{id}. Raises NotFound if the caller has no such request."""
+    request_id = http_request.match_info["id"]
+    api.in_flight.cancel(request_id, http_request[CALLER])
+    return json_response(CancelledRequest(request_id))

@@ -47,6 +47,53 @@ TimeoutS = Annotated[
         "--request-timeout-s."
     ),
 ]
+Seed = Annotated[
+    Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
+    Meta(
+        description="Requests with equal seeds, prompts and parameters get equal texts, on whatever nodes they run, up "
+        "to ties of rounding; without a seed the router draws one."
+    ),
+]
+Logprobs = Annotated[
+    Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None,
+    Meta(
+        description="The answer has the log-probability of each token, and so many of the likeliest tokens at its "
+        "position, by the model's own distribution: temperature, filters, penalties and grammars do not change them."
+    ),
+]
+WantsLogprobs = Annotated[
+    bool | None,
+    Meta(
+        description="The answer has the log-probability of each token, by the model's own distribution: temperature, "
+        "filters, penalties and grammars do not change it."
+    ),
+]
+TopLogprobs = Annotated[
+    Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None,
+    Meta(description="So many of the likeliest tokens at each position stand beside its token; needs `logprobs`."),
+]
+CacheSalt = Annotated[
+    Annotated[str, Meta(max_length=1024)] | None,
+    Meta(description="Only requests with the same salt share cached prefixes of their prompts."),
+]
+IgnoreEos = Annotated[
+    bool | None, Meta(description="The tokens that end the model's texts do not end the output; excludes grammars.")
+]
+MinTokens = Annotated[
+    Annotated[int, Meta(ge=0, le=MAX_CONTEXT)] | None,
+    Meta(description="No token and no stop string ends the output before so many tokens."),
+]
+IncludeStop = Annotated[bool | None, Meta(description="The stop string that ends the output stays in its text.")]
+SkipSpecial = Annotated[bool | None, Meta(description="False: special tokens are shown in the text.")]
+TokenIds = Annotated[
+    bool | None, Meta(description="The answer also has the token ids of the prompt and of the output.")
+]
+ContinueFinal = Annotated[
+    bool | None, Meta(description="The last message is not ended: the output continues its text.")
+]
+TemplateOptions = Annotated[
+    dict[str, Any] | None, Meta(description="Further variables of the chat template, such as `enable_thinking`.")
+]
 BestOf = Annotated[
     Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
     Meta(description="Refused unless it equals `n`.", extra_json_schema={"deprecated": True}),
@@ -160,7 +207,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed = None
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -171,14 +218,14 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT)] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
+    ignore_eos: IgnoreEos = None
+    min_tokens: MinTokens = None
+    include_stop_str_in_output: IncludeStop = None
+    skip_special_tokens: SkipSpecial = None
+    return_token_ids: TokenIds = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: TruncatePrompt = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    cache_salt: CacheSalt = None
     priority: Priority = None
     prompt_cache_key: SessionKey = None
     # Baton's extensions
@@ -193,7 +240,7 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
     max_tokens: PromptOrOutput = None
     best_of: BestOf = None
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Logprobs = None
 
 
 class MessagePart(Struct, frozen=True):
@@ -228,11 +275,11 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: NumTokens | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: WantsLogprobs = None
+    top_logprobs: TopLogprobs = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: ContinueFinal = None
+    chat_template_kwargs: TemplateOptions = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

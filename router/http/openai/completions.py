@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from ...text.tokenizer import TextTokenizer
-from ..generation.answer_format import AnswerFormat
+from ..generation.answers import AnswerFormat
 from ..generation.grammars import asked_grammar, grammar_of
 from ..generation.output import OutputReading
 from ..generation.parameters import check_completion
@@ -58,7 +58,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             answer_format,
             [(rid, prompt.ids) for rid, prompt in zip(rids, encoded, strict=True)],
             wants_prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-            grammar=None if asked is None else await grammar_of(api, asked, group),
+            grammar=None if asked is None else await grammar_of(api.grammars, asked, group),
         )
 
 

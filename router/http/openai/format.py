@@ -24,7 +24,7 @@ from ....metadata.wire.request import FinishReason
 from ...requests.request import Delta, Request, Sequence
 from ...text.detokenizer import TokenBytes
 from ...text.tokenizer import TextTokenizer
-from ..generation.answer_format import AnswerFormat
+from ..generation.answers import AnswerFormat
 from ..generation.output import (
     OutputPart,
     OutputReader,

@@ -1,4 +1,8 @@
-"""GET /v1/models and GET /v1/models/{model}: the models that are served, in OpenAI's shape or in Anthropic's."""
+"""Models that are served, and their tokenizers.
+
+GET /v1/models and GET /v1/models/{model} answer in OpenAI's shape or in Anthropic's. POST /tokenize and POST
+/detokenize turn text into token ids and back; GET /tokenizer_info describes the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,18 @@ from datetime import UTC, datetime
 
 from aiohttp import web
 
+from ....metadata.errors import RequestError
 from ...errors import NotFound
 from ...nodes.node import NodeGroup
 from ..anthropic.types import AnthropicModel, AnthropicModelList
-from ..generation.types import ModelInfo, ModelList
+from ..generation.types import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelInfo,
+    ModelList,
+    TokenizeRequest,
+    TokenizerInfo,
+)
 from ..server.api import Api, json_response
 from ..server.errors import is_anthropic
 
@@ -40,4 +52,47 @@ def _anthropic_info(group: NodeGroup) -> AnthropicModel:
     created = datetime.fromtimestamp(group.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return AnthropicModel(
         id=name, display_name=name, created_at=created, max_input_tokens=context_len, max_tokens=context_len
+    )
+
+
+async def tokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """POST /tokenize."""
+    body = await api.body(http_request, TokenizeRequest)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt: exactly one of prompt and messages must be given", param="prompt")
+    group, tokenizer = api.group_of(body.model)
+    answer = await api.side_work.tokenized(body, group, tokenizer)
+    return web.Response(body=answer, content_type="application/json")
+
+
+async def detokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """POST /detokenize."""
+    body = await api.body(http_request, DetokenizeRequest)
+    group, tokenizer = api.group_of(body.model)
+    worst = max(body.tokens, default=0)
+    if worst >= group.card.vocab_size:
+        raise RequestError(
+            f"tokens: token id {worst} is out of range; the vocabulary has {group.card.vocab_size}", param="tokens"
+        )
+    (text,) = await api.side_work.decoded([body.tokens], group, tokenizer)
+    return json_response(DetokenizeResponse(text))
+
+
+async def tokenizer_info(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """GET /tokenizer_info. The query names the model if several are served."""
+    group, _ = api.group_of(http_request.query.get("model"))
+    card, special = group.card, group.card.special_tokens
+    return json_response(
+        TokenizerInfo(
+            model=card.name,
+            model_max_length=group.context_len,
+            vocab_size=card.vocab_size,
+            bos_token=special.get("bos_token"),
+            eos_token=special.get("eos_token"),
+            pad_token=special.get("pad_token"),
+            unk_token=special.get("unk_token"),
+            bos_token_id=card.bos_token_id,
+            eos_token_ids=list(card.eos_token_ids),
+            chat_template=card.chat_template,
+        )
     )

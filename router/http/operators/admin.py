@@ -8,8 +8,8 @@ import msgspec
 from aiohttp import web
 
 from ....metadata.wire.membership import LedgerReport
+from ...nodes.availability import degraded
 from ...nodes.node import Node
-from ...placement.availability import degraded
 from ..server.api import Api, json_response
 from .admin_types import (
     DrainRequest,
@@ -77,7 +77,7 @@ async def undrain(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 
 async def _ledgers(api: Api, *, flush: bool) -> LedgersAnswer:
-    reports = await api.ledgers.ask(flush=flush)
+    reports = await api.dispatcher.ledgers(flush=flush)
     dispatcher = api.dispatcher
     own = RouterLedger(
         requests=[rid for rid, request in dispatcher.requests.items() if not request.is_canary],

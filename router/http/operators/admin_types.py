@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ....metadata.wire.node_info import Capacity, HandoffSchema, Load, NodeStats, PoolLedger, Role
-from ...placement.availability import Degraded
+from ...nodes.availability import Degraded
 
 
 class HealthAnswer(Struct, frozen=True, omit_defaults=True):

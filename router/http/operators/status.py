@@ -10,7 +10,7 @@ from ....metadata.errors import Unavailable
 from ....metadata.version import package_version
 from ...errors import NoNode
 from ...figures.metrics import CONTENT_TYPE
-from ...placement.availability import degraded
+from ...nodes.availability import degraded
 from ..generation.types import Version
 from ..server.access import IS_OPERATOR
 from ..server.api import Api, json_response

@@ -21,7 +21,7 @@ from msgspec import UNSET, UnsetType
 from ....metadata.errors import BatonError
 from ...requests.request import Delta, Request, Sequence
 from ...text.tokenizer import TextTokenizer
-from ..generation.answer_format import AnswerFormat
+from ..generation.answers import AnswerFormat
 from ..generation.output import OutputPart, OutputReading, PartBegun, PartEnded, PartEvent
 from ..generation.types import Usage
 from ..server.errors import body_of

@@ -7,8 +7,8 @@ from aiohttp import web
 
 from ....metadata.errors import RequestError
 from ...text.tokenizer import TextTokenizer
-from ..bodies.renamed import renamed
-from ..generation.answer_format import AnswerFormat
+from ..bodies.fields import renamed
+from ..generation.answers import AnswerFormat
 from ..generation.output import OutputReading
 from ..generation.serve import serve_chat
 from ..generation.types import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat

@@ -7,13 +7,25 @@ nothing          everybody
 a key            holders of an API key or of the admin key; everybody if the router has no API key
 the admin key    holders of the admin key; if the router has none: the callers above if it listens on loopback only,
                  else nobody
+
+`client_address` is the address of a client behind trusted proxies, from the headers X-Forwarded-For and Forwarded
+(RFC 7239).
+
+`CacheSalts` keep the prefix caches of tenants, or of keys, apart: a node matches only prompts of equal salt. The salt
+is a keyed hash of its owner and of the client's own `cache_salt`. Without the router's secret nobody can make the salt
+of another owner. The tenant `default` without a `cache_salt` has no salt. Sessions, whose requests prefer the same
+nodes, are kept apart in the same way.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator, Hashable
+import re
+import secrets
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
+from ipaddress import ip_address
 from weakref import WeakValueDictionary
 
 from aiohttp import web
@@ -23,8 +35,8 @@ from ....metadata.estimate import Estimate
 from ...config import RouterConfig
 from ...errors import Forbidden, Unauthorized
 from ...keys import MAX_NAME, ApiKey, KeysFile, digest_of, is_name
-from ...origins import is_trusted, trusted_networks
-from ...waiting.fair_share import DEFAULT, Tenant
+from ...origins import Network, is_trusted, trusted_networks
+from ...waiting.fair_share import DEFAULT, CacheScope, Tenant
 from ...waiting.pace import MEMORY
 
 
@@ -196,3 +208,91 @@ class Access:
             self._file.complain(str(error))
         if self._admin is not None and admin is not None:
             self._callers[self._admin] = admin
+
+
+_FOR = re.compile(r'(?:^|[;\s])for="?(\[[^\]"]*\]|[^;,\s"]*)', re.IGNORECASE)
+
+
+def client_address(peer: str, headers: Mapping[str, str], trusted: Sequence[Network]) -> str:
+    """Return the address that a request came from: the last one that no trusted proxy has.
+
+    `peer` is that of the connection. A header is believed only if a trusted proxy sent it; what stands in it before
+    the first other address is the client's own invention.
+    """
+    if not trusted or not is_trusted(peer, trusted):
+        return peer
+    address = peer
+    if "X-Forwarded-For" in headers:
+        hops = [_address(each) for each in headers["X-Forwarded-For"].split(",")]
+    else:
+        hops = [_address(found[1]) for each in headers.get("Forwarded", "").split(",") if (found := _FOR.search(each))]
+    for hop in reversed(hops):
+        if hop is None:
+            break
+        address = hop
+        if not is_trusted(hop, trusted):
+            break
+    return address
+
+
+def _address(text: str) -> str | None:
+    """Return an address without its port, None if it is none, such as `unknown`."""
+    text = text.strip().strip('"')
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
+    try:
+        return str(ip_address(text))
+    except ValueError:
+        return None
+
+
+MAX_SESSION_ID = 256  # characters of a session's id; a longer one is no id
+SESSION_HEADERS = (  # with the id of a session; the first that is there counts
+    "x-session-id",
+    "x-session-affinity",
+    "x-claude-code-session-id",
+    "x-opencode-session",
+    "x-smg-routing-key",
+    "x-litellm-session-id",
+    "x-grok-conv-id",
+    "session-id",
+    "session_id",
+)
+
+
+class CacheSalts:
+    """Salts of one router, or of several that were given the same secret. Without one it is drawn now."""
+
+    def __init__(self, scope: CacheScope, secret: str | None) -> None:
+        self._scope = scope
+        # a key of any length becomes one of 32 bytes
+        self._secret = blake2b(secret.encode(), digest_size=32).digest() if secret else secrets.token_bytes(32)
+
+    def salt(self, caller: Caller, given: str | None) -> str:
+        """Return the salt of a caller's prompts. `given`: the client's `cache_salt`."""
+        key = caller.digest if self._scope == "key" else b""
+        if caller.tenant.name == DEFAULT.name and not key and not given:
+            return ""
+        return self._hash(b"salt", caller.tenant.name.encode(), key, (given or "").encode()).hex()
+
+    def session(self, caller: Caller, given: str) -> bytes:
+        """Return the key of a client's session. Sessions of different owners never meet."""
+        key = caller.digest if self._scope == "key" else b""
+        return self._hash(b"session", caller.tenant.name.encode(), key, given.encode(errors="replace"))
+
+    def _hash(self, *parts: bytes) -> bytes:
+        hashed = blake2b(digest_size=16, key=self._secret)
+        for part in parts:  # with its length, so that parts cannot run into each other
+            hashed.update(len(part).to_bytes(4, "big") + part)
+        return hashed.digest()
+
+
+def session_id(headers: Mapping[str, str], prompt_cache_key: str | None) -> str | None:
+    """Return the session of a request: a header's, else the body's `prompt_cache_key`. None if there is none."""
+    for name in SESSION_HEADERS:
+        given = headers.get(name, "").strip()
+        if given:
+            return given if len(given) <= MAX_SESSION_ID else None
+    return prompt_cache_key if prompt_cache_key and len(prompt_cache_key) <= MAX_SESSION_ID else None

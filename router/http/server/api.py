@@ -1,4 +1,4 @@
-"""Everything that a handler may use: the dispatcher, the keys, request bodies, and answers.
+"""Everything that a handler may use: the dispatcher, the keys, request bodies, requests under way, and answers.
 
 Handlers know this file. app.py makes the aiohttp application of an Api and the route table (routes.py).
 """
@@ -9,7 +9,9 @@ import codecs
 import secrets
 import time
 from collections import Counter
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -20,19 +22,16 @@ from ....metadata.wire.node_info import Role
 from ...config import RouterConfig
 from ...errors import NotFound
 from ...figures.metrics import Metrics
+from ...nodes.availability import Expected, no_node
 from ...nodes.node import ROLES, NodeGroup
-from ...placement.availability import Expected, no_node
+from ...requests.request import Request
 from ...runner import RunningDispatcher
 from ...text.tokenizer import TextTokenizer
-from ..bodies.bodies import Bodies, decoded_mended, decoded_strictly
-from ..bodies.body_size import BODY_SIZE, most_plain, quick_size, takes_ids
+from ..bodies.bodies import BODY_SIZE, Bodies, decoded_mended, decoded_strictly, most_plain, quick_size, takes_ids
 from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
-from ..generation.cache_salts import CacheSalts
-from ..generation.grammar_checks import GrammarChecks
-from ..operators.ledgers import Ledgers
-from .access import Access
-from .in_flight import InFlight
+from ..generation.grammars import GrammarChecks
+from .access import Access, CacheSalts, Caller
 
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
@@ -53,7 +52,6 @@ class Api:
         self.is_draining = False
         self.access = Access(config)
         self.salts = CacheSalts(config.cache_scope, config.cache_secret)
-        self.ledgers = Ledgers(dispatcher)
         self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
         self._expected = Expected(config.expected)
@@ -145,3 +143,45 @@ def request_id(http_request: web.Request) -> str | None:
 def json_response(value: Any) -> web.Response:
     """Return a successful answer whose body is a Struct as JSON."""
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+class _HttpRequest(NamedTuple):
+    caller: Caller
+    requests: Sequence[Request]
+
+
+class InFlight:
+    """The HTTP requests that generate now, by the ids in their answers. A client can cancel by such an id.
+
+    `abort` ends a request with an error that states the reason.
+    """
+
+    def __init__(self, abort: Callable[[Request, str], None]) -> None:
+        self._abort = abort
+        self._by_id: dict[str, list[_HttpRequest]] = {}  # clients choose ids, so several requests may share one
+
+    @contextmanager
+    def listed(self, ids: set[str], caller: Caller, requests: Sequence[Request]) -> Generator[None]:
+        """Make the requests cancellable by any of the ids while the block runs."""
+        http_request = _HttpRequest(caller, requests)
+        for each in ids:
+            self._by_id.setdefault(each, []).append(http_request)
+        try:
+            yield
+        finally:
+            for each in ids:
+                self._by_id[each].remove(http_request)
+                if not self._by_id[each]:
+                    del self._by_id[each]
+
+    def cancel(self, request_id: str, caller: Caller) -> None:
+        """End the caller's requests with this id; an admin ends those of any caller. Each client gets one error.
+
+        Raises NotFound if there is none.
+        """
+        found = [each for each in self._by_id.get(request_id, ()) if caller.is_admin or each.caller is caller]
+        running = [request for each in found for request in each.requests if not request.is_over]
+        if not running:
+            raise NotFound(f"no request {request_id!r} is under way: it has ended, or there never was one")
+        for request in running:
+            self._abort(request, "by DELETE /v1/requests")

@@ -1,27 +1,26 @@
-"""The aiohttp application: the route table bound to an Api, the checks before every handler, and errors as answers."""
+"""The aiohttp application: the route table bound to an Api, the checks before every handler, errors as answers, and the
+log of refusals."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from aiohttp import web
 
-from ....metadata.errors import BatonError, Overloaded
+from ....metadata.bus.throttle import Throttle
+from ....metadata.errors import BatonError, Overloaded, RequestError
 from ...errors import NotFound
 from ...fair_turns import ASKER
 from ...origins import Authority, is_loopback, trusted_networks
-from ..bodies.bodies import expected
-from ..bodies.encodings import too_large
+from ..bodies.bodies import expected, too_large
 from ..bodies.fields import sent_type
-from .access import CALLER, IS_OPERATOR, KeyLevel, share_of
+from .access import CALLER, IS_OPERATOR, Caller, KeyLevel, client_address, label_of, share_of
 from .api import Api, request_id
 from .connection import SERVER, Connection
 from .cross_origin import CrossOriginChecks, Reach
 from .errors import INTERNAL, HttpRefusal, is_anthropic, response_of
-from .forwarded import client_address
-from .refusal_log import RefusalLog
 from .route import Handler, Route
 from .routes import ROUTES, client_routes
 from .sse import limit_unread
@@ -190,3 +189,38 @@ def _no_route(http_request: web.Request) -> str:
     here = {resource.canonical for resource in http_request.app.router.resources()}
     routes = [route for route in client_routes() if route.split()[1] in here]
     return f"{words}; the routes are: {', '.join(routes)}"
+
+
+MOST_LINES = 10  # per second
+
+
+class RefusalLog:
+    """Log of refused requests: one line each, so that an operator sees why clients fail.
+
+        refused POST /v1/chat/completions of a client: 400 RequestError at messages
+
+    An error's sentence may repeat what the client sent in its body, so the line has the class of the error and the
+    field instead. `fields`: the names of fields that may be in a line; other names are the client's. A client cannot
+    fill the disk: at most MOST_LINES per second are written, and the next line says how many are missing.
+    """
+
+    def __init__(self, fields: Collection[str], throttle: Callable[[], bool] | None = None) -> None:
+        self._fields = frozenset(fields)
+        self._is_due = throttle or Throttle(most=MOST_LINES).is_due
+        self._num_left_out = 0
+
+    def add(self, request: web.Request, error: BatonError, status: int) -> None:
+        """Log a request that is refused by a status 4xx. Other errors have lines of their own."""
+        if not 400 <= status < 499:
+            return
+        if not self._is_due():
+            self._num_left_out += 1
+            return
+        resource = request.match_info.route.resource
+        path = "an unknown path" if resource is None else resource.canonical
+        caller: Caller | None = request.get(CALLER)
+        place = f" at {error.param}" if isinstance(error, RequestError) and error.param in self._fields else ""
+        missing = f" ({self._num_left_out} more were refused since the last line)" if self._num_left_out else ""
+        words = "refused %s %s of %s: %d %s%s%s"
+        logger.info(words, request.method[:16], path, label_of(caller), status, type(error).__name__, place, missing)
+        self._num_left_out = 0

@@ -1,9 +1,25 @@
-"""Connections of the HTTP server. A client that breaks the protocol gets an ordinary error and one line in the log."""
+"""Connections of the HTTP server, from the sockets that accept them to clients that are gone.
+
+HttpListener accepts them. A server of the event loop accepts all connections that wait before any of them is looked at.
+A flood would then take all descriptors of the process at once. Here few are accepted in each round of the loop, so that
+room for them can be made in time (metadata/bus/descriptors.py).
+
+Connection serves their requests. A client that breaks the protocol gets an ordinary error and one line in the log.
+
+HalfClosed detects clients that are gone. A client may close its sending side and wait for the answer
+(`shutdown(SHUT_WR)`, `nc -N`), or it may be gone. Both send the same FIN. They differ when they receive bytes: a client
+that is gone replies with RST. So while the request runs, the router sends bytes that a waiting client ignores, and
+checks whether the connection still stands. A client that leaves later is found in the same way.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
 from asyncio import BaseTransport
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import HttpVersion11, StreamReader
@@ -13,7 +29,6 @@ from aiohttp.web import BaseRequest, RequestHandler, RequestPayloadError, Server
 from ....metadata.bus.descriptors import Descriptors, group_of
 from ....metadata.errors import BatonError
 from .errors import INTERNAL, HttpRefusal, response_of
-from .half_closed import HalfClosed, can_look
 from .sse import STREAM
 
 logger = logging.getLogger(__name__)
@@ -174,3 +189,132 @@ def reason_of(error: HttpProcessingError | RequestPayloadError) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     words = [line for line in lines if line != "400, message:"]
     return (words[0] if words else "malformed")[:200]
+
+
+FIRST_S = 0.025  # until the first probe; most such requests are answered before
+MAX_LOOK_S = 0.25  # between two checks
+MAX_PROBE_S = 2.0  # between two probes
+BLIND_S = 0.1  # a client that cannot be probed is given up after this
+
+_CLOSE_WAIT = 8  # the kernel's TCP_CLOSE_WAIT: the peer has sent FIN and no RST
+
+
+def can_look() -> bool:
+    """Return whether this system reports the state of a TCP connection."""
+    return hasattr(socket, "TCP_INFO")
+
+
+class HalfClosed:
+    """Watches one connection until `end`, and aborts it when the client is gone.
+
+    `probe` sends bytes that a waiting client ignores. It returns False if this client would not understand them.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, probe: Callable[[], bool]
+    ) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._probe = probe
+        self._look_s = self._probe_s = FIRST_S
+        self._probe_at = 0.0
+        self._blind_since: float | None = None
+        self._timer = loop.call_later(FIRST_S, self._look)
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._transport.is_closing():
+            return
+        now = self._loop.time()
+        if not self._stands() or (self._blind_since is not None and now - self._blind_since > BLIND_S):
+            self._transport.abort()
+            return
+        if now >= self._probe_at and not self._transport.get_write_buffer_size():  # unsent bytes are a probe too
+            if self._probe():
+                self._blind_since = None
+                self._probe_s = min(2 * self._probe_s, MAX_PROBE_S)
+                self._probe_at = now + self._probe_s
+            elif self._blind_since is None:
+                self._blind_since = now
+        self._look_s = min(2 * self._look_s, MAX_LOOK_S)
+        self._timer = self._loop.call_later(self._look_s, self._look)
+
+    def _stands(self) -> bool:
+        connection = self._transport.get_extra_info("socket")
+        try:
+            return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSE_WAIT
+        except OSError:
+            return False
+
+
+BACKLOG = 1024  # connections that wait to be accepted
+_PAUSE_S = 0.02  # without a free descriptor, and none that could become free
+_CLOSING_S = 0.001  # until connections are closed that were told to
+
+
+class HttpListener:
+    """Listens on an address from `open` to `close`, in the running event loop."""
+
+    def __init__(self, factory: Callable[[], asyncio.Protocol], descriptors: Descriptors) -> None:
+        self._factory = factory
+        self._descriptors = descriptors
+        self._loop = asyncio.get_running_loop()
+        self._opening = set[asyncio.Task[object]]()
+        self.sockets: list[socket.socket] = []
+
+    async def open(self, host: str, port: int) -> None:
+        """Listen on all addresses of a host. Raises OSError for one that is taken or unknown."""
+        found = await self._loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                listening = socket.socket(family, kind, protocol)
+                self.sockets.append(listening)
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listening.setblocking(False)
+                listening.bind(address)
+        except OSError:
+            self.close()
+            raise
+        for listening in self.sockets:
+            listening.listen(BACKLOG)
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def close(self) -> None:
+        """Stop listening. Connections that were accepted stay open. May be called twice."""
+        for listening in self.sockets:
+            if listening.fileno() >= 0:
+                self._loop.remove_reader(listening)
+                listening.close()
+        self.sockets.clear()
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(self._descriptors.accepts_per_round):
+            try:
+                connection, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:  # no descriptor is free, or the network has failed
+                pause_s = _CLOSING_S if self._descriptors.make_room() else _PAUSE_S
+                self._loop.remove_reader(listening)
+                self._loop.call_later(pause_s, self._go_on, listening)
+                return
+            if not self._descriptors.take(connection.fileno()):
+                connection.close()
+                continue
+            connection.setblocking(False)
+            task = self._loop.create_task(self._serve(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    def _go_on(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # the client has left
+            await self._loop.connect_accepted_socket(self._factory, connection)

@@ -23,6 +23,7 @@ from ..anthropic.types import (
     MessagesRequest,
     TokenCount,
 )
+from ..generation import serve
 from ..generation.types import (
     CancelledRequest,
     ChatChunk,
@@ -40,7 +41,7 @@ from ..generation.types import (
     TokenizerInfo,
     Version,
 )
-from ..openai import completions, models, tokenization
+from ..openai import completions, models
 from ..operators import admin, explain, handoff, status
 from ..operators.admin_types import (
     DrainRequest,
@@ -53,7 +54,6 @@ from ..operators.admin_types import (
 )
 from ..responses import responses
 from ..responses.types import ResponseAnswer, ResponseEvent, ResponsesRequest
-from . import requests
 from .access import KeyLevel
 from .api import Api, json_response
 from .errors import MessagesErrorBody
@@ -145,7 +145,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="DELETE",
         path="/v1/requests/{id:.+}",
-        handler=requests.cancel,
+        handler=serve.cancel,
         operation_id="cancelRequest",
         tag="generation",
         summary="Cancel a request by the id that its answer carries",
@@ -187,7 +187,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/tokenize",
-        handler=tokenization.tokenize,
+        handler=models.tokenize,
         operation_id="tokenize",
         tag="models",
         summary="Text to token ids",
@@ -198,7 +198,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/detokenize",
-        handler=tokenization.detokenize,
+        handler=models.detokenize,
         operation_id="detokenize",
         tag="models",
         summary="Token ids to text",
@@ -209,7 +209,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="GET",
         path="/tokenizer_info",
-        handler=tokenization.tokenizer_info,
+        handler=models.tokenizer_info,
         operation_id="getTokenizer",
         tag="models",
         summary="Special tokens and chat template of a model",

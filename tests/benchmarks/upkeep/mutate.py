@@ -32,7 +32,7 @@ MODULES = [  # each is tested in seconds by the test file of the same name
     "metadata/handoff/schema/schema.py",
     "engine/sampling/batch.py",
     "metadata/wire/protocol.py",
-    "router/health/ballot.py",
+    "router/health/verdicts.py",
     "engine/models/head_file.py",
     "kernels/products/fp8.py",
     "engine/attention/latent_pieces.py",

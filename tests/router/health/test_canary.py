@@ -8,8 +8,8 @@ import pytest
 
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.request import TokenLogprobs
-from baton.router.health.ballot import Rival
 from baton.router.health.canary import NUM_PAGES, NUM_TOKENS, REPEATED, Canary, answer_of, canary_prompt
+from baton.router.health.verdicts import Rival
 from baton.router.nodes.node import Node, NodeGroup
 from baton.router.text.tokenizer import TextTokenizer
 from baton.router.waiting.queue import Pinned

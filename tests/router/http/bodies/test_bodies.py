@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
 import select
 import socket
 import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import http_parser
 
+from baton.metadata.errors import Overloaded, RequestError
 from baton.router.http.bodies import bodies
+from baton.router.http.bodies.bodies import (
+    MAX_IDS,
+    MAX_MEMBERS,
+    MAX_PLAIN,
+    MAX_VALUES,
+    SMALL_BODY,
+    BodyRoom,
+    BodySize,
+    ReceivedBody,
+    decoded,
+    exact_size,
+    most_plain,
+    quick_size,
+)
+from baton.router.http.generation.types import ChatRequest, CompletionRequest, DetokenizeRequest
+from baton.router.http.server.errors import HttpRefusal
 
-from ...conftest import System
+from ...conftest import System, check_is_declared
 from ...test_runner import wait_until
+from ..server.test_cross_origin import Answer, send
 
 OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
 
@@ -67,7 +90,7 @@ def test_a_body_that_is_announced_too_large_is_not_waited_for(system: System) ->
         assert b" 413 " in connection.recv(1000)
 
 
-def send(system: System, data: bytes) -> socket.socket:
+def opened_with(system: System, data: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5)
     connection.sendall(data)
     return connection
@@ -75,7 +98,7 @@ def send(system: System, data: bytes) -> socket.socket:
 
 def send_in_part(system: System, length: int) -> socket.socket:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{"
-    return send(system, head % length)
+    return opened_with(system, head % length)
 
 
 def _has_answer(connection: socket.socket) -> bool:
@@ -152,7 +175,7 @@ def test_tenants_share_the_room_for_bodies(make_system: Any, tmp_path: Path) -> 
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\nContent-Length: %d\r\n\r\n" % (
         1 << 18
     )
-    held = [send(system, head + b"{" * ((1 << 18) - 10)) for _ in range(2 * bodies.MAX_BODIES)]
+    held = [opened_with(system, head + b"{" * ((1 << 18) - 10)) for _ in range(2 * bodies.MAX_BODIES)]
     refused = [connection for connection in held if _has_answer(connection)]
     assert 0 < len(refused) < len(held) - bodies.MAX_BODIES + 1
     body = {"tokens": [], "model": "a" * 200_000}
@@ -194,7 +217,206 @@ def test_broken_bodies_are_one_line_in_the_log(system: System, caplog: pytest.Lo
 
 @pytest.mark.parametrize("encoding", ["deflate", "gzip", "br", "nonsense"])
 def test_compressed_bodies_are_refused_at_once(system: System, encoding: str) -> None:
-    """The router does not wait for a body that is only declared as compressed. test_encodings.py has real ones."""
+    """The router does not wait for a body that is only declared as compressed."""
     headers = {"Content-Encoding": encoding}
     status, body, _ = system.router.request("POST", "/detokenize", {"tokens": [422, 20, 113, 258, 178, 71]}, headers)
     assert status == (400 if encoding == "gzip" else 415), body
+
+
+BODY = json.dumps({"model": "fake", "prompt": "hello", "max_tokens": 100}).encode()
+ZIPPED = gzip.compress(BODY)
+LIMIT = 100_000
+
+
+def post(system: System, encoding: str | None, body: bytes, *, is_chunked: bool = False) -> Answer:
+    headers = [] if encoding is None else [f"Content-Encoding: {encoding}"]
+    if is_chunked:
+        parts = [body[start : start + 7] for start in range(0, min(len(body), 700), 7)] + [body[700:]]
+        body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts if part) + b"0\r\n\r\n"
+        headers.append("Transfer-Encoding: chunked")
+    answer = send(system.router, "POST", "/v1/completions", *headers, body=body, has_length=not is_chunked)
+    check_is_declared("POST", "/v1/completions", answer.status)
+    return answer
+
+
+@pytest.fixture
+def small(make_system: Callable[..., System]) -> System:
+    return make_system(router={"max_body_bytes": LIMIT}).up()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("encoding", [None, "", "identity", "gzip", "GZIP", "x-gzip"])
+def test_plain_and_gzip_bodies_are_served(system: System, encoding: str | None, is_chunked: bool) -> None:
+    body = ZIPPED if "gzip" in (encoding or "").lower() else BODY
+    answer = post(system, encoding, body, is_chunked=is_chunked)
+    assert answer.status == 200, answer
+    assert json.loads(answer.body)["choices"][0]["text"] == system.text
+
+
+def test_installed_libraries_do_not_change_the_encodings(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HAS_BROTLI", "HAS_ZSTD"):
+        monkeypatch.setattr(http_parser, name, not getattr(http_parser, name))
+    test_other_encodings_are_all_refused_in_the_same_way(system)
+
+
+def test_other_encodings_are_all_refused_in_the_same_way(system: System) -> None:
+    for encoding in ("br", "zstd", "deflate", "compress", "gzip, gzip", "gzip, br", "nonsense", "gzip;q=1"):
+        for is_chunked in (False, True):
+            answer = post(system, encoding, ZIPPED, is_chunked=is_chunked)
+            words = f"a body with Content-Encoding {encoding!r} is not served; send it with gzip, or as it is"
+            assert (answer.status, answer.words) == (415, words)
+            assert answer.headers["accept-encoding"] == "gzip"
+    assert system.complete()[0] == 200
+
+
+BROKEN = {
+    "no gzip": BODY,
+    "nothing": b"",
+    "cut": ZIPPED[:-1],
+    "cut in the data": ZIPPED[: len(ZIPPED) // 2],
+    "cut in the head": ZIPPED[:5],
+    "wrong checksum": ZIPPED[:-8] + b"\0\0\0\0" + ZIPPED[-4:],
+    "wrong length": ZIPPED[:-4] + b"\1\1\1\1",
+    "more behind": ZIPPED + b"more",
+    "a cut member behind": ZIPPED + ZIPPED[:9],
+    "zlib": zlib.compress(BODY),
+}
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_gzip_is_a_bad_request(system: System, name: str, is_chunked: bool) -> None:
+    answer = post(system, "gzip", BROKEN[name], is_chunked=is_chunked)
+    assert answer.status == 400, answer
+    assert "gzip" in answer.words
+
+
+def test_gzip_members_are_joined_to_one_body() -> None:
+    halves = gzip.compress(BODY[:20]) + gzip.compress(BODY[20:])
+    assert decoded(halves, "gzip", LIMIT) == BODY
+    empty = gzip.compress(b"")
+    assert decoded(empty * (MAX_MEMBERS - 1) + ZIPPED, "gzip", LIMIT) == BODY
+    with pytest.raises(RequestError, match="members"):
+        decoded(empty * MAX_MEMBERS + ZIPPED, "gzip", LIMIT)
+
+
+def test_the_size_limit_counts_decompressed_bytes() -> None:
+    for size, fits in ((LIMIT - 1, True), (LIMIT, True), (LIMIT + 1, False)):
+        for data in (gzip.compress(b" " * size), gzip.compress(b" " * 10) + gzip.compress(b" " * (size - 10))):
+            if fits:
+                assert decoded(data, "gzip", LIMIT) == b" " * size
+            else:
+                with pytest.raises(HttpRefusal, match="larger than"):
+                    decoded(data, "gzip", LIMIT)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_bomb_is_not_inflated(small: System, is_chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    inflate = zlib.decompressobj
+
+    class Counted:
+        def __init__(self, *args: Any) -> None:
+            self._inner = inflate(*args)
+
+        def decompress(self, data: bytes, max_length: int) -> bytes:
+            out = self._inner.decompress(data, max_length)
+            made.append(len(out))
+            return out
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    monkeypatch.setattr(zlib, "decompressobj", Counted)
+    bomb = gzip.compress(b" " * (80 << 20))
+    assert len(bomb) < LIMIT
+    answer = post(small, "gzip", bomb, is_chunked=is_chunked)
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (413, "http_error")
+    assert sum(made) <= LIMIT + 1
+    assert small.complete()[0] == 200
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_compressed_body_above_the_limit_is_refused(small: System, is_chunked: bool) -> None:
+    noise = random.Random(0).randbytes(2 * LIMIT)
+    assert post(small, "gzip", gzip.compress(noise), is_chunked=is_chunked).status == 413
+
+
+def test_bodies_of_operators_may_be_compressed(system: System) -> None:
+    body = gzip.compress(b'{"timeout_s": 0}')
+    headers = ("Content-Encoding: gzip", "Content-Type: application/json")
+    assert send(system.router, "POST", "/admin/nodes/d0/drain", *headers, body=body).status == 200
+    assert send(system.router, "POST", "/admin/nodes/d0/undrain", "Content-Encoding: gzip").status == 200
+
+
+def test_one_caller_may_take_all_and_gives_way_to_others() -> None:
+    room, gone = BodyRoom(1000), list[str]()
+    first = [ReceivedBody("a", lambda: gone.append("a")) for _ in range(2)]
+    for body, size in zip(first, (300, 700), strict=True):
+        room.add(body, SMALL_BODY + size)
+    small = [ReceivedBody("a", lambda: gone.append("small")) for _ in range(100)]
+    for body in small:
+        room.add(body, SMALL_BODY)  # never counts
+    more = ReceivedBody("a", lambda: gone.append("more"))
+    with pytest.raises(Overloaded):
+        room.add(more, SMALL_BODY + 1)
+    room.remove(more)
+    other = ReceivedBody("b", lambda: gone.append("b"))
+    room.add(other, SMALL_BODY + 400)
+    assert gone == ["a"] and first[1].is_displaced, "the largest of the caller with most"
+    with pytest.raises(Overloaded):
+        room.add(first[1], 50)  # it came before its reader knew
+    room.add(other, 300)
+    with pytest.raises(Overloaded):
+        room.add(other, 100)  # a holds less now
+    for body in (*first, *small, other):
+        room.remove(body)
+        room.remove(body)
+    room.add(ReceivedBody("c", lambda: None), SMALL_BODY + 1000)
+
+
+MESSAGE = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {
+            "messages": [MESSAGE] * 4096,
+            "tools": [{"type": "function", "function": {"name": f"t{i}"}} for i in range(512)],
+        },
+        {"prompt": '{"a": [1, 2]}, \\' * 400_000},
+        {"prompt": "\\" * 7 + '"' * 300_000},
+        {"prompt": ["\\", '"', '\\"', '[,{"' * 400_000]},
+        {"prompt": [12345] * (1 << 20)},
+        {"prompt": "," * 8_000_000},
+    ],
+    ids=["messages", "code", "quotes", "ends", "ids", "commas"],
+)
+def test_bodies_that_fit_a_context_are_served(body: dict[str, Any]) -> None:
+    data = json.dumps(body, separators=(",", ":")).encode()
+    size = quick_size(data, MAX_IDS) or exact_size(data, MAX_IDS)
+    assert size.num_bytes == len(data)
+    assert size.num_values <= MAX_VALUES
+
+
+@pytest.mark.parametrize(
+    "value", [[[]] * MAX_VALUES, [{}] * MAX_VALUES, ["\\"] * MAX_VALUES, {str(i): 0 for i in range(MAX_VALUES)}]
+)
+def test_too_many_values_are_refused_before_decoding(value: Any) -> None:
+    with pytest.raises(RequestError, match=f"at most {MAX_VALUES} are served"):
+        exact_size(json.dumps({"user": "[" * MAX_VALUES, "prompt": value}).encode(), MAX_PLAIN)
+    with pytest.raises(RequestError, match=f"at most {MAX_PLAIN} are served"):
+        exact_size(json.dumps([1] * (MAX_PLAIN + 2), separators=(",", ":")).encode(), MAX_PLAIN)
+
+
+def test_a_small_body_is_served_in_the_loop() -> None:
+    size = quick_size(json.dumps({"messages": [MESSAGE] * 500}).encode(), MAX_PLAIN)
+    assert size is not None and size.is_small
+    assert quick_size(b"[" * (MAX_VALUES + 1), MAX_PLAIN) is None
+    assert [most_plain(kind) for kind in (CompletionRequest, DetokenizeRequest, ChatRequest)] == [
+        MAX_IDS,
+        MAX_IDS,
+        MAX_PLAIN,
+    ]
+    assert not BodySize(1 << 20, 3).is_small

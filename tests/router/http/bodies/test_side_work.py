@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from baton.metadata.garbage import Garbage
-from baton.router.http.bodies import body_size
+from baton.router.http.bodies import bodies
 from baton.router.http.bodies.side_work import BODIES
 from baton.router.http.server.routes import ROUTES
 
@@ -156,7 +156,7 @@ def test_the_processes_answer_as_the_loop_does(
     ask = partial(system.router.request, "POST")
     inside = [ask(route, body) for route, body in SAME]
     assert {status for status, _, _ in inside} == {200, 400}
-    monkeypatch.setattr(body_size, "SMALL_VALUES", 0)
+    monkeypatch.setattr(bodies, "SMALL_VALUES", 0)
     outside = [ask(route, body) for route, body in SAME]
     work = system.router.router.api.side_work
     pids = [process.pid for process in work._all]  # type: ignore[attr-defined]

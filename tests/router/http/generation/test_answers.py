@@ -14,7 +14,7 @@ import pytest
 
 from baton.metadata.errors import Unavailable
 from baton.router.http.generation import answers
-from baton.router.http.generation.answers import WholeAnswer
+from baton.router.http.generation.answers import WholeAnswer, usage_of
 from baton.router.http.server import sse
 from baton.router.requests.request import Delta
 
@@ -118,3 +118,16 @@ def test_a_failure_before_the_headers_has_its_status(make_system: Callable[..., 
     for path, (body, _, _) in ROUTES.items():
         assert system.router.request("POST", path, {"model": "fake", "stream": True, **body})[0] == 504
     system.router.wait_idle()
+
+
+REQUEST: Any = SimpleNamespace(
+    prompt_ids=[7, 8], num_generated=3, num_cached=None, num_rounds=2, num_accepted=1, num_drafted=4
+)
+
+
+def test_usage_counts_a_shared_prompt_once() -> None:
+    usage = usage_of([REQUEST])
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (2, 3, 5)
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    assert usage.speculation is not None
+    assert usage.speculation.accept_length == 1.5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from baton.router.http.generation.answer_format import usage_of
+from baton.router.http.generation.answers import usage_of
 from baton.router.http.generation.output import OutputReader
 from baton.router.http.generation.types import AssistantMessage, ChatDelta
 from baton.router.http.openai.format import ChatFormat, CompletionFormat, chat_deltas, chat_message

@@ -44,3 +44,10 @@ def test_a_node_is_drained_and_put_back(make_system: Callable[..., System]) -> N
         assert (status, body["error"]["code"]) == (404, "not_found")
     for bad in ({"timeout_s": -1}, {"timeout": 1}, b"{", []):
         assert request("POST", "/admin/nodes/d0/drain", bad)[0] == 400
+
+
+def test_each_request_asks_every_node_once(system: System) -> None:
+    for method, path, kind in (("GET", "/debug/ledger", m.Inspect), ("POST", "/admin/flush", m.Flush)):
+        status, body, _ = system.router.request(method, path)
+        assert status == 200 and set(body["nodes"]) == {"p0", "d0"} and all(body["nodes"].values())
+        assert [len(node.got(kind)) for node in system.cluster.nodes] == [1, 1]

@@ -135,6 +135,13 @@ def test_every_field_of_the_table_is_described_and_those_that_are_refused_are_no
     assert schemas["CompletionRequest"]["properties"]["best_of"]["deprecated"]
 
 
+def test_fields_whose_meaning_is_not_openais_are_described() -> None:
+    names = ["cache_salt", "draft_steps", "logprobs", "priority", "seed", "timeout_s"]
+    for kind, more in (("CompletionRequest", []), ("ChatRequest", ["thinking_token_budget", "top_logprobs"])):
+        fields = DOCUMENT["components"]["schemas"][kind]["properties"]
+        assert [name for name in [*names, *more] if not fields[name].get("description")] == []
+
+
 def test_the_filters_of_requests_are_declared() -> None:
     parameters = DOCUMENT["paths"]["/debug/requests"]["get"]["parameters"]
     assert tuple(each["name"] for each in parameters if each.get("in") == "query") == Filter.__struct_fields__

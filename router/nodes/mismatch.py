@@ -1,4 +1,4 @@
-"""Says in words why two nodes cannot form a pair, with the values of both.
+"""Mismatch of two nodes: why they cannot form a pair, in words, with the values of both.
 
 The registry uses these words to refuse a node, and to warn a node that waits for a partner.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from ...metadata.handoff.schema import schema, weights
 from ...metadata.wire.membership import Hello
-from ..nodes.node import Node, NodeGroup
+from .node import Node, NodeGroup
 
 MAX_COMPARED = 3  # nodes that one refusal names
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.router.health.pairing_diagnostics import incompatible_nodes, missing_partner, refusal
+from baton.router.nodes.mismatch import incompatible_nodes, missing_partner, refusal
 
 from ..fake_nodes import make_layout
 from ..hellos import ClockedRegistry, make_hello

@@ -15,7 +15,7 @@ from baton.metadata.errors import ConfigError
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import GroupRank
 from baton.router.config import RouterConfig
-from baton.router.placement.availability import (
+from baton.router.nodes.availability import (
     MAX_NAMED,
     Expected,
     degraded,

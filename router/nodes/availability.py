@@ -10,9 +10,9 @@ import msgspec
 
 from ...metadata.wire.node_info import Role
 from ..errors import NoNode
-from ..health.pairing_diagnostics import missing_partner
-from ..nodes.node import ROLES, Node, NodeGroup
-from ..nodes.node_history import LOSS_WORDS, NodeHistory
+from .mismatch import missing_partner
+from .node import ROLES, Node, NodeGroup
+from .node_history import LOSS_WORDS, NodeHistory
 
 MAX_NAMED = 8  # nodes in one sentence
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.router.health.ballot import Answer, Ballot, Rival, Verdict, Voter
+from baton.router.health.verdicts import Answer, Ballot, Rival, Verdict, Voter
 
 GAP = 1e-4
 P = [Voter("prefill", f"p{i}", b"p%d" % i) for i in range(5)]

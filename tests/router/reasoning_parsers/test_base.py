@@ -8,8 +8,7 @@ import llguidance
 import pytest
 import tokenizers
 
-from baton.router.reasoning_parsers.base import ReasoningParser
-from baton.router.reasoning_parsers.budget import ThoughtBudget
+from baton.router.reasoning_parsers.base import ReasoningParser, ThoughtBudget
 from baton.router.reasoning_parsers.harmony import HarmonyReasoningParser
 from baton.router.reasoning_parsers.think_tags import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 

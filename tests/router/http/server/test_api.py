@@ -6,11 +6,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.metadata.wire import messages as m
+from baton.router.errors import NotFound
+from baton.router.http.server.api import InFlight
 
 from ...conftest import System
 from ...test_runner import own, wait_until
@@ -79,3 +82,22 @@ def test_a_client_cannot_cancel_requests_of_another_key(make_system: Callable[..
         assert request("DELETE", "/v1/requests/same", headers=bearer("one"))[0] == 404
         assert request("DELETE", "/v1/requests/same", headers=bearer("boss"))[0] == 200
         assert theirs.result(5)[0] == 499
+
+
+def test_ended_requests_are_not_in_flight() -> None:
+    """One of the prompts of a body has ended: a cancel reaches only the others. When all have ended, the id is unknown,
+    though the answer is still being written."""
+    aborted: list[Any] = []
+    in_flight = InFlight(lambda request, reason: aborted.append(request))
+    caller: Any = SimpleNamespace(is_admin=False)
+    over, running = SimpleNamespace(is_over=True), SimpleNamespace(is_over=False)
+    both: Any = [over, running]
+    with in_flight.listed({"a", "b"}, caller, both):
+        in_flight.cancel("b", caller)
+        assert aborted == [running]
+        running.is_over = True
+        with pytest.raises(NotFound, match="'a'"):
+            in_flight.cancel("a", caller)
+    assert aborted == [running]
+    with pytest.raises(NotFound):
+        in_flight.cancel("a", caller)
