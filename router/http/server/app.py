@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from aiohttp import web
 
-from ....metadata.bus.throttle import Throttle
 from ....metadata.errors import BatonError, Overloaded, RequestError
+from ....metadata.logs import Throttle
 from ...errors import NotFound
 from ...fair_turns import ASKER
 from ...origins import Authority, is_loopback, trusted_networks

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from thinned import num_examples
 
 from baton.metadata.errors import BatonError, RequestError
-from baton.metadata.handoff.needs import decode_len, pages_of, prefill_pages
+from baton.metadata.handoff.schema.schema import decode_len, pages_of, prefill_pages
 from baton.metadata.wire.membership import Heartbeat
 from baton.metadata.wire.messages import CapacityFreed, Prefill, Reserve, Reserved
 from baton.metadata.wire.node_info import Load, NodeStats
