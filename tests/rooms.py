@@ -47,6 +47,7 @@ _IMPORTED = [
     *("anyio.pytest_plugin", "hypothesis", "numba", "pytest_asyncio.plugin", "pytest_timeout", "scipy.stats", "torch"),
     *("triton_device", "transformers.models.llama.modeling_llama"),  # triton_device comes before transformers
 ]
+sys.path += [str(ROOT / "tests/support" / room) for room in ("clusters", "devices")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +132,13 @@ class Pytest:
     def _run(self, arguments: Sequence[str]) -> int:
         """Run pytest in the child. Return its exit status."""
         import pytest
+        from forked import fork_server
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         fd = os.open(self._output, os.O_WRONLY | os.O_CREAT)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
+        fork_server()
         recorder = Recorder()
         status = int(pytest.main([*OPTIONS, f"--basetemp={self._folder.name}/tmp", *arguments], plugins=[recorder]))
         recorder.write(self._record)
@@ -277,11 +280,13 @@ def _run_again(names: list[str], options: Sequence[str]) -> bool:
 
 
 def _import_all() -> None:
-    """Import what most tests import, before the first process starts."""
+    """Import what most tests and their processes import, before the first process starts."""
+    from forked import preload
+
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way, forked processes could not use a GPU
-    sys.path.append(str(ROOT / "tests/support/devices"))
     for name in _IMPORTED:
         importlib.import_module(name)
+    preload()
 
 
 if __name__ == "__main__":
