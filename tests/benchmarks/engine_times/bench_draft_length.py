@@ -44,9 +44,7 @@ class Result(NamedTuple):
 def simulate(machine: Machine, batch: int, chance: float, seed: int) -> Result:
     world = World(machine, lambda stream, token: chance, batch, length=256, seed=seed)
     first, later = world.run(256), world.run(512)
-    plain = machine.seconds(batch, 0)
-    speeds = [sum(chance**i for i in range(k + 1)) * plain / machine.seconds(batch, k) for k in range(6)]
-    return Result(first, later, max(speeds))
+    return Result(first, later, machine.best_speed(batch, chance))
 
 
 def row_of(spread: float, found: Sequence[Result]) -> dict[str, Any]:
