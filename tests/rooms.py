@@ -2,9 +2,10 @@
 
     python tests/rooms.py [PATH ...] [OPTION_OF_PYTEST ...]
 
-A process imports only its folder's files. It is forked from this one, which has imported torch and pytest, and so
-starts at once. Tests in PROCESS_FOLDERS start further processes and mostly wait. There each file has a process of its
-own, two of them at a time, and the folders use the processor time that they leave.
+A process imports only its folder's files. It is forked from this one, which has imported torch, pytest and Baton, and
+so starts at once. So do most processes that tests start (support/clusters/forked.py). Tests in PROCESS_FOLDERS mostly
+wait for them. There each file has a process of its own, two of them at a time, and the folders use the processor time
+that they leave.
 
 A process is one line of output, with the processor time that it took; all that pytest said is printed if a test
 failed. Time of processes that outlive the tests that started them counts as well. At last, tests of time that failed
@@ -193,10 +194,12 @@ class Children:
             self.stray_core_s += usage.ru_utime + usage.ru_stime
 
     def wait_for_strays(self) -> None:
-        """Wait for processes that rooms have left behind, at most LEAVE_S."""
-        deadline = time.monotonic() + LEAVE_S
+        """Wait for processes that rooms have left behind, at most LEAVE_S, or longer on a busy machine."""
+        from patience import Patience
+
+        patience = Patience(LEAVE_S)
         with suppress(ChildProcessError):
-            while time.monotonic() < deadline:
+            while not patience.is_over():
                 pid, _, usage = os.wait4(-1, os.WNOHANG)
                 self.stray_core_s += usage.ru_utime + usage.ru_stime
                 time.sleep(0 if pid else 0.1)
