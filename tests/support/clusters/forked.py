@@ -46,7 +46,10 @@ def preload() -> None:
 
 def fork_server() -> None:
     """Start the fork server of multiprocessing as a fork of this process, which must have one thread. Without this
-    call a server starts with the first process of `fork_context`, as a new interpreter that imports _PRELOAD."""
+    call a server starts with the first process of `fork_context`, as a new interpreter that imports _PRELOAD. So it
+    does with Python 3.14 and later, whose server has a key."""
+    if sys.version_info >= (3, 14):
+        return
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
