@@ -2,9 +2,10 @@
 
     python tests/rooms.py [PATH ...] [OPTION_OF_PYTEST ...]
 
-A process imports only its folder's files. It is forked from this one, which has imported torch and pytest, and so
-starts at once. Tests in PROCESS_FOLDERS start further processes and mostly wait. There each file has a process of its
-own, two of them at a time, and the folders use the processor time that they leave.
+A process imports only its folder's files. It is forked from this one, which has imported torch, pytest and Baton, and
+so starts at once. So do most processes that tests start (support/clusters/forked.py). Tests in PROCESS_FOLDERS mostly
+wait for them. There each file has a process of its own, two of them at a time, and the folders use the processor time
+that they leave.
 
 A process is one line of output, with the processor time that it took; all that pytest said is printed if a test
 failed. Time of processes that outlive the tests that started them counts as well. At last, tests of time that failed
@@ -47,6 +48,7 @@ _IMPORTED = [
     *("anyio.pytest_plugin", "hypothesis", "numba", "pytest_asyncio.plugin", "pytest_timeout", "scipy.stats", "torch"),
     *("triton_device", "transformers.models.llama.modeling_llama"),  # triton_device comes before transformers
 ]
+sys.path += [str(ROOT / "tests/support" / room) for room in ("clusters", "devices")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +133,13 @@ class Pytest:
     def _run(self, arguments: Sequence[str]) -> int:
         """Run pytest in the child. Return its exit status."""
         import pytest
+        from forked import fork_server
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         fd = os.open(self._output, os.O_WRONLY | os.O_CREAT)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
+        fork_server()
         recorder = Recorder()
         status = int(pytest.main([*OPTIONS, f"--basetemp={self._folder.name}/tmp", *arguments], plugins=[recorder]))
         recorder.write(self._record)
@@ -190,10 +194,12 @@ class Children:
             self.stray_core_s += usage.ru_utime + usage.ru_stime
 
     def wait_for_strays(self) -> None:
-        """Wait for processes that rooms have left behind, at most LEAVE_S."""
-        deadline = time.monotonic() + LEAVE_S
+        """Wait for processes that rooms have left behind, at most LEAVE_S, or longer on a busy machine."""
+        from patience import Patience
+
+        patience = Patience(LEAVE_S)
         with suppress(ChildProcessError):
-            while time.monotonic() < deadline:
+            while not patience.is_over():
                 pid, _, usage = os.wait4(-1, os.WNOHANG)
                 self.stray_core_s += usage.ru_utime + usage.ru_stime
                 time.sleep(0 if pid else 0.1)
@@ -277,11 +283,13 @@ def _run_again(names: list[str], options: Sequence[str]) -> bool:
 
 
 def _import_all() -> None:
-    """Import what most tests import, before the first process starts."""
+    """Import what most tests and their processes import, before the first process starts."""
+    from forked import preload
+
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way, forked processes could not use a GPU
-    sys.path.append(str(ROOT / "tests/support/devices"))
     for name in _IMPORTED:
         importlib.import_module(name)
+    preload()
 
 
 if __name__ == "__main__":

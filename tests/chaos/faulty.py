@@ -282,16 +282,28 @@ class FaultyWire(bus.Wire):
                 return [_damaged(frames, kind, self._faults.random)]
 
 
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name and value of what `switch_on` has replaced
+
+
 def switch_on(path: str, *, is_rank: bool = False) -> None:
     """Inject the faults of the plan file `path` into this process from now on. `is_rank` as in `Faults`."""
     for owner, name, value in replacements(Faults(Path(path), is_rank=is_rank)):
+        _replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
 
+def switch_off() -> None:
+    """Undo `switch_on`."""
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
 def run_rank(path: str, *args: Any) -> None:
-    """Run rank 1 or above of a node in its process, which is new, with the faults of the plan file `path`."""
+    """Run rank 1 or above of a node in its process, with the faults of the plan file `path`. A process that was forked
+    from that of the node has the node's faults until now."""
     from baton.engine.ranks import ranked_engine
 
+    switch_off()
     run = ranked_engine.run_rank
     switch_on(path, is_rank=True)
     run(*args)

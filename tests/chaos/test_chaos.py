@@ -19,8 +19,6 @@ from scenarios import RANKS, Scenario
 from tally import Tally
 from thinned import is_whole
 
-pytestmark = pytest.mark.integration
-
 SET = (
     Scenario(0, 20, "flip", "decoding", "decode-0"),
     Scenario(1, 21, "duplicate", "queued", "decode-0"),

@@ -34,10 +34,6 @@ def same(ours: GpuPool, targets: Iterable[int], theirs: GpuPool, sources: Iterab
     )
 
 
-def transport_of(client: Any) -> str:
-    return next(iter(client._links.by_epoch.values())).transport.name
-
-
 def devices() -> list[Any]:
     """Of prefill and decode."""
     two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

@@ -16,8 +16,6 @@ import pytest
 from cluster import Cluster, held, wait_until
 from pydantic import BaseModel, Field
 
-pytestmark = pytest.mark.integration
-
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 ASKED: list[Any] = [{"role": "user", "content": "Describe a cat."}]
 
@@ -51,7 +49,7 @@ SCHEMAS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("clients"), DEMO) as cluster:
+    with Cluster(tmp_path_factory.mktemp("clients"), DEMO, is_forked=True) as cluster:
         yield cluster.start(node_flags=["--num-pages", "600"])
 
 

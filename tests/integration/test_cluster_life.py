@@ -19,8 +19,6 @@ from baton.deploy import cli
 from baton.metadata.bus.allow_list import line_of
 from baton.metadata.bus.curve import KeyPair
 
-pytestmark = pytest.mark.integration
-
 NewCluster = Callable[..., Cluster]
 
 

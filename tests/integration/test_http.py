@@ -19,8 +19,6 @@ from cluster import Cluster, held, wait_until
 from ties import Reference
 from tokenizers import Tokenizer
 
-pytestmark = pytest.mark.integration
-
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "deploy" / "demo"
 CODE = "import os\n\ndef "
@@ -31,7 +29,7 @@ OK = {"model": "demo", "prompt": CODE, "max_tokens": 5}
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster with JSON logs, whose lines are all checked in the end."""
     directory = tmp_path_factory.mktemp("http")
-    with Cluster(directory, DEMO) as cluster:
+    with Cluster(directory, DEMO, is_forked=True) as cluster:
         flags = ["--log-json"]
         cluster.start(router_flags=flags, node_flags=[*flags, "--chunk-tokens", "256", "--num-pages", "600"])
         yield cluster

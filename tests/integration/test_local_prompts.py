@@ -14,8 +14,6 @@ from cluster import Cluster, wait_until
 
 from .test_up import DEMO, up
 
-pytestmark = pytest.mark.integration
-
 BODIES: list[dict[str, Any]] = [
     {"max_tokens": 24, "temperature": 0},
     {"max_tokens": 24, "temperature": 1.0, "seed": 7, "n": 2},

@@ -14,8 +14,6 @@ from thinned import thinned
 from ties import Reference
 from tokenizers import Tokenizer
 
-pytestmark = pytest.mark.integration
-
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 SMALL = ["--page-size", "4", "--chunk-tokens", "6"]
 

@@ -9,10 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cluster import Cluster, held, wait_until
-
-pytestmark = pytest.mark.integration
 
 NODE_FLAGS = ["--page-size", "8", "--num-pages", "300"]
 

@@ -16,8 +16,6 @@ import pytest
 from cluster import Cluster, Process, wait_until
 from heads import ALGORITHM
 
-pytestmark = pytest.mark.integration
-
 PAGES = ["--page-size", "8", "--num-pages", "28", "--chunk-tokens", "16"]
 BODIES: list[dict[str, Any]] = [
     {"prompt": "def main(" * 5, "temperature": 0},

@@ -20,8 +20,6 @@ from baton.metadata.wire.frames import encode
 from baton.metadata.wire.messages import Renew
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 
-pytestmark = pytest.mark.integration
-
 FLAGS = ["--page-size", "8", "--num-pages", "200", "--speculative", "ngram", "--no-draft-adaptive"]
 BODIES: list[dict[str, Any]] = [
     {"prompt": "def main(" * 5, "temperature": 0},

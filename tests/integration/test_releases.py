@@ -12,7 +12,7 @@ from releases import unpack
 
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 OLD = PROTOCOL_MAX - 1
 PROMPTS = [f"prompt {i} " * 8 for i in range(12)]

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from cluster import Cluster, wait_until
 
-pytestmark = pytest.mark.integration
-
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 ALWAYS = "--no-draft-adaptive"
 GROUPS = {

@@ -21,8 +21,6 @@ import psutil
 import pytest
 from cluster import free_port, wait_until
 
-pytestmark = pytest.mark.integration
-
 BATON = [sys.executable, "-P", "-m", "baton.deploy.cli"]
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 READY_S = 60

@@ -19,8 +19,6 @@ import psutil
 import pytest
 from cluster import free_port, wait_until
 
-pytestmark = pytest.mark.integration
-
 ROOT = Path(__file__).parents[2]
 MAX_MIB = 40
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

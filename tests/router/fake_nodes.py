@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -412,8 +412,3 @@ class FakeNode(threading.Thread):
 
 def _logprobs(token: int) -> TokenLogprobs:
     return TokenLogprobs(-0.5, (token, (token + 1) % 400), (-0.5, -2.0))
-
-
-def quiet(behaviour: Behaviour) -> Behaviour:
-    """Return a copy without faults."""
-    return replace(behaviour, change_tokens=None, answer_prefill=None, answer_reserve=None)

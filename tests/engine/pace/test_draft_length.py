@@ -272,12 +272,6 @@ NOISE = {"noise": 0.15, "pauses": 0.01}
 ACCEPTANCE = (0.0, 0.2, 0.5, 0.75, 0.9)
 
 
-def best_fixed(machine: Machine, batch: int, rate: float) -> float:
-    """Speed of the best number of steps where no other is ever run, 1 being that without drafts."""
-    plain = machine.seconds(batch, 0)
-    return max(sum(rate**i for i in range(k + 1)) * plain / machine.seconds(batch, k) for k in range(6))
-
-
 def test_the_first_256_tokens_lose_two_percent_at_most() -> None:
     """On machines whose rounds take nearly equal times, as a GPU's, for any batch and drafter."""
     for (name, each), batch, rate in itertools.product(MACHINES.items(), (1, 8, 32), (0.0, 0.3, 0.6)):
@@ -301,7 +295,7 @@ def test_not_slower_than_without_drafts_and_near_the_best(name: str) -> None:
             laters.append(later)
             assert first > 0.92, (batch, rate, noise, first)
             assert 1024 / (128 / first + 896 / later) > 0.98, (batch, rate, noise, first, later)
-        best = best_fixed(machine, batch, rate)
+        best = machine.best_speed(batch, rate)
         assert statistics.median(laters) > 0.9 * best or best < 1.5, (batch, rate, noise, laters, best)
 
 
@@ -339,7 +333,7 @@ def test_contexts_that_grow(name: str) -> None:
     for seed, (batch, rate) in enumerate(itertools.product((1, 8), (0.0, 0.9))):
         world = World(machine, lambda stream, token, rate=rate: rate, batch, length=1024, seed=seed)
         world.run(256)
-        later, best = world.run(768), best_fixed(machine, batch, rate)
+        later, best = world.run(768), machine.best_speed(batch, rate)
         assert later > 0.97 and (later > 0.85 * best or best < 1.5), (batch, rate, later, best)
 
 
@@ -366,7 +360,7 @@ def test_a_disturbance_while_the_table_was_measured(disturbed: tuple[int, int]) 
         world = World(machine, lambda stream, token: 0.6, batch, length=256)
         world.chooser.times = StepTimes.measure(measured, 16, range(6))
         world.run(256)
-        later, best = world.run(512), best_fixed(machine, batch, 0.6)
+        later, best = world.run(512), machine.best_speed(batch, 0.6)
         assert later > 0.85 * best, (batch, later, best)
 
 

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
 import pytest
+from thread_ranks import in_threads
 
 from baton.engine.ranks.board import Board
+from baton.engine.ranks.steps import NUM_VALUES
 from baton.metadata.errors import RankLost
-
-NUM_VALUES = 4
-
-
-@pytest.fixture
-def boards(tmp_path: Path) -> Iterator[list[Board]]:
-    made = [Board(tmp_path, rank, 3, NUM_VALUES, timeout_s=5.0) for rank in range(3)]
-    yield made
-    for board in made:
-        board.close()
-
-
-def in_threads(functions: Sequence[object]) -> None:
-    threads = [threading.Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_every_rank_reads_what_all_have_posted_in_each_step(boards: list[Board]) -> None:

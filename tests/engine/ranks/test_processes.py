@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from forked import forked_ranks
+from patience import load_factor
 from rank_functions import echo, fail, hang, hang_in_group
 
 from baton.engine.ranks.group import CpuGroup
@@ -192,7 +193,7 @@ def test_no_rank_outlives_rank_0_not_even_a_stopped_one(tmp_path: Path) -> None:
 def test_rank_0_that_ends_by_itself_does_not_wait_for_ranks(tmp_path: Path) -> None:
     """An error that nobody catches ends the process, although nobody has stopped the ranks."""
     command = _rank_0(tmp_path / "rank_0.py", "raise ValueError")
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30 * load_factor(), check=False)
     assert ended.returncode == 1 and "ValueError" in ended.stderr
     assert _are_gone([int(word) for word in ended.stdout.split()])
 

@@ -6,17 +6,17 @@ import operator
 import select
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import pytest
+from thread_ranks import in_threads
 
 from baton.engine.pace.draft_length import DraftShape
 from baton.engine.products.ranked import RankRows
 from baton.engine.ranks.board import Board
 from baton.engine.ranks.group import TIMEOUT_S
-from baton.engine.ranks.steps import NUM_VALUES, GroupSteps
+from baton.engine.ranks.steps import GroupSteps
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ChunkOutOfMemory
 
@@ -35,22 +35,6 @@ class Stays:
     def enter(self, phase: str, limit_s: float) -> None:
         assert limit_s == TIMEOUT_S
         self.phases.append(phase)
-
-
-@pytest.fixture
-def boards(tmp_path: Path) -> Iterator[list[Board]]:
-    made = [Board(tmp_path, rank, 3, NUM_VALUES, timeout_s=5.0) for rank in range(3)]
-    yield made
-    for board in made:
-        board.close()
-
-
-def in_threads(functions: Sequence[object]) -> None:
-    threads = [threading.Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_a_rank_that_sleeps_is_woken_by_the_first_that_has_work(boards: list[Board]) -> None:

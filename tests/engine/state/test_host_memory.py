@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from baton.engine.state.host_memory import available_memory
 GIB = 1 << 30
 V2 = ("memory.max", "memory.current", "")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-MakeGroup = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ import triton.language as tl
 from baton.kernels.attention.triton_pairs import in_pairs, join_sums, numbers_of, scores_of, split_queries, weigh_pairs
 
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.bfloat16]
-IS_NAN = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().isnan()
 
 
 @triton.jit

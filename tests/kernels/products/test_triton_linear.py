@@ -39,7 +39,6 @@ CASES = [  # (num_rows, out_size, in_size, config): odd numbers of rows of W, co
     (8, 71, 256, Config("dot", 36, 64, split_k=2)),
     (17, 70, 272, Config("dot", 9, 64, split_k=3)),
 ]
-VECTOR_CASES = [case for case in CASES if case[3].kind == "vector" and case[3].block_n > 1]
 
 
 def operands(num_rows: int, out_size: int, in_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -70,7 +70,7 @@ class Process:
     def ranks(self) -> list[psutil.Process]:
         """The processes of a node's ranks 1 and above."""
         children = psutil.Process(self.pid).children()
-        return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+        return [child for child in children if not any("resource_tracker" in word for word in child.cmdline())]
 
     @property
     def log(self) -> str:

@@ -1,20 +1,25 @@
 """Processes of the `baton` command and of ranks, forked from one that has imported their modules, because importing
 torch takes most of their start.
 
-test_up.py and test_http.py start the command itself from a bare interpreter. Here the same function runs with the same
-arguments, in its own process, group, log and environment. Tests of engine/ranks start ranks as a node
-does.
+    rooms.py --fork--> fork server of a room --fork--> node --fork--> ranks 1 and above of the node
+
+test_up.py and test_releases.py start the command itself from a bare interpreter. Here the same function runs with the
+same arguments, in its own process, group, log and environment. Tests of engine/ranks start ranks as a node does.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,9 +30,45 @@ _PRELOAD = [f"baton.{name}" for name in ("prefill_node.main", "decode_node.main"
 _PRELOAD += ["baton.kernels.numba_kernels", "pytest"]  # pytest: a child imports its parent's main module
 
 
+def preload() -> None:
+    """Import what processes of the command import, and load a kernel: numba sets itself up with the first, which takes
+    longer than the rest of a small node's start. These objects stay, so garbage collection leaves them out."""
+    for name in _PRELOAD:
+        import_module(name)
+    import numpy as np
+
+    from baton.kernels.numba_kernels import add_rms_norm
+
+    rows = np.ones((1, 1), np.float32)
+    add_rms_norm(rows, rows, False, rows[0], 1e-6, np.empty_like(rows))
+    gc.freeze()
+
+
+def fork_server() -> None:
+    """Start the fork server of multiprocessing as a fork of this process, which must have one thread. Without this
+    call a server starts with the first process of `fork_context`, as a new interpreter that imports _PRELOAD. So it
+    does with Python 3.14 and later, whose server has a key."""
+    if sys.version_info >= (3, 14):
+        return
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        alive, server._forkserver_alive_fd = os.pipe()  # the server ends when nobody has its other end
+        server._forkserver_address, server._forkserver_pid = address, os.fork()
+        if not server._forkserver_pid:
+            os.close(server._forkserver_alive_fd)
+            try:
+                forkserver.main(listener.fileno(), alive, [])
+            finally:
+                os._exit(0)
+        os.close(alive)
+
+
 def fork_context() -> Any:
     """Return the context of multiprocessing whose processes are forked, with the environment of the first of them. A
-    forked process spawns its own children: it cannot ask the server, and a server of its own would import all again."""
+    forked process spawns its own children, because it cannot ask the server."""
     if multiprocessing.parent_process() is not None:
         return multiprocessing.get_context("spawn")
     context: Any = multiprocessing.get_context("forkserver")
@@ -80,7 +121,9 @@ def _run(argv: list[str], log: str, environ: dict[str, str]) -> None:
 
         switch_on(environ[FAULT_PLAN])
     from baton.deploy.cli import main
+    from baton.engine.ranks import processes as rank_processes
 
+    rank_processes.multiprocessing = _RanksOfNode  # type: ignore[assignment]
     sys.exit(main(argv))
 
 
@@ -120,6 +163,37 @@ def _run_rank(environ: dict[str, str], target: Callable[..., None], *args: Any) 
     os.environ.update(environ)
     rank_processes.die_with = lambda parent: None
     with _rank_context(environ):
+        target(*args)
+
+
+class _RanksOfNode:
+    """The part of `multiprocessing` that RankProcesses uses, in a forked node. The node has one thread when it starts
+    its ranks, so they are forked from it."""
+
+    _ends: list[Any] = []  # of all pipes
+
+    @staticmethod
+    def get_context(method: str) -> type[_RanksOfNode]:
+        assert method == "spawn", method
+        return _RanksOfNode
+
+    @classmethod
+    def Pipe(cls, duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
+        ends = multiprocessing.Pipe(duplex)
+        cls._ends += ends
+        return ends
+
+    @classmethod
+    def Process(cls, *, target: Callable[..., None], args: tuple[Any, ...], name: str) -> Any:  # noqa: N802
+        assert threading.active_count() == 1, threading.enumerate()
+        return multiprocessing.get_context("fork").Process(target=cls._run_rank, args=(target, *args), name=name)
+
+    @classmethod
+    def _run_rank(cls, target: Callable[..., None], *args: Any) -> None:
+        """Run a rank in the child, without the node's ends of pipes: a pipe ends when the node closes its end."""
+        for end in cls._ends:
+            if end not in args:
+                end.close()
         target(*args)
 
 

@@ -11,6 +11,7 @@ import os
 import time
 from pathlib import Path
 
+LOOK_S = 0.01  # between two looks at the load
 MOST = 10.0  # a limit is stretched by this at most, because something may hang on a busy machine, too
 _LOADS = Path("/proc/loadavg")  # "4.05 3.71 2.92 9/1234 5678": threads that want to run: over 1, 5, 15 minutes, and now
 
@@ -34,6 +35,8 @@ class Patience:
     def is_over(self) -> bool:
         """Return whether the limit is used up. Call it often."""
         now = time.monotonic()
+        if now < self._looked_at + LOOK_S:
+            return False
         self._left_s -= (now - self._looked_at) / load_factor()
         self._looked_at = now
         return self._left_s < 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.engine.pace.draft_length import DraftShape, StepChooser
@@ -15,7 +15,6 @@ from baton.engine.pace.step_times import StepTimes
 from baton.engine.work import MAX_MISSED
 
 SIZES, MEASURED_STEPS = (1, 4, 16), (0, 1, 5)
-Table = Mapping[tuple[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,12 @@ class Machine:
 
     def catch_up_seconds(self, num_rows: int) -> float:
         return self.call + num_rows * self.row_missed if num_rows else 0.0
+
+    def best_speed(self, size: int, rate: float) -> float:
+        """Return the speed of the best fixed number of steps, that without drafts being 1. `rate`: of drafts that are
+        right."""
+        plain = self.seconds(size, 0)
+        return max(sum(rate**i for i in range(k + 1)) * plain / self.seconds(size, k) for k in range(6))
 
     def table(self) -> StepTimes:
         def known(size: int, steps: int) -> float:

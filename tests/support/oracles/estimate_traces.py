@@ -55,14 +55,9 @@ def drafts(trace: str, seed: int) -> float:
         noisy = replace(machine, noise=0.05, **changes.get(trace, {}))
         rates = (rate, 0.5 * rate) if trace == "change of text" else (rate,)
         world = World(noisy, lambda stream, _, rates=rates: rates[stream // 8 % len(rates)], batch, seed=seed)
-        best = statistics.mean(1 / _best_speed(machine, batch, each) for each in rates)
+        best = statistics.mean(1 / machine.best_speed(batch, each) for each in rates)
         found.append(1 / world.run(1024) - best)
     return statistics.mean(found)
-
-
-def _best_speed(machine: Machine, batch: int, rate: float) -> float:
-    plain = machine.seconds(batch, 0)
-    return max(sum(rate**i for i in range(k + 1)) * plain / machine.seconds(batch, k) for k in range(6))
 
 
 def gaps(trace: str, seed: int) -> tuple[float, float]:

@@ -211,6 +211,7 @@ def _in_order(parts: Tensor) -> Tensor:
 def run_process(rank: int, blocks: Sequence[Tensor], cases: Sequence[Case], limit: int, answers: Any) -> None:
     """Run a rank in a process of its own that shares `blocks` with the others."""
     torch.set_num_threads(1)
+    triton_device.quicken_interpreter()
     _sleep_between_looks()
     group = local_group(rank, blocks, limit)
     values: list[Any] = []

@@ -46,6 +46,15 @@ class Operation(NamedTuple):
     lens: tuple[int, ...]
 
 
+def in_threads(functions: Sequence[Callable[[], object]]) -> None:
+    """Call each function in a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 class ThreadGroup:
     """Carries the operations of all ranks of one process. `of(rank)` is the `Group` of a rank."""
 
