@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
@@ -26,7 +27,7 @@ MAX_VIEWERS_OF_ONE = 16  # of one tenant, or of all operators together
 
 
 class _Viewer(NamedTuple):
-    """One stream of snapshots. It is paused while its client has not read the last one."""
+    """One stream of snapshots."""
 
     stream: EventStream
     sees: Sees
@@ -62,7 +63,7 @@ class Feed:
                 f"most {MAX_VIEWERS_OF_ONE} and {MAX_VIEWERS} may be: close one, or use GET /live?once=true"
             )
         _limit_unsent(http_request)
-        viewer = _Viewer(EventStream(http_request, 0, _ignore, COMMENT), sees, asyncio.Event())
+        viewer = _Viewer(EventStream(http_request, sys.maxsize, _ignore, COMMENT), sees, asyncio.Event())
         self._viewers.append(viewer)
         self._of_one[share] += 1
         try:
@@ -97,7 +98,7 @@ class Feed:
         self._newest.clear()
         events: dict[Sees, bytes] = {}
         for viewer in self._viewers:
-            if not viewer.stream.is_paused:
+            if not viewer.stream.num_unread:
                 if viewer.sees not in events:
                     events[viewer.sees] = _event(self.newest(viewer.sees))
                 viewer.stream.push(events[viewer.sees])
@@ -119,7 +120,7 @@ def _limit_unsent(http_request: web.Request) -> None:
 
 
 def _ignore(_is_paused: bool) -> None:
-    """A viewer whose stream is paused holds nothing that could be released."""
+    """A viewer is never paused: it gets nothing while it has something to read."""
 
 
 def _event(snapshot: bytes) -> bytes:
