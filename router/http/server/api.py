@@ -31,6 +31,8 @@ from ..bodies.bodies import BODY_SIZE, Bodies, decoded_mended, decoded_strictly,
 from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
 from ..generation.grammars import GrammarChecks
+from ..page.feed import Feed
+from ..page.snapshots import Snapshots
 from .access import Access, CacheSalts, Caller
 
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
@@ -52,6 +54,8 @@ class Api:
         self.is_draining = False
         self.access = Access(config)
         self.salts = CacheSalts(config.cache_scope, config.cache_secret)
+        self.snapshots = Snapshots(dispatcher, metrics, self.why_not_ready, lambda: self.is_draining)
+        self.feed = Feed(self.snapshots.read)
         self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
         self._expected = Expected(config.expected)
@@ -76,8 +80,15 @@ class Api:
         check_served(body)
         return body
 
+    def drain(self) -> None:
+        """Take no new requests, and end what only looks."""
+        self.is_draining = True
+        self.feed.close()
+
     def close(self) -> None:
         """End the processes and threads beside the event loop."""
+        self.feed.close()
+        self.snapshots.close()
         self.grammars.close()
         self.side_work.close()
         self._bodies.close()

@@ -24,6 +24,7 @@ _TAGS = {
     "generation": "Text from prompts and conversations",
     "models": "The models that are served, and their tokenizers",
     "status": "For probes and monitoring",
+    "page": "The page in the browser, and what it shows",
     "operators": "The state of nodes and of requests; these routes need the admin key if the router has one",
 }
 _MEANINGS = {
@@ -64,6 +65,9 @@ _STREAM = (
     "/v1/chat/completions, a chunk without choices holds the usage if `stream_options.include_usage` is set, and the "
     "last event is `[DONE]`. Lines that begin with a colon are comments."
 )
+
+
+_EVENTS = "Server-sent events. The `data` of each event is a chunk as JSON. Lines that begin with a colon are comments."
 
 
 def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_key: bool = True) -> dict[str, Any]:
@@ -160,7 +164,8 @@ class _Writer:
 
     def _event(self, route: Route) -> dict[str, Any]:
         """Return the schema of one event. In OpenAPI 3.1 the schema of a stream is that of its events."""
-        described = {"chunk": route.chunk, "error": route.error}
+        is_generated = route.body is not None
+        described = {"chunk": route.chunk, "error": route.error} if is_generated else {"chunk": route.chunk}
         data: list[dict[str, Any]] = [
             {
                 "title": name,
@@ -173,7 +178,7 @@ class _Writer:
         if route.last_event is not None:
             data.append({"title": "end of the stream", "const": route.last_event})
         return {
-            "description": _STREAM,
+            "description": _STREAM if is_generated else _EVENTS,
             "type": "object",
             "properties": {"data": {"anyOf": data}},
             "required": ["data"],
@@ -199,7 +204,7 @@ def _errors_of(route: Route) -> list[int]:
         statuses.add(415)
     if route.body is not None:
         statuses |= set(_OF_BODIES)
-    if route.chunk is not None:
+    if route.chunk is not None and route.body is not None:
         statuses |= set(_OF_GENERATION)
     return sorted(statuses)
 

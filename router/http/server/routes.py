@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from ....metadata.version import package_version
-from ...requests.trace import Explanation, Outcome, RecentRequests
+from ...requests.trace import Explanation, Outcome, RecentRequests, RequestText
 from ..anthropic import messages
 from ..anthropic.types import (
     AnthropicModel,
@@ -52,6 +52,8 @@ from ..operators.admin_types import (
     NodeState,
     ReadyAnswer,
 )
+from ..page import files, live
+from ..page.types import RootAnswer, Snapshot
 from ..responses import responses
 from ..responses.types import ResponseAnswer, ResponseEvent, ResponsesRequest
 from .access import KeyLevel
@@ -265,6 +267,42 @@ ROUTES: tuple[Route, ...] = (
         summary="This document",
         answer=dict[str, Any],
     ),
+    Route(
+        method="GET",
+        path="/",
+        handler=files.root,
+        operation_id="getPage",
+        tag="page",
+        summary="The page that shows the service live, for browsers",
+        needs=KeyLevel.NOTHING,
+        answer=RootAnswer,
+        text="text/html",
+    ),
+    Route(
+        method="GET",
+        path="/page/{file:.+}",
+        handler=files.file,
+        operation_id="getPageFile",
+        tag="page",
+        summary="A file of the page",
+        needs=KeyLevel.NOTHING,
+        parameters=(Parameter("file", _Name, "Name of the file", "path"),),
+        text="*/*",
+        statuses=(404,),
+    ),
+    Route(
+        method="GET",
+        path="/live",
+        handler=live.live,
+        operation_id="watch",
+        tag="page",
+        summary="State of the service, once per second as a stream of events, or once",
+        parameters=(Parameter("once", bool, "Answer one snapshot as JSON, no stream"),),
+        answer=Snapshot,
+        chunk=Snapshot,
+        statuses=(400, 429, 503),
+        last_event=None,
+    ),
     _operators_route(
         method="GET",
         path="/debug/nodes",
@@ -300,6 +338,7 @@ ROUTES: tuple[Route, ...] = (
         summary="Live requests and the last ones that have ended, the newest first",
         parameters=(
             Parameter("outcome", Outcome, "Only requests with this outcome"),
+            Parameter("stage", str, "Only requests in this stage, such as queue, prefill or decode"),
             Parameter("model", str, "Only requests for this model"),
             Parameter("node", str, "Only requests that this node worked on"),
             Parameter("min_s", float, "Only requests that took at least so many seconds until now or their end"),
@@ -320,6 +359,16 @@ ROUTES: tuple[Route, ...] = (
         summary="Where a request spent its time, in spans that sum up to the whole",
         parameters=(Parameter("rid", _Name, _REQUEST_ID, "path"),),
         answer=Explanation,
+        statuses=(404,),
+    ),
+    _operators_route(
+        method="GET",
+        path="/debug/requests/{rid}/text",
+        handler=explain.text,
+        operation_id="getRequestText",
+        summary="The text of a live request until now",
+        parameters=(Parameter("rid", _Name, "`rid` in the list of requests", "path"),),
+        answer=RequestText,
         statuses=(404,),
     ),
     _operators_route(

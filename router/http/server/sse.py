@@ -158,13 +158,13 @@ class EventStream:
         self._limit()
 
     def _limit(self) -> None:
-        if not self._is_paused and self._num_unread > self._max_unread:
+        if not self._is_paused and self.num_unread > self._max_unread:
             self._is_paused = True
             self._loop.call_later(POLL_S, self._poll)
             self._set_paused(True)
 
     @property
-    def _num_unread(self) -> int:
+    def num_unread(self) -> int:
         """Bytes that are queued here or in the transport."""
         transport = self._request.transport
         return self._num_pending + (transport.get_write_buffer_size() if transport is not None else 0)
@@ -174,7 +174,7 @@ class EventStream:
         transport = self._request.transport
         if transport is None or transport.is_closing():
             return
-        if self._num_unread > self._max_unread // 4:
+        if self.num_unread > self._max_unread // 4:
             self._loop.call_later(POLL_S, self._poll)
             return
         self._is_paused = False

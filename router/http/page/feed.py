@@ -1,0 +1,127 @@
+"""The feed: snapshots of the service for everybody who looks, once per second.
+
+A snapshot is read and encoded once for all viewers of a level, and only while somebody looks. A viewer gets the newest
+snapshot when it has read the one before, and never a queue of older ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from ....metadata.errors import Overloaded, Unavailable
+from ..server.sse import COMMENT, EventStream
+from .types import Sees, Snapshot
+
+PERIOD_S = 1.0
+UNSENT_BYTES = 1 << 15  # in the kernel, for each viewer
+MAX_VIEWERS = 64
+MAX_VIEWERS_OF_ONE = 16  # of one tenant, or of all operators together
+
+
+class _Viewer(NamedTuple):
+    """One stream of snapshots."""
+
+    stream: EventStream
+    sees: Sees
+    ended: asyncio.Event
+
+
+class Feed:
+    """All viewers. `read(sees)` returns a snapshot."""
+
+    def __init__(self, read: Callable[[Sees], Snapshot]) -> None:
+        self._read = read
+        self._is_closed = False
+        self._viewers: list[_Viewer] = []
+        self._of_one: Counter[Hashable] = Counter()
+        self._newest: dict[Sees, tuple[float, bytes]] = {}  # with the loop's time at which it was read
+        self._timer: asyncio.TimerHandle | None = None  # while somebody looks
+
+    def newest(self, sees: Sees) -> bytes:
+        """Return a snapshot as JSON that is no older than PERIOD_S."""
+        now = asyncio.get_running_loop().time()
+        if sees not in self._newest or now - self._newest[sees][0] >= PERIOD_S:
+            self._newest[sees] = now, msgspec.json.encode(self._read(sees))
+        return self._newest[sees][1]
+
+    async def watch(self, http_request: web.Request, share: Hashable, sees: Sees) -> web.StreamResponse:
+        """Send snapshots until the router drains, or the client leaves. Raises Overloaded if too many look already,
+        Unavailable if the router drains."""
+        if self._is_closed:
+            raise Unavailable("the router is shutting down")
+        if self._of_one[share] >= MAX_VIEWERS_OF_ONE or len(self._viewers) >= MAX_VIEWERS:
+            raise Overloaded(
+                f"{self._of_one[share]} streams of /live are open for this caller and {len(self._viewers)} in all; at "
+                f"most {MAX_VIEWERS_OF_ONE} and {MAX_VIEWERS} may be: close one, or use GET /live?once=true"
+            )
+        _limit_unsent(http_request)
+        viewer = _Viewer(EventStream(http_request, sys.maxsize, _ignore, COMMENT), sees, asyncio.Event())
+        self._viewers.append(viewer)
+        self._of_one[share] += 1
+        try:
+            response = await viewer.stream.open({})
+            viewer.stream.push(_event(self.newest(sees)))
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
+            await viewer.ended.wait()
+            await viewer.stream.close()
+            return response
+        finally:
+            viewer.stream.detach()
+            self._viewers.remove(viewer)
+            self._of_one[share] -= 1
+            if not self._viewers:
+                self._rest()
+
+    def close(self) -> None:
+        """Send a last snapshot and end all streams. No new one begins."""
+        if not self._is_closed:
+            self._send()
+        self._is_closed = True
+        for viewer in self._viewers:
+            viewer.ended.set()
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
+        self._send()
+
+    def _send(self) -> None:
+        """Send a new snapshot to every viewer that has read its last one."""
+        self._newest.clear()
+        events: dict[Sees, bytes] = {}
+        for viewer in self._viewers:
+            if not viewer.stream.num_unread:
+                if viewer.sees not in events:
+                    events[viewer.sees] = _event(self.newest(viewer.sees))
+                viewer.stream.push(events[viewer.sees])
+
+    def _rest(self) -> None:
+        """Nobody looks any more."""
+        self._newest.clear()
+        self._of_one.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _limit_unsent(http_request: web.Request) -> None:
+    """Let the kernel hold little for a client that does not read: it would be a queue of old snapshots."""
+    connection = http_request.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
+
+
+def _ignore(_is_paused: bool) -> None:
+    """A viewer is never paused: it gets nothing while it has something to read."""
+
+
+def _event(snapshot: bytes) -> bytes:
+    return b"event: snapshot\ndata: %b\n\n" % snapshot
