@@ -1,4 +1,4 @@
-"""A small HTTP server that streams answers as the router does."""
+"""A small HTTP server that streams answers as the router does, and snapshots as GET /live answers them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ import http.server
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
+from baton.router.http.page.types import (
+    Buckets,
+    EndedRequests,
+    Latencies,
+    LiveCounts,
+    LiveNode,
+    LiveRouter,
+    LiveTotals,
+    NodeCounters,
+    Snapshot,
+)
 
 
 @dataclass
@@ -86,3 +98,94 @@ def server() -> Iterator[Server]:
         yield state
         http_server.shutdown()
         thread.join()
+
+
+def node(
+    name: str = "decode-0",
+    state: Any = "ready",
+    why: str = "",
+    *,
+    steps: int = 10,
+    computed: int = 0,
+    generated: int = 0,
+    drafts: tuple[int, int, int] = (0, 0, 0),
+) -> LiveNode:
+    """Return a node. `drafts`: rounds, drafted tokens, accepted tokens."""
+    rounds, drafted, accepted = drafts
+    counters = NodeCounters(
+        steps=steps,
+        computed_tokens=computed,
+        cached_tokens=0,
+        generated_tokens=generated,
+        preemptions=0,
+        bytes_moved=1_000_000 * generated,
+        transfer_seconds=0.0,
+        num_rounds=rounds,
+        num_drafted=drafted,
+        accepted_at=(accepted - accepted // 3, accepted // 3),
+    )
+    role: Any = name.split("-")[0]
+    seen: Any = {"group": None, "rank": 0, "num_ranks": 1, "last_seen_s": 0.1, "max_running": 8}
+    return LiveNode(id=name, role=role, model="demo", state=state, why=why, counters=counters, **seen)
+
+
+def make_snapshot(
+    at: float = 100.0,
+    *nodes: LiveNode,
+    epoch: str = "first",
+    uptime_s: float = 50.0,
+    reason: str | None = None,
+    done: int = 0,
+    failed: int = 0,
+    tokens: int = 0,
+    moves: int = 0,
+    prompts: tuple[int, int] = (0, 0),
+    ttft: tuple[int, ...] = (0, 0, 0, 0),
+    drafts: tuple[int, int, int] = (0, 0, 0),
+    **more: Any,
+) -> Snapshot:
+    """Return a snapshot. `prompts`: tokens, and how many of them were cached; `drafts`: as of `node`."""
+    rounds, drafted, accepted = drafts
+    prompt_tokens, cached_tokens = prompts
+    bounds = (0.1, 0.2, 0.4)
+    empty = Buckets(bounds, [0, 0, 0, 0])
+    return Snapshot(
+        at=at,
+        sees=more.pop("sees", "everything"),
+        router=LiveRouter(
+            version="0.1.0",
+            epoch=epoch,
+            uptime_s=uptime_s,
+            is_ready=reason is None,
+            is_draining=False,
+            reason=reason,
+        ),
+        models=["demo"],
+        counts=more.pop("counts", LiveCounts(0, 0)),
+        totals=LiveTotals(
+            requests=EndedRequests(done=done, failed=failed, cancelled=0, refused=0),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            output_tokens=tokens,
+            transfer_bytes=0,
+            transfer_pages=0,
+            moves=moves,
+            preemptions=0,
+            num_rounds=rounds,
+            num_drafted=drafted,
+            accepted_at=[accepted],
+        ),
+        latencies=Latencies(ttft=Buckets(bounds, list(ttft)), itl=empty, queue=empty, handoff=empty),
+        nodes=list(nodes),
+        **more,
+    )
+
+
+@pytest.fixture(name="node")
+def _node() -> Callable[..., LiveNode]:
+    return node
+
+
+@pytest.fixture(name="snapshot")
+def _snapshot() -> Callable[..., Snapshot]:
+    return make_snapshot
