@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -25,6 +26,7 @@ from ..metadata.errors import ConfigError
 from ..metadata.wire.node_info import Role
 from ..prefill_node.config import PrefillConfig
 from ..router.config import RouterConfig
+from ..router.origins import is_loopback
 from .child import Command
 from .flags import resolve, to_argv, to_environ
 
@@ -104,6 +106,12 @@ class Plan:
         config, model_dir = self.decode, resolve_model(self.decode.model)
         drafter = find_drafter(config, model_dir)
         return describe(config.speculative, config.draft_steps, config.draft_topk, drafter, model_dir)
+
+    def watched(self) -> Plan:
+        """Return this plan with an admin key, if only a caller with one can watch the router."""
+        if self.router.admin_key is not None or is_loopback(self.router.host):
+            return self
+        return replace(self, router=replace(self.router, admin_key=secrets.token_urlsafe()))
 
     def secured(self, run_dir: Path) -> Plan:
         """Return this plan with a new key per process and an allow-list: no other process on this host can then join.

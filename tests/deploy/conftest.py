@@ -6,7 +6,7 @@ import http.server
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,7 +129,7 @@ def node(
     return LiveNode(id=name, role=role, model="demo", state=state, why=why, counters=counters, **seen)
 
 
-def make_snapshot(
+def snapshot(
     at: float = 100.0,
     *nodes: LiveNode,
     epoch: str = "first",
@@ -179,13 +179,3 @@ def make_snapshot(
         nodes=list(nodes),
         **more,
     )
-
-
-@pytest.fixture(name="node")
-def _node() -> Callable[..., LiveNode]:
-    return node
-
-
-@pytest.fixture(name="snapshot")
-def _snapshot() -> Callable[..., Snapshot]:
-    return make_snapshot

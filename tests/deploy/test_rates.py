@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from baton.deploy.rates import WINDOW_S, NodeRates, Percentiles, Sums, Window, rates
-from baton.router.http.page.types import EndedRequests, LiveNode, Snapshot
+from baton.router.http.page.types import EndedRequests
 
-MakeSnapshot = Callable[..., Snapshot]
-MakeNode = Callable[..., LiveNode]
+from .conftest import node, snapshot
 
 
-def test_a_rate_is_the_difference_divided_by_the_time(snapshot: MakeSnapshot, node: MakeNode) -> None:
+def test_a_rate_is_the_difference_divided_by_the_time() -> None:
     old = snapshot(100.0, node(computed=10, generated=50), done=3, tokens=100, prompts=(200, 0))
     new = snapshot(104.0, node(computed=30, generated=58), done=5, failed=1, tokens=180, moves=1, prompts=(300, 25))
     now = rates(old, new)
@@ -34,7 +31,7 @@ def test_a_rate_is_the_difference_divided_by_the_time(snapshot: MakeSnapshot, no
     ],
 )
 def test_percentiles_are_those_of_the_values_between_two_snapshots(
-    snapshot: MakeSnapshot, old: tuple[int, ...], new: tuple[int, ...], expected: Percentiles | None
+    old: tuple[int, ...], new: tuple[int, ...], expected: Percentiles | None
 ) -> None:
     found = rates(snapshot(100.0, ttft=old), snapshot(101.0, ttft=new)).ttft
     if expected is None or found is None:
@@ -43,7 +40,7 @@ def test_percentiles_are_those_of_the_values_between_two_snapshots(
         assert (found.p50_s, found.p95_s) == pytest.approx((expected.p50_s, expected.p95_s))
 
 
-def test_a_router_that_has_started_again_counts_from_its_start(snapshot: MakeSnapshot) -> None:
+def test_a_router_that_has_started_again_counts_from_its_start() -> None:
     old = snapshot(100.0, done=900, tokens=90_000, ttft=(9, 9, 9, 9))
     new = snapshot(110.0, epoch="second", uptime_s=4.0, done=2, tokens=40, ttft=(2, 0, 0, 0))
     for now in (rates(old, new), rates(None, new)):
@@ -54,7 +51,7 @@ def test_a_router_that_has_started_again_counts_from_its_start(snapshot: MakeSna
     assert window.add(new) is None, "one snapshot of this router"
 
 
-def test_a_node_that_has_started_again_is_left_out_once(snapshot: MakeSnapshot, node: MakeNode) -> None:
+def test_a_node_that_has_started_again_is_left_out_once() -> None:
     first = snapshot(100.0, node(drafts=(100, 500, 100)), node("decode-1", steps=90, drafts=(100, 500, 500)))
     second = snapshot(101.0, node(drafts=(110, 550, 125)), node("decode-1", steps=3, drafts=(200, 900, 900)))
     third = snapshot(102.0, node(drafts=(110, 550, 125)), node("decode-1", steps=9, drafts=(202, 910, 910)))
@@ -68,13 +65,13 @@ def test_a_node_that_has_started_again_is_left_out_once(snapshot: MakeSnapshot, 
     assert rates(third, gone).acceptance is None
 
 
-def test_a_caller_who_sees_counts_only_has_the_sums_of_nodes(snapshot: MakeSnapshot) -> None:
+def test_a_caller_who_sees_counts_only_has_the_sums_of_nodes() -> None:
     first, second = (snapshot(at, sees="counts", drafts=drafts) for at, drafts in ((1, (10, 50, 5)), (2, (20, 90, 25))))
     assert (rates(first, second).tokens_per_round, rates(first, second).acceptance) == (3.0, 0.5)
     assert rates(second, first).tokens_per_round is None, "a node was lost, so the sums fell"
 
 
-def test_what_is_shown_covers_the_last_seconds(snapshot: MakeSnapshot) -> None:
+def test_what_is_shown_covers_the_last_seconds() -> None:
     window = Window()
     shown = [window.add(snapshot(100.0 + second, tokens=second**2)) for second in range(20)]
     assert shown[0] is None
@@ -82,7 +79,7 @@ def test_what_is_shown_covers_the_last_seconds(snapshot: MakeSnapshot) -> None:
     assert shown[-1] is not None and (shown[-1].seconds, shown[-1].output_tokens) == (WINDOW_S, 19**2 - 14**2)
 
 
-def test_sums_go_on_over_a_restart_of_the_router(snapshot: MakeSnapshot) -> None:
+def test_sums_go_on_over_a_restart_of_the_router() -> None:
     sums = Sums()
     sums.add(snapshot(100.0, uptime_s=2.0))
     sums.add(snapshot(101.0, done=4, tokens=60))
