@@ -160,5 +160,5 @@ def failure(status: int, body: bytes) -> RequestError:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = body.decode("utf-8", "replace").strip()[:500]
+        message = " ".join(body.decode("utf-8", "replace").split())[:500]
     return RequestError(f"{message} (HTTP {status})")

@@ -6,7 +6,7 @@ import http.server
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,12 @@ from baton.router.http.page.types import (
 
 @dataclass
 class Server:
-    """Streams `answer n` to the n-th question. Some questions fail; `slow` streams until the client leaves."""
+    """Streams `answer n` to the n-th question. Some questions fail; `slow` streams until the client leaves.
+
+    `pages`: status and body (or what makes it) of GET, by path; every other path lists a model."""
 
     url: str = ""
+    pages: dict[str, tuple[int, bytes | Callable[[], bytes]]] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)
@@ -66,8 +69,8 @@ def _event(handler: http.server.BaseHTTPRequestHandler, event: dict[str, Any]) -
     handler.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
 
-def _send(handler: http.server.BaseHTTPRequestHandler, status: int, body: dict[str, Any]) -> None:
-    data = json.dumps(body).encode()
+def _send(handler: http.server.BaseHTTPRequestHandler, status: int, body: dict[str, Any] | bytes) -> None:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
     handler.send_response(status)
     handler.send_header("Content-Length", str(len(data)))
     handler.end_headers()
@@ -80,7 +83,8 @@ def server() -> Iterator[Server]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            _send(self, 200, {"data": [{"id": "toy"}]})
+            status, body = state.pages.get(self.path, (200, b'{"data": [{"id": "toy"}]}'))
+            _send(self, status, body() if callable(body) else body)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
