@@ -38,8 +38,9 @@ def run(plan: Plan) -> int:
     port = plan.router.port or free_port(plan.router.host)
     check_port(plan.router.host, port)
     say(f"speculation: {plan.speculation}")
-    if plan.advice is not None:
-        say(plan.advice)
+    for words in (plan.advice, plan.first_start):
+        if words is not None:
+            say(words)
     run_dir = make_run_dir(plan.up.run_dir)
     secured = plan.secured(run_dir)
     try:

@@ -37,6 +37,7 @@ LOOPBACK = "127.0.0.1"
 # Settings that `baton up` decides itself. They are not among its flags.
 DECIDED = frozenset({"router", "node_address", "node_id", "bind_host", "drain_timeout_s", "allow_list", "expect"})
 _ALLOW_LIST = "allow-list"
+_COMPILED = "*.nbi"  # what numba calls the index of a compiled kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,20 @@ class Plan:
             "all the same; --prefill 0 --decode 1 holds them once, leaves the memory to the KV cache, and bounds the "
             "delay (--max-gap-ms)"
         )
+
+    @property
+    def first_start(self) -> str | None:
+        """A sentence if no compiled kernels are kept from an earlier start; None otherwise."""
+        if self._may_use_gpus and _gpus():
+            folders, kept = [Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")], "*"
+        elif own := os.environ.get("NUMBA_CACHE_DIR"):
+            folders, kept = [Path(own)], _COMPILED
+        else:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            folders, kept = [Path(__file__).parents[1] / "kernels", cache / "numba"], _COMPILED
+        if any(next(folder.rglob(kept), None) for folder in folders):
+            return None
+        return "compiling kernels, first start only: this takes a minute or more; later starts take seconds"
 
     @property
     def _may_use_gpus(self) -> bool:
