@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from msgspec import structs
 
-from ..router.http.page.types import Buckets, EndedRequests, Latencies, LiveTotals, NodeCounters, Snapshot
+from ..router.http.page.types import EndedRequests, Latencies, LatencyBuckets, LiveTotals, NodeCounters, Snapshot
 
 WINDOW_S = 5.0  # what is shown now covers this time
 _NONE = LiveTotals(
@@ -182,7 +182,7 @@ def _speculation(
     return 1 + num_accepted / num_rounds, num_accepted / num_drafted if num_drafted > 0 else None
 
 
-def _percentiles(old: Buckets, new: Buckets) -> Percentiles | None:
+def _percentiles(old: LatencyBuckets, new: LatencyBuckets) -> Percentiles | None:
     """Return the percentiles of the values that came in between; None if none came."""
     counts = [b - a for a, b in zip(old.counts, new.counts, strict=True)]
     return Percentiles(*(_percentile(new.bounds_s, counts, share) for share in (0.5, 0.95))) if sum(counts) else None

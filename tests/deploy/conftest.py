@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from baton.router.http.page.types import (
-    Buckets,
     EndedRequests,
     Latencies,
+    LatencyBuckets,
     LiveCounts,
     LiveNode,
     LiveRouter,
@@ -152,7 +152,7 @@ def snapshot(
     rounds, drafted, accepted = drafts
     prompt_tokens, cached_tokens = prompts
     bounds = (0.1, 0.2, 0.4)
-    empty = Buckets(bounds, [0, 0, 0, 0])
+    empty = LatencyBuckets(bounds, [0, 0, 0, 0])
     return Snapshot(
         at=at,
         sees=more.pop("sees", "everything"),
@@ -179,7 +179,7 @@ def snapshot(
             num_drafted=drafted,
             accepted_at=[accepted],
         ),
-        latencies=Latencies(ttft=Buckets(bounds, list(ttft)), itl=empty, queue=empty, handoff=empty),
+        latencies=Latencies(ttft=LatencyBuckets(bounds, list(ttft)), itl=empty, queue=empty, handoff=empty),
         nodes=list(nodes),
         **more,
     )
