@@ -128,7 +128,8 @@ class View:
             return
         yield Text()
         yield _nodes(snapshot, rates, width >= _NARROW, self._console.encoding)
-        for words in dict.fromkeys(troubles(snapshot).values()):
+        full = (f"{node.id}: {node.why}" for node in snapshot.nodes if node.state == "ready" and node.why)
+        for words in dict.fromkeys((*troubles(snapshot).values(), *full)):
             yield _text(words, "yellow")
         if snapshot.waits:
             yield Text("\nwaiting", "bold")
@@ -136,7 +137,8 @@ class View:
             words = f"{wait.count:,} in {wait.where}, the oldest for {about(wait.oldest_s)}"
             yield _text(f"{words}: {wait.why}" if wait.why else words)
         if snapshot.requests:
-            yield Text()
+            num_left = snapshot.num_requests - len(snapshot.requests)
+            yield Text(f"\n{num_left:,} older requests are not listed" if num_left > 0 else "")
             yield _request_table(requests, chosen, width)
 
     def _spans(self, rid: str) -> Iterator[RenderableType]:

@@ -47,10 +47,10 @@ def growing() -> Callable[[], bytes]:
 
     def body() -> bytes:
         number = next(times)
-        nodes = structs.replace(node(generated=10 * number), pages=PAGES, running=3), TROUBLE
+        full = structs.replace(node(generated=10 * number, why="full: it has no pages"), pages=PAGES, running=3)
         wait = LiveWait("handoff", "decode-0 pulls the pages of the prompt", 1, 0.25)
-        more: dict[str, Any] = {"requests": [REQUEST], "num_requests": 1, "waits": [wait]}
-        return msgspec.json.encode(snapshot(100.0 + number, *nodes, tokens=10 * number, **more))
+        more: dict[str, Any] = {"requests": [REQUEST], "num_requests": 3, "waits": [wait]}
+        return msgspec.json.encode(snapshot(100.0 + number, full, TROUBLE, tokens=10 * number, **more))
 
     return body
 
@@ -81,7 +81,8 @@ def test_a_pipe_gets_the_state_once_as_text(run_top: Top, monkeypatch: pytest.Mo
     for expected in (
         ": ready 0.0 requests/s 10 tokens/s",
         "decode-0 ready 3/8 10",
-        "prefill-0 is silent: its last heartbeat came 3.0 s ago",
+        "prefill-0 is silent: its last heartbeat came 3.0 s ago decode-0: full: it has no pages",
+        "2 older requests are not listed",
         "1 in handoff, the oldest for 250 ms: decode-0 pulls the pages of the prompt",
     ):
         assert expected in words
