@@ -27,6 +27,7 @@ SUMMARIES = {  # command: one line of help
     "prefill": "start a node that computes the KV cache of prompts",
     "decode": "start a node that generates answers",
     "chat": "talk to a running model in the terminal",
+    "top": "show the running service, or print it once",
     "explain": "show where a request spent its time",
     "plan": "say how many prefill and decode nodes serve a load best, by simulation",
     "keys": "make a key file, with which processes on several hosts trust each other",
@@ -36,7 +37,7 @@ EPILOG = """\
 one host:
   baton up                          the demo model, one prefill and one decode node, http://127.0.0.1:8000
   baton up --model DIR --decode 2   a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json)
-  baton chat                        in another terminal
+  baton chat, baton top             in another terminal
 
 several hosts (start them in any order; copy one key file to all, or make one key per process: docs/operations.md):
   baton keys cluster.key
@@ -57,7 +58,7 @@ configuration:
 if something is wrong:
   nothing starts       the last line on stderr says why; `baton up` names the log of the process that ended
   it does not answer   GET /ready says what is missing, /debug/nodes lists the nodes, /debug/ledger the owners of pages
-  it is slow           `baton explain` shows one request; GET /metrics has queue, transfer and token times
+  it is slow           `baton top` shows where requests wait, `baton explain` shows one request
   the handoff          GET /debug/handoff?format=text: pages, the fields beside them, bytes per request
   a crash              --log-level debug, and docs/operations.md
 """
@@ -68,11 +69,18 @@ _CONFIGS = {  # command (also the name of its TOML table): module and name of it
     "prefill": ("prefill_node.config", "PrefillConfig"),
     "decode": ("decode_node.config", "DecodeConfig"),
     "chat": ("deploy.chat", "ChatConfig"),
+    "top": ("deploy.top", "TopConfig"),
     "explain": ("deploy.explain", "ExplainConfig"),
     "plan": ("deploy.sizing", "SizingConfig"),
 }
 _PROCESSES = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
 
+_EXTRAS = {  # module that may be absent: who needs it, and the extra that brings it
+    "torch": ("a node", "node"),
+    "numpy": ("a node", "node"),
+    "safetensors": ("a node", "node"),
+    "rich": ("`baton top`", "terminal"),
+}
 _LEAVE_AGAIN_S = 0.2
 
 _RID_HELP = "show this request: the x-request-id header of its answer, or `id` in the body (default: list recent ones)"
@@ -92,9 +100,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"baton: error: {error}", file=sys.stderr)
         return error.exit_status
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy", "safetensors") or _is_debug(argv):
+        library = (error.name or "").partition(".")[0]
+        if library not in _EXTRAS or _is_debug(argv):
             raise
-        print(f"baton: error: a node needs {error.name}: pip install 'baton-serve[node]'", file=sys.stderr)
+        who, extra = _EXTRAS[library]
+        print(f"baton: error: {who} needs {library}: pip install 'baton-serve[{extra}]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -210,11 +220,9 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
         return _print({name: config})
     if name == "explain":
         return _module("deploy.explain").run(config, args.rid)
-    if name == "plan":
-        return _module("deploy.sizing").run(config)
-    if name == "chat":
-        return _module("deploy.chat").run(config)
-    return _run_process(name, config)
+    if name in _PROCESSES:
+        return _run_process(name, config)
+    return _module(_CONFIGS[name][0]).run(config)
 
 
 def _run_process(name: str, config: Any) -> int:

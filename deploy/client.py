@@ -1,17 +1,21 @@
-"""A small HTTP client for the router, used by `baton up`, `baton chat` and `baton explain`. Standard library only."""
+"""A small HTTP client for the router, for the commands that people use beside it."""
 
 from __future__ import annotations
 
 import http.client
 import json
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from ..metadata.errors import ConfigError, RequestError, Unavailable
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _TIMEOUT_S = 10.0
+_KEYS = "; give the router's admin key, --admin-key or BATON_ADMIN_KEY, else an API key, --api-key or BATON_API_KEY"
+_Answer = TypeVar("_Answer")
 Key = str | Callable[[], str | None] | None  # an API key, or what returns the one of the moment
 
 
@@ -72,16 +76,23 @@ class Client:
             raise failure(status, body)
         return [model["id"] for model in json.loads(body)["data"]]
 
-    def metrics(self) -> str:
-        """Return the page of GET /metrics. Raises Unavailable or RequestError."""
-        status, body = self._call("GET", "/metrics", timeout_s=2.0)
-        if status != 200:
-            raise failure(status, body)
-        return body.decode("utf-8", "replace")
+    def read(self, path: str, timeout_s: float = _TIMEOUT_S, absent: str = "") -> bytes:
+        """Return the answer of GET `path`. Raises Unavailable if nobody answers, RequestError if it is an error.
 
-    def get(self, path: str) -> tuple[int, bytes]:
-        """Return status and body of GET `path`. Raises Unavailable if nobody answers."""
-        return self._call("GET", path)
+        `absent`: what it means if there is no such path."""
+        status, body = self._call("GET", path, timeout_s)
+        if status == 404 and absent:
+            raise Unavailable(f"{self.url}: {absent}")
+        if status != 200:
+            raise RequestError(f"{failure(status, body)}{_KEYS if status in (401, 403) else ''}")
+        return body
+
+    def decoded(self, path: str, body: bytes, kind: type[_Answer]) -> _Answer:
+        """Return the answer of GET `path` as `kind`. Raises Unavailable if it is none."""
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise Unavailable(f"{self.url}{path}: this is not the answer of a Baton router: {body[:80]!r}") from error
 
     def stream_chat(self, body: dict[str, Any]) -> Generator[StreamPart]:
         """Yield the chunks of a streamed chat completion. Closing the generator cancels the request.
@@ -149,5 +160,5 @@ def failure(status: int, body: bytes) -> RequestError:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = body.decode("utf-8", "replace").strip()[:500]
+        message = " ".join(body.decode("utf-8", "replace").split())[:500]
     return RequestError(f"{message} (HTTP {status})")

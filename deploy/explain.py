@@ -11,14 +11,11 @@ from urllib.parse import quote
 import msgspec
 
 from ..metadata.config import setting
-from ..metadata.errors import RequestError, Unavailable
 from ..router.requests.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
-from .client import Client, failure
+from .client import Client
+from .terminal import count, duration
 
 BAR = 24  # characters that stand for the whole time
-_NO_KEY = (
-    "; `baton explain` takes the router's admin key, --admin-key or BATON_ADMIN_KEY, else --api-key or BATON_API_KEY"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,31 +33,25 @@ def run(config: ExplainConfig, rid: str | None) -> int:
     """Prints the trace of a request, or the list of recent ones. Raises Unavailable, RequestError, ConfigError."""
     path = "/debug/requests" if rid is None else f"/debug/requests/{quote(rid, safe='')}"
     client = Client(config.url, config.admin_key or config.api_key)
-    status, body = client.get(path)
-    if status in (401, 403):
-        raise RequestError(f"{failure(status, body)}{_NO_KEY}")
-    if status != 200:
-        raise failure(status, body)
-    try:
-        answer = msgspec.json.decode(body, type=RecentRequests if rid is None else Explanation)
-    except msgspec.DecodeError as error:
-        raise Unavailable(f"{client.url}{path}: this is not the answer of a Baton router: {body[:80]!r}") from error
+    body = client.read(path)
+    answer = client.decoded(path, body, RecentRequests if rid is None else Explanation)
     if config.json:
         print(msgspec.json.format(body, indent=2).decode())
     elif isinstance(answer, RecentRequests):
         print("\n".join(_table(answer.requests)))
     else:
         block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
-        print("\n\n".join("\n".join(_request(trace, block)) for trace in answer.requests))
+        print("\n\n".join("\n".join(request_lines(trace, block)) for trace in answer.requests))
     return 0
 
 
-def _request(trace: RequestTrace, block: str) -> Iterator[str]:
+def request_lines(trace: RequestTrace, block: str) -> Iterator[str]:
+    """Yield a request's life as lines. `block`: the character of bars."""
     called = f" (x-request-id {trace.client_id})" if trace.client_id else ""
     is_live = trace.outcome == "live"
-    yield f"{trace.rid}{called}: {'running for' if is_live else trace.outcome + ' in'} {_time(trace.total_s)}"
+    yield f"{trace.rid}{called}: {'running for' if is_live else trace.outcome + ' in'} {duration(trace.total_s)}"
     no_token = "no token yet" if is_live else "no token"
-    first = f"first token after {_time(trace.ttft_s)}" if trace.ttft_s is not None else no_token
+    first = f"first token after {duration(trace.ttft_s)}" if trace.ttft_s is not None else no_token
     cached = f", {trace.num_cached:,} of them cached" if trace.num_cached else ""
     yield (
         f"model {trace.model}, received {_when(trace.received_at)}; {trace.num_prompt:,} prompt tokens{cached}; "
@@ -84,7 +75,7 @@ def _sequence(sequence: SequenceTrace, total_s: float, block: str) -> Iterator[s
         yield f"{line}  {_bar(span, total_s, block)}  {details}".rstrip()
         for index, chunk in enumerate(span.prefill_times.chunks):
             name = f"  chunk {index + 1}" if chunk.num_chunks == 1 else f"  {chunk.num_chunks} chunks"
-            waited = f", {_time(chunk.waited_s)} after the one before" if chunk.waited_s >= 0.0005 else ""
+            waited = f", {duration(chunk.waited_s)} after the one before" if chunk.waited_s >= 0.0005 else ""
             yield f"{name:<26}{1000 * chunk.compute_s:>12,.1f}{'':{11 + BAR}}{chunk.num_tokens:,} tokens{waited}"
     if sequence.num_forgotten:
         yield f"  ({sequence.num_forgotten} spans in the middle were dropped: their time counts as the span before)"
@@ -110,14 +101,14 @@ def _figures(span: Span) -> str:
     match span.name:
         case "queue":
             moved = f"moved: {span.reason}" if span.reason else ""
-            full = f"decode was full {_count(span.num_refused, 'time')}" if span.num_refused else ""
+            full = f"decode was full {count(span.num_refused, 'time')}" if span.num_refused else ""
             return "; ".join(filter(None, (moved, full)))
         case "paused":
             return span.reason
         case "prefill":
             cached = f", {span.num_cached:,} more were cached" if span.num_cached else ""
-            offered = f"; {_count(prefill.num_offers, 'offer')}" if prefill.num_offers else ""
-            early = f", {_count(prefill.early_pages, 'page')} before the last chunk" if prefill.early_pages else ""
+            offered = f"; {count(prefill.num_offers, 'offer')}" if prefill.num_offers else ""
+            early = f", {count(prefill.early_pages, 'page')} before the last chunk" if prefill.early_pages else ""
             reason = f"; remote, since {span.reason}" if span.reason else ""
             return f"{span.num_prompt:,} tokens{cached}{offered}{early}{reason}"
         case "local prefill":
@@ -128,8 +119,8 @@ def _figures(span: Span) -> str:
             over = f" over {pull.transport}" if pull.transport else ""
             cached = f", {span.had_pages} more were cached" if span.had_pages else ""
             again = f", {pull.num_repeated} pulled again" if pull.num_repeated else ""
-            size = f"{_count(span.num_pages, 'page')}, {span.num_bytes / 1e6:,.1f} MB"
-            moving = f"; {_time(span.moving_s)} on their way, overlap with prefill included"
+            size = f"{count(span.num_pages, 'page')}, {span.num_bytes / 1e6:,.1f} MB"
+            moving = f"; {duration(span.moving_s)} on their way, overlap with prefill included"
             return f"{size}{rate}{over}{cached}{again}{moving}"
         case "decode":
             steps = f" in {span.num_steps:,} rounds" if span.num_steps else ""
@@ -142,10 +133,6 @@ def _figures(span: Span) -> str:
             return ""
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def _table(lines: list[RequestLine]) -> Iterator[str]:
     if not lines:
         yield "no request yet, since the router's start"
@@ -155,12 +142,8 @@ def _table(lines: list[RequestLine]) -> Iterator[str]:
     for line in lines:
         yield (
             f"{line.rid:<{width}}  {_when(line.received_at)}  {line.outcome:<9}  {1000 * line.total_s:>10,.1f}  "
-            f"{line.num_tokens:>7,}  {line.num_moves or '':>5}  {line.longest} {_time(line.longest_s)}"
+            f"{line.num_tokens:>7,}  {line.num_moves or '':>5}  {line.longest} {duration(line.longest_s)}"
         )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def _when(received_at: float) -> str:

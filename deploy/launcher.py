@@ -2,7 +2,7 @@
 
 The launcher checks the model and the port, starts all processes, and shows their progress until a first request has
 succeeded. It then prints the URL and watches: it restarts a process that ends (restarts.py decides when, and when to
-give up), and reports draining nodes and speculation (monitor.py). On a signal it stops the router first, then the
+give up), and shows what the router reports (monitor.py). On a signal it stops the router first, then the
 nodes, and kills the processes that do not stop.
 """
 
@@ -17,29 +17,30 @@ from pathlib import Path
 from ..engine.checkpoint.model_check import resolve_model
 from ..metadata.errors import BatonError, ConfigError, Unavailable
 from ..router.config import RouterConfig
+from ..router.http.page.types import Snapshot
 from .child import Child
 from .client import Client
-from .monitor import NodeNews, Snapshot, SpeculationNews, look
+from .monitor import LOOK_EVERY_S, Monitor, look
 from .plan import Plan, check_port, commands, free_port
 from .restarts import GiveUp, Restart, Restarts
 from .run_dir import make_run_dir
-from .terminal import KEY_FILE, Signals, Status, ready_text, say
+from .terminal import KEY_FILE, Signals, StartProgress, Status, ready_text, say
 
 _TICK_S = 0.1
 _READY_POLL_S = 0.25
 _LAST_LINE_LEN = 300
-_LOOK_EVERY_S = 1.0  # how often the router is asked for its nodes
 
 
 def run(plan: Plan) -> int:
     """Start all processes, wait for a signal, stop all processes. Returns the exit status."""
     plan.check_models()
-    plan = plan.settled()
+    plan = plan.settled().watched()
     port = plan.router.port or free_port(plan.router.host)
     check_port(plan.router.host, port)
     say(f"speculation: {plan.speculation}")
-    if plan.advice is not None:
-        say(plan.advice)
+    for words in (plan.advice, plan.first_start):
+        if words is not None:
+            say(words)
     run_dir = make_run_dir(plan.up.run_dir)
     secured = plan.secured(run_dir)
     try:
@@ -96,8 +97,10 @@ class Launcher:
             self._children[0].forget("--expect")  # a router that starts again serves with the nodes that it finds
             key = next(iter(self._plan.router.client_keys), None)
             print(ready_text(self._client, self._run_dir, key), flush=True)
-            self._watch()
-            return self._stop()
+            monitor = self._watch()
+            exit_status = self._stop()
+            say(monitor.summary(sum(child.num_starts - 1 for child in self._children), self._run_dir))
+            return exit_status
         except BatonError:
             self._stop()
             raise
@@ -121,7 +124,8 @@ class Launcher:
         Raises Unavailable if the system cannot become ready, or not in time.
         """
         start, next_poll, next_look = time.monotonic(), 0.0, 0.0
-        with Status(child.name for child in self._children[1:]) as status:  # the nodes: the router starts at once
+        with Status() as status:
+            progress = StartProgress((child.name for child in self._children[1:]), status)  # the router starts at once
             while not self._signals.stops:
                 now = time.monotonic()
                 if now >= next_poll:
@@ -131,33 +135,34 @@ class Launcher:
                     next_poll = now + _READY_POLL_S
                 if now >= next_look:
                     self._look(now, status.tell)
-                    next_look = now + _LOOK_EVERY_S
+                    next_look = now + LOOK_EVERY_S
                 for child in self._children:
-                    status.take(child.name, child.new_lines())
+                    progress.take(child.name, child.new_lines())
                 self._tend(now, status.tell)
-                status.draw(now - start)
+                progress.draw(now - start)
                 if now - start > self._plan.up.ready_timeout_s:
                     raise Unavailable(f"not ready after {now - start:.0f} s: {self._client.why_not_ready()}")
                 self._signals.wait(_TICK_S)
         return False
 
-    def _watch(self) -> None:
-        """Restart processes that end and report news, until a signal. Raises Unavailable if restarts are hopeless."""
-        speculation = SpeculationNews(self._plan.decode.speculative, self._client.metrics)
-        nodes, next_look = NodeNews(), 0.0
-        while not self._signals.stops:
+    def _watch(self) -> Monitor:
+        """Restart processes that end and show figures and news, until a signal. Returns what has been seen.
+
+        Raises Unavailable if restarts are hopeless."""
+        next_look = time.monotonic() + LOOK_EVERY_S  # a snapshot from before the first request may be served until then
+        with Status() as status:
+            monitor = Monitor(status)
+            while not self._signals.stops:
+                now = time.monotonic()
+                self._tend(now, status.tell)
+                if now >= next_look:
+                    monitor.take(self._look(now, status.tell), now)
+                    next_look = now + LOOK_EVERY_S
+                waits = next_look - time.monotonic(), self._restarts.next_start_s(now)
+                self._signals.wait(max(0.0, min(wait_s for wait_s in waits if wait_s is not None)))
             now = time.monotonic()
-            self._tend(now, say)
-            if now >= next_look:
-                for line in nodes.lines(self._look(now, say)):
-                    say(line)
-                next_look = now + _LOOK_EVERY_S
-            line = speculation.line(now)
-            if line is not None:
-                say(line)
-            now = time.monotonic()
-            waits = (next_look - now, self._restarts.next_start_s(now), speculation.due_in(now))
-            self._signals.wait(max(0.0, min(wait_s for wait_s in waits if wait_s is not None)))
+            monitor.take(self._look(now, status.tell), now)
+        return monitor
 
     def _tend(self, now: float, tell: Callable[[str], None]) -> None:
         """Start the processes that are due, and schedule the next start of processes that have ended."""
@@ -172,14 +177,17 @@ class Launcher:
                     raise kind(f"{verdict.reason}: {_last_words(child)}")
                 tell(_restart_line(child, verdict, self._restarts.serving(child.role)))
 
-    def _look(self, now: float, tell: Callable[[str], None]) -> Snapshot:
-        """Ask the router for its nodes, and record the processes that have joined."""
-        snapshot = look(self._client)
-        if snapshot.answers:
-            for child in self._children:
-                has_joined = child.role == "router" or child.name in snapshot.joined
-                if has_joined and self._restarts.joined(child.name, now) and child.num_starts > 1:
-                    tell(f"{child.name} serves again")
+    def _look(self, now: float, tell: Callable[[str], None]) -> Snapshot | None:
+        """Ask the router for a snapshot, and record the processes that have joined. None: it does not answer."""
+        try:
+            snapshot = look(self._client)
+        except BatonError:
+            return None
+        joined = {node.id for node in snapshot.nodes if node.state != "gone"}
+        for child in self._children:
+            has_joined = child.role == "router" or child.name in joined
+            if has_joined and self._restarts.joined(child.name, now) and child.num_starts > 1:
+                tell(f"{child.name} serves again")
         return snapshot
 
     def _stop(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -25,6 +26,7 @@ from ..metadata.errors import ConfigError
 from ..metadata.wire.node_info import Role
 from ..prefill_node.config import PrefillConfig
 from ..router.config import RouterConfig
+from ..router.origins import is_loopback
 from .child import Command
 from .flags import resolve, to_argv, to_environ
 
@@ -35,6 +37,7 @@ LOOPBACK = "127.0.0.1"
 # Settings that `baton up` decides itself. They are not among its flags.
 DECIDED = frozenset({"router", "node_address", "node_id", "bind_host", "drain_timeout_s", "allow_list", "expect"})
 _ALLOW_LIST = "allow-list"
+_COMPILED = "*.nbi"  # what numba calls the index of a compiled kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,12 @@ class Plan:
         drafter = find_drafter(config, model_dir)
         return describe(config.speculative, config.draft_steps, config.draft_topk, drafter, model_dir)
 
+    def watched(self) -> Plan:
+        """Return this plan with an admin key, if only a caller with one can watch the router."""
+        if self.router.admin_key is not None or is_loopback(self.router.host):
+            return self
+        return replace(self, router=replace(self.router, admin_key=secrets.token_urlsafe()))
+
     def secured(self, run_dir: Path) -> Plan:
         """Return this plan with a new key per process and an allow-list: no other process on this host can then join.
 
@@ -142,6 +151,20 @@ class Plan:
             "all the same; --prefill 0 --decode 1 holds them once, leaves the memory to the KV cache, and bounds the "
             "delay (--max-gap-ms)"
         )
+
+    @property
+    def first_start(self) -> str | None:
+        """A sentence if no compiled kernels are kept from an earlier start; None otherwise."""
+        if self._may_use_gpus and _gpus():
+            folders, kept = [Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")], "*"
+        elif own := os.environ.get("NUMBA_CACHE_DIR"):
+            folders, kept = [Path(own)], _COMPILED
+        else:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            folders, kept = [Path(__file__).parents[1] / "kernels", cache / "numba"], _COMPILED
+        if any(next(folder.rglob(kept), None) for folder in folders):
+            return None
+        return "compiling kernels, first start only: this takes a minute or more; later starts take seconds"
 
     @property
     def _may_use_gpus(self) -> bool:

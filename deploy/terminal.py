@@ -1,4 +1,4 @@
-"""The terminal of `baton up`: the signals it waits for, the progress line of the start, and the text when ready."""
+"""The terminal of `baton up`: the signals it waits for, the block of lines that it redraws, and the text when ready."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,7 @@ from types import FrameType
 from .client import Client
 
 KEY_FILE = "api.key"  # in the run directory, for the printed request
+_NO_BREAK = "\xa0"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -52,38 +54,65 @@ class Signals:
 
 
 class Status:
-    """Progress of the start. On a terminal: one line, redrawn in place. Elsewhere: every log line of every process."""
+    """A block of lines at the end of a terminal's text, redrawn in place. Elsewhere nothing is drawn.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        """`names`: the processes that the progress line shows."""
-        self._is_terminal = sys.stderr.isatty()
-        self._last = dict.fromkeys(names, "starting")
+    The cursor rests on an empty line above the block. So a line that somebody else prints stays whole, and drawing
+    anew needs no count of the rows that a narrower terminal now shows.
+    """
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._lines: list[str] = []
 
     def __enter__(self) -> Status:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._is_terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._erase()
 
-    def take(self, name: str, lines: list[str]) -> None:
-        """Accept new log lines of a process. A terminal shows only the last line, and only of the named processes."""
-        if self._is_terminal and lines and name in self._last:
-            self._last[name] = _message(name, lines[-1])
-        elif not self._is_terminal:
-            for line in lines:
-                say(f"  {name}: {line}")
+    @property
+    def width(self) -> int:
+        """Number of characters that a line may have."""
+        return max(10, _size().columns - 1)
+
+    def draw(self, lines: Iterable[str]) -> None:
+        """Draw these lines instead of those before, as far as they fit."""
+        self._lines = [printable(line)[: self.width] for line in lines][: max(1, _size().lines - 2)]
+        if self.is_terminal:
+            block = "".join(f"\n{line}" for line in self._lines)
+            print(f"\r\033[J{block}\033[{len(self._lines)}A\r", end="", file=sys.stderr, flush=True)
 
     def tell(self, line: str) -> None:
-        """Print a line that stays on the screen."""
-        say(f"\r\033[K{line}" if self._is_terminal else line)
+        """Print a line that stays on the screen, above the block."""
+        self._erase()
+        say(line)
+        if self._lines:
+            self.draw(self._lines)
+
+    def _erase(self) -> None:
+        if self.is_terminal:
+            print("\r\033[J", end="", file=sys.stderr, flush=True)
+
+
+class StartProgress:
+    """The start of the processes. A terminal shows the last message of each; elsewhere each line of a log is told."""
+
+    def __init__(self, names: Iterable[str], status: Status) -> None:
+        """`names`: the processes that a terminal shows."""
+        self._status = status
+        self._last = dict.fromkeys(names, "starting")
+
+    def take(self, name: str, lines: list[str]) -> None:
+        """Accept new lines of a process's log."""
+        if not self._status.is_terminal:
+            for line in lines:
+                say(f"  {name}: {line}")
+        elif lines and name in self._last:
+            self._last[name] = _message(name, lines[-1])
 
     def draw(self, age_s: float) -> None:
-        """Redraw the progress line, `age_s` seconds after the start. Does nothing if stderr is not a terminal."""
-        if self._is_terminal:
-            width = max(20, (shutil.get_terminal_size().columns - 8) // len(self._last))
-            columns = [f"{name}: {text}"[: width - 3].ljust(width) for name, text in self._last.items()]
-            print(f"\r\033[K{age_s:4.0f} s  {''.join(columns).rstrip()}", end="", file=sys.stderr, flush=True)
+        """Draw the block, `age_s` seconds after the start."""
+        self._status.draw(f"{age_s:4.0f} s  {name}: {text}" for name, text in self._last.items())
 
 
 def _message(name: str, line: str) -> str:
@@ -96,15 +125,44 @@ def _message(name: str, line: str) -> str:
     return line.partition(f" {name} ")[2] or line
 
 
+def _size() -> os.terminal_size:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError):  # no terminal
+        return shutil.get_terminal_size()
+
+
+def printable(text: str) -> str:
+    """Return the text without characters that a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def flow(words: Iterable[str], width: int) -> list[str]:
+    """Return the texts side by side, in lines of at most `width` characters. A text is broken only if it is longer."""
+    row = "   ".join(text.replace(" ", _NO_BREAK) for text in words)
+    return [line.replace(_NO_BREAK, " ") for line in textwrap.wrap(row, width, break_on_hyphens=False)]
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 token` or `2,000 tokens`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as `1.20 s` or `3.4 ms`."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
 def say(text: str) -> None:
     """Print one event of the launcher to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def ready_text(client: Client, run_dir: Path, key: str | None) -> str:
-    """Return the text for a system that is ready: the URL, requests to paste, and the place of the logs. `key`: one
+    """Return the text for a system that is ready: the URL, commands to paste, and the place of the logs. `key`: one
     that the router asks for. If the environment lacks it, it is written to `run_dir`, and a command takes it."""
     model = client.model_names()[0]
+    url = shlex.quote(client.url)
     header = "" if key is None else ' -H "Authorization: Bearer $BATON_API_KEY"'
     export = ""
     if key is not None and os.environ.get("BATON_API_KEY") != key:
@@ -115,12 +173,18 @@ def ready_text(client: Client, run_dir: Path, key: str | None) -> str:
     return f"""
 Baton is ready: {client.url}/v1   (model {model})
 
-{export}  curl {shlex.quote(f"{client.url}/v1/completions")}{header} -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "prompt": "import os\\n\\ndef ", "max_tokens": 64, "temperature": 0}}'
+  {client.url}/
+    the live page: nodes, requests, and a chat
 
-  {own_command()} chat --url {shlex.quote(client.url)}
+{export}  {own_command()} chat --url {url}
+  {own_command()} top --url {url}
+  curl {shlex.quote(f"{client.url}/v1/completions")}{header} \\
+    -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "prompt": "import os\\n\\ndef ",
+         "max_tokens": 64, "temperature": 0}}'
 
-Logs: {run_dir}    Ctrl-C stops everything.
+Logs: {run_dir}
+Ctrl-C stops everything.
 """
 
 

@@ -1,139 +1,122 @@
-"""Lines about nodes and speculation, from the router's real answers: only if there is news."""
+"""What `baton up` says of the router's snapshots: figures, nodes that are not ready, news, sums at the end."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import io
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.deploy.monitor import SPECULATION_EVERY_S, Counts, NodeNews, Snapshot, SpeculationNews, parse
-from baton.metadata.errors import Unavailable
-from baton.metadata.wire.node_info import Load, NodeStats
-from baton.router.figures.metrics import Metrics
+from baton.deploy.monitor import Monitor, NodeNews, service_words
+from baton.deploy.rates import rates
+from baton.deploy.terminal import Status
+from baton.router.http.page.types import LiveCounts
+
+from .conftest import node, snapshot
 
 
-def page(num_tokens: int, **nodes: tuple[int, int, int] | None) -> str:
-    """Return a page of /metrics as the router writes it. `nodes`: rounds, drafts and accepted drafts of each."""
-    metrics = Metrics()
-    listed: list[Any] = []
-    for name, counts in nodes.items():
-        rounds, drafted, accepted = counts or (0, 0, 0)
-        stats = NodeStats(num_rounds=rounds, num_drafted=drafted, accepted_at=(accepted - accepted // 3, accepted // 3))
-        hello = SimpleNamespace(
-            model=SimpleNamespace(name='a "model"'), capacity=SimpleNamespace(num_pages=1, num_ranks=1), place=None
-        )
-        listed.append(
-            SimpleNamespace(
-                node_id=name,
-                role="decode",
-                stats=stats,
-                hello=hello,
-                load=Load(1, 0, 0),  # type: ignore[call-arg]
-                is_draining=False,
-                beat=None,
-            )
-        )
-    registry: Any = SimpleNamespace(nodes=dict(enumerate(listed)), histories=[])
-    metrics.watch_nodes(registry, lambda: 0)
-    generation = SimpleNamespace(group=SimpleNamespace(key=SimpleNamespace(model="m")), first_token_at=1.0)
-    metrics.tokens(generation, SimpleNamespace(seen_at=None), num_tokens, 2.0)  # type: ignore[arg-type]
-    return metrics.page().decode()
-
-
-class Watch:
-    """SpeculationNews that reads the pages it is given, SPECULATION_EVERY_S apart."""
-
-    def __init__(self, algorithm: str = "eagle") -> None:
-        self.now = 100.0
-        self.num_reads = 0
-        self._page: str | None = None
-        self.news = SpeculationNews(algorithm, self._read)
-
-    def _read(self) -> str:
-        self.num_reads += 1
-        if self._page is None:
-            raise Unavailable("nobody listens")
-        return self._page
-
-    def look(self, page: str | None, after_s: float = SPECULATION_EVERY_S) -> str | None:
-        self.now += after_s
-        self._page = page
-        return self.news.line(self.now)
-
-
-def test_the_router_s_page_is_read() -> None:
-    figures = parse(page(7, d0=(10, 50, 32), d1=(1, 5, 0)))
-    assert figures.num_tokens == 7
-    assert figures.nodes == {"d0": Counts(10, 50, 32), "d1": Counts(1, 5, 0)}
-    assert parse('{"data": [{"id": "toy"}]}').nodes == {}
-
-
-def test_each_line_covers_the_time_since_the_last_one() -> None:
-    watch = Watch()
-    assert watch.look(page(100, d0=(1000, 5000, 100))) is None  # where it begins
-    expected = "speculation eagle: 4.2 tokens per round, 64 % of drafts accepted (last 5 s, 1,234 rounds)"
-    assert watch.look(page(5283, d0=(2234, 11170, 4049))) == expected
-    assert watch.look(page(5291, d0=(2235, 11175, 4050), d1=(1, 5, 5))) == (  # a new node's first figures do not count
-        "speculation eagle: 2.0 tokens per round, 20 % of drafts accepted (last 5 s, 1 round)"
+def test_the_figures_of_the_service_are_short_texts() -> None:
+    counts = LiveCounts(waiting=2, running=1_024)
+    old = snapshot(100.0, node())
+    new = snapshot(
+        104.0,
+        node(drafts=(10, 40, 30)),
+        counts=counts,
+        done=6,
+        failed=2,
+        tokens=8_000,
+        prompts=(100, 25),
+        ttft=(0, 4, 0, 0),
     )
-
-
-def test_figures_of_nodes_are_summed_without_restarted_nodes() -> None:
-    watch = Watch("ngram")
-    watch.look(page(1, d0=(10, 10, 10), d1=(100, 100, 100)))
-    line = watch.look(page(9, d0=(12, 12, 10), d1=(102, 106, 104)))
-    assert line == "speculation ngram: 2.0 tokens per round, 50 % of drafts accepted (last 5 s, 4 rounds)"
-    line = watch.look(page(19, d0=(4, 4, 4), d1=(104, 110, 108)))
-    assert line == "speculation ngram: 3.0 tokens per round, 100 % of drafts accepted (last 5 s, 2 rounds)"
-
-
-def test_rounds_without_drafts_have_no_share() -> None:
-    watch = Watch("ngram")
-    watch.look(page(1, d0=(10, 10, 10)))
-    assert watch.look(page(9, d0=(15, 10, 10))) == "speculation ngram: 1.0 tokens per round (last 5 s, 5 rounds)"
-
-
-def test_no_line_is_printed_if_no_client_got_a_token() -> None:
-    watch = Watch()
-    watch.look(page(5, d0=(10, 50, 30)))
-    assert watch.look(page(5, d0=(10, 50, 30))) is None
-    assert watch.look(page(5, d0=(12, 60, 35))) is None  # a canary
-    assert watch.look(page(9, d0=(12, 60, 35))) is None  # tokens, but no rounds yet (or not speculated)
-    assert watch.look(page(9, d0=(13, 65, 38))) is not None  # here they are, a heartbeat later
-    assert watch.look(page(9, d0=(14, 70, 40))) is None
-    assert watch.look(page(2, d0=(15, 75, 40))) is None  # another router counts from the start
-
-
-def test_metrics_are_read_seconds_apart_even_if_the_router_is_away_once() -> None:
-    watch = Watch()
-    assert watch.news.due_in(watch.now) == 0
-    watch.look(page(1, d0=(1, 5, 0)))
-    assert watch.news.due_in(watch.now + 2) == SPECULATION_EVERY_S - 2
-    assert watch.look(page(9, d0=(9, 45, 8)), after_s=SPECULATION_EVERY_S - 0.1) is None
-    assert watch.num_reads == 1
-    assert watch.look(None, after_s=0.1) is None
-    assert watch.look(page(9, d0=(9, 45, 8))) == (
-        "speculation eagle: 2.0 tokens per round, 20 % of drafts accepted (last 10 s, 8 rounds)"
-    )
-
-
-@pytest.mark.parametrize("now", [0.0, 1e6])
-def test_without_speculation_the_metrics_are_not_read(now: float) -> None:
-    watch = Watch("none")
-    assert watch.news.due_in(now) is None
-    assert watch.look(page(9, d0=(9, 45, 8)), after_s=now) is None
-    assert watch.num_reads == 0
+    assert service_words(new, rates(old, new)) == [
+        "1.5 requests/s",
+        "2,000 tokens/s",
+        "1,024 running",
+        "2 waiting",
+        "ttft p50 150 ms, p95 195 ms",
+        "75% of drafts accepted, 4.0 tokens per round",
+        "25% of prompts cached",
+        "2 failed",
+    ]
+    assert service_words(new, None) == ["1,024 running", "2 waiting"]
+    assert service_words(old, rates(old, old)) == ["0.0 requests/s", "0 tokens/s", "0 running", "0 waiting"]
 
 
 def test_each_change_of_the_nodes_is_one_line() -> None:
     news = NodeNews()
-    both, draining = frozenset({"p0", "d0"}), ("d0 is draining",)
-    assert news.lines(Snapshot(True, both)) == []
-    assert news.lines(Snapshot(True, both, draining)) == ["d0 is draining"]
-    assert news.lines(Snapshot(False)) == [], "the launcher itself reports a router that does not answer"
-    assert news.lines(Snapshot(True, both, draining)) == []
-    assert news.lines(Snapshot(True, both)) == ["no node is draining any more"]
-    assert news.lines(Snapshot(True, both, (), "no decode node")) == ["nothing is served now: no decode node"]
-    assert news.lines(Snapshot(True, both, (), "no decode node")) == []
-    assert news.lines(Snapshot(True, both)) == ["requests are served again"]
+    well = snapshot(100.0, node())
+    draining = snapshot(101.0, node(state="draining", why="d0 is draining"))
+    assert news.lines(well) == []
+    assert news.lines(draining) == ["d0 is draining"]
+    assert news.lines(draining) == []
+    assert news.lines(well) == ["all nodes take requests again"]
+    assert news.lines(snapshot(102.0, reason="no decode node")) == ["nothing is served now: no decode node"]
+    assert news.lines(snapshot(103.0, reason="no decode node")) == []
+    assert news.lines(well) == ["requests are served again"]
+    for age in "1.2", "2.3":  # the same news in other words
+        silent = snapshot(104.0, node(state="silent", why=f"its last heartbeat came {age} s ago"))
+        expected = ["decode-0 is silent: its last heartbeat came 1.2 s ago"] if age == "1.2" else []
+        assert news.lines(silent) == expected
+    news.lines(well)
+    ranks = [node(name, "draining", "group decode-0 is draining") for name in ("decode-0", "decode-0/rank-1")]
+    assert news.lines(snapshot(105.0, *ranks)) == ["group decode-0 is draining"]
+    assert news.lines(snapshot(106.0, node("decode-1", "gone", "it fell silent"))) == ["all nodes take requests again"]
+
+
+class Terminal(io.StringIO):
+    is_terminal = True
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_terminal_shows_one_block_that_fits(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    why = "decode node decode-1 is draining, since an operator asked for it (POST /admin/nodes/decode-1/undrain)"
+    with Status() as status:
+        monitor = Monitor(status)
+        monitor.take(snapshot(100.0, node()), 1.0)
+        stderr.truncate(0)
+        monitor.take(snapshot(101.0, node(), node("decode-1", "draining", why), tokens=70, ttft=(0, 9, 0, 0)), 2.0)
+        news, _, block = stderr.getvalue().rpartition("\r\x1b[J")
+        assert f"{why}\n" in news, "news stays above the block"
+        lines = block.split("\n")
+        assert max(map(len, lines[1:-1])) < columns
+        words = " ".join(block.split())
+        assert words.startswith(
+            "0.0 requests/s 70 tokens/s 0 running 0 waiting ttft p50 150 ms, p95 195 ms decode node"
+        )
+        monitor.take(None, 3.0)
+        assert "the router does not answer" in stderr.getvalue()
+
+
+def test_without_a_terminal_figures_come_as_lines_while_tokens_flow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stderr = Terminal()
+    stderr.is_terminal = False
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monitor = Monitor(Status())
+    for second in range(20):
+        now = 100.0 + second
+        monitor.take(snapshot(now, done=second // 10, tokens=7 * min(second, 8), uptime_s=second), now)
+    lines = stderr.getvalue().splitlines()
+    assert lines == [
+        "0.0 requests/s; 7 tokens/s; 0 running; 0 waiting",  # of the first second
+        "0.0 requests/s; 7 tokens/s; 0 running; 0 waiting",
+        "0.2 requests/s; 3 tokens/s; 0 running; 0 waiting",
+    ]
+    assert monitor.summary(1, tmp_path) == (
+        f"1 request done; 56 tokens (7 tokens/s while busy); 0 moves, 1 restart; logs in {tmp_path}"
+    )
+
+
+def test_a_router_that_never_answered_sums_to_nothing(tmp_path: Path) -> None:
+    words: Any = Monitor(Status()).summary(0, tmp_path)
+    assert words == f"0 requests done; 0 tokens; 0 moves, 0 restarts; logs in {tmp_path}"

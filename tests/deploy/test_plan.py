@@ -308,6 +308,31 @@ def test_a_taken_port_is_named() -> None:
         check_port("no-such-host.invalid", 80)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "variable", "kept"), [("", "NUMBA_CACHE_DIR", "kernels_1/a.nbi"), ("0", "TRITON_CACHE_DIR", "AB/c.cubin")]
+)
+def test_the_first_start_says_that_it_compiles_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, variable: str, kept: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert "first start only" in (default_plan().first_start or "")
+    (tmp_path / kept).parent.mkdir()
+    (tmp_path / kept).touch()
+    assert default_plan().first_start is None
+
+
+def test_a_router_off_loopback_has_an_admin_key_by_which_the_launcher_watches_it() -> None:
+    def keys(**router: str) -> list[str | None]:
+        plan = Plan(UpConfig(), RouterConfig(**router), PrefillConfig(), DecodeConfig())  # type: ignore[arg-type]
+        return [plan.watched().router.admin_key for _ in range(2)]
+
+    first, second = keys(host="::")
+    assert first is not None and len(first) > 40 and first != second, "a new one for each run"
+    assert keys(host="::", admin_key="given") == ["given", "given"]
+    assert keys(host="127.0.0.1") == [None, None]
+
+
 def test_models_are_checked_once_for_all_nodes_that_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str | None] = []
     monkeypatch.setattr("baton.deploy.plan.check_model", lambda config: checked.append(config.model))

@@ -1,4 +1,4 @@
-"""The terminal of `baton up`: a signal ends a wait, and the progress line shows the state of each process."""
+"""The terminal of `baton up`: a signal ends a wait, and a block of lines shows the state of each process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton.deploy.client import Client
-from baton.deploy.terminal import Signals, Status, own_command, ready_text
+from baton.deploy.terminal import Signals, StartProgress, Status, flow, own_command, ready_text
 
 
 class Terminal(io.StringIO):
@@ -40,28 +40,43 @@ def test_a_signal_ends_the_wait_and_is_counted() -> None:
 def test_a_terminal_shows_the_last_line_of_each_named_process(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setenv("COLUMNS", "100")
-    with Status(["prefill-0", "decode-0"]) as status:
-        status.take("router", ["12:00:00.000 I router serving HTTP"])
-        status.take("prefill-0", ["12:00:00.000 I prefill-0 first", "12:00:00.000 I prefill-0 loading weights"])
-        status.take("decode-0", ['{"level": "info", "message": "capturing graphs"}'])
-        status.draw(3.0)
-        drawn = stderr.getvalue()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    with Status() as status:
+        progress = StartProgress(["prefill-0", "decode-0"], status)
+        progress.take("router", ["12:00:00.000 I router serving HTTP"])
+        progress.take("prefill-0", ["12:00:00.000 I prefill-0 first", "12:00:00.000 I prefill-0 loading weights"])
+        progress.take("decode-0", ['{"level": "info", "message": "capturing \\u001b[31m of graphs of all kinds"}'])
+        progress.draw(3.0)
+        block = "\n   3 s  prefill-0: loading weights\n   3 s  decode-0: capturing ?[31m of gr"
+        assert stderr.getvalue() == f"\r\x1b[J{block}\x1b[2A\r", "the cursor rests above the block"
+        stderr.truncate(0)
+        stderr.seek(0)
         status.tell("decode-0 serves again")
-    assert "   3 s  prefill-0: loading weights" in drawn and "decode-0: capturing graphs" in drawn
-    assert "first" not in drawn and "router" not in drawn and "\n" not in drawn
-    assert "\x1b[Kdecode-0 serves again\n" in stderr.getvalue()
-    assert stderr.getvalue().endswith("\r\x1b[K"), "the progress line is erased at the end"
+        assert stderr.getvalue() == f"\r\x1b[Jdecode-0 serves again\n\r\x1b[J{block}\x1b[2A\r", "it stays on the screen"
+    assert stderr.getvalue().endswith("\r\x1b[J"), "the block is erased at the end"
 
 
-def test_without_a_terminal_every_line_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stderr = io.StringIO()
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_without_a_terminal_that_can_draw_every_line_is_printed(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    stderr = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
-    with Status(["decode-0"]) as status:
-        status.take("router", ["one", "two"])
-        status.draw(1.0)
+    monkeypatch.setenv("TERM", "dumb" if is_terminal else "xterm")
+    with Status() as status:
+        progress = StartProgress(["decode-0"], status)
+        progress.take("router", ["one", "two"])
+        progress.draw(1.0)
         status.tell("three")
     assert stderr.getvalue() == "  router: one\n  router: two\nthree\n"
+
+
+def test_texts_flow_into_lines_and_stay_whole() -> None:
+    words = ["1.5 requests/s", "ttft p50 12 ms, p95 40 ms", "3 running"]
+    assert flow(words, 80) == ["1.5 requests/s   ttft p50 12 ms, p95 40 ms   3 running"]
+    assert flow(words, 40) == ["1.5 requests/s", "ttft p50 12 ms, p95 40 ms   3 running"]
+    assert max(map(len, flow(words, 20))) <= 20
 
 
 class OneModel(Client):

@@ -102,8 +102,8 @@ def test_up_answers_and_ctrl_c_leaves_nothing(tmp_path: Path, model_dir: Path) -
         used = {word for process in family for word in process.cmdline() if word.startswith("--keys=")}
         assert used == {f"--keys={keys / name}.key" for name in ("router", "prefill-0", "decode-0")}
 
-        # the line that it prints is one that works
-        curl = re.search(r"(?m)^ *curl .*\\\n.*$", said)
+        # what it prints can be pasted
+        curl = re.search(r"(?s)  curl .*?}'\n", said)
         assert curl, said
         pasted = subprocess.run(["bash", "-c", curl[0]], capture_output=True, text=True, timeout=60, check=True)
         assert json.loads(pasted.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), pasted
