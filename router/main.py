@@ -108,7 +108,7 @@ class Router:
 
     async def drain(self) -> None:
         """Take no new requests, and wait for running ones up to drain_timeout_s."""
-        self.api.is_draining = True
+        self.api.drain()
         deadline = time.monotonic() + self.config.drain_timeout_s
         while self._num_requests() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

@@ -20,6 +20,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from ...metadata.version import package_version
 from ...metadata.wire.messages import Admitted, PrefillDone
@@ -55,6 +56,11 @@ class TokenFigures(Collector):
             self._sums[model] = 0.0
         counts[bisect_left(INTERVAL_S, interval_s / num_tokens)] += num_tokens
         self._sums[model] += interval_s
+
+    @property
+    def intervals(self) -> list[int]:
+        """Numbers of intervals between output tokens, of all models: up to each bound of INTERVAL_S, and above them."""
+        return [sum(counts) for counts in zip([0] * (len(INTERVAL_S) + 1), *self._counts.values(), strict=True)]
 
     def collect(self) -> Iterator[Metric]:
         tokens = CounterMetricFamily("baton_output_tokens", "Tokens sent to clients.", labels=["model"])
@@ -254,6 +260,16 @@ class Metrics:
     def page(self) -> bytes:
         """Return the page that Prometheus reads."""
         return generate_latest(self._registry)
+
+    @property
+    def of_tokens(self) -> TokenFigures:
+        """Output tokens, and the intervals between them."""
+        return self._tokens
+
+    def samples(self, *names: str) -> Iterator[Sample]:
+        """Yield the samples of these names. They belong to counters or histograms of requests."""
+        for family in self._registry.restricted_registry(names).collect():
+            yield from family.samples
 
     def count_http(self, status: int) -> None:
         """An HTTP response was begun. Answers to probes do not count."""

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from typing import Literal
 
+from ...metadata.wire.node_info import Role
 from .node import Node
 
 MAX_NAMES = 512  # histories kept; when there are more, absent nodes are forgotten, the longest absent first
@@ -41,7 +42,7 @@ class NodeHistory:
 
     def __init__(self, node: Node) -> None:
         self.node_id = node.node_id
-        self.role = node.role
+        self.role: Role = node.role
         self.unit = node.unit
         self.epoch = node.hello.epoch  # of the last process that joined
         self.is_here = True

@@ -312,6 +312,10 @@ class TraceRecorder:
             sequence.count(len(choice.received))
             sequence.finish_reason = choice.finish_reason
 
+    def last_span(self, index: int) -> Span:
+        """Return the span of a sequence that is open while the request is live."""
+        return self.trace.sequences[index].spans[-1]
+
     def total_s(self, now: float) -> float:
         """Return how long the request took, or has taken until now."""
         return round(max(0.0, now - self.begun if self.trace.outcome == "live" else self.trace.total_s), 6)
@@ -324,7 +328,7 @@ class TraceRecorder:
         return structs.replace(self.trace, received_at=received_at, total_s=total_s, ttft_s=ttft_s, sequences=sequences)
 
     def _last(self, choice: SequenceLike) -> Span:
-        return self.trace.sequences[choice.index].spans[-1]
+        return self.last_span(choice.index)
 
     def _report(self, key: SpanKey, report: Report) -> None:
         """Keeps the first report on a span. As with spans, the number is bounded."""

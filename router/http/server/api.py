@@ -31,6 +31,8 @@ from ..bodies.side_work import SideWork
 from ..generation.cache_salts import CacheSalts
 from ..generation.grammar_checks import GrammarChecks
 from ..operators.ledgers import Ledgers
+from ..page.feed import Feed
+from ..page.snapshots import Snapshots
 from .access import Access
 from .in_flight import InFlight
 
@@ -54,6 +56,8 @@ class Api:
         self.access = Access(config)
         self.salts = CacheSalts(config.cache_scope, config.cache_secret)
         self.ledgers = Ledgers(dispatcher)
+        self.snapshots = Snapshots(dispatcher, metrics, self.ledgers, self.why_not_ready, lambda: self.is_draining)
+        self.feed = Feed(self.snapshots.read)
         self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
         self._expected = Expected(config.expected)
@@ -78,8 +82,15 @@ class Api:
         check_served(body)
         return body
 
+    def drain(self) -> None:
+        """Take no new requests, and end what only looks."""
+        self.is_draining = True
+        self.feed.close()
+
     def close(self) -> None:
         """End the processes and threads beside the event loop."""
+        self.feed.close()
+        self.snapshots.close()
         self.grammars.close()
         self.side_work.close()
         self._bodies.close()

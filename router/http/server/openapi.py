@@ -24,6 +24,7 @@ _TAGS = {
     "generation": "Text from prompts and conversations",
     "models": "The models that are served, and their tokenizers",
     "status": "For probes and monitoring",
+    "page": "The page in the browser, and what it shows",
     "operators": "The state of nodes and of requests; these routes need the admin key if the router has one",
 }
 _MEANINGS = {
@@ -199,7 +200,7 @@ def _errors_of(route: Route) -> list[int]:
         statuses.add(415)
     if route.body is not None:
         statuses |= set(_OF_BODIES)
-    if route.chunk is not None:
+    if route.chunk is not None and route.body is not None:
         statuses |= set(_OF_GENERATION)
     return sorted(statuses)
 

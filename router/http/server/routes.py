@@ -51,6 +51,8 @@ from ..operators.admin_types import (
     NodeState,
     ReadyAnswer,
 )
+from ..page import files, live
+from ..page.types import RootAnswer, Snapshot
 from ..responses import responses
 from ..responses.types import ResponseAnswer, ResponseEvent, ResponsesRequest
 from . import requests
@@ -264,6 +266,42 @@ ROUTES: tuple[Route, ...] = (
         tag="status",
         summary="This document",
         answer=dict[str, Any],
+    ),
+    Route(
+        method="GET",
+        path="/",
+        handler=files.root,
+        operation_id="getPage",
+        tag="page",
+        summary="The page that shows the service live, for browsers",
+        needs=KeyLevel.NOTHING,
+        answer=RootAnswer,
+        text="text/html",
+    ),
+    Route(
+        method="GET",
+        path="/page/{file:.+}",
+        handler=files.file,
+        operation_id="getPageFile",
+        tag="page",
+        summary="A file of the page",
+        needs=KeyLevel.NOTHING,
+        parameters=(Parameter("file", _Name, "Name of the file", "path"),),
+        text="*/*",
+        statuses=(404,),
+    ),
+    Route(
+        method="GET",
+        path="/live",
+        handler=live.live,
+        operation_id="watch",
+        tag="page",
+        summary="State of the service, once per second as a stream of events, or once",
+        parameters=(Parameter("once", bool, "Answer one snapshot as JSON, no stream"),),
+        answer=Snapshot,
+        chunk=Snapshot,
+        statuses=(400, 429, 503),
+        last_event=None,
     ),
     _operators_route(
         method="GET",

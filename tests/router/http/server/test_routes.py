@@ -23,7 +23,12 @@ def test_routes_for_operators_lie_under_two_prefixes_and_no_other_route_does() -
     """For paths without a route, app.needs_of decides by these prefixes."""
     for route in ROUTES:
         assert (route.needs is KeyLevel.ADMIN_KEY) == route.path.startswith(("/admin/", "/debug/")), route.path
-    assert [route.path for route in ROUTES if route.needs is KeyLevel.NOTHING] == ["/health", "/ready"]
+    assert [route.path for route in ROUTES if route.needs is KeyLevel.NOTHING] == [
+        "/health",
+        "/ready",
+        "/",
+        "/page/{file:.+}",
+    ]
 
 
 def test_every_answer_is_of_its_declared_type(system: System) -> None:
@@ -31,7 +36,8 @@ def test_every_answer_is_of_its_declared_type(system: System) -> None:
     for route in ROUTES:
         if route.answer is None or "{" in route.path or route.body is not None:
             continue
-        status, body, _ = system.router.request(route.method, route.path)
+        query = "?once=true" if route.chunk is not None else ""
+        status, body, _ = system.router.request(route.method, route.path + query)
         assert status == 200, route.path
         msgspec.convert(body, route.answer)
         if isinstance(route.answer, type) and issubclass(route.answer, msgspec.Struct):

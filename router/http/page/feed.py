@@ -1,0 +1,113 @@
+"""The feed: snapshots of the service for everybody who looks, once per second.
+
+A snapshot is read and encoded once for all viewers of a level, and only while somebody looks. A viewer gets the newest
+snapshot when it has read the one before, and never a queue of older ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Hashable
+
+import msgspec
+from aiohttp import web
+
+from ....metadata.errors import Overloaded, Unavailable
+from ..server.sse import COMMENT, EventStream
+from .types import Sees, Snapshot
+
+PERIOD_S = 1.0
+MAX_VIEWERS = 64
+MAX_VIEWERS_OF_ONE = 16  # of one tenant, or of all operators together
+
+
+class _Viewer:
+    """One stream of snapshots. It is paused while its client has not read the last one."""
+
+    def __init__(self, http_request: web.Request, sees: Sees) -> None:
+        self.sees: Sees = sees
+        self.is_paused = False
+        self.ended = asyncio.Event()
+        self.stream = EventStream(http_request, 0, self._set_paused, COMMENT)
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+
+
+class Feed:
+    """All viewers. `read(sees)` returns a snapshot."""
+
+    def __init__(self, read: Callable[[Sees], Snapshot]) -> None:
+        self._read = read
+        self._is_closed = False
+        self._viewers: list[_Viewer] = []
+        self._of_one: Counter[Hashable] = Counter()
+        self._newest: dict[Sees, tuple[float, bytes]] = {}  # with the loop's time at which it was read
+        self._timer: asyncio.TimerHandle | None = None  # while somebody looks
+
+    def newest(self, sees: Sees) -> bytes:
+        """Return a snapshot as JSON that is no older than PERIOD_S."""
+        now = asyncio.get_running_loop().time()
+        if sees not in self._newest or now - self._newest[sees][0] >= PERIOD_S:
+            self._newest[sees] = now, msgspec.json.encode(self._read(sees))
+        return self._newest[sees][1]
+
+    async def watch(self, http_request: web.Request, share: Hashable, sees: Sees) -> web.StreamResponse:
+        """Send snapshots until the router drains, or the client leaves. Raises Overloaded if too many look already,
+        Unavailable if the router drains."""
+        if self._is_closed:
+            raise Unavailable("the router is shutting down")
+        if self._of_one[share] >= MAX_VIEWERS_OF_ONE or len(self._viewers) >= MAX_VIEWERS:
+            raise Overloaded(
+                f"{self._of_one[share]} streams of /live are open for this caller and {len(self._viewers)} in all; at "
+                f"most {MAX_VIEWERS_OF_ONE} and {MAX_VIEWERS} may be: close one, or use GET /live?once=true"
+            )
+        viewer = _Viewer(http_request, sees)
+        self._viewers.append(viewer)
+        self._of_one[share] += 1
+        try:
+            response = await viewer.stream.open({})
+            viewer.stream.push(_event(self.newest(sees)))
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
+            await viewer.ended.wait()
+            await viewer.stream.close()
+            return response
+        finally:
+            viewer.stream.detach()
+            self._viewers.remove(viewer)
+            self._of_one[share] -= 1
+            if not self._viewers:
+                self._rest()
+
+    def close(self) -> None:
+        """Send a last snapshot and end all streams. No new one begins."""
+        if not self._is_closed and self._viewers:
+            self._tick()
+        self._is_closed = True
+        for viewer in self._viewers:
+            viewer.ended.set()
+
+    def _tick(self) -> None:
+        """Send a new snapshot to every viewer that has read its last one."""
+        self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
+        self._newest.clear()
+        events: dict[Sees, bytes] = {}
+        for viewer in self._viewers:
+            if not viewer.is_paused:
+                if viewer.sees not in events:
+                    events[viewer.sees] = _event(self.newest(viewer.sees))
+                viewer.stream.push(events[viewer.sees])
+
+    def _rest(self) -> None:
+        """Nobody looks any more."""
+        self._newest.clear()
+        self._of_one.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _event(snapshot: bytes) -> bytes:
+    return b"event: snapshot\ndata: %b\n\n" % snapshot

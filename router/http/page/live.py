@@ -1,0 +1,29 @@
+"""GET /live: a snapshot of the service once per second, as a stream of events or once as JSON."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from ....metadata.errors import RequestError
+from ..server.access import CALLER, IS_OPERATOR, share_of
+from ..server.api import Api
+from .types import Sees
+
+_ONCE = {"": False, "false": False, "true": True}
+
+
+async def live(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """GET /live. Who operates the router sees everything, all others see counts. Raises RequestError for a wrong value
+    of `once`."""
+    sees: Sees = "everything" if http_request[IS_OPERATOR] else "counts"
+    given = http_request.query.get("once", "")
+    if given not in _ONCE:
+        raise RequestError(f"once: {given!r} is neither true nor false", param="once")
+    if not _ONCE[given]:
+        caller = http_request[CALLER]
+        return await api.feed.watch(http_request, (caller.is_admin, share_of(caller)), sees)
+    if sees == "everything":
+        await api.snapshots.pages.wait()
+    return web.Response(
+        body=api.feed.newest(sees), content_type="application/json", headers={"Cache-Control": "no-cache"}
+    )

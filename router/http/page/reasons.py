@@ -1,0 +1,169 @@
+"""Reasons in words, for operators: why a node takes no work, why a pair does not work, why a request waits, and why it
+was placed where it is. Each is a function of the books, which it only reads."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from ...health.health import PairHealth
+from ...health.pairing_diagnostics import missing_partner
+from ...nodes.node import ROLES, Node, NodeGroup
+from ...nodes.registry import Registry
+from ...placement.availability import drain_summary, drain_words
+from ...placement.placement import QUEUED_PER_SLOT
+from ...requests.request import Attempt, Request
+from ...requests.trace import Span
+from ...waiting.queue import Entry, WaitingQueue
+from .types import LiveState
+
+SILENT_S = 1.0  # nodes send a heartbeat several times per second
+
+
+class Standing(NamedTuple):
+    """State of a node, and why it takes no work, "" if it does."""
+
+    state: LiveState
+    why: str = ""
+
+
+class PairStanding(NamedTuple):
+    """State of a pair, and what is wrong with it, "" if nothing is."""
+
+    state: Literal["ready", "untried", "faulty"]
+    why: str = ""
+
+
+def pair_standing(health: PairHealth, prefill: Node | None, decode: Node | None) -> PairStanding:
+    """Return the state of a pair, or of a decode node alone."""
+    state = health.state(prefill, decode)
+    if state == "ready" or (state == "untried" and health.is_usable(prefill, decode)):
+        return PairStanding("ready")
+    if state == "untried":
+        return PairStanding("untried", "no canary request has passed yet")
+    return PairStanding("faulty", state)
+
+
+def node_standing(node: Node, pairs: list[PairStanding], registry: Registry, now: float) -> Standing:
+    """Return the state of a joined node. `pairs`: the states of its pairs, and of the node alone if it computes local
+    prompts."""
+    silent_s = now - node.last_seen
+    if node.is_draining:
+        return Standing("draining", drain_words(node))
+    if not node.is_reachable:
+        return Standing("silent", "a message could not be sent to it; it gets work again after its next heartbeat")
+    if silent_s > SILENT_S:
+        return Standing("silent", f"its last heartbeat came {silent_s:.1f} s ago")
+    if not node.is_live:
+        return Standing("joining", _missing_ranks(node))
+    if node.group.tokenizer is None:
+        if node.group.has_bad_tokenizer:
+            return Standing("faulty", "the tokenizer file of its model cannot be read")
+        return Standing("joining", "the tokenizer of its model has not arrived yet")
+    if not pairs:
+        return Standing("joining", _missing_partner(node, registry))
+    if any(pair.state == "ready" for pair in pairs):
+        return Standing("ready", _why_full(node, now))
+    faults = [pair.why for pair in pairs if pair.state == "faulty"]
+    return Standing("faulty", faults[0]) if faults else Standing("joining", pairs[0].why)
+
+
+def _missing_ranks(node: Node) -> str:
+    place = node.hello.place
+    if place is None:
+        return "it takes no work yet"
+    num_here = sum(other.unit_key == node.unit_key for other in node.group.nodes.values())
+    return f"{num_here} of the {place.size} ranks of its group {place.group} have joined"
+
+
+def _missing_partner(node: Node, registry: Registry) -> str:
+    other = next(role for role in ROLES if role != node.role)
+    why = missing_partner(node, registry.nodes.values())
+    if why is not None:
+        return why
+    draining = [each for each in node.group.nodes.values() if each.role == other and each.is_draining]
+    return f"no {other} node takes work: {drain_summary(draining)}" if draining else f"no {other} node is here"
+
+
+def _why_full(node: Node, now: float) -> str:
+    """Return why a node that is ready has no room for more, "" if it has."""
+    if node.role == "prefill":
+        most = QUEUED_PER_SLOT * node.max_running
+        return f"full: it holds {node.num_prompts} of at most {most} prompts" if node.num_prompts >= most else ""
+    if node.num_units >= node.max_running:
+        return f"full: it runs {node.num_units} of at most {node.max_running} sequences"
+    if node.is_full(now):
+        return f"full: it had no pages for the last sequence; {node.room} of {node.num_pages} are free"
+    if node.room <= 0:
+        return f"full: none of its {node.num_pages} pages is free"
+    if node.group.computes_locally and not node.load.has_prompt_room:
+        return "beside its streams it has no room for a prompt within --max-gap-ms"
+    return ""
+
+
+class GroupQueue(NamedTuple):
+    """The queue of a group: its entries by request, and why requests that could go to some node wait."""
+
+    entries: dict[int, Entry]  # by id(request)
+    why: str
+
+
+def group_queue(group: NodeGroup, queue: WaitingQueue, health: PairHealth, now: float) -> GroupQueue:
+    """Return what waits in the queue of a group, and why."""
+    return GroupQueue({id(entry.request): entry for entry in queue.unordered}, _why_queue(group, queue, health, now))
+
+
+def _why_queue(group: NodeGroup, queue: WaitingQueue, health: PairHealth, now: float) -> str:
+    pairs = [pair for pair in group.pairs() if health.is_usable(*pair)]
+    alone = [node for node in group.local_nodes() if health.is_usable(None, node)]
+    if not pairs and not alone:
+        missing = [role for role in ROLES if not group.live(role)]
+        draining = drain_summary(node for node in group.nodes.values() if node.role in missing)
+        if missing:
+            return f"no {' and no '.join(missing)} node takes work{draining and ': ' + draining}"
+        return health.why_unusable(group)
+    by_role = ({prefill for prefill, _ in pairs}, {*alone, *(decode for _, decode in pairs)})
+    for role, nodes in zip(ROLES, by_role, strict=True):
+        full = sorted((node.node_id, why) for node in nodes if (why := _why_full(node, now)))
+        if full and len(full) == len(nodes):
+            return f"no {role} node takes more: {full[0][0]} is {full[0][1]}"
+    if queue.shares.are_several:
+        return "several tenants take turns, and a node gets the next prompt when it has computed most of its prompts"
+    return "it waits for its turn: requests before it go first"
+
+
+def why_waits(request: Request, attempt: Attempt | None, span: Span, queue: GroupQueue) -> str:
+    """Return what a live request waits for, or why it was placed where it is. `span` is its last one."""
+    if span.name == "queue":
+        words = [_why_queued(queue.entries.get(id(request)), queue), span.reason and f"moved: {span.reason}"]
+    elif attempt is not None:
+        node = attempt.prefill if span.name == "prefill" else attempt.decode
+        words = [_under_way(span.name, node), span.reason or attempt.place.words]
+    else:
+        words = [span.reason]
+    return "; ".join(filter(None, words))
+
+
+def _why_queued(entry: Entry | None, queue: GroupQueue) -> str:
+    if entry is None or entry.stranded_since is None:
+        return queue.why
+    pages = entry.need.local_pages if entry.is_local else max(entry.need.prefill_pages, entry.need.decode_pages or 0)
+    return f"no node that works has {pages} pages and {entry.need.context_len} tokens of context for it: {queue.why}"
+
+
+def _under_way(stage: str, node: Node | None) -> str:
+    """Return what happens in a stage that a request does not control, "" if it just runs."""
+    if node is None:
+        return ""
+    match stage:
+        case "reserve":
+            return f"{node.node_id} is asked for pages"
+        case "prefill" | "local prefill":
+            return f"{node.node_id} has {_counted(node.num_prompts, 'prompt')} to compute"
+        case "handoff":
+            return f"{node.node_id} pulls the pages of the prompt"
+        case _:
+            return ""
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
