@@ -1,11 +1,12 @@
 /** Time series of the last ten minutes, drawn by uPlot. Legends are made here, since they also say the newest values. */
 
 import { byId, el, setText } from "./dom.js";
-import { duration, figure } from "./format.js";
+import { bytes, clock, duration, figure } from "./format.js";
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 
 const WINDOW_S = 600;
-const HEIGHT = 150;
+const LEAST_S = 60; // a tab that was opened just now shows so much
+const HEIGHT = 160;
 const share = (value) => `${Math.round(100 * value)} %`;
 const perSecond = (value) => `${figure(value)}/s`;
 
@@ -22,10 +23,10 @@ const CHARTS = [
     ["running", "running", "decode"], ["waiting", "waiting", "quiet", [6, 4]]]],
   ["Tokens per second", "Prompt tokens go in, answer tokens come out.", perSecond, [
     ["promptTokens", "prompt", "prefill"], ["outputTokens", "answer", "decode", [6, 4]]]],
-  ["Pages on their way", "Gigabytes per second from prefill to decode nodes.", (value) => `${figure(value)} GB/s`, [
+  ["Pages on their way", "Bytes per second from prefill to decode nodes.", (value) => `${bytes(value)}/s`, [
     ["transfer", "moved", "pages"]]],
   ["Drafts accepted, by position", "How often the first, second, ... drafted token was right.", share,
-    [0, 1, 2, 3, 4, 5, 6, 7].map((position) => [`accepted${position}`, `${position + 1}`, "decode", position ? [9 - position, 1 + position] : []])],
+    [0, 1, 2, 3, 4, 5, 6, 7].map((position) => [`accepted${position}`, `${position + 1}`, "decode", position ? [9 - position, 1 + position] : undefined])],
   ["Prefix-cache hits", "Share of prompt tokens whose pages a node still had.", share, [["hits", "hits", "prefill"]]],
   ["Disturbances", "Requests that lost their pages to older ones, or moved to other nodes.", perSecond, [
     ["preemptions", "preemptions", "decode"], ["moves", "moves", "bad", [6, 4]]]],
@@ -74,12 +75,12 @@ function make([title, words, write, lines]) {
     legend: { show: false },
     cursor: { sync: { key: "charts" }, drag: { x: false, y: false } },
     scales: {
-      x: { time: true, range: (_, __, newest) => [newest - WINDOW_S, newest] },
+      x: { time: true, range: (_, oldest, newest) => [newest - Math.min(WINDOW_S, Math.max(LEAST_S, newest - oldest)), newest] },
       y: { range: (_, __, most) => [0, most > 0 ? 1.1 * most : 1] },
     },
     axes: [
-      { ...axis, values: (_, times) => times.map((at) => new Date(1000 * at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) },
-      { ...axis, size: 62, values: (_, marks) => marks.map(write) },
+      { ...axis, size: 26, values: (_, times) => times.map((at) => clock(at)) },
+      { ...axis, size: 70, values: (_, marks) => marks.map(write) },
     ],
     series: [{}, ...lines.map(([, label, hue, dash]) => ({ label, stroke: colour(hue), width: 2, dash, points: { show: false } }))],
   };

@@ -85,7 +85,7 @@ export class History {
 
   /** Return the rise per second of a counter of a node, null if the node is new. */
   nodeRate(id, name) {
-    return this.rate((snapshot) => snapshot.nodes.find((node) => node.id === id)?.counters[name]);
+    return this.rate((snapshot) => snapshot.nodes.find((node) => node.id === id)?.counters?.[name]);
   }
 
   /** Return a quantile of a latency over the last ten seconds, null if nothing was measured. */
@@ -119,7 +119,7 @@ export class History {
       promptTokens: this.rate((each) => each.totals.prompt_tokens),
       outputTokens: this.rate((each) => each.totals.output_tokens),
       requests: this.rate((each) => each.totals.requests.done),
-      transfer: this.rate((each) => each.totals.transfer_bytes / 1e9),
+      transfer: this.rate((each) => each.totals.transfer_bytes),
       preemptions: this.rate((each) => each.totals.preemptions),
       moves: this.rate((each) => each.totals.moves),
       hits: this.hits,

@@ -57,6 +57,10 @@ function drawNode() {
 function drawFacts(element, node) {
   const [title, list] = element.children;
   setText(title, node.num_ranks > 1 ? `Rank ${node.rank} (${node.id})` : "");
+  if (node.counters === null) {
+    list.replaceChildren();
+    return;
+  }
   const { counters, pages } = node;
   const facts = [
     ["State", node.state],

@@ -25,6 +25,8 @@ export function draw(history) {
     setText(byId(`${role}-empty`), seesAll ? emptyWords(role, snapshot) : IDLE_HINT);
   }
   show(byId("legend"), seesAll);
+  const sizes = [...new Set(snapshot.nodes.map((node) => node.page_size).filter(Boolean))];
+  setText(byId("legend-pages"), sizes.length === 1 ? `Bars: a node's memory in pages, each of ${sizes[0]} tokens:` : "Bars: a node's memory in pages:");
   const { running, waiting } = snapshot.counts;
   show(byId("idle-hint"), running + waiting === 0 && snapshot.models.length > 0);
   if (!byId("view-system").hidden) dots.draw(snapshot);
@@ -125,6 +127,8 @@ function makeRank() {
 
 function updateRank(element, node) {
   const [bar, caption] = element.children;
+  const isGone = node.state === "gone";
+  show(bar, !isGone);
   const pages = node.pages;
   const used = pages ? pages.total - pages.free - pages.padding : node.num_pages - node.free_pages;
   const words = `${count(used)} of ${count(node.num_pages)} pages`;
@@ -138,6 +142,6 @@ function updateRank(element, node) {
     bar.title = label;
     bar.setAttribute("aria-label", label);
   }
-  setText(caption.children[0], node.num_ranks > 1 ? `rank ${node.rank}: ${words}` : words);
-  setText(caption.children[1], node.state === "gone" ? `seen ${ago(node.last_seen_s)}` : `heartbeat ${ago(node.last_seen_s)}`);
+  setText(caption.children[0], isGone ? "" : node.num_ranks > 1 ? `rank ${node.rank}: ${words}` : words);
+  setText(caption.children[1], isGone ? `seen ${ago(node.last_seen_s)}` : `heartbeat ${ago(node.last_seen_s)}`);
 }
