@@ -26,7 +26,7 @@ from ...metadata.wire.request import (
 )
 from ..nodes.node import Node, NodeGroup
 from ..placement.prompt_placement import PromptPlace
-from ..text.detokenizer import TokenBytes, make_detokenizer, skipped_ids
+from ..text.detokenizer import CONTEXT, TokenBytes, make_detokenizer, skipped_ids
 from ..text.stop_strings import StopStrings
 from ..text.tokenizer import TextTokenizer
 from ..waiting.fair_share import DEFAULT, UNSHARED, Share, Tenant
@@ -204,6 +204,16 @@ class Sequence:
         kind are."""
         is_hidden = isinstance(delta.stop_reason, int) and not self._include_stop
         return (len(delta.token_ids) - 1,) if is_hidden else ()
+
+    def last_text(self, num_tokens: int) -> str:
+        """Return the text of the last received tokens, at most so many. It is decoded anew, because nobody keeps it."""
+        tokenizer = self.request.group.tokenizer
+        assert tokenizer is not None, "a request before its group's tokenizer"
+        before = [*self.request.prompt_ids[-CONTEXT:], *self.received[:-num_tokens]][-CONTEXT:]
+        detokenizer = make_detokenizer(
+            tokenizer, before, skip_special=self.options.skip_special, markers=self.options.markers
+        )
+        return "".join(map(detokenizer.step, self.received[-num_tokens:]))
 
     @property
     def num_left(self) -> int:

@@ -137,6 +137,7 @@ class RequestLine(RequestSummary):
     num_moves: int  # how often a sequence was rescheduled to other nodes
     longest: str  # name of the longest span of all sequences
     longest_s: float
+    stage: str = ""  # name of the last span of the first sequence that has not ended, or else of the first one
 
 
 class RequestTrace(RequestSummary):
@@ -167,7 +168,14 @@ class RequestTrace(RequestSummary):
         longest = max(self.spans, key=lambda span: span.seconds, default=Span("receive"))
         num_moves = sum(span.name == "queue" and span.reason != "" for span in self.spans)
         summary = self.rid, self.client_id, self.model, self.outcome, self.received_at, self.total_s, self.ttft_s
-        return RequestLine(*summary, self.num_prompt, self.num_tokens, num_moves, longest.name, longest.seconds)
+        figures = self.num_prompt, self.num_tokens, num_moves, longest.name, longest.seconds
+        return RequestLine(*summary, *figures, self.stage)
+
+    @property
+    def stage(self) -> str:
+        """Name of the last span of the first sequence that has not ended, or else of the first one."""
+        sequence = next((each for each in self.sequences if each.finish_reason is None), self.sequences[0])
+        return sequence.spans[-1].name
 
 
 class Explanation(Struct, frozen=True):
@@ -178,9 +186,20 @@ class Explanation(Struct, frozen=True):
 
 
 class RecentRequests(Struct, frozen=True):
-    """Answer to GET /debug/requests: live and kept requests, the newest first."""
+    """Answer to GET /debug/requests: live and kept requests, the newest first. Of those that have ended, the router
+    keeps the last ones, with at most `most_finished` choices in all."""
 
     requests: list[RequestLine]
+    most_finished: int = MAX_FINISHED
+
+
+class RequestText(Struct, frozen=True, kw_only=True):
+    """Answer to GET /debug/requests/{rid}/text: the text of each choice of a live request until now. Of a longer output
+    these are its last `most_tokens` tokens."""
+
+    rid: str
+    texts: list[str]
+    most_tokens: int
 
 
 class AttemptLike(Protocol):

@@ -1,4 +1,5 @@
-"""GET /debug/requests and /debug/requests/{rid}: traces of live requests, and of the last finished ones."""
+"""GET /debug/requests, /debug/requests/{rid} and /debug/requests/{rid}/text: traces of live requests and of the last
+finished ones, and the text of a live one."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from msgspec import UNSET, UnsetType
 
 from ....metadata.errors import RequestError
 from ...errors import NotFound
-from ...requests.trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, TraceRecorder
+from ...requests.trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, RequestText, TraceRecorder
 from ..server.api import Api, json_response
 from ..server.errors import from_validation
 
 FILTER_WORDS = (
-    f"the filters are outcome ({', '.join(get_args(Outcome))}), model, node, min_s (seconds) and limit (a count)"
+    f"the filters are outcome ({', '.join(get_args(Outcome))}), stage (such as queue or decode), model, node, min_s "
+    "(seconds) and limit (a count)"
 )
 DEFAULT_LIMIT = 50
+MAX_TEXT_TOKENS = 8192  # of an output, whose text is decoded at once
 
 
 async def recent(api: Api, http_request: web.Request) -> web.StreamResponse:
@@ -44,6 +47,16 @@ async def one(api: Api, http_request: web.Request) -> web.StreamResponse:
     return json_response(Explanation(found))
 
 
+async def text(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """Answers GET /debug/requests/{rid}/text. Raises NotFound if no such request is live: texts are not kept."""
+    wanted = http_request.match_info["rid"]
+    for request in api.dispatcher.requests.values():
+        if wanted == request.rid and not request.is_canary:
+            texts = [sequence.last_text(MAX_TEXT_TOKENS) for sequence in request.sequences]
+            return json_response(RequestText(rid=request.rid, texts=texts, most_tokens=MAX_TEXT_TOKENS))
+    raise NotFound(f"no request {wanted!r} is live; the router keeps no text of those that have ended", param="rid")
+
+
 class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The filters of GET /debug/requests. A filter that is UNSET lets everything pass.
 
@@ -51,6 +64,7 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     outcome: Outcome | UnsetType = UNSET
+    stage: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
     node: str | UnsetType = UNSET
     min_s: float = 0.0
@@ -67,6 +81,7 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def matches(self, recorder: TraceRecorder, now: float) -> bool:
         return (
             self.outcome in (UNSET, recorder.trace.outcome)
+            and self.stage in (UNSET, recorder.trace.stage)
             and self.model in (UNSET, recorder.trace.model)
             and (self.node is UNSET or self.node in {span.node for span in recorder.trace.spans} - {""})
             and recorder.total_s(now) >= self.min_s

@@ -7,8 +7,10 @@ snapshot when it has read the one before, and never a queue of older ones.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -18,21 +20,17 @@ from ..server.sse import COMMENT, EventStream
 from .types import Sees, Snapshot
 
 PERIOD_S = 1.0
+UNSENT_BYTES = 1 << 15  # in the kernel, for each viewer
 MAX_VIEWERS = 64
 MAX_VIEWERS_OF_ONE = 16  # of one tenant, or of all operators together
 
 
-class _Viewer:
+class _Viewer(NamedTuple):
     """One stream of snapshots. It is paused while its client has not read the last one."""
 
-    def __init__(self, http_request: web.Request, sees: Sees) -> None:
-        self.sees: Sees = sees
-        self.is_paused = False
-        self.ended = asyncio.Event()
-        self.stream = EventStream(http_request, 0, self._set_paused, COMMENT)
-
-    def _set_paused(self, is_paused: bool) -> None:
-        self.is_paused = is_paused
+    stream: EventStream
+    sees: Sees
+    ended: asyncio.Event
 
 
 class Feed:
@@ -63,7 +61,8 @@ class Feed:
                 f"{self._of_one[share]} streams of /live are open for this caller and {len(self._viewers)} in all; at "
                 f"most {MAX_VIEWERS_OF_ONE} and {MAX_VIEWERS} may be: close one, or use GET /live?once=true"
             )
-        viewer = _Viewer(http_request, sees)
+        _limit_unsent(http_request)
+        viewer = _Viewer(EventStream(http_request, 0, _ignore, COMMENT), sees, asyncio.Event())
         self._viewers.append(viewer)
         self._of_one[share] += 1
         try:
@@ -95,7 +94,7 @@ class Feed:
         self._newest.clear()
         events: dict[Sees, bytes] = {}
         for viewer in self._viewers:
-            if not viewer.is_paused:
+            if not viewer.stream.is_paused:
                 if viewer.sees not in events:
                     events[viewer.sees] = _event(self.newest(viewer.sees))
                 viewer.stream.push(events[viewer.sees])
@@ -107,6 +106,17 @@ class Feed:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _limit_unsent(http_request: web.Request) -> None:
+    """Let the kernel hold little for a client that does not read: it would be a queue of old snapshots."""
+    connection = http_request.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
+
+
+def _ignore(_is_paused: bool) -> None:
+    """A viewer whose stream is paused holds nothing that could be released."""
 
 
 def _event(snapshot: bytes) -> bytes:

@@ -137,7 +137,7 @@ def why_waits(request: Request, attempt: Attempt | None, span: Span, queue: Grou
         words = [_why_queued(queue.entries.get(id(request)), queue), span.reason and f"moved: {span.reason}"]
     elif attempt is not None:
         node = attempt.prefill if span.name == "prefill" else attempt.decode
-        words = [_under_way(span.name, node), span.reason or attempt.place.words]
+        words = [_under_way(span.name, node), _why_placed(request, attempt)]
     else:
         words = [span.reason]
     return "; ".join(filter(None, words))
@@ -163,6 +163,18 @@ def _under_way(stage: str, node: Node | None) -> str:
             return f"{node.node_id} pulls the pages of the prompt"
         case _:
             return ""
+
+
+def _why_placed(request: Request, attempt: Attempt) -> str:
+    """Return why an attempt has its nodes."""
+    prefill, decode = attempt.prefill, attempt.decode
+    same = " or served the session before" if request.session is not None else ""
+    words = [attempt.place.words]
+    if prefill is not None:
+        words.append(f"of the prefill nodes, {prefill.node_id} was to finish the prompt first{same}")
+    if decode is not None:
+        words.append(f"of the decode nodes with room, {decode.node_id} had the least load{same}")
+    return "; ".join(filter(None, words))
 
 
 def _counted(count: int, noun: str) -> str:

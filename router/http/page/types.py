@@ -21,13 +21,6 @@ class RootAnswer(Struct, frozen=True):
     words: str
 
 
-class RequestText(Struct, frozen=True, kw_only=True):
-    """The text of a live request until now: one string for each choice, without what stop strings still hold back."""
-
-    rid: str
-    texts: list[str]
-
-
 class LiveRouter(Struct, frozen=True, kw_only=True):
     """The router. `reason`: why requests are not served as meant, None if they are."""
 

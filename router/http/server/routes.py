@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from ....metadata.version import package_version
-from ...requests.trace import Explanation, Outcome, RecentRequests
+from ...requests.trace import Explanation, Outcome, RecentRequests, RequestText
 from ..anthropic import messages
 from ..anthropic.types import (
     AnthropicModel,
@@ -338,6 +338,7 @@ ROUTES: tuple[Route, ...] = (
         summary="Live requests and the last ones that have ended, the newest first",
         parameters=(
             Parameter("outcome", Outcome, "Only requests with this outcome"),
+            Parameter("stage", str, "Only requests in this stage, such as queue, prefill or decode"),
             Parameter("model", str, "Only requests for this model"),
             Parameter("node", str, "Only requests that this node worked on"),
             Parameter("min_s", float, "Only requests that took at least so many seconds until now or their end"),
@@ -358,6 +359,16 @@ ROUTES: tuple[Route, ...] = (
         summary="Where a request spent its time, in spans that sum up to the whole",
         parameters=(Parameter("rid", _Name, _REQUEST_ID, "path"),),
         answer=Explanation,
+        statuses=(404,),
+    ),
+    _operators_route(
+        method="GET",
+        path="/debug/requests/{rid}/text",
+        handler=explain.text,
+        operation_id="getRequestText",
+        summary="The text of a live request until now",
+        parameters=(Parameter("rid", _Name, "`rid` in the list of requests", "path"),),
+        answer=RequestText,
         statuses=(404,),
     ),
     _operators_route(

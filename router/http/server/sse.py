@@ -82,6 +82,11 @@ class EventStream:
         self._is_chunked = False
         self._has_written = False  # in this tick
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client has too much to read."""
+        return self._is_paused
+
     def push(self, data: bytes) -> None:
         """Send whole events, now or at the end of this tick."""
         if self._response is None or self._has_written:
