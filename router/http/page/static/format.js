@@ -45,7 +45,7 @@ export function bytes(number) {
 }
 
 /** Return the time of day of seconds since 1970. */
-export const clock = (at) => new Date(1000 * at).toLocaleTimeString();
+export const clock = (at) => new Date(1000 * at).toLocaleTimeString("en-GB");
 
 /** Compare names so that decode-10 comes after decode-9. */
 export const byName = new Intl.Collator("en", { numeric: true }).compare;

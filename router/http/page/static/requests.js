@@ -8,7 +8,7 @@ import { byId, el, keep, setText, show } from "./dom.js";
 import { clock, count, duration, plural } from "./format.js";
 import { openRequest } from "./timeline.js";
 
-const MAX_FINISHED = 1024; // the router keeps as many
+const MAX_FINISHED = 1024; // kept here, as in the router
 const ROWS = 100; // more are shown on request
 const ASK_MS = 3000; // finished requests are asked for at most so often
 
@@ -55,12 +55,13 @@ async function read() {
   try {
     const fresh = numEnded < 0 ? MAX_FINISHED : ended - numEnded;
     const limit = Math.min(2 * MAX_FINISHED, fresh + latest.num_requests + 20);
-    const { requests } = await askJson(`debug/requests?limit=${limit}`);
+    const { requests, most_finished } = await askJson(`debug/requests?limit=${limit}`);
     for (const line of requests.reverse()) if (line.outcome !== "live") finished.set(line.rid, line);
     for (const rid of finished.keys()) {
       if (finished.size <= MAX_FINISHED) break;
       finished.delete(rid);
     }
+    setText(byId("requests-kept"), `Running requests, and the last ${count(most_finished)} finished ones. Choose one to see where its time went.`);
     [numEnded, problem] = [ended, ""];
   } catch (error) {
     problem = error instanceof Refused ? error.message : "the finished requests could not be read";

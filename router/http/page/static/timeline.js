@@ -80,12 +80,16 @@ function drawTrace(trace) {
   const isLive = trace.outcome === "live";
   const cached = trace.num_cached ? `, ${count(trace.num_cached)} of them cached` : "";
   const numTokens = trace.choices.reduce((sum, sequence) => sum + sequence.num_tokens, 0);
+  const spans = trace.choices.flatMap((sequence) => sequence.parts);
+  const longest = spans.reduce((most, span) => ((span.seconds ?? 0) > (most.seconds ?? 0) ? span : most), spans[0] ?? {});
+  const most = longest.seconds ? `Longest part: ${longest.name} (${MEANINGS[longest.name] ?? "other"}), ${duration(longest.seconds)} of ${duration(trace.total_s)}.` : "";
   const facts = [
     `${isLive ? "Running for" : `${trace.outcome} in`} ${duration(trace.total_s)}; received at ${clock(trace.received_at)}; model ${trace.model}`,
     `${plural(trace.num_prompt, "prompt token")}${cached}; ${trace.ttft_s ? `first token after ${duration(trace.ttft_s)}` : "no token yet"}; ${plural(numTokens, "token")}`,
   ];
   return [
-    ...facts.map((text) => el("p", { text })),
+    ...(most ? [el("p", {}, el("strong", { text: most }))] : []),
+    ...facts.map((text) => el("p", { class: "caption", text })),
     ...(trace.error ? [el("p", { class: "error", text: trace.error })] : []),
     ...trace.choices.flatMap((sequence) => drawSequence(sequence, trace)),
   ];
