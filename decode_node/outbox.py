@@ -20,6 +20,7 @@ class EndedSequence(NamedTuple):
     unit: Unit
     output_ids: Ids  # received and generated
     logprobs: dict[int, TokenLogprobs]  # by index into the output
+    drafts: bytes  # by index into the output, if asked for
     ended: Ended
     num_cached: int | None  # prompt tokens found in the prefix cache; None: a prefill node has told
     has_sent_scores: bool  # log-probabilities of the prompt were sent from here, and are not kept
@@ -31,6 +32,7 @@ class EndedSequence(NamedTuple):
             sequence.unit,
             pack_ids(sequence.token_ids[sequence.prompt_len :]),
             sequence.logprobs,
+            bytes(sequence.drafts),
             sequence.ended,
             sequence.num_cached if sequence.is_local else None,
             sequence.is_local and sequence.request.prompt_logprobs,
@@ -76,7 +78,7 @@ class Outbox:
             return None
         first = min(first, ended.num_generated)
         ids = unpack_ids(ended.output_ids[4 * first :])
-        return _tokens([_Part(unit, first, ids, ended.logprobs, ended.ended)], ended.num_cached)
+        return _tokens([_Part(unit, first, ids, ended.logprobs, ended.drafts, ended.ended)], ended.num_cached)
 
     def has_ended(self, unit: Unit) -> bool:
         """Whether the unit's sequence ended lately."""
@@ -95,13 +97,14 @@ class _Part(NamedTuple):
     first: int  # index of the first one
     ids: list[int]
     logprobs: dict[int, TokenLogprobs]  # of the whole output, by index
+    drafts: bytes | bytearray  # likewise
     ended: Ended | None
 
 
 def _part(sequence: Sequence, first: int) -> _Part:
     """Return the tokens of a sequence from index `first` on."""
     ids = sequence.token_ids[sequence.prompt_len + first :]
-    return _Part(sequence.unit, first, ids, sequence.logprobs, sequence.ended)
+    return _Part(sequence.unit, first, ids, sequence.logprobs, sequence.drafts, sequence.ended)
 
 
 def _tokens(parts: Seq[_Part], num_cached: int | None = None) -> Tokens:
@@ -120,4 +123,5 @@ def _tokens(parts: Seq[_Part], num_cached: int | None = None) -> Tokens:
         logprobs=logprobs,
         ended={i: part.ended for i, part in enumerate(parts) if part.ended is not None},
         num_cached=num_cached,
+        drafts={i: bytes(part.drafts[part.first :]) for i, part in enumerate(parts) if part.drafts},
     )

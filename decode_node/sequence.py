@@ -39,6 +39,7 @@ class Sequence:
     num_sent: int = 0  # generated tokens that the router has been sent
     owes_num_cached: bool = False  # the router must be told `num_cached`, since no prefill node tells it
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into the generated tokens
+    drafts: bytearray = field(default_factory=bytearray)  # 1 by generated token that is an accepted draft, if asked for
     is_local: bool = False  # this node computes its prompt
     lacks_draft: bool = False  # the drafter has no state of its local prompt yet
     prompt_scores: PromptScores | None = None  # of its local prompt; None: not asked for here, or sent
@@ -151,7 +152,7 @@ class Sequence:
         self.num_accepted += accepted.num_accepted
         for count, (token_id, entry) in enumerate(zip(accepted.token_ids, accepted.logprobs, strict=True), 1):
             self.num_computed += 1
-            self._append(token_id, entry)
+            self._append(token_id, entry, is_draft=count <= accepted.num_accepted)
             end = ended(self.sampling, token_id, context_len, self.num_cached)
             if end is not None:
                 self.ended = self._with_totals(end)
@@ -163,7 +164,9 @@ class Sequence:
         self.num_sent = self.num_generated
         self.owes_num_cached = False
 
-    def _append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _append(self, token_id: int, logprobs: TokenLogprobs | None, *, is_draft: bool = False) -> None:
+        if self.request.marks_drafts:
+            self.drafts.append(is_draft)
         if logprobs is not None:
             self.logprobs[self.num_generated] = logprobs
         self.token_ids.append(token_id)
@@ -209,4 +212,5 @@ def new_sequence(
         owes_num_cached=is_local,
         lacks_draft=is_local,
         prompt_scores=PromptScores(len(prompt_ids) - 1) if wants_scores else None,
+        drafts=bytearray(len(received_ids)) if request.marks_drafts else bytearray(),
     )

@@ -36,7 +36,7 @@ from .membership import (
     Welcome,
 )
 from .node_info import Load, Peer
-from .protocol import Message
+from .protocol import Message, Since
 from .request import (
     MAX_BATCH,
     MAX_CONTEXT,
@@ -168,6 +168,10 @@ class Tokens(Message, frozen=True, tag="tokens"):
     ended: Annotated[dict[Index, Ended], Meta(max_length=MAX_BATCH)] = {}
     # prompt tokens found in the prefix cache; sent with the first tokens, where a stop string may end the request
     num_cached: Count | None = None
+    # of units whose request marks drafts: for each token a byte, 1 for an accepted draft
+    drafts: Annotated[
+        dict[Index, Annotated[bytes, Meta(max_length=MAX_CONTEXT)]], Meta(max_length=MAX_BATCH), Since(7)
+    ] = {}
 
     def __post_init__(self) -> None:
         if not len(self.firsts) == len(self.counts) == 4 * len(self.units) or len(self.ids) % 4:

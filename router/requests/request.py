@@ -14,6 +14,8 @@ from array import array
 from collections import abc
 from typing import NamedTuple, Protocol
 
+from msgspec import Struct
+
 from ...metadata.errors import BatonError
 from ...metadata.wire.request import (
     Ended,
@@ -36,14 +38,22 @@ PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefil
 MAX_AHEAD = 64  # messages kept per sequence while an earlier one is missing
 
 
+class TokenText(Struct, frozen=True):
+    """The text that appeared with a token. `is_draft`: it is an accepted draft; None: its node does not say."""
+
+    text: str
+    is_draft: bool | None
+
+
 class Delta(NamedTuple):
-    """New output of a sequence. `logprobs` has one entry per token if the client asked for them."""
+    """New output of a sequence. `logprobs` and `drafts` have one entry per token if the client asked for them."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    drafts: abc.Sequence[TokenText] = ()
 
 
 class TextOptions(NamedTuple):
@@ -136,6 +146,7 @@ class Ahead(NamedTuple):
     ids: list[int]
     logprobs: abc.Sequence[TokenLogprobs]
     ended: Ended | None
+    drafts: bytes = b""  # as in Tokens
 
 
 class Sequence:
@@ -145,6 +156,7 @@ class Sequence:
         "_ahead",
         "_detokenizer",
         "_include_stop",
+        "_marks_drafts",
         "_min_tokens",
         "_stops",
         "ahead_from",
@@ -178,6 +190,7 @@ class Sequence:
         self.num_resends = 0
         self.asked_at = 0.0  # when the last message was asked for that may have been lost
         self._ahead: list[Ahead] = []
+        self._marks_drafts = request.marks_drafts
         self._min_tokens = request.params.min_tokens
         self._include_stop = options.include_stop
         self.options = options
@@ -221,22 +234,28 @@ class Sequence:
         return self.request.params.max_tokens - len(self.received)
 
     def merge(
-        self, first: int, ids: list[int], logprobs: abc.Sequence[TokenLogprobs], ended: Ended | None, now: float
+        self,
+        first: int,
+        ids: list[int],
+        logprobs: abc.Sequence[TokenLogprobs],
+        ended: Ended | None,
+        now: float,
+        drafts: bytes = b"",
     ) -> Delta | None:
         """Take tokens that begin at output index `first`. Known tokens are dropped; tokens beyond a gap are kept back.
 
         Returns the output that the client may see now, None if there is nothing new.
         """
         num_received = len(self.received)
-        if first == num_received and ended is None and len(ids) == 1 and not self._ahead:
+        if first == num_received and ended is None and len(ids) == 1 and not self._ahead and not self._marks_drafts:
             return self._accept_one(ids[0], logprobs)
         if first > num_received:
             if len(self._ahead) < MAX_AHEAD:
-                self._ahead.append(Ahead(first, ids, logprobs, ended))
+                self._ahead.append(Ahead(first, ids, logprobs, ended, drafts))
             if self.gap_since is None:
                 self.gap_since = now
             return None
-        delta = self._accept(Ahead(first, ids, logprobs, ended))
+        delta = self._accept(Ahead(first, ids, logprobs, ended, drafts))
         while self._ahead and self.finish_reason is None:
             reachable = [item for item in self._ahead if item.first <= len(self.received)]
             if not reachable:
@@ -290,10 +309,11 @@ class Sequence:
                 break  # a stop token counts, but is not shown
             text = self._detokenizer.step(token_id)
             if text:
-                chunks.append(self._stops.feed(text, may_stop=len(self.received) >= self._min_tokens))
-                if self._stops.found is not None:
-                    num_fresh = offset + 1
-                    break
+                text = self._stops.feed(text, may_stop=len(self.received) >= self._min_tokens)
+            chunks.append(text)
+            if self._stops.found is not None:
+                num_fresh = offset + 1
+                break
         stop_reason: int | str | None = self._stops.found
         if stop_reason is not None:
             self.finish_reason = "stop"
@@ -303,7 +323,8 @@ class Sequence:
             self.request.count(item.ended)
             self.request.timeline.ended(self, item.ended)
         shown = list(item.logprobs[known : known + num_fresh]) if item.logprobs else []
-        return Delta("".join(chunks), fresh[:num_fresh], shown, self.finish_reason, stop_reason)
+        drafts = _token_texts(chunks, num_fresh, item.drafts[known:]) if self._marks_drafts else ()
+        return Delta("".join(chunks), fresh[:num_fresh], shown, self.finish_reason, stop_reason, drafts)
 
     def _finish(self, ended: Ended, chunks: list[str]) -> int | str | None:
         """The node ended the output: text that was held back is released, and may complete a stop string."""
@@ -319,7 +340,17 @@ class Sequence:
 
 
 def _joined(a: Delta, b: Delta) -> Delta:
-    return Delta(a.text + b.text, a.token_ids + b.token_ids, a.logprobs + b.logprobs, b.finish_reason, b.stop_reason)
+    columns = a.text + b.text, a.token_ids + b.token_ids, a.logprobs + b.logprobs
+    return Delta(*columns, b.finish_reason, b.stop_reason, [*a.drafts, *b.drafts])
+
+
+def _token_texts(chunks: list[str], num_tokens: int, drafts: bytes) -> list[TokenText]:
+    """Return the text of each token. `chunks`: those of the first tokens, and text that was held back until the end.
+    `drafts`: a byte for each token, or nothing if the node does not say."""
+    texts = chunks[:num_tokens] + [""] * (num_tokens - len(chunks))
+    if texts:
+        texts[-1] += "".join(chunks[num_tokens:])
+    return [TokenText(text, bool(drafts[place]) if place < len(drafts) else None) for place, text in enumerate(texts)]
 
 
 class Request:
@@ -340,6 +371,7 @@ class Request:
         "is_over",
         "is_paused",
         "listener",
+        "marks_drafts",
         "num_accepted",
         "num_cached",
         "num_charged",
@@ -371,6 +403,7 @@ class Request:
         options: TextOptions = TextOptions(),  # noqa: B008 - immutable
         cache_salt: str = "",
         wants_prompt_logprobs: bool = False,
+        marks_drafts: bool = False,
         now: float,
         timeout_s: float | None = None,
         is_canary: bool = False,
@@ -389,6 +422,7 @@ class Request:
         self.listener: Listener = listener
         self.cache_salt = cache_salt
         self.wants_prompt_logprobs = wants_prompt_logprobs
+        self.marks_drafts = marks_drafts  # the client reads which tokens are accepted drafts
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached: int | None = None  # the first attempt's
         self.num_rounds = self.num_drafted = self.num_accepted = 0  # summed over the sequences that nodes ended
@@ -527,6 +561,7 @@ class Request:
             received_ids=pack_ids(self.sequences[choice].received),
             cache_salt=self.cache_salt,
             prompt_logprobs=self.needs_prompt_logprobs,
+            marks_drafts=self.marks_drafts,
         )
 
 

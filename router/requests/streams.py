@@ -90,7 +90,11 @@ class TokenStreams:
                     sequence.request.timeline.first_local_token(sequence, now)
                     if node.role == "decode":  # it has computed a local prompt
                         node.end_prompt(unit.rid, unit.attempt)
-                delta = self._merge(node, sequence, firsts[row], ids[start : start + count], logprobs, end, now)
+                drafts = b""
+                if sequence.request.marks_drafts:  # prefill nodes give first tokens, which are sampled
+                    drafts = bytes(count) if node.role == "prefill" else message.drafts.get(row, b"")
+                new = ids[start : start + count]
+                delta = self._merge(node, sequence, firsts[row], new, logprobs, end, now, drafts)
                 if delta is not None:
                     self._deliver(sequence, delta, now)
                     if delta.finish_reason is not None:
@@ -166,9 +170,10 @@ class TokenStreams:
         logprobs: abc.Sequence[TokenLogprobs],
         ended: Ended | None,
         now: float,
+        drafts: bytes,
     ) -> Delta | None:
         had_gap = sequence.gap_since is not None
-        delta = sequence.merge(first, ids, logprobs, ended, now)
+        delta = sequence.merge(first, ids, logprobs, ended, now, drafts)
         if sequence.gap_since is None:
             self._gaps.discard(sequence)
         elif not had_gap:  # only the node that went on beyond the gap knows the missing tokens for sure

@@ -75,6 +75,22 @@ def test_tokens_are_sent_again_from_an_index(make_sequence: MakeSequence) -> Non
     assert columns(box.again(sequence, 9)) == [("r", 4, [])], "the router may ask for a token that does not exist yet"
 
 
+def test_tokens_say_which_are_accepted_drafts_if_the_request_asks(make_sequence: MakeSequence) -> None:
+    box, plain, marked = Outbox(), make_sequence("a", 5), make_sequence("bb", 6, received=1, max_tokens=4)
+    marked.request = msgspec.structs.replace(marked.request, marks_drafts=True)
+    marked.drafts += b"\0"
+    for sequence in (plain, marked):
+        generate(sequence, 11, 12)
+    (message,) = box.unsent([plain, marked])
+    assert message.drafts == {1: b"\1\0"}
+    generate(marked, 13, 14)
+    (message,) = box.unsent([marked])
+    assert message.ended and message.drafts == {0: b"\1"}, "the last token is a draft: the fifth was not wanted"
+    assert box.again(marked, 2).drafts == {0: b"\0\1"}
+    again = box.again_of_ended(marked.unit, 1)
+    assert again is not None and again.drafts == {0: b"\1\0\1"}
+
+
 def test_ended_sequences_are_kept_for_a_while(make_sequence: MakeSequence, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "_KEPT", 2)
     box, sequences = Outbox(), [make_sequence("r" * index, 3, max_tokens=1) for index in (1, 2, 3)]

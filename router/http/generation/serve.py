@@ -117,6 +117,7 @@ async def serve(
             options=options,
             cache_salt=cache_salt,
             wants_prompt_logprobs=wants_prompt_logprobs,
+            marks_drafts=bool(body.stream_options and body.stream_options.include_drafts),
             now=http_request[ARRIVED],
             priority=body.priority or 0,
             timeout_s=timeout,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from ....metadata.wire.request import MAX_CHOICES, MAX_CONTEXT, MAX_DRAFT_STEPS, MAX_TOP_LOGPROBS, TokenId
+from ...requests.request import TokenText
 from .tool_types import MAX_CALLS, CalledFunction, MadeCall, ToolCall, ToolCallDelta, ToolChoice, Tools
 
 MAX_STOPS = 16
@@ -93,6 +94,14 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_drafts: Annotated[
+        bool | None,
+        Meta(
+            description="Baton's extension: chunks with new tokens have `drafts`, the text of each token, and whether "
+            "it is an accepted draft. The texts join to the output before thoughts and calls are read. They are in the "
+            "first of the chunks that the tokens bring."
+        ),
+    ] = None
 
 
 class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -367,6 +376,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    drafts: list[TokenText] | None = None  # of a chunk, if `stream_options.include_drafts` is set
 
 
 class Completion(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -434,6 +444,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    drafts: list[TokenText] | None = None  # if `stream_options.include_drafts` is set
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True, omit_defaults=True):

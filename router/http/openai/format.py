@@ -94,7 +94,7 @@ class _OpenAIFormat(AnswerFormat):
 
     def _text_chunk(self, index: int, delta: Delta, usage: Usage | UnsetType | None) -> bytes | None:
         """Return the event if the chunk adds only text, empty if it adds nothing; None if it adds more."""
-        if delta.finish_reason is not None or self.num_logprobs is not None or self._with_ids:
+        if delta.finish_reason is not None or self.num_logprobs is not None or self._with_ids or delta.drafts:
             return None
         if not delta.text:
             return b""
@@ -188,6 +188,7 @@ class CompletionFormat(_OpenAIFormat):
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._with_ids else None,
             prompt_token_ids=request.prompt_ids.tolist() if self._with_ids and is_first else None,
+            drafts=list(delta.drafts) or None,
         )
 
     def _logprobs(
@@ -260,6 +261,7 @@ class ChatFormat(_OpenAIFormat):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._with_ids else None,
+            drafts=list(delta.drafts) or None,
         )
         return event(self._body([choice], usage))
 
@@ -305,7 +307,7 @@ class ChatFormat(_OpenAIFormat):
             reader = self._readers[index] = reading.new_reader()
         is_last = delta.finish_reason is not None
         deltas = chat_deltas(reader.read(delta.text, is_last=is_last), reading.reasoning_field)
-        if not deltas and (is_last or self.num_logprobs is not None or self._with_ids):
+        if not deltas and (is_last or self.num_logprobs is not None or self._with_ids or delta.drafts):
             deltas = [ChatDelta()]
         events = list[bytes]()
         for place, each in enumerate(deltas):
@@ -317,6 +319,7 @@ class ChatFormat(_OpenAIFormat):
                 finish_reason=None if reason is None else _finish_reason(reader, reason),
                 stop_reason=None if reason is None else delta.stop_reason,
                 token_ids=(delta.token_ids if is_first else []) if self._with_ids else None,
+                drafts=(list(delta.drafts) or None) if is_first else None,
             )
             events.append(event(self._body([choice], usage)))
         return b"".join(events)
