@@ -1,4 +1,4 @@
-"""A headless Chromium for the tests of the page. They are skipped, with the reason, where it or its driver is missing."""
+"""A headless Chromium for the tests of the page. Without it or its driver they are skipped, with the reason."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A stand-in for the router: it serves the real page with the real headers, and snapshots that a test makes up. For sizes
-that would take many real nodes or hours."""
+"""A stand-in for the router, for sizes that would take many real nodes or hours: it serves the real page with the real
+headers, and snapshots that a test makes up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ def finished(rid: str, **more: Any) -> dict[str, Any]:
 def snapshot(nodes: list[dict[str, Any]], requests: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """Return a snapshot. All pairs are ready."""
     histogram = {"bounds_s": BOUNDS, "counts": [0] * (len(BOUNDS) + 1)}
-    totals = {"requests": {"done": 0, "failed": 0, "cancelled": 0, "refused": 0}, "prompt_tokens": 0, "cached_tokens": 0}
+    totals = {
+        "requests": {"done": 0, "failed": 0, "cancelled": 0, "refused": 0},
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
+    }
     totals |= {"output_tokens": 0, "transfer_bytes": 0, "transfer_pages": 0, "moves": 0, "preemptions": 0}
     totals |= {"num_rounds": 0, "num_drafted": 0, "accepted_at": [0, 0]}
     prefills, decodes = ([each["id"] for each in nodes if each["role"] == role] for role in ("prefill", "decode"))
@@ -52,7 +56,7 @@ def snapshot(nodes: list[dict[str, Any]], requests: list[dict[str, Any]], **more
     router = {"version": "0", "epoch": "one", "uptime_s": 5.0, "is_ready": True, "is_draining": False, "reason": None}
     values = {"at": 0.0, "sees": "everything", "router": router, "models": ["demo"], "totals": totals, "nodes": nodes}
     values |= {"counts": {"waiting": 0, "running": len(requests)}, "pairs": pairs, "requests": requests, "waits": []}
-    values |= {"latencies": {name: histogram for name in ("ttft", "itl", "queue", "handoff")}}
+    values |= {"latencies": dict.fromkeys(("ttft", "itl", "queue", "handoff"), histogram)}
     return {**values, "num_requests": len(requests), **more}
 
 

@@ -15,8 +15,8 @@ from .conftest import Visit
 
 pytestmark = pytest.mark.whole
 
-SAID = "<think>I think about foxes.</think>A <b>quick</b> brown fox jumps over the lazy dog & <img src=x onerror=alert(1)> sleeps."
-ANSWER = SAID.partition("</think>")[2]
+ANSWER = "A <b>quick</b> brown fox jumps over the lazy dog & <img src=x onerror=alert(1)> sleeps."
+SAID = f"<think>I think about foxes.</think>{ANSWER}"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}>"
 
 
@@ -56,9 +56,9 @@ def start(model: Path) -> Iterator[Callable[..., Running]]:
     """Start a router with one prefill and two decode nodes."""
     running: list[Running] = []
 
-    def begin(**router: Any) -> Running:
+    def begin(num_decode: int = 2, nodes: dict[str, Any] | None = None, **router: Any) -> Running:
         settings = {"reasoning_parser": "qwen3", **router}
-        running.append(Running(Served(model, router=settings).up(num_decode=2)))
+        running.append(Running(Served(model, router=settings, **(nodes or {})).up(num_decode=num_decode)))
         return running[-1]
 
     yield begin
@@ -109,16 +109,18 @@ def test_on_loopback_a_message_travels_and_its_timeline_is_told(start: Callable[
     tab.get_by_text("0 requests found").wait_for()
 
 
-def test_drafted_tokens_are_coloured_if_asked_for(start: Callable[..., Running], visit: Visit) -> None:
-    """The model repeats itself in the second answer, so that drafts by lookup are accepted."""
-    running = start()
-    tab = visit(running.served.url)
+def test_drafted_tokens_are_coloured_if_asked_for(start: Callable[..., Running], model: Path, visit: Visit) -> None:
+    """The drafter is the model itself, so that all of its drafts are accepted."""
+    drafter = {"speculative": "standalone", "draft_model": str(model), "draft_steps": 2}
+    tab = visit(start(num_decode=1, nodes=drafter).served.url)
     tab.get_by_role("button", name="Chat", exact=True).click()
     tab.get_by_label("Colour drafted tokens").check()
-    ask(tab, f"{SAID} {SAID}")
+    ask(tab)
     tab.get_by_role("button", name="Where its time went").wait_for()
     assert tab.locator(".turn.assistant .text").inner_text() == ANSWER
-    assert "drafted" in tab.locator("#chat-figures").inner_text()
+    drafted = "".join(tab.locator(".turn.assistant .drafted").all_inner_texts())
+    assert 0.3 * len(SAID) < len(drafted) < len(SAID)
+    assert "% drafted" in tab.locator("#chat-figures").inner_text()
 
 
 def test_a_node_that_dies_and_one_that_drains_are_shown_with_the_reason(
@@ -153,14 +155,14 @@ def test_a_flush_asks_first_and_empties_the_caches(start: Callable[..., Running]
 
 
 def test_a_router_that_starts_anew_is_found_again(start: Callable[..., Running], visit: Visit) -> None:
-    running = start(port=0)
-    url = running.served.url
-    tab = visit(url)
+    running = start()
+    served = running.served
+    tab = visit(served.url)
     tab.get_by_text("Live", exact=True).wait_for()
-    running.served._settings["port"] = int(url.rpartition(":")[2])
-    running.alone(running.served.stop_router)
+    served._settings |= {"port": int(served.url.rpartition(":")[2]), "node_address": served._router.node_address}
+    served.stop_router()
     tab.get_by_text("Connection lost").wait_for()
-    running.alone(running.served._start_router)
+    served._start_router()
     tab.get_by_text("Live", exact=True).wait_for()
     ask(tab)
     tab.get_by_role("button", name="Where its time went").wait_for(timeout=60_000)
@@ -192,6 +194,8 @@ def test_all_is_reached_by_the_keyboard(start: Callable[..., Running], visit: Vi
     reached: list[str] = []
     for _ in range(16):
         tab.keyboard.press("Tab")
+        if tab.evaluate("document.activeElement === document.body"):
+            break  # all of the page has been visited
         reached.append(tab.evaluate("document.activeElement.textContent.trim() || document.activeElement.tagName"))
         assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", reached
     wanted = ["Skip to the content", "System", "Requests", "Charts", "Key", "Chat", "prefill-0", "decode-0", "decode-1"]

@@ -80,7 +80,7 @@ function make([title, words, write, lines]) {
     },
     axes: [
       { ...axis, size: 26, values: (_, times) => times.map((at) => clock(at)) },
-      { ...axis, size: 70, values: (_, marks) => marks.map(write) },
+      { ...axis, size: 70, values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : write(mark))) },
     ],
     series: [{}, ...lines.map(([, label, hue, dash]) => ({ label, stroke: colour(hue), width: 2, dash, points: { show: false } }))],
   };

@@ -20,7 +20,7 @@ export function draw(history) {
     ["Between tokens", duration(history.latency("itl", 0.5)), `p95 ${duration(history.latency("itl", 0.95))}`],
     ["Pages moved", `${bytes(rate((each) => each.totals.transfer_bytes) ?? 0)}/s`, `${count(totals.transfer_pages)} pages so far`],
     ["Drafts accepted", percent(acceptance), "speculation"],
-    ["Prefix cache", percent(history.hits), "of prompt tokens"],
+    ["Prefix cache", percent(history.hits), "of prompts found"],
   ];
   keep(byId("numbers"), figures, ([name]) => name, make, update);
 }

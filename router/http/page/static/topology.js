@@ -60,7 +60,7 @@ function emptyWords(role, { nodes, router }) {
 }
 
 function drawRouter({ router, counts, models }) {
-  setText(byId("router-waiting"), counts.waiting ? `${plural(counts.waiting, "request")} wait${counts.waiting === 1 ? "s" : ""} here` : "No request waits here");
+  setText(byId("router-waiting"), `${plural(counts.running, "request")} running, ${count(counts.waiting)} waiting here`);
   const model = models.length ? `serves ${models.join(", ")}` : "serves no model yet";
   setText(byId("router-words"), `${model}; version ${router.version}; up for ${duration(router.uptime_s)}`);
 }
@@ -74,9 +74,9 @@ function drawLinks(history) {
     byId(`link-${name}`).classList.toggle("is-flowing", rate > 0);
     setText(byId(`rate-${name}`), rate > 0 ? words : "");
   };
-  link("prompt", prompts, `${figure(prompts)} tokens/s`);
+  link("prompt", prompts, `${figure(prompts)} prompt tokens/s`);
   link("tokens", tokens, `${figure(tokens)} tokens/s`);
-  link("pages", pages, `${figure(pages)} pages/s, ${bytes(moved)}/s`);
+  link("pages", pages, `${figure(pages)} pages/s\n${bytes(moved)}/s`);
 }
 
 function makeCard(unit) {
@@ -107,7 +107,7 @@ function updateCard(card, unit, history) {
   const counter = unit.role === "prefill" ? "computed_tokens" : "generated_tokens";
   const rate = worst.state === "gone" ? 0 : unit.ranks.reduce((sum, node) => sum + (history.nodeRate(node.id, counter) ?? 0), 0);
   setText(speed.children[0], figure(rate));
-  setText(speed.children[1], unit.role === "prefill" ? " prompt tokens/s" : " tokens/s");
+  setText(speed.children[1], unit.role === "prefill" ? " tokens computed/s" : " tokens/s");
   setText(speed.children[2], moreWords(first));
   show(speed, worst.state !== "gone");
   lane.dataset.nodes = unit.ranks.map((node) => node.id).join(" ");
@@ -131,7 +131,8 @@ function updateRank(element, node) {
   show(bar, !isGone);
   const pages = node.pages;
   const used = pages ? pages.total - pages.free - pages.padding : node.num_pages - node.free_pages;
-  const words = `${count(used)} of ${count(node.num_pages)} pages`;
+  const cached = pages?.cache ? `, ${count(pages.cache)} cached` : "";
+  const words = `${count(used - (pages?.cache ?? 0))} pages in use${cached}, of ${count(node.num_pages)}`;
   OWNERS.forEach((owner, index) => {
     const number = pages ? pages[owner] : owner === "request" ? used : 0;
     bar.children[index].style.width = `${(100 * number) / Math.max(1, node.num_pages)}%`;
