@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path(__file__).parents[2] / "docs")
     into = parser.parse_args().into
     command = [sys.executable, "-P", "-m", "baton.deploy.cli", "up", "--port", "0", "--decode", "2"]
-    up = subprocess.Popen([*command, "--num-pages", "512"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    up = subprocess.Popen([*command, "--num-pages", "512", "--no-draft-adaptive"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         url = read_url(up)
         wait_ready(url)
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -> None:
-    """Take the pictures of one colour scheme. The dark ones are of the system alone. `pause` lets other clients wait:
-    under load, the nodes of the demo model draft less."""
+    """Take the pictures of one colour scheme. The dark ones are of the system alone. `pause` lets other clients wait, so that
+    the chat is alone in its picture."""
     tab.goto(url)
     tab.get_by_role("button", name="decode-1").wait_for()
     tab.wait_for_timeout(1000 * (WATCH_S if scheme == "light" else 5))

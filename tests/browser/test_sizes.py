@@ -69,14 +69,16 @@ def test_ranks_of_a_group_are_one_node_with_a_bar_for_each(visit: Visit) -> None
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
 def test_every_view_fits_and_text_stands_out_in_light_and_dark(visit: Visit, scheme: str, width: int) -> None:
-    with StandIn(snapshot(PAIR, [request("r1", why="a " + "long" * 100)])) as stand_in:
-        tab = visit(stand_in.url, color_scheme=scheme, viewport={"width": width, "height": 740})
+    now = snapshot(PAIR, [request("r1", why="a " + "long" * 100)])
+    with StandIn(now) as stand_in:
+        tab = visit(stand_in.url, color_scheme=scheme, reduced_motion="reduce", viewport={"width": width, "height": 740})
         for view in ("Requests", "Charts", "System"):
             tab.get_by_role("link", name=view, exact=True).click()
             tab.wait_for_timeout(400)
             assert num_wide(tab) <= 0, view
         tab.get_by_role("button", name="Chat", exact=True).click()
         assert num_wide(tab) <= 0
+        assert tab.evaluate("document.getAnimations().length") == 0
         assert contrast(tab, "--ink", "--ground") > 7
         for name in ("--quiet", "--prefill", "--decode", "--pages", "--bad"):
             assert contrast(tab, name, "--ground") > 4.5, name

@@ -23,6 +23,7 @@ const VIEWS = ["system", "requests", "charts"];
 const history = new History();
 const live = new Live(draw, showConnection);
 let isRefused = false;
+let isLost = false; // until the next snapshot
 
 function draw(snapshot) {
   const before = history.latest;
@@ -42,6 +43,9 @@ function draw(snapshot) {
 
 /** @param {import("./live.js").Connection} connection */
 function showConnection(connection) {
+  if (connection.name === "connecting" && isLost) return; // the reason of the loss stays until the router answers
+  isLost = connection.name === "waiting";
+  byId("main").classList.toggle("is-stale", isLost);
   const words = {
     connecting: "Connecting",
     live: "Live",

@@ -74,7 +74,8 @@ function drawLinks(history) {
     byId(`link-${name}`).classList.toggle("is-flowing", rate > 0);
     setText(byId(`rate-${name}`), rate > 0 ? words : "");
   };
-  link("prompt", prompts, `${figure(prompts)} prompt tokens/s`);
+  const hasPrefill = history.latest.nodes.some((node) => node.role === "prefill");
+  link("prompt", hasPrefill || history.latest.sees === "counts" ? prompts : 0, `${figure(prompts)} prompt tokens/s`);
   link("tokens", tokens, `${figure(tokens)} tokens/s`);
   link("pages", pages, `${figure(pages)} pages/s\n${bytes(moved)}/s`);
 }
@@ -144,5 +145,5 @@ function updateRank(element, node) {
     bar.setAttribute("aria-label", label);
   }
   setText(caption.children[0], isGone ? "" : node.num_ranks > 1 ? `rank ${node.rank}: ${words}` : words);
-  setText(caption.children[1], isGone ? `seen ${ago(node.last_seen_s)}` : `heartbeat ${ago(node.last_seen_s)}`);
+  setText(caption.children[1], isGone ? `last seen ${ago(node.last_seen_s)}` : `last heartbeat ${ago(node.last_seen_s)}`);
 }
