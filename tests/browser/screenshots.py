@@ -35,8 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, default=Path(__file__).parents[2] / "docs")
     into = parser.parse_args().into
-    command = [sys.executable, "-P", "-m", "baton.deploy.cli", "up", "--port", "0", "--decode", "2"]
-    up = subprocess.Popen([*command, "--num-pages", "512", "--no-draft-adaptive"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    flags = "--port 0 --decode 2 --num-pages 512 --no-draft-adaptive".split()
+    command = [sys.executable, "-P", "-m", "baton.deploy.cli", "up", *flags]
+    up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         url = read_url(up)
         wait_ready(url)
@@ -58,8 +59,8 @@ def main() -> None:
 
 
 def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -> None:
-    """Take the pictures of one colour scheme. The dark ones are of the system alone. `pause` lets other clients wait, so that
-    the chat is alone in its picture."""
+    """Take the pictures of one colour scheme. The dark one is of the system alone. `pause` lets other clients wait, so
+    that the chat is alone in its picture."""
     tab.goto(url)
     tab.get_by_role("button", name="decode-1").wait_for()
     tab.wait_for_timeout(1000 * (WATCH_S if scheme == "light" else 5))
@@ -88,6 +89,7 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     tab.get_by_label("Message", exact=True).fill(TOPICS[0])
     tab.keyboard.press("Enter")
     tab.get_by_role("button", name="Where its time went").wait_for(timeout=60_000)
+    tab.evaluate("scrollTo(0, 0)")
     tab.screenshot(path=into / "page-chat.png")
     pause.clear()
 

@@ -71,7 +71,8 @@ def test_ranks_of_a_group_are_one_node_with_a_bar_for_each(visit: Visit) -> None
 def test_every_view_fits_and_text_stands_out_in_light_and_dark(visit: Visit, scheme: str, width: int) -> None:
     now = snapshot(PAIR, [request("r1", why="a " + "long" * 100)])
     with StandIn(now) as stand_in:
-        tab = visit(stand_in.url, color_scheme=scheme, reduced_motion="reduce", viewport={"width": width, "height": 740})
+        size = {"width": width, "height": 740}
+        tab = visit(stand_in.url, color_scheme=scheme, reduced_motion="reduce", viewport=size)
         for view in ("Requests", "Charts", "System"):
             tab.get_by_role("link", name=view, exact=True).click()
             tab.wait_for_timeout(400)

@@ -100,7 +100,7 @@ function drawRows() {
 const CELLS = ["", "", "wide", "wide", "number", "number wide", "number wide", "number", "number wide", "wide"];
 
 function makeRow(line) {
-  const opens = el("button", { type: "button", class: "mono", text: line.rid, on: { click: () => openRequest(line.rid) } });
+  const opens = el("button", { type: "button", class: "mono", text: line.rid, on: { click: () => openRequest(line.rid, () => row.why) } });
   const row = el("tr", {}, ...CELLS.map((name) => el("td", { class: name })));
   row.firstChild.append(opens);
   return row;
@@ -110,7 +110,8 @@ function updateRow(row, line) {
   const isLive = line.outcome === "live";
   row.classList.toggle("is-live", isLive);
   row.children[1].classList.toggle("outcome-failed", line.outcome === "failed");
-  const where = [line.node || line.decode || line.prefill, line.why].filter(Boolean).join(": ");
+  row.why = line.why ?? row.why ?? "";
+  const where = line.node || line.decode || line.prefill || line.why;
   const values = isLive
     ? [line.stage, line.model, clock(latest.at - line.age_s), duration(line.age_s), "", count(line.num_prompt), count(line.num_tokens), "", where]
     : [line.outcome, line.model, clock(line.received_at), duration(line.total_s), duration(line.ttft_s), count(line.num_prompt),

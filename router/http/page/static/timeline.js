@@ -35,8 +35,12 @@ const MEANINGS = {
 
 let opened = 0; // counts openings, so that answers for an earlier one are dropped
 
-/** Open the dialog of one request, and keep it fresh while the request runs. */
-export async function openRequest(rid) {
+/**
+ * Open the dialog of one request, and keep it fresh while the request runs.
+ * @param {string} rid
+ * @param {() => string} [readWhy] returns why the request waits or runs where it does, as long as the router tells it
+ */
+export async function openRequest(rid, readWhy = () => "") {
   const turn = ++opened;
   const dialog = byId("request-dialog");
   setText(byId("request-title"), rid);
@@ -53,7 +57,8 @@ export async function openRequest(rid) {
     if (wantsText && isLive) setText(text, await readText(rid));
     showText.hidden ||= !isLive;
     const parts = Array.isArray(traces) ? traces.flatMap(drawTrace) : [el("p", { class: "error", text: traces })];
-    byId("request-body").replaceChildren(...parts, showText, text);
+    const why = isLive && readWhy() ? [el("p", {}, `Where it is, and why: ${readWhy()}`)] : [];
+    byId("request-body").replaceChildren(...why, ...parts, showText, text);
     if (!isLive) return;
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
