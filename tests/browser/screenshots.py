@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, default=Path(__file__).parents[2] / "docs")
     into = parser.parse_args().into
-    flags = "--port 0 --decode 2 --num-pages 512 --no-draft-adaptive".split()
+    flags = ["--port", "0", "--decode", "2", "--num-pages", "512", "--no-draft-adaptive"]
     command = [sys.executable, "-P", "-m", "baton.deploy.cli", "up", *flags]
     up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
