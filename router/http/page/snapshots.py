@@ -23,9 +23,9 @@ from ..operators.ledgers import Ledgers
 from .owned_pages import NodePages
 from .reasons import GroupQueue, PairStanding, Standing, group_queue, node_standing, pair_standing, why_waits
 from .types import (
-    Buckets,
     EndedRequests,
     Latencies,
+    LatencyBuckets,
     LiveCounts,
     LiveNode,
     LivePair,
@@ -141,11 +141,11 @@ class Snapshots:
         found: dict[str, Counter[float]] = {name: Counter() for name in _HISTOGRAMS.values()}
         for sample in self._metrics.samples(*_HISTOGRAMS):
             found[_HISTOGRAMS[sample.name]][float(sample.labels["le"])] += int(sample.value)
-        buckets: dict[str, Buckets] = {}
+        buckets: dict[str, LatencyBuckets] = {}
         for name, up_to in found.items():
             sums = [up_to[bound] for bound in (*LATENCY_S, inf)]
-            buckets[name] = Buckets(LATENCY_S, [each - before for before, each in pairwise([0, *sums])])
-        return Latencies(itl=Buckets(INTERVAL_S, self._metrics.of_tokens.intervals), **buckets)
+            buckets[name] = LatencyBuckets(LATENCY_S, [each - before for before, each in pairwise([0, *sums])])
+        return Latencies(itl=LatencyBuckets(INTERVAL_S, self._metrics.of_tokens.intervals), **buckets)
 
     def _pair_standings(self) -> list[_Pair]:
         """Return the states of all pairs, and of the decode nodes alone that compute prompts."""
@@ -215,7 +215,7 @@ def _live_node(node: Node, standing: Standing, pages: OwnedPages | None, now: fl
         waiting=load.waiting,
         tickets=load.tickets,
         queued_tokens=load.queued_tokens,
-        round_s=load.round_s,
+        round_s=round(load.round_s, 6),
         counters=NodeCounters(**{name: getattr(stats, name) for name in NodeCounters.__struct_fields__}),
     )
 

@@ -65,7 +65,7 @@ class LiveTotals(Struct, frozen=True, kw_only=True):
     accepted_at: list[int]
 
 
-class Buckets(Struct, frozen=True):
+class LatencyBuckets(Struct, frozen=True):
     """A histogram: how many values lie at or below each bound and above the one before. One more count than bounds: the
     values above the last bound."""
 
@@ -76,10 +76,10 @@ class Buckets(Struct, frozen=True):
 class Latencies(Struct, frozen=True):
     """Histograms of all requests since the router's start."""
 
-    ttft: Buckets
-    itl: Buckets
-    queue: Buckets
-    handoff: Buckets
+    ttft: LatencyBuckets
+    itl: LatencyBuckets
+    queue: LatencyBuckets
+    handoff: LatencyBuckets
 
 
 class OwnedPages(Struct, frozen=True, kw_only=True):

@@ -19,14 +19,17 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 sys.path[:0] = [str(parent) for parent in Path(__file__).parents[1:3]]  # the rooms, and the fake nodes of tests/router
 
 from harness import flags, report
+
+T = TypeVar("T")
 
 
 def run_router(config: dict[str, Any], ready: Any) -> None:
@@ -46,8 +49,10 @@ def run_router(config: dict[str, Any], ready: Any) -> None:
     uvloop.run(serve())
 
 
-def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float, pipe: Any) -> None:
-    """Run a prefill and a decode node in one process. Decode waits for all streams, then steps them together."""
+def run_nodes(
+    address: str, num_tokens: int, num_streams: int, interval_s: float, pipe: Any, num_prefill: int = 1
+) -> None:
+    """Run prefill nodes and a decode node in one process. Decode waits for all streams, then steps them together."""
     from router.fake_nodes import FakeCluster, FakeNode, make_tokenizer
 
     from baton.metadata.wire import messages as m
@@ -98,10 +103,11 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
 
     cluster = FakeCluster(address, lambda prompt, choice: [], tokenizer=make_tokenizer(), num_pages=100_000)
     cluster.max_running, cluster.context_len = 4096, 1 << 16
-    cluster.nodes = [Prefill(cluster, "prefill", "p0", {}), Decode(cluster, "decode", "d0", {})]
+    prefills = [Prefill(cluster, "prefill", f"p{number}", {}) for number in range(num_prefill)]
+    cluster.nodes = [Decode(cluster, "decode", "d0", {}), *prefills]
     for node in cluster.nodes:
         node.start()
-    while not cluster.nodes[1].refusal:
+    while not cluster.nodes[0].refusal:
         time.sleep(1)
 
 
@@ -159,8 +165,24 @@ async def clients(url: str, num_streams: int, num_tokens: int) -> list[list[floa
     return await asyncio.gather(*(stream(url, num_tokens) for _ in range(num_streams)))
 
 
-def phase(num_streams: int, num_tokens: int, interval_s: float) -> dict[str, Any]:
-    """Start a router and nodes, and run all streams once."""
+async def watched(url: str, num_viewers: int, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of some work, during which viewers read GET /live."""
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    request = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    viewers = [await loop.create_connection(lambda: Stream(request), host, int(port)) for _ in range(num_viewers)]
+    result = await work
+    for transport, viewer in viewers:
+        assert viewer.reads, "nobody was shown anything"
+        viewer.done.cancel()
+        transport.close()
+    return result
+
+
+def phase(
+    num_streams: int, num_tokens: int, interval_s: float, *, num_viewers: int = 0, num_prefill: int = 1
+) -> dict[str, Any]:
+    """Start a router and nodes, and run all streams once, watched by so many viewers of GET /live."""
     import uvloop
 
     context = multiprocessing.get_context("spawn")
@@ -170,14 +192,15 @@ def phase(num_streams: int, num_tokens: int, interval_s: float) -> dict[str, Any
     router.start()
     url, address, start_s = ours.recv()
     pipe, end = context.Pipe()
-    nodes = context.Process(target=run_nodes, args=(address, num_tokens, num_streams, interval_s, end), daemon=True)
+    about = address, num_tokens, num_streams, interval_s, end, num_prefill
+    nodes = context.Process(target=run_nodes, args=about, daemon=True)
     nodes.start()
     try:
         wait_ready(url)
         process = psutil.Process(router.pid)
         idle_rss, cpu = process.memory_info().rss, cpu_s(process)
         begun = time.perf_counter()
-        arrived = uvloop.run(clients(url, num_streams, num_tokens))
+        arrived = uvloop.run(watched(url, num_viewers, clients(url, num_streams, num_tokens)))
         sent = pipe.recv()
         cpu, wall = cpu_s(process) - cpu, time.perf_counter() - begun
         peak_rss = process.memory_info().rss
