@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.whole
 
 ANSWER = "A <b>quick</b> brown fox jumps over the lazy dog & <img src=x onerror=alert(1)> sleeps."
 SAID = f"<think>I think about foxes.</think>{ANSWER}"
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}>"
+CALLED = 'Let me look.<tool_call>{"name": "look", "arguments": {"at": "<i>foxes</i>"}}\n</tool_call>'
+TEMPLATE = "{{ tools | tojson if tools }}{% for message in messages %}{{ message['content'] }}{% endfor %}>"
 
 
 class Running:
@@ -25,6 +27,7 @@ class Running:
 
     def __init__(self, served: Served) -> None:
         self.served = served
+        self.pause_s = 0.0  # between two steps
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -43,6 +46,7 @@ class Running:
     def _run(self) -> None:
         while not self._stop.is_set():
             self.alone(self.served.step)
+            self._stop.wait(self.pause_s)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +60,9 @@ def start(model: Path) -> Iterator[Callable[..., Running]]:
     """Start a router with one prefill and two decode nodes."""
     running: list[Running] = []
 
-    def begin(num_decode: int = 2, nodes: dict[str, Any] | None = None, **router: Any) -> Running:
+    def begin(num_decode: int = 2, served_model: Path = model, nodes: Any = None, **router: Any) -> Running:
         settings = {"reasoning_parser": "qwen3", **router}
-        running.append(Running(Served(model, router=settings, **(nodes or {})).up(num_decode=num_decode)))
+        running.append(Running(Served(served_model, router=settings, **(nodes or {})).up(num_decode=num_decode)))
         return running[-1]
 
     yield begin
@@ -121,6 +125,54 @@ def test_drafted_tokens_are_coloured_if_asked_for(start: Callable[..., Running],
     drafted = "".join(tab.locator(".turn.assistant .drafted").all_inner_texts())
     assert 0.3 * len(SAID) < len(drafted) < len(SAID)
     assert "% drafted" in tab.locator("#chat-figures").inner_text()
+
+
+def test_a_call_of_a_tool_is_shown_apart_and_its_result_is_sent_back(
+    start: Callable[..., Running], tmp_path: Path, visit: Visit
+) -> None:
+    calling = make_speaker(tmp_path / "caller", CALLED, TEMPLATE)
+    tab = visit(start(num_decode=1, served_model=calling, tool_parser="hermes").served.url)
+    tab.get_by_role("button", name="Chat", exact=True).click()
+    tab.get_by_text("Settings").click()
+    tools = tab.get_by_label("Tools")
+    tools.fill('[{"type": "function", ')
+    ask(tab)
+    tab.get_by_text("The tools are not JSON").wait_for()
+    tools.fill('[{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]')
+    tab.get_by_text("Settings").click()
+    ask(tab)
+    tab.get_by_placeholder("Write what look returns.").wait_for()
+    assert tab.locator(".turn.assistant .text").inner_text() == "Let me look."
+    assert json.loads(tab.locator(".call pre").inner_text()) == {"at": "<i>foxes</i>"}
+    with tab.expect_request("**/v1/chat/completions") as sent:
+        ask(tab, "three foxes")
+    *_, call, result = sent.value.post_data_json["messages"]
+    assert (result["role"], result["content"]) == ("tool", "three foxes")
+    assert result["tool_call_id"] == call["tool_calls"][0]["id"]
+
+
+def test_the_text_of_a_running_request_is_read_only_when_it_is_asked_for_and_an_answer_can_be_stopped(
+    start: Callable[..., Running], visit: Visit
+) -> None:
+    running = start()
+    running.pause_s = 0.3
+    tab = visit(running.served.url)
+    paths: list[str] = []
+    tab.on("request", lambda request: paths.append(request.url))
+    ask(tab)
+    tab.locator(".turn.assistant .text").get_by_text("A <b>").wait_for()
+    tab.get_by_role("link", name="Requests").click()
+    tab.locator("tr.is-live button").click()
+    show = tab.get_by_role("button", name="Show its text so far")
+    show.wait_for()
+    assert not any(path.endswith("/text") for path in paths)
+    show.click()
+    tab.get_by_label("Text so far").get_by_text("I think about foxes").wait_for()
+    tab.keyboard.press("Escape")
+    tab.get_by_role("button", name="Stop", exact=True).click()
+    tab.get_by_text("You stopped the answer.").wait_for()
+    running.pause_s = 0.0
+    tab.get_by_role("row", name="chatcmpl-").get_by_text("cancelled").wait_for()
 
 
 def test_a_node_that_dies_and_one_that_drains_are_shown_with_the_reason(

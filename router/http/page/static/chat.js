@@ -72,6 +72,7 @@ function submit() {
     return;
   }
   const call = calls.shift();
+  setText(byId("chat-figures"), "");
   messages.push(call ? { role: "tool", tool_call_id: call.id, content: text } : { role: "user", content: text });
   addTurn(call ? `result of ${call.function.name}` : "you", "user").text.append(text);
   byId("chat-text").value = "";
@@ -127,8 +128,10 @@ async function answer(body, text) {
   controller = null;
   showBusy(false);
   shown.end("");
-  if (isChat) messages.push(shown.message);
-  calls = shown.calls.filter(Boolean);
+  const { message } = shown;
+  if (message.content || message.tool_calls) messages.push(message);
+  else messages.pop(); // what got no answer is not sent again
+  calls = [...(message.tool_calls ?? [])];
   askForMessage();
 }
 
@@ -175,7 +178,7 @@ class Answer {
   /** The answer as a message of the conversation. */
   get message() {
     const calls = this.calls.filter(Boolean);
-    return { role: "assistant", content: this.#content || null, ...(calls.length ? { tool_calls: calls } : {}) };
+    return { role: "assistant", content: this.#content || null, tool_calls: calls.length ? calls : undefined };
   }
 
   /** Show what a chunk brings. */

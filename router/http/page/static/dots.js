@@ -11,6 +11,7 @@ import { byId } from "./dom.js";
 
 const LEG_S = 0.7; // a leg of the way
 const MAX_BRIEF = 8; // dots per snapshot for requests that came and went
+const MAX_DOTS = 400; // if frames are not drawn in time, dots on their way out are dropped
 const SIZE = 3.6; // radius in pixels
 const reducesMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -51,6 +52,7 @@ export function draw(snapshot) {
   const numBetween = numDone === null ? 0 : Math.max(0, done - numDone - numSeen);
   numDone = done;
   for (let index = 0; index < Math.min(MAX_BRIEF, numBetween); index++) brief(snapshot);
+  for (const [rid, dot] of dots) if (dots.size > MAX_DOTS && dot.isLeaving) dots.delete(rid);
   place();
 }
 
