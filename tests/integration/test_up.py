@@ -138,11 +138,26 @@ def test_the_demo_model_speculates_by_default(tmp_path: Path) -> None:
                 log = (running.run_dir / f"{node}.log").read_text()
                 assert f"speculation: {words}\n" in log, log
             answer = running.request("POST", "/v1/completions", body)[1]
-            assert (answer["usage"].get("speculation", {}).get("accepted_tokens", 0) > 0) is is_speculated, answer
+            num_accepted = answer["usage"].get("speculation", {}).get("accepted_tokens", 0)
+            assert (num_accepted > 0) is is_speculated, answer
             texts.append(answer["choices"][0]["text"])
+            drafts = streamed_drafts(running.port, body)
+            assert "".join(draft["text"] for draft in drafts) == texts[-1]
+            assert len(drafts) == 24 and (sum(draft["is_draft"] for draft in drafts) > 0) is is_speculated
             running.process.terminate()
             assert running.process.wait(20) == 0, running.said
     assert texts[0] == texts[1]
+
+
+def streamed_drafts(port: int, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the text of each token, and whether it is an accepted draft, from the chunks of a stream."""
+    options = {"stream": True, "stream_options": {"include_drafts": True}}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body | options), {"Content-Type": "application/json"})
+    lines = connection.getresponse().read().splitlines()
+    connection.close()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    return [draft for chunk in chunks for choice in chunk["choices"] for draft in choice.get("drafts", [])]
 
 
 def test_a_second_up_on_a_taken_port_is_refused(tmp_path: Path, model_dir: Path) -> None:

@@ -19,7 +19,7 @@ async def live(api: Api, http_request: web.Request) -> web.StreamResponse:
     given = http_request.query.get("once", "")
     if given not in _ONCE:
         raise RequestError(f"once: {given!r} is neither true nor false", param="once")
-    if not _ONCE[given]:
+    if not _ONCE[given] and http_request.method != "HEAD":
         caller = http_request[CALLER]
         return await api.feed.watch(http_request, (caller.is_admin, share_of(caller)), sees)
     if sees == "everything":

@@ -109,7 +109,8 @@ class GroupQueue(NamedTuple):
 
 def group_queue(group: NodeGroup, queue: WaitingQueue, health: PairHealth, now: float) -> GroupQueue:
     """Return what waits in the queue of a group, and why."""
-    return GroupQueue({id(entry.request): entry for entry in queue.unordered}, _why_queue(group, queue, health, now))
+    why = _why_queue(group, queue, health, now) if len(queue) else ""
+    return GroupQueue({id(entry.request): entry for entry in queue.unordered}, why)
 
 
 def _why_queue(group: NodeGroup, queue: WaitingQueue, health: PairHealth, now: float) -> str:

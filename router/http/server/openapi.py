@@ -67,6 +67,9 @@ _STREAM = (
 )
 
 
+_EVENTS = "Server-sent events. The `data` of each event is a chunk as JSON. Lines that begin with a colon are comments."
+
+
 def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_key: bool = True) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of a router that has these routes and kinds of keys."""
     kinds: list[Any] = []
@@ -161,7 +164,8 @@ class _Writer:
 
     def _event(self, route: Route) -> dict[str, Any]:
         """Return the schema of one event. In OpenAPI 3.1 the schema of a stream is that of its events."""
-        described = {"chunk": route.chunk, "error": route.error}
+        is_generated = route.body is not None
+        described = {"chunk": route.chunk, "error": route.error} if is_generated else {"chunk": route.chunk}
         data: list[dict[str, Any]] = [
             {
                 "title": name,
@@ -174,7 +178,7 @@ class _Writer:
         if route.last_event is not None:
             data.append({"title": "end of the stream", "const": route.last_event})
         return {
-            "description": _STREAM,
+            "description": _STREAM if is_generated else _EVENTS,
             "type": "object",
             "properties": {"data": {"anyOf": data}},
             "required": ["data"],

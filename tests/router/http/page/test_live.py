@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.request import Request, urlopen
 
 import msgspec
 import pytest
@@ -211,6 +212,12 @@ def test_streams_end_with_a_last_snapshot_when_the_router_drains(
     assert late.status == 503
     status, body, _ = system.router.request("GET", "/live?once=true")
     assert (status, body["router"]["is_ready"]) == (200, False)
+
+
+def test_a_probe_without_a_body_gets_no_stream(make_router: Callable[..., RunningRouter]) -> None:
+    with urlopen(Request(f"{make_router().url}/live", method="HEAD"), timeout=20) as response:
+        assert (response.status, response.read()) == (200, b"")
+        assert response.headers["Content-Type"] == "application/json"
 
 
 def test_markup_in_names_is_data(make_system: Callable[..., System]) -> None:
