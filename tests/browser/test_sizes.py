@@ -62,7 +62,7 @@ def test_ranks_of_a_group_are_one_node_with_a_bar_for_each(visit: Visit) -> None
     with StandIn(snapshot([node("prefill-0", "prefill"), *ranks], [])) as stand_in:
         tab = visit(stand_in.url)
         card = tab.locator(".node", has=tab.get_by_role("button", name="big", exact=True))
-        card.get_by_text("rank 3: 72 pages in use, 39 cached, of 512").wait_for()
+        card.get_by_text("rank 3: 72 in use, 39 cached, of 512").wait_for()
         assert card.locator(".pages-bar").count() == 4
 
 

@@ -18,6 +18,9 @@ export function draw(history) {
   drawLinks(history);
   const units = unitsOf(snapshot.nodes);
   byId("topology").classList.toggle("is-crowded", units.length >= CROWDED);
+  const numDecode = units.filter((unit) => unit.role === "decode").length;
+  const share = units.length >= CROWDED ? Math.min(2, Math.max(0.5, numDecode / Math.max(1, units.length - numDecode))) : 1;
+  byId("topology").style.setProperty("--decode-share", `${share}fr`); // of the width, beside 1fr for prefill
   for (const role of ["prefill", "decode"]) {
     const own = units.filter((unit) => unit.role === role);
     keep(byId(`${role}-nodes`), own, (unit) => unit.key, makeCard, (card, unit) => updateCard(card, unit, history));
@@ -144,6 +147,7 @@ function updateRank(element, node) {
     bar.title = label;
     bar.setAttribute("aria-label", label);
   }
-  setText(caption.children[0], isGone ? "" : node.num_ranks > 1 ? `rank ${node.rank}: ${words}` : words);
+  setText(caption.children[0], isGone ? "" : node.num_ranks > 1 ? `rank ${node.rank}: ${words.replace(" pages", "")}` : words);
+  show(caption.children[0], !isGone);
   setText(caption.children[1], isGone ? `last seen ${ago(node.last_seen_s)}` : `last heartbeat ${ago(node.last_seen_s)}`);
 }
