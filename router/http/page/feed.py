@@ -82,15 +82,18 @@ class Feed:
 
     def close(self) -> None:
         """Send a last snapshot and end all streams. No new one begins."""
-        if not self._is_closed and self._viewers:
-            self._tick()
+        if not self._is_closed:
+            self._send()
         self._is_closed = True
         for viewer in self._viewers:
             viewer.ended.set()
 
     def _tick(self) -> None:
-        """Send a new snapshot to every viewer that has read its last one."""
         self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
+        self._send()
+
+    def _send(self) -> None:
+        """Send a new snapshot to every viewer that has read its last one."""
         self._newest.clear()
         events: dict[Sees, bytes] = {}
         for viewer in self._viewers:

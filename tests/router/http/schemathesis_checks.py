@@ -49,6 +49,9 @@ ARGUED = re.compile(
             "there is no tool",  # tool_choice and tools
             "required call needs tools",  # tool_choice and tools
             "excludes a last message of the assistant",  # thinking and messages
+            "no message before this one of a function has a call",  # a function's answer and the messages before
+            "^tool_choice: type '[a-z]+' excludes a name",
+            "only the model calls tools",  # allowed_callers
             "it cannot hold tool_use",  # the last message of the assistant
             "cannot read thoughts of this model",
             "has no place for tools",  # the template is the model's

@@ -210,6 +210,7 @@ def test_streams_end_with_a_last_snapshot_when_the_router_drains(
     assert read[-1].router.is_draining and read[-1].router.reason == "the router is shutting down"
     late = watch(system.router)
     assert late.status == 503
+    wait_until(lambda: system.router.router.api.feed._timer is None)
     status, body, _ = system.router.request("GET", "/live?once=true")
     assert (status, body["router"]["is_ready"]) == (200, False)
 

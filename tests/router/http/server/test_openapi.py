@@ -171,7 +171,7 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_declare(
     schema = tmp_path / "openapi.json"  # read from its URL, the document's own route would be left out
     schema.write_text(json.dumps(system.router.request("GET", "/openapi.json", headers=key)[1]))
     began = time.monotonic()
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     run = subprocess.run(
         [
             *(COMMAND, "--config-file", str(here / "schemathesis.toml"), "run", str(schema)),
