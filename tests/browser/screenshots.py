@@ -29,6 +29,13 @@ TOPICS = (
     "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def put(self, item):\n        ",
     "def walk(tree):\n    for node in tree:\n        if isinstance(node, list):\n            yield from walk(node)\n",
 )
+# Whether something is drawn between the nodes.
+PAGES_MOVE = """() => {
+  const canvas = document.querySelector("#dots"), link = document.querySelector("#link-pages").getBoundingClientRect();
+  const place = canvas.getBoundingClientRect(), scale = canvas.width / place.width;
+  const area = [link.x - place.x + 20, link.y - place.y, link.width - 40, link.height].map((side) => side * scale);
+  return canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
+}"""
 
 
 def main() -> None:
@@ -95,12 +102,11 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
 
 
 def wait_for_pages_on_their_way(tab: Page) -> None:
-    """Wait, not for ever, until the picture has pages that move."""
-    moves = "document.querySelector('#link-pages').classList.contains('is-flowing')"
-    for _ in range(60):
-        if tab.evaluate(moves):
+    """Wait, not for ever, until the picture has pages between the nodes."""
+    for _ in range(300):
+        if tab.evaluate(PAGES_MOVE):
             return
-        tab.wait_for_timeout(250)
+        tab.wait_for_timeout(50)
 
 
 def read_url(up: subprocess.Popen[str]) -> str:

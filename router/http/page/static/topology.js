@@ -136,7 +136,7 @@ function updateRank(element, node) {
   const pages = node.pages;
   const used = pages ? pages.total - pages.free - pages.padding : node.num_pages - node.free_pages;
   const cached = pages?.cache ? `, ${count(pages.cache)} cached` : "";
-  const words = `${count(used - (pages?.cache ?? 0))} pages in use${cached}, of ${count(node.num_pages)}`;
+  const words = `${plural(used - (pages?.cache ?? 0), "page")} in use${cached}, of ${count(node.num_pages)}`;
   OWNERS.forEach((owner, index) => {
     const number = pages ? pages[owner] : owner === "request" ? used : 0;
     bar.children[index].style.width = `${(100 * number) / Math.max(1, node.num_pages)}%`;
@@ -147,7 +147,7 @@ function updateRank(element, node) {
     bar.title = label;
     bar.setAttribute("aria-label", label);
   }
-  setText(caption.children[0], isGone ? "" : node.num_ranks > 1 ? `rank ${node.rank}: ${words.replace(" pages", "")}` : words);
+  setText(caption.children[0], isGone ? "" : node.num_ranks > 1 ? `rank ${node.rank}: ${words.replace(/ pages?/, "")}` : words);
   show(caption.children[0], !isGone);
   setText(caption.children[1], isGone ? `last seen ${ago(node.last_seen_s)}` : `last heartbeat ${ago(node.last_seen_s)}`);
 }
