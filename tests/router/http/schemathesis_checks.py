@@ -50,7 +50,7 @@ ARGUED = re.compile(
             "required call needs tools",  # tool_choice and tools
             "excludes a last message of the assistant",  # thinking and messages
             "no message before this one of a function has a call",  # a function's answer and the messages before
-            "^tool_choice: type '[a-z]+' excludes a name",
+            "^tool_choice: type '[a-z]+' (excludes a name|needs the name)",
             "only the model calls tools",  # allowed_callers
             "it cannot hold tool_use",  # the last message of the assistant
             "cannot read thoughts of this model",
