@@ -33,6 +33,11 @@ const MEANINGS = {
   finish: "ending the stream",
 };
 
+/** How the router places requests (router/placement/placement.py). Spans name the exceptions. */
+const RULE =
+  "The router asks the least loaded decode node that has room, then the prefill node that would finish the prompt first, " +
+  "counting the pages that it still has in its cache.";
+
 let opened = 0; // counts openings, so that answers for an earlier one are dropped
 
 /**
@@ -97,6 +102,7 @@ function drawTrace(trace) {
     ...facts.map((text) => el("p", { class: "caption", text })),
     ...(trace.error ? [el("p", { class: "error", text: trace.error })] : []),
     ...trace.choices.flatMap((sequence) => drawSequence(sequence, trace)),
+    el("p", { class: "caption", text: RULE }),
   ];
 }
 
