@@ -57,6 +57,7 @@ TEST_FOLDERS = {  # folders of tests/ that mirror no folder of the product
     "chaos": "faults in real processes, and the fault injector",
     "fuzz": "random input to the decoders",
     "gpu": "tests that need a GPU",
+    "browser": "the page in a real Chromium",
     "integration": "real processes, started by the command line",
     "metadata/wire/golden": "recorded messages",
     "releases": "earlier versions of Baton",

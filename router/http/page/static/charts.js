@@ -1,0 +1,94 @@
+/** Time series of the last ten minutes, drawn by uPlot. Legends are made here, since they also say the newest values. */
+
+import { byId, el, setText } from "./dom.js";
+import { bytes, clock, duration, figure } from "./format.js";
+import uPlot from "./vendor/uplot/uPlot.esm.js";
+
+const WINDOW_S = 600;
+const LEAST_S = 60; // a tab that was opened just now shows so much
+const HEIGHT = 160;
+const share = (value) => `${Math.round(100 * value)} %`;
+const perSecond = (value) => `${figure(value)}/s`;
+
+/**
+ * Each chart: title, what it says in words, how a value is written, and its lines as [series, label, colour, dashes].
+ * Lines of one chart differ in dashes as well as in colour.
+ */
+const CHARTS = [
+  ["Time to first token", "From the request's arrival to its first token.", duration, [
+    ["ttft50", "median", "prefill"], ["ttft95", "p95", "prefill", [6, 4]], ["ttft99", "p99", "prefill", [2, 4]]]],
+  ["Time between tokens", "Between two tokens of a stream.", duration, [
+    ["itl50", "median", "decode"], ["itl95", "p95", "decode", [6, 4]], ["itl99", "p99", "decode", [2, 4]]]],
+  ["Requests", "Running ones, and those that wait in the router.", figure, [
+    ["running", "running", "decode"], ["waiting", "waiting", "quiet", [6, 4]]]],
+  ["Tokens per second", "Prompt tokens go in, answer tokens come out.", perSecond, [
+    ["promptTokens", "prompt", "prefill"], ["outputTokens", "answer", "decode", [6, 4]]]],
+  ["Pages on their way", "Bytes per second from prefill to decode nodes.", (value) => `${bytes(value)}/s`, [
+    ["transfer", "moved", "pages"]]],
+  ["Drafts accepted, by position", "How often the first, second, ... drafted token was right.", share,
+    [0, 1, 2, 3, 4, 5, 6, 7].map((position) => [`accepted${position}`, `${position + 1}`, "decode", position ? [9 - position, 1 + position] : undefined])],
+  ["Prefix-cache hits", "Share of prompt tokens whose pages a node still had.", share, [["hits", "hits", "prefill"]]],
+  ["Disturbances", "Requests that lost their pages to older ones, or moved to other nodes.", perSecond, [
+    ["preemptions", "preemptions", "decode"], ["moves", "moves", "bad", [6, 4]]]],
+];
+
+/** @type {{plot: any, values: Element[], figure: Element, lines: any[], write: (value: number) => string}[]} */
+let made = [];
+const isDark = matchMedia("(prefers-color-scheme: dark)");
+isDark.addEventListener("change", remove); // colours are those of the theme
+
+/** @param {import("./history.js").History} history */
+export function draw(history) {
+  if (!made.length) made = CHARTS.map(make);
+  const { series } = history;
+  for (const { plot, values, figure, lines, write } of made) {
+    const shown = lines.filter(([name]) => lines.length < 5 || series[name].some((value) => value !== null));
+    plot.setData([series.at, ...lines.map(([name]) => series[name])]);
+    lines.forEach(([name], index) => {
+      const newest = series[name].at(-1);
+      setText(values[index].lastChild, newest === null || newest === undefined ? "–" : write(newest));
+      /** @type {any} */ (values[index]).hidden = !shown.includes(lines[index]) && index > 0;
+    });
+    const { clientWidth } = figure;
+    if (clientWidth && clientWidth !== plot.width) plot.setSize({ width: clientWidth, height: HEIGHT });
+  }
+}
+
+function make([title, words, write, lines]) {
+  const colours = getComputedStyle(document.documentElement);
+  const colour = (name) => colours.getPropertyValue(`--${name}`);
+  const values = lines.map(([, label, hue, dashes]) => {
+    const mark = el("i");
+    mark.style.borderColor = colour(hue);
+    mark.style.borderTopStyle = dashes?.length ? "dashed" : "solid";
+    return el("span", {}, mark, `${label} `, el("b"));
+  });
+  const place = el("div", { class: "plot", "aria-hidden": "true" });
+  byId("charts").append(
+    el("figure", { class: "panel" },
+      el("figcaption", {}, el("h3", { text: title }), el("span", { class: "caption", text: words }), el("span", { class: "values" }, ...values)),
+      place));
+  const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const options = {
+    width: place.clientWidth || 400,
+    height: HEIGHT,
+    legend: { show: false },
+    cursor: { sync: { key: "charts" }, drag: { x: false, y: false } },
+    scales: {
+      x: { time: true, range: (_, oldest, newest) => [newest - Math.min(WINDOW_S, Math.max(LEAST_S, newest - oldest)), newest] },
+      y: { range: (_, __, most) => [0, most > 0 ? 1.1 * most : 1] },
+    },
+    axes: [
+      { ...axis, size: 26, values: (_, times) => times.map((at) => clock(at)) },
+      { ...axis, size: 70, values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : write(mark))) },
+    ],
+    series: [{}, ...lines.map(([, label, hue, dash]) => ({ label, stroke: colour(hue), width: 2, dash, points: { show: false } }))],
+  };
+  return { plot: new uPlot(options, [[], ...lines.map(() => [])], place), values, figure: place, lines, write };
+}
+
+function remove() {
+  for (const { plot } of made) plot.destroy();
+  made = [];
+  byId("charts").replaceChildren();
+}

@@ -1,0 +1,154 @@
+/** One request's life: a Gantt chart of its spans, with the reason of each placement, and its text while it runs. */
+
+import { Refused, askJson } from "./api.js";
+import { byId, el, setText } from "./dom.js";
+import { bytes, clock, count, duration, plural } from "./format.js";
+
+const AGAIN_MS = 1000; // a live request is read again so often
+
+/** Colours by the kind of work. Every other span waits. */
+const KINDS = {
+  dispatch: "prefills", prefill: "prefills", "local prefill": "prefills", "first token": "prefills", recompute: "prefills",
+  handoff: "hands", offer: "hands", pull: "hands", admission: "hands", decode: "decodes",
+};
+
+/** What each span is, for readers who see it for the first time. */
+const MEANINGS = {
+  receive: "reading the request and making tokens of its text",
+  queue: "waiting in the router",
+  reserve: "asking a decode node for room",
+  dispatch: "on the way to the prefill node",
+  "prefill queue": "waiting in the prefill node",
+  prefill: "computing the prompt",
+  "local prefill": "the decode node computes the prompt itself",
+  "first token": "sampling the first token",
+  handoff: "pages move to the decode node",
+  offer: "the prefill node offers its pages",
+  pull: "the decode node pulls the pages and checks them",
+  admission: "joining the decode node's batch",
+  decode: "generating tokens",
+  preempted: "waiting, since older requests needed its pages",
+  recompute: "computing lost pages again",
+  paused: "waiting for nodes",
+  finish: "ending the stream",
+};
+
+/** How the router places requests (router/placement/placement.py). Spans name the exceptions. */
+const RULE =
+  "The router asks the least loaded decode node that has room, then the prefill node that would finish the prompt first, " +
+  "counting the pages that it still has in its cache.";
+
+let opened = 0; // counts openings, so that answers for an earlier one are dropped
+
+/**
+ * Open the dialog of one request, and keep it fresh while the request runs.
+ * @param {string} rid
+ * @param {() => string} [readWhy] returns why the request waits or runs where it does, as long as the router tells it
+ */
+export async function openRequest(rid, readWhy = () => "") {
+  const turn = ++opened;
+  const dialog = byId("request-dialog");
+  setText(byId("request-title"), rid);
+  byId("request-body").replaceChildren(el("p", { class: "caption", text: "Reading" }));
+  byId("request-close").onclick = () => dialog.close();
+  const text = el("pre", { class: "live-text", tabindex: "0", "aria-label": "Text so far", hidden: true });
+  let wantsText = false;
+  const showText = el("button", { type: "button", text: "Show its text so far", on: { click: () => { wantsText = true; showText.hidden = true; text.hidden = false; } } });
+  dialog.showModal();
+  while (turn === opened && dialog.open) {
+    const traces = await readTraces(rid);
+    if (turn !== opened || !dialog.open) return;
+    const isLive = Array.isArray(traces) && traces.some((trace) => trace.outcome === "live");
+    if (wantsText && isLive) setText(text, await readText(rid));
+    showText.hidden ||= !isLive;
+    const parts = Array.isArray(traces) ? traces.flatMap(drawTrace) : [el("p", { class: "error", text: traces })];
+    const why = isLive && readWhy() ? [el("p", {}, `Where it is, and why: ${readWhy()}`)] : [];
+    byId("request-body").replaceChildren(...why, ...parts, showText, text);
+    if (!isLive) return;
+    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+  }
+}
+
+async function readTraces(rid) {
+  try {
+    return (await askJson(`debug/requests/${encodeURIComponent(rid)}`)).requests;
+  } catch (error) {
+    return error instanceof Refused ? error.message : "the router does not answer";
+  }
+}
+
+async function readText(rid) {
+  try {
+    const answer = await askJson(`debug/requests/${encodeURIComponent(rid)}/text`);
+    return answer.texts ? answer.texts.join("\n\n") : String(answer.text ?? "");
+  } catch (error) {
+    return error instanceof Refused ? error.message : "the router does not answer";
+  }
+}
+
+function drawTrace(trace) {
+  const isLive = trace.outcome === "live";
+  const cached = trace.num_cached ? `, ${count(trace.num_cached)} of them cached` : "";
+  const numTokens = trace.choices.reduce((sum, sequence) => sum + sequence.num_tokens, 0);
+  const spans = trace.choices.flatMap((sequence) => sequence.parts);
+  const longest = spans.reduce((most, span) => ((span.seconds ?? 0) > (most.seconds ?? 0) ? span : most), spans[0] ?? {});
+  const most = longest.seconds ? `Longest part: ${longest.name} (${MEANINGS[longest.name] ?? "other"}), ${duration(longest.seconds)} of ${duration(trace.total_s)}.` : "";
+  const facts = [
+    `${isLive ? "Running for" : `${trace.outcome} in`} ${duration(trace.total_s)}; received at ${clock(trace.received_at)}; model ${trace.model}`,
+    `${plural(trace.num_prompt, "prompt token")}${cached}; ${trace.ttft_s ? `first token after ${duration(trace.ttft_s)}` : "no token yet"}; ${plural(numTokens, "token")}`,
+  ];
+  return [
+    ...(most ? [el("p", {}, el("strong", { text: most }))] : []),
+    ...facts.map((text) => el("p", { class: "caption", text })),
+    ...(trace.error ? [el("p", { class: "error", text: trace.error })] : []),
+    ...trace.choices.flatMap((sequence) => drawSequence(sequence, trace)),
+    el("p", { class: "caption", text: RULE }),
+  ];
+}
+
+function drawSequence(sequence, trace) {
+  const title = trace.choices.length > 1 ? [el("h4", { text: `Choice ${sequence.index + 1}: ${plural(sequence.num_tokens, "token")}` })] : [];
+  const rows = sequence.parts.flatMap((span) => drawSpan(span, trace.total_s));
+  const dropped = sequence.num_forgotten ? [el("p", { class: "caption", text: `${plural(sequence.num_forgotten, "span")} in the middle were dropped; their time counts as the span before.` })] : [];
+  return [...title, el("div", { class: "spans" }, ...rows), ...dropped];
+}
+
+function drawSpan(span, total) {
+  const [start, seconds] = [span.start_s ?? 0, span.seconds ?? 0];
+  const bar = el("i");
+  bar.style.left = `${total ? Math.min(99.5, (100 * start) / total) : 0}%`;
+  bar.style.width = `${total ? (100 * seconds) / total : 0}%`;
+  const attempt = span.attempt ? `attempt ${span.attempt + 1}` : "";
+  const told = [MEANINGS[span.name] ?? "", span.node ? `on ${span.node}` : "", attempt, ...figuresOf(span)].filter(Boolean).join("; ");
+  return [
+    el("span", { class: "name", text: span.name }),
+    el("div", { class: `track ${KINDS[span.name] ?? "waits"}`, "aria-hidden": "true" }, bar),
+    el("span", { class: "number", text: duration(seconds) }),
+    el("p", { class: "told", text: told }),
+  ];
+}
+
+/** Return what a span counted, and why it is where it is. JSON leaves out what is zero. */
+function figuresOf(span) {
+  const { name, reason = "" } = span;
+  const because = reason ? `because ${reason}` : "";
+  if (name === "queue") {
+    return [reason ? `moved: ${reason}` : "", span.num_refused ? `the decode node was full ${plural(span.num_refused, "time")}` : ""];
+  }
+  if (name === "prefill" || name === "local prefill") {
+    const cached = span.num_cached ? `, ${count(span.num_cached)} more were cached` : "";
+    return [span.num_prompt ? `${plural(span.num_prompt, "token")}${cached}` : "", because];
+  }
+  if (name === "pull") {
+    const had = span.had_pages ? `, ${count(span.had_pages)} more were cached` : "";
+    const rate = span.gb_per_s ? ` at ${span.gb_per_s} GB/s` : "";
+    const over = span.pull_times?.transport ? ` over ${span.pull_times.transport}` : "";
+    return [`${plural(span.num_pages ?? 0, "page")}, ${bytes(span.num_bytes ?? 0)}${rate}${over}${had}`];
+  }
+  if (name === "decode") {
+    const rounds = span.num_steps ? ` in ${plural(span.num_steps, "round")}` : "";
+    const drafts = span.num_drafted ? `${count(span.num_accepted ?? 0)} of ${count(span.num_drafted)} drafts accepted` : "";
+    return [span.num_tokens ? `${plural(span.num_tokens, "token")}${rounds}` : "", drafts, because];
+  }
+  return [because];
+}

@@ -1,0 +1,162 @@
+"""The page with no node, one node and many, with hostile names, and after thousands of requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .conftest import Visit
+from .stand_in import StandIn, finished, node, request, snapshot
+
+pytestmark = pytest.mark.whole
+
+MARKUP = '<img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script>'
+PAIR = [node("prefill-0", "prefill"), node("decode-0", "decode")]
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+    """Wait until a condition holds that no element of a page shows."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition does not hold"
+        time.sleep(0.02)
+
+
+def num_wide(tab: Any) -> int:
+    """Return how many pixels the content is wider than the window."""
+    return tab.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+
+
+def test_without_a_node_the_page_says_how_to_start_one(visit: Visit) -> None:
+    with StandIn(snapshot([], [], models=[])) as stand_in:
+        tab = visit(stand_in.url)
+        tab.get_by_text("No prefill node has joined yet").wait_for()
+        tab.get_by_text("No decode node has joined yet").wait_for()
+        assert not tab.get_by_text("Send a request").is_visible()  # nobody could answer it
+
+
+def test_a_single_decode_node_computes_prompts_itself(visit: Visit) -> None:
+    with StandIn(snapshot([node("decode-0", "decode")], [])) as stand_in:
+        tab = visit(stand_in.url)
+        tab.get_by_text("the decode nodes compute the prompts themselves").wait_for()
+        tab.get_by_role("button", name="decode-0").wait_for()
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_sixty_four_nodes_fit_without_sideways_scrolling(visit: Visit, width: int) -> None:
+    roles = [("prefill", index) for index in range(16)] + [("decode", index) for index in range(48)]
+    nodes = [node(f"{role}-{index}", role) for role, index in roles]
+    requests = [request(f"r{index}", decode=f"decode-{index % 48}") for index in range(200)]
+    with StandIn(snapshot(nodes, requests)) as stand_in:
+        tab = visit(stand_in.url, viewport={"width": width, "height": 800})
+        tab.get_by_role("button", name="decode-47").wait_for()
+        assert tab.locator(".node").count() == 64
+        assert num_wide(tab) <= 0
+
+
+def test_ranks_of_a_group_are_one_node_with_a_bar_for_each(visit: Visit) -> None:
+    ranks = [node(f"big-{rank}", "decode", group="big", rank=rank, num_ranks=4) for rank in range(4)]
+    with StandIn(snapshot([node("prefill-0", "prefill"), *ranks], [])) as stand_in:
+        tab = visit(stand_in.url)
+        card = tab.locator(".node", has=tab.get_by_role("button", name="big", exact=True))
+        card.get_by_text("rank 3: 72 in use, 39 cached, of 512").wait_for()
+        assert card.locator(".pages-bar").count() == 4
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_every_view_fits_and_text_stands_out_in_light_and_dark(visit: Visit, scheme: str, width: int) -> None:
+    now = snapshot(PAIR, [request("r1", why="a " + "long" * 100)])
+    with StandIn(now) as stand_in:
+        size = {"width": width, "height": 740}
+        tab = visit(stand_in.url, color_scheme=scheme, reduced_motion="reduce", viewport=size)
+        for view in ("Requests", "Charts", "System"):
+            tab.get_by_role("link", name=view, exact=True).click()
+            tab.wait_for_timeout(400)
+            assert num_wide(tab) <= 0, view
+        tab.get_by_role("button", name="Chat", exact=True).click()
+        assert num_wide(tab) <= 0
+        assert tab.evaluate("document.getAnimations().length") == 0
+        assert contrast(tab, "--ink", "--ground") > 7
+        for name in ("--quiet", "--prefill", "--decode", "--pages", "--bad"):
+            assert contrast(tab, name, "--ground") > 4.5, name
+            assert contrast(tab, name, "--surface") > 4.5, name
+
+
+def contrast(tab: Any, ink: str, ground: str) -> float:
+    """Return the contrast of two colours of the theme, as WCAG defines it."""
+    first, second = (tab.evaluate(LUMINANCE, name) for name in (ink, ground))
+    return (max(first, second) + 0.05) / (min(first, second) + 0.05)
+
+
+LUMINANCE = """(name) => {
+  const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim().slice(1);
+  const part = (at) => { const value = parseInt(hex.slice(at, at + 2), 16) / 255;
+    return value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4; };
+  return 0.2126 * part(0) + 0.7152 * part(2) + 0.0722 * part(4);
+}"""
+
+
+def test_markup_in_names_reasons_and_errors_stays_text(visit: Visit) -> None:
+    nodes = [node(MARKUP, "prefill", state="faulty", why=MARKUP, model=MARKUP), node("decode-0", "decode")]
+    now = snapshot(nodes, [request(MARKUP, stage=MARKUP, why=MARKUP)], models=[MARKUP])
+    now["waits"] = [{"where": MARKUP, "why": MARKUP, "count": 1, "oldest_s": 1.0}]
+    now["router"] |= {"reason": MARKUP, "version": MARKUP}
+    with StandIn(now) as stand_in:
+        stand_in.lines = [finished("r1", model=MARKUP, client_id=MARKUP, longest=MARKUP)]
+        tab = visit(stand_in.url)
+        tab.get_by_role("button", name=MARKUP).first.click()
+        tab.get_by_role("button", name="Close").first.click()
+        tab.get_by_role("link", name="Requests").click()
+        tab.get_by_role("row", name="r1").wait_for()
+        tab.get_by_role("button", name="Chat", exact=True).click()
+        assert tab.evaluate("window.hacked === undefined")
+        assert tab.evaluate("document.querySelectorAll('main img, main script, dialog img, dialog script').length") == 0
+
+
+def test_a_hidden_tab_closes_its_stream_and_opens_it_when_it_is_shown(visit: Visit) -> None:
+    with StandIn(snapshot(PAIR, [])) as stand_in:
+        tab = visit(stand_in.url)
+        tab.get_by_text("Live", exact=True).wait_for()
+        assert stand_in.num_streams == 1
+        for is_hidden, num_streams in ((True, 0), (False, 1)):
+            tab.evaluate(
+                "(hidden) => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
+                " document.dispatchEvent(new Event('visibilitychange')); }",
+                is_hidden,
+            )
+            wait_for(lambda count=num_streams: stand_in.num_streams == count)
+        tab.get_by_text("Live", exact=True).wait_for()
+
+
+def test_memory_stays_flat_over_ten_thousand_requests(visit: Visit) -> None:
+    """Requests run, end and are listed, a thousand per second. The tab keeps what the router keeps."""
+    now = snapshot(PAIR, [])
+    with StandIn(now, interval_s=0.1) as stand_in:
+
+        def each() -> None:
+            done = now["totals"]["requests"]["done"] + 100
+            now["totals"] = {**now["totals"], "requests": {**now["totals"]["requests"], "done": done}}
+            now["requests"] = [request(f"r{number}") for number in range(done, done + 200)]
+            stand_in.lines = [finished(f"r{number}") for number in range(done - 1, max(-1, done - 1025), -1)]
+
+        stand_in.each = each
+        tab = visit(stand_in.url)
+        tab.get_by_role("link", name="Requests").click()
+        session = tab.context.new_cdp_session(tab)
+
+        def heap_after(num_done: int) -> tuple[int, int]:
+            wait_for(lambda: now["totals"]["requests"]["done"] >= num_done, 60.0)
+            tab.get_by_text("running, 1,024 finished").wait_for()
+            session.send("HeapProfiler.collectGarbage")
+            counters = session.send("Memory.getDOMCounters")
+            return session.send("Runtime.getHeapUsage")["usedSize"], counters["nodes"]
+
+        before, nodes_before = heap_after(5_000)
+        after, nodes_after = heap_after(15_000)
+        assert after - before < 1_500_000, (before, after)
+        assert nodes_after - nodes_before < 2_000, (nodes_before, nodes_after)
+        assert tab.locator("#request-rows tr").count() == 100
