@@ -219,8 +219,10 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
 
 def _run_process(name: str, config: Any) -> int:
     """Run a router or a node in this process. Its log starts here."""
-    if name != "router":
-        _module("engine.checkpoint.model_check").check_model(config)  # before torch is loaded
+    if name != "router":  # before torch is loaded
+        checks = _module("engine.checkpoint.model_check")
+        (config,) = checks.fetched([config], _module("deploy.terminal").say)
+        checks.check_model(config)
     # OpenMP threads that spin while they wait take the cores of the other processes on this host. Must be set before
     # torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -33,6 +33,7 @@ _LOOK_EVERY_S = 1.0  # how often the router is asked for its nodes
 
 def run(plan: Plan) -> int:
     """Start all processes, wait for a signal, stop all processes. Returns the exit status."""
+    plan = plan.fetched(say)
     plan.check_models()
     plan = plan.settled()
     port = plan.router.port or free_port(plan.router.host)

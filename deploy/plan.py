@@ -8,13 +8,13 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..decode_node.config import DecodeConfig
-from ..engine.checkpoint.model_check import check_model, resolve_model
+from ..engine.checkpoint.model_check import check_model, fetched, resolve_model
 from ..engine.config import MEMORY_SHARE, EngineConfig
 from ..engine.drafters.algorithm import find_drafter, settle
 from ..engine.drafters.registry import describe
@@ -83,6 +83,13 @@ class Plan:
     prefill: PrefillConfig
     decode: DecodeConfig
     keys_dir: Path | None = None  # holds NAME.key for each process and the allow-list
+
+    def fetched(self, say: Callable[[str], None]) -> Plan:
+        """Return this plan with directories in place of names of the Hugging Face hub, after downloading the models.
+        Raises ConfigError and ModelError."""
+        nodes: list[EngineConfig] = [self.prefill] * self.up.prefill + [self.decode] * self.up.decode  # type: ignore[operator]
+        found: dict[EngineConfig, Any] = dict(zip(nodes, fetched(nodes, say), strict=True))
+        return replace(self, prefill=found.get(self.prefill, self.prefill), decode=found[self.decode])
 
     def check_models(self) -> None:
         """Raise ConfigError or ModelError if a process could not load its model."""
