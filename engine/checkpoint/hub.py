@@ -36,6 +36,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHIPPED = "|".join(line.shipped_as for line in DRAFTERS.values() if line.shipped_as is not None)
 _SMALL = re.compile(rf"[^/]+\.(json|jinja)|additional_chat_templates/[^/]+\.jinja|({_SHIPPED})[^/]*/[^/]+\.json")
+_MAIN = "main"  # the branch of a repository
+_CHUNK_BYTES = 1 << 20  # of a file are written at once; an interruption loses fewer
 _NUM_THREADS = 8  # files at once
 _SAY_EVERY_S = 10.0  # without a terminal
 
@@ -51,7 +53,8 @@ class Snapshot(NamedTuple):
     """A repository at one commit, and its directory on this host."""
 
     name: str
-    commit: str
+    revision: str
+    commit: str  # that the revision means now
     directory: Path
     files: Mapping[str, File]  # by path in the repository; none if `is_cached`
     why_cached: str = ""  # why the hub could not be asked; "": it was
@@ -106,7 +109,7 @@ def find(model: str, name: str, revision: str | None, say: Say) -> Snapshot:
         each.rfilename: File(each.size or 0, each.lfs.sha256 if each.lfs is not None else each.blob_id or "")
         for each in info.siblings or ()
     }
-    return Snapshot(name, info.sha, _storage(name) / "snapshots" / info.sha, files)
+    return Snapshot(name, revision or _MAIN, info.sha, _storage(name) / "snapshots" / info.sha, files)
 
 
 def fetch_small(snapshot: Snapshot) -> None:
@@ -115,15 +118,15 @@ def fetch_small(snapshot: Snapshot) -> None:
 
 
 def fetch_weights(snapshot: Snapshot, paths: Sequence[str], say: Say) -> None:
-    """Download these files, after saying what and how much; on from where the last start was interrupted. Raises as
-    `find`, also if the disk has no room for them."""
-    if not paths:
+    """Download these files, after saying what and how much; on from where the last start was interrupted. The cache
+    then knows the commit of the revision. Raises as `find`, also if the disk has no room."""
+    if snapshot.is_cached:
         return
     from filelock import FileLock, Timeout
 
-    blobs = _storage(snapshot.name) / "blobs"
-    blobs.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(blobs / ".baton.lock")
+    storage = _storage(snapshot.name)
+    blobs, ref = storage / "blobs", storage / "refs" / snapshot.revision
+    lock = FileLock(storage / ".baton.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -135,6 +138,10 @@ def fetch_weights(snapshot: Snapshot, paths: Sequence[str], say: Say) -> None:
         if missing:
             _download(snapshot, missing, blobs, say)
         _link(snapshot, paths)
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(snapshot.commit)  # for a start that cannot ask the hub
+    except OSError as error:
+        raise _refusal(error, snapshot.name, snapshot.revision) from None
     finally:
         lock.release()
 
@@ -145,11 +152,13 @@ def _library(name: str) -> Any:
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # another protocol, which cannot resume
     try:
         import huggingface_hub
+        from huggingface_hub import constants
     except ImportError:
         raise ConfigError(
             f"{name} is no directory here, and to download it from the Hugging Face hub Baton needs huggingface_hub: "
             "pip install 'baton-serve[hub]', or give a directory"
         ) from None
+    constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
     return huggingface_hub
 
 
@@ -163,14 +172,14 @@ def _storage(name: str) -> Path:
 def _cached(model: str, name: str, revision: str | None, why: str, say: Say) -> Snapshot:
     """Return the snapshot that the cache has of a revision. `why`: the hub was not asked."""
     storage = _storage(name)
-    ref = storage / "refs" / (revision or "main")
+    ref = storage / "refs" / (revision or _MAIN)
     commit = ref.read_text().strip() if ref.is_file() else revision or ""
     directory = storage / "snapshots" / commit
     if not commit or not directory.is_dir():
         what = name if revision is None else f"revision {revision} of {name}"
         raise ModelError(f"{what} is not in the cache ({storage.parent}), and {why}{did_you_mean(Path(model))}")
     say(f"{name}: {why}; taking commit {commit[:12]} from the cache")
-    return Snapshot(name, commit, directory, {}, why)
+    return Snapshot(name, revision or _MAIN, commit, directory, {}, why)
 
 
 def _link(snapshot: Snapshot, paths: Iterable[str]) -> None:
@@ -178,11 +187,13 @@ def _link(snapshot: Snapshot, paths: Iterable[str]) -> None:
     missing = [path for path in paths if not (snapshot.directory / path).exists()]
     if not missing:
         return
-    hub = _library(snapshot.name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
     patterns = [re.sub(r"([*?[])", r"[\1]", path) for path in missing]
     try:
-        with hub.utils.disable_progress_bars():
-            hub.snapshot_download(snapshot.name, revision=snapshot.commit, allow_patterns=patterns)
+        with disable_progress_bars():
+            snapshot_download(snapshot.name, revision=snapshot.commit, allow_patterns=patterns)
     except _faults() as error:
         raise _refusal(error, snapshot.name, snapshot.commit) from None
 
@@ -222,7 +233,13 @@ def _download(snapshot: Snapshot, paths: Sequence[str], blobs: Path, say: Say) -
         for _ in range(min(_NUM_THREADS, len(paths))):
             threading.Thread(target=work, name="download", daemon=True).start()  # Ctrl-C waits for none of them
         for _ in paths:
-            if (error := done.get()) is not None:
+            try:
+                error = done.get()
+            except KeyboardInterrupt:
+                meter.close()
+                say(f"stopped; the next start takes the download of {snapshot.name} up where it ended")
+                raise
+            if error is not None:
                 raise _refusal(error, snapshot.name, snapshot.commit) if isinstance(error, _faults()) else error
 
 
@@ -319,7 +336,7 @@ def _why_silent(error: Exception) -> str:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE forbids to ask the hub"
+        return "HF_HUB_OFFLINE forbids asking the hub"
     status = _status(error)
     what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return f"{constants.ENDPOINT} " + (f"cannot be reached ({what})" if status is None else f"answers {status}")

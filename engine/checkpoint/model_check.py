@@ -49,7 +49,9 @@ def fetched(nodes: Sequence[Config], say: Say) -> list[Config]:
                     snapshots[name, revision] = hub.find(model, name, revision, say)
                 found[what] = snapshots[name, revision]
             elif revision is not None:
-                raise ConfigError(f"revision {revision} is for a model of the Hugging Face hub, but {what} is {model}")
+                flag, given = f"--{what}".replace("_", "-"), "not given" if model is None else f"the path {model}"
+                flags = f"{flag.replace('model', 'revision')} {revision}"
+                raise ConfigError(f"{flags} is for ORG/NAME of the Hugging Face hub, but {flag} is {given}")
         directories = {what: str(snapshot.directory) for what, snapshot in found.items()}
         settled[config] = replace(config, **directories, revision=None, draft_revision=None)
         wanted[config] = [(each, _weights_of(settled[config], what, each)) for what, each in found.items()]

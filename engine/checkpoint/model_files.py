@@ -223,7 +223,7 @@ def _merge() -> str:
 
 
 def _original() -> str:
-    return f"give the directory of the model's Hugging Face checkpoint ({_NEEDED})"
+    return f"give the model's Hugging Face checkpoint ({_NEEDED})"
 
 
 def _other_weights(model_dir: Path, names: Set[str]) -> str:
