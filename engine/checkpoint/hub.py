@@ -49,7 +49,7 @@ class File(NamedTuple):
     etag: str  # names its blob in the cache: the SHA-256 of a large file
 
 
-class Snapshot(NamedTuple):
+class HubSnapshot(NamedTuple):
     """A repository at one commit, and its directory on this host."""
 
     name: str
@@ -95,7 +95,7 @@ def name_of(model_dir: Path) -> str:
     return "/".join(kept_as[1:]) if commit_of(model_dir) and kept_as[0] == "models" else model_dir.name
 
 
-def find(model: str, name: str, revision: str | None, say: Say) -> Snapshot:
+def find(model: str, name: str, revision: str | None, say: Say) -> HubSnapshot:
     """Return the snapshot of `revision` of the repository `name`, which the operator called `model`. If the hub cannot
     be asked, the cache answers. Raises ModelError or ConfigError, saying what to do."""
     hub = _library(name)
@@ -109,15 +109,15 @@ def find(model: str, name: str, revision: str | None, say: Say) -> Snapshot:
         each.rfilename: File(each.size or 0, each.lfs.sha256 if each.lfs is not None else each.blob_id or "")
         for each in info.siblings or ()
     }
-    return Snapshot(name, revision or _MAIN, info.sha, _storage(name) / "snapshots" / info.sha, files)
+    return HubSnapshot(name, revision or _MAIN, info.sha, _storage(name) / "snapshots" / info.sha, files)
 
 
-def fetch_small(snapshot: Snapshot) -> None:
+def fetch_small(snapshot: HubSnapshot) -> None:
     """Download what Baton reads beside the weights. Raises as `find`."""
     _link(snapshot, [path for path in snapshot.files if _SMALL.fullmatch(path)])
 
 
-def fetch_weights(snapshot: Snapshot, paths: Sequence[str], say: Say) -> None:
+def fetch_weights(snapshot: HubSnapshot, paths: Sequence[str], say: Say) -> None:
     """Download these files, after saying what and how much; on from where the last start was interrupted. The cache
     then knows the commit of the revision. Raises as `find`, also if the disk has no room."""
     if snapshot.is_cached:
@@ -169,7 +169,7 @@ def _storage(name: str) -> Path:
     return Path(constants.HF_HUB_CACHE).expanduser().absolute() / f"models--{name.replace('/', '--')}"
 
 
-def _cached(model: str, name: str, revision: str | None, why: str, say: Say) -> Snapshot:
+def _cached(model: str, name: str, revision: str | None, why: str, say: Say) -> HubSnapshot:
     """Return the snapshot that the cache has of a revision. `why`: the hub was not asked."""
     storage = _storage(name)
     ref = storage / "refs" / (revision or _MAIN)
@@ -179,10 +179,10 @@ def _cached(model: str, name: str, revision: str | None, why: str, say: Say) -> 
         what = name if revision is None else f"revision {revision} of {name}"
         raise ModelError(f"{what} is not in the cache ({storage.parent}), and {why}{did_you_mean(Path(model))}")
     say(f"{name}: {why}; taking commit {commit[:12]} from the cache")
-    return Snapshot(name, revision or _MAIN, commit, directory, {}, why)
+    return HubSnapshot(name, revision or _MAIN, commit, directory, {}, why)
 
 
-def _link(snapshot: Snapshot, paths: Iterable[str]) -> None:
+def _link(snapshot: HubSnapshot, paths: Iterable[str]) -> None:
     """Have the library put files into the snapshot's directory; it downloads those of which the cache has no blob."""
     missing = [path for path in paths if not (snapshot.directory / path).exists()]
     if not missing:
@@ -198,7 +198,7 @@ def _link(snapshot: Snapshot, paths: Iterable[str]) -> None:
         raise _refusal(error, snapshot.name, snapshot.commit) from None
 
 
-def _download(snapshot: Snapshot, paths: Sequence[str], blobs: Path, say: Say) -> None:
+def _download(snapshot: HubSnapshot, paths: Sequence[str], blobs: Path, say: Say) -> None:
     """Download files into their blobs. Raises BatonError."""
     sizes = {path: snapshot.files[path].size for path in paths}
     here = {path: _size(_part(blobs, snapshot.files[path])) for path in paths}
@@ -243,7 +243,7 @@ def _download(snapshot: Snapshot, paths: Sequence[str], blobs: Path, say: Say) -
                 raise _refusal(error, snapshot.name, snapshot.commit) if isinstance(error, _faults()) else error
 
 
-def _fetch(snapshot: Snapshot, path: str, blobs: Path, meter: _Meter) -> None:
+def _fetch(snapshot: HubSnapshot, path: str, blobs: Path, meter: _Meter) -> None:
     """Download one file, on from the part that is here."""
     from huggingface_hub import file_download
     from huggingface_hub.utils import build_hf_headers

@@ -16,7 +16,7 @@ from ..drafters.algorithm import find_drafter, settle
 from ..ranks.shares import check_shares
 from ..state.host_memory import available_memory
 from . import hub
-from .hub import Say, Snapshot, in_words
+from .hub import HubSnapshot, Say, in_words
 from .model_config import ModelConfig
 from .model_files import check_directory, check_names, safetensors_files
 from .quantization import chosen
@@ -36,11 +36,11 @@ def fetched(nodes: Sequence[Config], say: Say) -> list[Config]:
     """Return the configurations of nodes of this host with directories in place of names of the Hugging Face hub, after
     downloading the models. What config.json alone tells is checked for all nodes before any weights are downloaded.
     `say` gets lines for the operator. Raises ConfigError or ModelError, saying what to do."""
-    snapshots: dict[tuple[str, str | None], Snapshot] = {}  # a name is resolved once for all nodes
+    snapshots: dict[tuple[str, str | None], HubSnapshot] = {}  # a name is resolved once for all nodes
     settled: dict[Config, Config] = {}
-    wanted: dict[Config, list[tuple[Snapshot, list[str]]]] = {}
+    wanted: dict[Config, list[tuple[HubSnapshot, list[str]]]] = {}
     for config in dict.fromkeys(nodes):
-        found: dict[str, Snapshot] = {}
+        found: dict[str, HubSnapshot] = {}
         for what, revision in (("model", config.revision), ("draft_model", config.draft_revision)):
             model = getattr(config, what)
             name = hub.repository(model)
@@ -64,7 +64,7 @@ def fetched(nodes: Sequence[Config], say: Say) -> list[Config]:
     return [settled[config] for config in nodes]
 
 
-def _weights_of(config: EngineConfig, what: str, snapshot: Snapshot) -> list[str]:
+def _weights_of(config: EngineConfig, what: str, snapshot: HubSnapshot) -> list[str]:
     """Return the paths of the weights that a node loads of a repository, once all else is here and checked; of a model
     also those of a drafter that comes with it. `what`: the setting that names the repository."""
     is_model, needs_weights, directory = what == "model", config.load_format == FILES, snapshot.directory
@@ -91,7 +91,7 @@ def _weights_of(config: EngineConfig, what: str, snapshot: Snapshot) -> list[str
     return found
 
 
-def _check_cached(snapshot: Snapshot, *, needs_weights: bool) -> None:
+def _check_cached(snapshot: HubSnapshot, *, needs_weights: bool) -> None:
     try:
         check_directory(snapshot.directory, needs_weights=needs_weights, needs_tokenizer=False)
     except ModelError as error:

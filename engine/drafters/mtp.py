@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...metadata.errors import ConfigError
-from ..checkpoint.mtp_names import layer_prefixes
+from ..checkpoint.tensor_names import layer_prefixes
 from ..models.head_file import HeadFile, check_state_width, read_head
 from ..models.hyper_mtp import load_hyper_mtp
 from ..models.mtp import load_mtp, takes_chained_states

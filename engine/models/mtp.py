@@ -16,7 +16,7 @@ from ...kernels.products.norm import rms_norm
 from ..attention.attention import begin_attention
 from ..attention.rope import RotaryEmbedding
 from ..checkpoint.model_config import ModelConfig
-from ..checkpoint.mtp_names import layer_prefixes
+from ..checkpoint.tensor_names import layer_prefixes
 from ..layers.decoder import DecoderLayer
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks

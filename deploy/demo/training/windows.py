@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from ....engine.attention.context import AttentionContext, LayerHeads
 from ....engine.attention.rope import RotaryEmbedding
 from ....engine.checkpoint.model_config import ModelConfig
-from ....engine.checkpoint.mtp_names import layer_prefixes
 from ....engine.checkpoint.read_config import read_model_config
+from ....engine.checkpoint.tensor_names import layer_prefixes
 from ....engine.drafters.eagle3 import aux_layers
 from ....engine.models.decoder import DecoderModel, TargetStates
 from ....engine.models.families import FAMILIES

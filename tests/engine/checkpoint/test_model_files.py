@@ -33,7 +33,10 @@ CASES: dict[str, tuple[dict[str, str | None], str]] = {  # files that are added 
         {"model.safetensors": None, "adapter_config.json": "{", "adapter_model.safetensors": ""},
         "is a LoRA adapter, and Baton serves no adapters",
     ),
-    "GGUF": ({"config.json": None, "m.gguf": ""}, "has GGUF files, which Baton does not read; give the model's Hugging Face checkpoint"),
+    "GGUF": (
+        {"config.json": None, "m.gguf": ""},
+        "has GGUF files, which Baton does not read; give the model's Hugging Face checkpoint",
+    ),
     "GGUF beside config.json": ({"model.safetensors": None, "m.gguf": ""}, "no .*; Baton does not read GGUF: give"),
     "own format": ({"config.json": None, "params.json": "{}"}, r"publisher's own format \(params.json\)"),
     "a directory above": ({"config.json": None, "inner/config.json": "{}"}, "inner has one; give that directory$"),

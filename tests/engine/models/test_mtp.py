@@ -16,8 +16,8 @@ from heads import write_head
 from plain_heads import Plain, PlainHead
 from safetensors.torch import load_file, save_file
 
-from baton.engine.checkpoint.mtp_names import layer_prefixes
 from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.tensor_names import layer_prefixes
 from baton.engine.models.head_file import read_head
 from baton.engine.models.mtp import MtpHead, load_layers, load_mtp, takes_chained_states
 from baton.engine.models.registry import load_model
