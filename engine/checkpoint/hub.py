@@ -20,8 +20,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -122,26 +122,33 @@ def fetch_weights(snapshot: HubSnapshot, paths: Sequence[str], say: Say) -> None
     then knows the commit of the revision. Raises as `find`, also if the disk has no room."""
     if snapshot.is_cached:
         return
+    storage = _storage(snapshot.name)
+    try:
+        if not all((snapshot.directory / path).exists() for path in paths):
+            with _alone(snapshot, storage / ".baton.lock", say):
+                _download(snapshot, paths, storage / "blobs", say)
+                _link(snapshot, paths)
+    except OSError as error:
+        raise _refusal(error, snapshot.name, snapshot.revision) from None
+    ref = storage / "refs" / snapshot.revision
+    with suppress(OSError):  # the cache may be read-only
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(snapshot.commit)  # for a start that cannot ask the hub
+
+
+@contextmanager
+def _alone(snapshot: HubSnapshot, path: Path, say: Say) -> Iterator[None]:
+    """Wait until no other process of this host downloads the repository."""
     from filelock import FileLock, Timeout
 
-    storage = _storage(snapshot.name)
-    blobs, ref = storage / "blobs", storage / "refs" / snapshot.revision
-    lock = FileLock(storage / ".baton.lock")
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         say(f"another process downloads {snapshot.name}: waiting for it")
         lock.acquire()
     try:
-        missing = [path for path in paths if not (snapshot.directory / path).exists()]
-        missing = [path for path in missing if not (blobs / snapshot.files[path].etag).exists()]
-        if missing:
-            _download(snapshot, missing, blobs, say)
-        _link(snapshot, paths)
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(snapshot.commit)  # for a start that cannot ask the hub
-    except OSError as error:
-        raise _refusal(error, snapshot.name, snapshot.revision) from None
+        yield
     finally:
         lock.release()
 
@@ -199,7 +206,10 @@ def _link(snapshot: HubSnapshot, paths: Iterable[str]) -> None:
 
 
 def _download(snapshot: HubSnapshot, paths: Sequence[str], blobs: Path, say: Say) -> None:
-    """Download files into their blobs. Raises BatonError."""
+    """Download the files of which the cache has no blob. Raises BatonError."""
+    paths = [path for path in paths if not (blobs / snapshot.files[path].etag).exists()]
+    if not paths:
+        return
     sizes = {path: snapshot.files[path].size for path in paths}
     here = {path: _size(_part(blobs, snapshot.files[path])) for path in paths}
     left = sum(sizes.values()) - sum(here.values())
@@ -338,8 +348,9 @@ def _why_silent(error: Exception) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids asking the hub"
     status = _status(error)
-    what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"{constants.ENDPOINT} " + (f"cannot be reached ({what})" if status is None else f"answers {status}")
+    return f"{constants.ENDPOINT} " + (
+        f"cannot be reached ({_first_line(error)})" if status is None else f"answers {status}"
+    )
 
 
 def _refusal(error: Exception, name: str, revision: str | None, hint: str = "") -> BatonError:
@@ -375,4 +386,11 @@ def _refusal(error: Exception, name: str, revision: str | None, hint: str = "") 
     if _has_answered(error):
         what = f"answers {_status(error)}" if _status(error) else f"does not answer as a hub ({error})"
         return ModelError(f"{constants.ENDPOINT} {what} for {name}")
-    return ModelError(f"the download of {name} ended: {_why_silent(error)}; the next start takes it up where it ended")
+    return ModelError(
+        f"the download of {name} from {constants.ENDPOINT} broke off ({_first_line(error)}); the next start takes it "
+        "up where it ended"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -95,9 +95,7 @@ def _check_cached(snapshot: HubSnapshot, *, needs_weights: bool) -> None:
     try:
         check_directory(snapshot.directory, needs_weights=needs_weights, needs_tokenizer=False)
     except ModelError as error:
-        raise ModelError(
-            f"the cache has a part of {snapshot.words} alone, and {snapshot.why_cached}: {error}"
-        ) from None
+        raise ModelError(f"the cache has {snapshot.words} only in part, and {snapshot.why_cached}: {error}") from None
 
 
 def _shipped_drafter(config: EngineConfig, model_dir: Path) -> Path | None:

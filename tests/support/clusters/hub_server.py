@@ -151,9 +151,9 @@ def running(server: HubServer, port: int = 0) -> Iterator[HubServer]:
     loop = asyncio.new_event_loop()
 
     async def start() -> web.AppRunner:
-        runner = web.AppRunner(server.application())
+        runner = web.AppRunner(server.application(), shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, shutdown_timeout=0.1).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         return runner
 
