@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Baton needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[node,test]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[hub,node,test]'
 	@touch $@
 
 # exec: Ctrl-C and SIGTERM reach Baton itself.

@@ -117,6 +117,17 @@ def fetch_small(snapshot: HubSnapshot) -> None:
     _link(snapshot, [path for path in snapshot.files if _SMALL.fullmatch(path)])
 
 
+def small_files(model: str, say: Say) -> str:
+    """Return the directory with all but the weights of a repository; `model` itself if it names none. Raises as
+    `find`."""
+    name = repository(model)
+    if name is None:
+        return model
+    snapshot = find(model, name, None, say)
+    fetch_small(snapshot)
+    return str(snapshot.directory)
+
+
 def fetch_weights(snapshot: HubSnapshot, paths: Sequence[str], say: Say) -> None:
     """Download these files, after saying what and how much; on from where the last start was interrupted. The cache
     then knows the commit of the revision. Raises as `find`, also if the disk has no room."""

@@ -21,7 +21,7 @@ from huggingface_hub import constants, file_download
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.checkpoint import hub
-from baton.engine.checkpoint.hub import commit_of, in_words, name_of, repository
+from baton.engine.checkpoint.hub import commit_of, in_words, name_of, repository, small_files
 from baton.engine.checkpoint.model_check import check_model, fetched
 from baton.metadata.errors import BatonError
 from baton.prefill_node.config import PrefillConfig
@@ -146,6 +146,14 @@ def test_drafters_are_found_in_the_repository_of_the_model_and_in_their_own(host
     del host.hub.repositories["org/model"].files["eagle/config.json"]
     words = host.refusal(DecodeConfig(model="org/model", speculative="eagle"))
     assert "speculative eagle needs --draft-model" in words and host.hub.downloads(".safetensors") == []
+
+
+def test_a_plan_takes_the_small_files_of_a_repository(host: Host, model: Path) -> None:
+    (model / "times.json").write_text("{}")
+    host.hub.add("org/model", model)
+    assert (Path(small_files("org/model", host.said.append)) / "times.json").read_text() == "{}"
+    assert small_files("llama-3.1-8b-h200", host.said.append) == "llama-3.1-8b-h200"
+    assert host.hub.downloads(".safetensors") == [] and host.said == []
 
 
 def test_a_directory_wins_over_a_name(host: Host, model: Path, tmp_path: Path) -> None:
