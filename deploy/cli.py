@@ -35,7 +35,8 @@ SUMMARIES = {  # command: one line of help
 EPILOG = """\
 one host:
   baton up                          the demo model, one prefill and one decode node, http://127.0.0.1:8000
-  baton up --model DIR --decode 2   a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json)
+  baton up --model Qwen/Qwen3-0.6B  a repository of the Hugging Face hub, which is downloaded
+  baton up --model DIR --decode 2   a directory with config.json, *.safetensors and tokenizer.json
   baton chat                        in another terminal
 
 several hosts (start them in any order; copy one key file to all, or make one key per process: docs/operations.md):
