@@ -145,7 +145,7 @@ def check_memory(nodes: Sequence[tuple[EngineConfig, int]]) -> None:
             of_rank = num_bytes // config.num_ranks // (2 if config.quantization == "fp8" else 1)
             if of_rank > max(gpus):
                 raise ConfigError(
-                    f"the weights of {config.model} take {in_words(of_rank)} of each GPU, which has "
+                    f"the weights of {hub.name_of(resolve_model(config.model))} take {in_words(of_rank)} of each GPU, which has "
                     f"{in_words(max(gpus))}: divide the model among more GPUs with --tp"
                 )
         elif model.quantization is None and config.dtype in ("auto", "float32"):
@@ -159,6 +159,12 @@ def check_memory(nodes: Sequence[tuple[EngineConfig, int]]) -> None:
             f"the weights take {in_words(of_host)} for {count} on the CPU, and {in_words(has)} of memory are free: "
             "start fewer nodes (`--prefill 0 --decode 1` is one), or use a smaller model or a larger host"
         )
+
+
+def stored_size(config: EngineConfig) -> int:
+    """Return the bytes of the files of weights that a node loads of its model. Raises ModelError."""
+    files = safetensors_files(resolve_model(config.model)) if config.load_format == FILES else []
+    return sum(path.stat().st_size for path in files)
 
 
 def gpu_memory() -> list[int]:
