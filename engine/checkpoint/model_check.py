@@ -144,9 +144,10 @@ def check_memory(nodes: Sequence[tuple[EngineConfig, int]]) -> None:
         if gpus and config.device != "cpu":
             of_rank = num_bytes // config.num_ranks // (2 if config.quantization == "fp8" else 1)
             if of_rank > max(gpus):
+                name = hub.name_of(resolve_model(config.model))
                 raise ConfigError(
-                    f"the weights of {hub.name_of(resolve_model(config.model))} take {in_words(of_rank)} of each GPU, which has "
-                    f"{in_words(max(gpus))}: divide the model among more GPUs with --tp"
+                    f"the weights of {name} take {in_words(of_rank)} of each GPU, which has {in_words(max(gpus))}: "
+                    "divide the model among more GPUs with --tp"
                 )
         elif model.quantization is None and config.dtype in ("auto", "float32"):
             of_host += num_bytes * 4 // DTYPE_BYTES[model.checkpoint_dtype]

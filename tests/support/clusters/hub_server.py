@@ -24,9 +24,11 @@ SMALL = 1 << 14  # bytes: larger files are in LFS, so that they are named by the
 
 @dataclass
 class Repository:
-    """A repository with one commit; `files` may change, and its commit with them."""
+    """A repository. `files` may change, and the commit of its branch with them; earlier commits stay if the test says
+    so."""
 
     files: dict[str, bytes]
+    earlier: dict[str, dict[str, bytes]] = field(default_factory=dict)  # files by commit
     is_gated: bool = False
     is_private: bool = False
 
@@ -81,7 +83,10 @@ class HubServer:
             raise web.HTTPUnauthorized(headers={"X-Error-Code": "RepoNotFound"})
         if opens_files and repository.is_gated and token is None:
             raise web.HTTPForbidden(headers={"X-Error-Code": "GatedRepo"})
-        if request.match_info.get("revision", "main") not in ("main", repository.commit):
+        revision = request.match_info.get("revision", "main")
+        if revision in repository.earlier:
+            return Repository(repository.earlier[revision])
+        if revision not in ("main", repository.commit):
             raise web.HTTPNotFound(headers={"X-Error-Code": "RevisionNotFound"})
         return repository
 
