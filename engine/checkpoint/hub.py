@@ -32,7 +32,7 @@ from .model_files import did_you_mean
 Say = Callable[[str], None]  # tells the operator one line
 
 _NAME = re.compile(r"(?:(?:https?://)?(?:huggingface\.co|hf\.co)/|hf://)?([\w-][\w.-]*/[\w.-]*\w)/?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of a commit or a small file; of a large file
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHIPPED = "|".join(line.shipped_as for line in DRAFTERS.values() if line.shipped_as is not None)
 _SMALL = re.compile(rf"[^/]+\.(json|jinja)|additional_chat_templates/[^/]+\.jinja|({_SHIPPED})[^/]*/[^/]+\.json")
@@ -84,7 +84,7 @@ def repository(model: str | None) -> str | None:
 def commit_of(model_dir: Path) -> str:
     """Return the commit of a snapshot's directory; "" for any other directory."""
     model_dir = model_dir.resolve()
-    is_snapshot = model_dir.parent.name == "snapshots" and _COMMIT.fullmatch(model_dir.name)
+    is_snapshot = model_dir.parent.name == "snapshots" and _HASH.fullmatch(model_dir.name)
     return model_dir.name if is_snapshot else ""
 
 
@@ -101,15 +101,22 @@ def find(model: str, name: str, revision: str | None, say: Say) -> HubSnapshot:
     hub = _library(name)
     try:
         info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
+        files = {each.rfilename: _file(each) for each in info.siblings or ()}
+        if not _HASH.fullmatch(str(info.sha)):
+            raise ValueError(f"its commit is {info.sha!r}")
     except _faults() as error:
         if _has_answered(error):
             raise _refusal(error, name, revision, did_you_mean(Path(model))) from None
         return _cached(model, name, revision, _why_silent(error), say)
-    files = {
-        each.rfilename: File(each.size or 0, each.lfs.sha256 if each.lfs is not None else each.blob_id or "")
-        for each in info.siblings or ()
-    }
     return HubSnapshot(name, revision or _MAIN, info.sha, _storage(name) / "snapshots" / info.sha, files)
+
+
+def _file(listed: Any) -> File:
+    """Return a file as the hub lists it. Raises ValueError if its blob cannot be named after it."""
+    etag = listed.blob_id if listed.lfs is None else listed.lfs.sha256
+    if not isinstance(listed.size, int) or not _HASH.fullmatch(str(etag)):
+        raise ValueError(f"{listed.rfilename} has size {listed.size} and hash {etag!r}")
+    return File(listed.size, etag)
 
 
 def fetch_small(snapshot: HubSnapshot) -> None:
@@ -240,16 +247,14 @@ def _download(snapshot: HubSnapshot, paths: Sequence[str], blobs: Path, say: Say
     with closing(_Meter(snapshot.name, sum(sizes.values()), sum(here.values()), say)) as meter:
 
         def work() -> None:
-            while not todo.empty():
-                try:
+            with suppress(queue.Empty):
+                while True:
                     path = todo.get_nowait()
-                    _fetch(snapshot, path, blobs, meter)
-                except queue.Empty:
-                    return
-                except Exception as error:
-                    done.put(error)
-                else:
-                    done.put(None)
+                    try:
+                        _fetch(snapshot, path, blobs, meter)
+                        done.put(None)
+                    except Exception as error:
+                        done.put(error)
 
         for _ in range(min(_NUM_THREADS, len(paths))):
             threading.Thread(target=work, name="download", daemon=True).start()  # Ctrl-C waits for none of them

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import hub_server
 import pytest
 from filelock import FileLock
 from heads import write_head
@@ -220,6 +221,18 @@ def test_a_repository_that_does_not_open_is_named_with_what_to_do(
     assert "does not accept the token of HF_TOKEN" in host.refusal(DecodeConfig(model="org/model"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     check_model(host.fetch(DecodeConfig(model="org/model"))[0])
+
+
+def test_names_that_a_server_gives_stay_inside_the_cache(
+    host: Host, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.hub.add("org/model", model)
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_server, "_git", lambda data: "../../../stolen")
+        assert "does not answer as a hub (" in host.refusal(DecodeConfig(model="org/model"))
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_server.Repository, "commit", "../../..")
+        assert "does not answer as a hub (its commit is '../../..')" in host.refusal(DecodeConfig(model="org/model"))
 
 
 def test_the_cache_answers_if_the_hub_cannot_be_asked(host: Host, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
