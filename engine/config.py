@@ -32,7 +32,9 @@ class EngineConfig(NodeConfig):
         metavar="MODEL",
     )
     revision: str | None = setting(
-        None, "of ORG/NAME, take this branch, tag or commit (default: the newest commit of its main branch)"
+        None,
+        "of ORG/NAME, take this branch, tag or commit (default: the newest commit of its main branch)",
+        metavar="REVISION",
     )
     model_name: str | None = setting(
         None, "serve the model under this name (default: ORG/NAME, or the name of its directory)"
@@ -122,7 +124,9 @@ class EngineConfig(NodeConfig):
         metavar="MODEL",
     )
     draft_revision: str | None = setting(
-        None, "of a drafter's ORG/NAME, take this branch, tag or commit (default: the newest commit of its main branch)"
+        None,
+        "of a drafter's ORG/NAME, take this branch, tag or commit (default: the newest commit of its main branch)",
+        metavar="REVISION",
     )
     draft_dtype: DtypeChoice = setting("auto", "computation type of the drafter; auto: the target's")
     draft_steps: int | None = setting(

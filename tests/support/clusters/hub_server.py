@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ class Repository:
 
     @property
     def commit(self) -> str:
-        content = b"".join(path.encode() + data for path, data in sorted(self.files.items()))
-        return hashlib.sha1(content).hexdigest()
+        listed = "".join(f"{path} {_git(data)}\n" for path, data in sorted(self.files.items()))
+        return hashlib.sha1(listed.encode()).hexdigest()
 
 
 @dataclass
@@ -135,10 +136,12 @@ class HubServer:
             request.transport.abort()
 
 
+@cache
 def _git(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
+@cache
 def _etag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest() if len(data) > SMALL else _git(data)
 
