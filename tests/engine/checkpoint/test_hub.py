@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 from heads import write_head
 from hub_server import TOKEN, HubServer, running
-from huggingface_hub import constants, file_download
+from huggingface_hub import close_session, constants, file_download
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.checkpoint import hub
@@ -68,6 +68,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
             monkeypatch.setattr(constants, name, value)
         monkeypatch.chdir(tmp_path)
         yield Host(server, cache, [])
+        close_session()  # before the server, so that no connection is left
 
 
 @pytest.fixture
@@ -322,7 +323,8 @@ def test_without_huggingface_hub_a_name_names_the_extra(host: Host, monkeypatch:
 
 
 def test_a_node_says_what_is_wrong_once_and_sends_no_telemetry(host: Host) -> None:
-    environment = {**os.environ, "HF_ENDPOINT": host.hub.url, "HF_HOME": str(host.cache)}
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment = {**plain, "HF_ENDPOINT": host.hub.url, "HF_HOME": str(host.cache)}
     argv = [sys.executable, "-P", "-m", "baton.deploy.cli", "decode", "--model", "org/name"]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
