@@ -40,18 +40,7 @@ def fetched(nodes: Sequence[Config], say: Say) -> list[Config]:
     settled: dict[Config, Config] = {}
     wanted: dict[Config, list[tuple[HubSnapshot, list[str]]]] = {}
     for config in dict.fromkeys(nodes):
-        found: dict[str, HubSnapshot] = {}
-        for what, revision in (("model", config.revision), ("draft_model", config.draft_revision)):
-            model = getattr(config, what)
-            name = hub.repository(model)
-            if name is not None:
-                if (name, revision) not in snapshots:
-                    snapshots[name, revision] = hub.find(model, name, revision, say)
-                found[what] = snapshots[name, revision]
-            elif revision is not None:
-                flag, given = f"--{what}".replace("_", "-"), "not given" if model is None else f"the path {model}"
-                flags = f"{flag.replace('model', 'revision')} {revision}"
-                raise ConfigError(f"{flags} is for ORG/NAME of the Hugging Face hub, but {flag} is {given}")
+        found = _find_models(config, snapshots, say)
         directories = {what: str(snapshot.directory) for what, snapshot in found.items()}
         settled[config] = replace(config, **directories, revision=None, draft_revision=None)
         wanted[config] = [(each, _weights_of(settled[config], what, each)) for what, each in found.items()]
@@ -62,6 +51,26 @@ def fetched(nodes: Sequence[Config], say: Say) -> list[Config]:
         paths = [path for found in wanted.values() for each, paths in found if each is snapshot for path in paths]
         hub.fetch_weights(snapshot, list(dict.fromkeys(paths)), say)
     return [settled[config] for config in nodes]
+
+
+def _find_models(
+    config: EngineConfig, snapshots: dict[tuple[str, str | None], HubSnapshot], say: Say
+) -> dict[str, HubSnapshot]:
+    """Return the snapshots that a node takes from the hub, by the setting that names them. `snapshots`: those found for
+    other nodes, by name and revision; new ones are added."""
+    found: dict[str, HubSnapshot] = {}
+    for what, revision in (("model", config.revision), ("draft_model", config.draft_revision)):
+        model = getattr(config, what)
+        name = hub.repository(model)
+        if name is not None:
+            if (name, revision) not in snapshots:
+                snapshots[name, revision] = hub.find(model, name, revision, say)
+            found[what] = snapshots[name, revision]
+        elif revision is not None:
+            flag, given = f"--{what}".replace("_", "-"), "not given" if model is None else f"the path {model}"
+            flags = f"{flag.replace('model', 'revision')} {revision}"
+            raise ConfigError(f"{flags} is for ORG/NAME of the Hugging Face hub, but {flag} is {given}")
+    return found
 
 
 def _weights_of(config: EngineConfig, what: str, snapshot: HubSnapshot) -> list[str]:
