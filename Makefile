@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Baton needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 1; }
 	@echo "Making $(VENV) with the pinned dependencies, once: a few minutes and about 2.7 GB (more if torch brings CUDA)." >&2
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[node,terminal,test]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[hub,node,terminal,test]'
 	@touch $@
 
 # exec: Ctrl-C and SIGTERM reach Baton itself.

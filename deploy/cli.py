@@ -36,7 +36,8 @@ SUMMARIES = {  # command: one line of help
 EPILOG = """\
 one host:
   baton up                          the demo model, one prefill and one decode node, http://127.0.0.1:8000
-  baton up --model DIR --decode 2   a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json)
+  baton up --model Qwen/Qwen3-0.6B  a repository of the Hugging Face hub, which is downloaded
+  baton up --model DIR --decode 2   a directory with config.json, *.safetensors and tokenizer.json
   baton chat, baton top             in another terminal
 
 several hosts (start them in any order; copy one key file to all, or make one key per process: docs/operations.md):
@@ -227,8 +228,10 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
 
 def _run_process(name: str, config: Any) -> int:
     """Run a router or a node in this process. Its log starts here."""
-    if name != "router":
-        _module("engine.checkpoint.model_check").check_model(config)  # before torch is loaded
+    if name != "router":  # before torch is loaded
+        checks = _module("engine.checkpoint.model_check")
+        (config,) = checks.fetched([config], _module("deploy.terminal").say)
+        checks.check_model(config)
     # OpenMP threads that spin while they wait take the cores of the other processes on this host. Must be set before
     # torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

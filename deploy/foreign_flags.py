@@ -97,24 +97,25 @@ FLAGS = {  # name: a clause that says what to do
     "--root-path": "a proxy in front may add a path",
     "--http-host": "the flag is --host",
     "--http-port": "the flag is --port",
-    "--download-dir": "nothing is downloaded; run `hf download` and give the directory with --model",
+    "--download-dir": "set the variable HF_HOME; models are kept in its folder hub",
+    "--hf-token": "set the variable HF_TOKEN",
     "--hf-overrides": "edit config.json in the directory of --model",
     "--json-model-override-args": "edit config.json in the directory of --model",
     "--rope-scaling": "edit rope_scaling in config.json in the directory of --model",
 }
 
 COMMANDS = {  # word: a clause that says what to do
-    "serve": "`baton up --model DIR` serves a model",
-    "launch": "`baton up --model DIR` serves a model",
-    "launch_server": "`baton up --model DIR` serves a model",
-    "run": "`baton up --model DIR` serves a model",
-    "start": "`baton up --model DIR` serves a model",
-    "server": "`baton up --model DIR` serves a model",
+    "serve": "`baton up --model MODEL` serves a model",
+    "launch": "`baton up --model MODEL` serves a model",
+    "launch_server": "`baton up --model MODEL` serves a model",
+    "run": "`baton up --model MODEL` serves a model",
+    "start": "`baton up --model MODEL` serves a model",
+    "server": "`baton up --model MODEL` serves a model",
     "frontend": "`baton router` is the HTTP server",
     "worker": "`baton prefill` and `baton decode` start nodes",
     "stop": "Ctrl-C or SIGTERM stops `baton up`",
     "bench": "tests/benchmarks has programs that measure",
-    "pull": "nothing is downloaded; run `hf download` and give the directory with --model",
+    "pull": "`baton up --model ORG/NAME` downloads a model and serves it",
 }
 
 _BATON_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

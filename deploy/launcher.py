@@ -33,6 +33,7 @@ _LAST_LINE_LEN = 300
 
 def run(plan: Plan) -> int:
     """Start all processes, wait for a signal, stop all processes. Returns the exit status."""
+    plan = plan.fetched(say)
     plan.check_models()
     plan = plan.settled().watched()
     port = plan.router.port or free_port(plan.router.host)

@@ -9,13 +9,13 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..decode_node.config import DecodeConfig
-from ..engine.checkpoint.model_check import check_model, resolve_model
+from ..engine.checkpoint.model_check import check_memory, check_model, fetched, resolve_model, stored_size
 from ..engine.config import MEMORY_SHARE, EngineConfig
 from ..engine.drafters.algorithm import find_drafter, settle
 from ..engine.drafters.registry import describe
@@ -87,14 +87,26 @@ class Plan:
     decode: DecodeConfig
     keys_dir: Path | None = None  # holds NAME.key for each process and the allow-list
 
+    def fetched(self, say: Callable[[str], None]) -> Plan:
+        """Return this plan with directories in place of names of the Hugging Face hub, after downloading the models.
+        Raises ConfigError and ModelError."""
+        found: dict[EngineConfig, Any] = dict(zip(self._nodes, fetched(self._nodes, say), strict=True))
+        return replace(self, prefill=found.get(self.prefill, self.prefill), decode=found[self.decode])
+
     def check_models(self) -> None:
         """Raise ConfigError or ModelError if a process could not load its model."""
         checked: list[tuple[Any, ...]] = []
-        for number, config in ((self.up.prefill, self.prefill), (self.up.decode, self.decode)):
+        for config in self._nodes:
             what = tuple(getattr(config, field.name) for field in fields(EngineConfig))
-            if number and what not in checked:
+            if what not in checked:
                 check_model(config)
                 checked.append(what)
+        check_memory([(config, stored_size(config)) for config in self._nodes])
+
+    @property
+    def _nodes(self) -> list[EngineConfig]:
+        """The configuration of each node."""
+        return [*[self.prefill] * self.up.prefill, *[self.decode] * self.up.decode]
 
     def settled(self) -> Plan:
         """Return this plan with `auto` speculation replaced by the drafter found. Raises ModelError and ConfigError."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from ..engine.checkpoint.hub import small_files
 from ..engine.config import EngineConfig
 from ..metadata.config import at_least, setting
 from ..metadata.errors import ConfigError
@@ -24,6 +25,7 @@ from .simulation.cluster import ClusterShape, Outcome, simulate
 from .simulation.figures import Slo, summary
 from .simulation.times import Times, find, read
 from .simulation.traffic import Arrival, poisson, read_trace
+from .terminal import say
 
 MAX_GPUS = 64
 ORDINARY_MODEL = "llama-3.1-8b-h200"
@@ -41,8 +43,8 @@ class SizingConfig:
     gpus: int = setting(2, "plan for this many GPUs, one node on each")
     model: str | None = setting(
         None,
-        "take measured times from this file, from times.json in this directory, or of this name that comes with Baton "
-        "(llama-3.1-8b-h200)",
+        "take measured times from this file, from times.json in this directory or in ORG/NAME of the Hugging Face hub, "
+        "or of this name that comes with Baton (llama-3.1-8b-h200)",
         metavar="TIMES",
     )
     slo: str = setting(
@@ -117,7 +119,7 @@ def run(config: SizingConfig) -> int:
     """Print the figures of all shapes and the best one. Raises ConfigError."""
     if config.model is None:
         raise ConfigError("--model is missing: name a file of measured times, such as llama-3.1-8b-h200")
-    times, slo = read(find(config.model)), Slo.parse(config.slo)
+    times, slo = read(find(small_files(config.model, say))), Slo.parse(config.slo)
     arrivals = load(config)
     found = shapes(config.gpus)
     candidates: list[Candidate] = []

@@ -26,9 +26,19 @@ class EngineConfig(NodeConfig):
     CUDA_CHUNK_TOKENS: ClassVar[int] = 8192
 
     model: str | None = setting(
-        None, "load the Hugging Face checkpoint in this directory (default: the demo model)", metavar="DIR"
+        None,
+        "load the Hugging Face checkpoint in this directory, or download ORG/NAME from the Hugging Face hub (default: "
+        "the demo model)",
+        metavar="MODEL",
     )
-    model_name: str | None = setting(None, "serve the model under this name (default: the name of its directory)")
+    revision: str | None = setting(
+        None,
+        "of ORG/NAME, take this branch, tag or commit (default: the newest commit of its main branch)",
+        metavar="REVISION",
+    )
+    model_name: str | None = setting(
+        None, "serve the model under this name (default: ORG/NAME, or the name of its directory)"
+    )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "run the model on this device; auto takes cuda if there is a CUDA device"
     )
@@ -109,8 +119,14 @@ class EngineConfig(NodeConfig):
     )
     draft_model: str | None = setting(
         None,
-        "load the drafter from this checkpoint directory (default: the one inside the model's directory)",
-        metavar="DIR",
+        "load the drafter from this checkpoint directory, or from ORG/NAME of the Hugging Face hub (default: the one "
+        "inside the model's directory)",
+        metavar="MODEL",
+    )
+    draft_revision: str | None = setting(
+        None,
+        "of a drafter's ORG/NAME, take this branch, tag or commit (default: the newest commit of its main branch)",
+        metavar="REVISION",
     )
     draft_dtype: DtypeChoice = setting("auto", "computation type of the drafter; auto: the target's")
     draft_steps: int | None = setting(

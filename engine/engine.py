@@ -31,6 +31,7 @@ from .attention.context import AttentionContext
 from .attention.latent_pieces import is_faster, piece_size
 from .background import begin
 from .checkpoint.fingerprint import fingerprint, fingerprint_of
+from .checkpoint.hub import name_of
 from .checkpoint.made_checkpoint import FILES
 from .checkpoint.model_card import read_card
 from .checkpoint.model_check import longest_context, resolve_model
@@ -113,7 +114,7 @@ class Engine:
         self.model = self._load_model(dtype, progress)
         self._fingerprints = fingerprints
         self.card: ModelCard = read_card(
-            self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
+            self.model_dir, self.model_config, config.model_name or name_of(self.model_dir), self.context_len
         )
         self.grammars = Grammars(
             self.model_dir / "tokenizer.json", self.model_config.vocab_size, self.model_config.eos_token_ids

@@ -21,6 +21,7 @@ from ..metadata.handoff.transports.registry import TRANSPORTS
 from ..metadata.wire.membership import Hello
 from ..metadata.wire.node_info import Capacity, Role
 from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, fields_since
+from .checkpoint.hub import commit_of
 from .checkpoint.model_card import read_tokenizer
 from .config import EngineConfig
 from .device import choose_device, kind_of
@@ -160,6 +161,7 @@ def make_membership(
         data_address=data_address,
         rounds_coarsely=engine.rounds_coarsely,
         place=place,
+        commit=commit_of(engine.model_dir),
     )
     return Membership(
         hello,

@@ -3,17 +3,17 @@ check a directory before anything starts. Errors name the file and the fix."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...metadata.errors import ModelError
 
-_INDEX = "model.safetensors.index.json"
-_HUB_ID = re.compile(r"(?:(?:https?://)?(?:huggingface\.co|hf\.co)/|hf://)?([\w-][\w.-]*/[\w.-]*\w)/?")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_TOKENIZER = "tokenizer.json"
 _LFS = b"version https://git-lfs"
 _NEEDED = "config.json, *.safetensors and tokenizer.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
@@ -33,9 +33,7 @@ def check_directory(model_dir: Path, *, needs_weights: bool = True, needs_tokeni
     config.json is not read."""
     _check_place(model_dir)
     names = _names(model_dir)
-    is_adapter = _ADAPTER in names and not any(map(_is_weight, names))
-    if is_adapter or "config.json" not in names:
-        raise ModelError(f"{model_dir} {_without_config(model_dir, names)}")
+    check_names(model_dir, names, needs_weights=False, needs_tokenizer=False)
     if needs_weights:
         for path in safetensors_files(model_dir):
             stored_tensors(path)
@@ -43,35 +41,47 @@ def check_directory(model_dir: Path, *, needs_weights: bool = True, needs_tokeni
         _check_tokenizer(model_dir, names)
 
 
-def safetensors_files(model_dir: Path) -> list[Path]:
-    """Return the files that the index names, or model.safetensors, or all that there are. Raises ModelError, also if
-    there are only pickles."""
+def check_names(model_dir: Path, names: Set[str], *, needs_weights: bool, needs_tokenizer: bool) -> None:
+    """Raise ModelError, saying what to do, if a model cannot be loaded from a directory with these names. `model_dir`:
+    where it is, for the words; of a repository of the hub its name."""
+    is_adapter = _ADAPTER in names and not any(map(_is_weight, names))
+    if is_adapter or "config.json" not in names:
+        raise ModelError(f"{model_dir} {_without_config(model_dir, names)}")
+    if needs_weights and not any(map(_is_safe, names)):
+        raise ModelError(f"{model_dir} has no *.safetensors files; {_other_weights(model_dir, names)}")
+    if needs_tokenizer and _TOKENIZER not in names:
+        raise ModelError(_without_tokenizer(model_dir, names))
+
+
+def safetensors_files(model_dir: Path, names: Set[str] | None = None) -> list[Path]:
+    """Return the files that the index names, or model.safetensors, or all that there are. `names`: what the directory
+    will hold, if not all is there yet. Raises ModelError, also if there are only pickles."""
     if not model_dir.is_dir():
         raise ModelError(f"model directory {model_dir} does not exist; give one with config.json and *.safetensors")
+    names = _names(model_dir) if names is None else names
     index = model_dir / _INDEX
     if not index.exists():
-        files = sorted(path for path in model_dir.glob("*.safetensors") if not path.name.startswith("adapter_"))
+        files = sorted(filter(_is_safe, names))
         if not files:
-            raise ModelError(f"{model_dir} has no *.safetensors files; {_other_weights(model_dir, _names(model_dir))}")
-        single = model_dir / "model.safetensors"
-        return [single] if single in files else files
+            raise ModelError(f"{model_dir} has no *.safetensors files; {_other_weights(model_dir, names)}")
+        return [model_dir / name for name in (files if _SINGLE not in files else [_SINGLE])]
     refuse_pointer(index)
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except PermissionError:
         raise ModelError(_no_permission(index)) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not a readable index ({error!r}); copy the checkpoint again") from None
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+    if not all(isinstance(name, str) and Path(name).name == name for name in named):
         raise ModelError(f"{index} names files outside its directory; copy the checkpoint again")
-    missing = sorted(name for name in names if not (model_dir / name).exists())
+    missing = sorted(named - names)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(
-            f"{model_dir} lacks {', '.join(missing[:3])}{more}, which {index.name} names ({len(names)} files in all); "
+            f"{model_dir} lacks {', '.join(missing[:3])}{more}, which {index.name} names ({len(named)} files in all); "
             "copy the checkpoint again, or download these files into the directory"
         )
-    return [model_dir / name for name in sorted(names)]
+    return [model_dir / name for name in sorted(named)]
 
 
 def stored_tensors(path: Path) -> dict[str, FileTensor]:
@@ -133,7 +143,8 @@ def _check_place(model_dir: Path) -> None:
     if model_dir.is_file():
         raise ModelError(f"{model_dir} is a file; {_for_file(model_dir)}")
     if not model_dir.is_dir():
-        raise ModelError(f"{model_dir}: no such directory{_from_hub(str(model_dir))}")
+        otherwise = f"; give one with {_NEEDED}, or ORG/NAME of the Hugging Face hub"
+        raise ModelError(f"{model_dir}: no such directory{did_you_mean(model_dir) or otherwise}")
     if not os.access(model_dir, os.R_OK | os.X_OK):
         raise ModelError(_no_permission(model_dir))
 
@@ -146,27 +157,29 @@ def _for_file(path: Path) -> str:
     return f"give a directory with {_NEEDED}"
 
 
-def _from_hub(name: str) -> str:
-    """Return what to do if the path looks like the name of a model on the Hugging Face hub."""
-    match = _HUB_ID.fullmatch(re.sub(r"^(https?|hf):/(?!/)", r"\1://", name))  # Path made one slash of two
-    if match is None:
-        return f"; give one with {_NEEDED}"
-    local = match[1].rpartition("/")[2]
-    return (
-        f", and Baton downloads nothing; if it is the name of a model on the Hugging Face hub, run `hf download "
-        f"{match[1]} --local-dir {local}` and give the directory {local}"
-    )
+def did_you_mean(path: Path) -> str:
+    """Return `; did you mean the directory X?` for the directory with the most similar name, beside `path` or here; ""
+    if none is similar."""
+    for parent in dict.fromkeys((path.expanduser().parent, Path())):
+        names = {each.name.lower(): each for each in parent.iterdir() if each.is_dir()} if parent.is_dir() else {}
+        for close in difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.75):
+            return f"; did you mean the directory {names[close]}?"
+    return ""
 
 
 def _names(model_dir: Path) -> set[str]:
     return {path.name for path in model_dir.iterdir()}
 
 
+def _is_safe(name: str) -> bool:
+    return name.endswith(".safetensors") and not name.startswith("adapter_")
+
+
 def _is_weight(name: str) -> bool:
     return name.endswith((".safetensors", ".gguf", *_PICKLES)) and not name.startswith("adapter_")
 
 
-def _without_config(model_dir: Path, names: set[str]) -> str:
+def _without_config(model_dir: Path, names: Set[str]) -> str:
     """Describe a directory without config.json, and the fix."""
     if not names:
         return f"is empty; give a directory with {_NEEDED}"
@@ -210,10 +223,10 @@ def _merge() -> str:
 
 
 def _original() -> str:
-    return f"give the directory of the model's Hugging Face checkpoint ({_NEEDED})"
+    return f"give the model's Hugging Face checkpoint ({_NEEDED})"
 
 
-def _other_weights(model_dir: Path, names: set[str]) -> str:
+def _other_weights(model_dir: Path, names: Set[str]) -> str:
     """Return what to do if a directory has weights, but no *.safetensors."""
     pickled = sorted(name for name in names if name.endswith(_PICKLES) and _is_weight(name))
     if pickled:
@@ -228,21 +241,24 @@ def _other_weights(model_dir: Path, names: set[str]) -> str:
     return "copy the checkpoint again, or use --load-format dummy to measure a model without its weights"
 
 
-def _check_tokenizer(model_dir: Path, names: set[str]) -> None:
-    path = model_dir / "tokenizer.json"
-    if path.name in names:
-        refuse_pointer(path)
-        if not os.access(path, os.R_OK):
-            raise ModelError(_no_permission(path))
-        return
+def _check_tokenizer(model_dir: Path, names: Set[str]) -> None:
+    if _TOKENIZER not in names:
+        raise ModelError(_without_tokenizer(model_dir, names))
+    path = model_dir / _TOKENIZER
+    refuse_pointer(path)
+    if not os.access(path, os.R_OK):
+        raise ModelError(_no_permission(path))
+
+
+def _without_tokenizer(model_dir: Path, names: Set[str]) -> str:
     slow = sorted(names & {"tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "tekken.json", "vocab.txt"})
-    what = f"{model_dir} has no tokenizer.json"
-    if slow:
-        raise ModelError(
-            f"{what}, only {' and '.join(slow)}; make it with `AutoTokenizer.from_pretrained('{model_dir}')"
-            f".save_pretrained('{model_dir}')` of transformers"
-        )
-    raise ModelError(f"{what}; copy it from the model that this one was made of")
+    what = f"{model_dir} has no {_TOKENIZER}"
+    if not slow:
+        return f"{what}; copy it from the model that this one was made of"
+    return (
+        f"{what}, only {' and '.join(slow)}; make it with `AutoTokenizer.from_pretrained('{model_dir}')"
+        f".save_pretrained('{model_dir}')` of transformers"
+    )
 
 
 def _no_permission(path: Path) -> str:

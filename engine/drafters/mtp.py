@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...metadata.errors import ConfigError
+from ..checkpoint.tensor_names import layer_prefixes
 from ..models.head_file import HeadFile, check_state_width, read_head
 from ..models.hyper_mtp import load_hyper_mtp
-from ..models.mtp import layer_prefixes, load_mtp, takes_chained_states
+from ..models.mtp import load_mtp, takes_chained_states
 from ..pace.draft_length import DraftShape
 from .base import Drafter
 from .family import Family, Loading, Speculation, Wanted

@@ -15,6 +15,7 @@ import torch
 from ...kernels.products.norm import rms_norm
 from ..attention.attention import RotaryEmbedding, begin_attention
 from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.tensor_names import layer_prefixes
 from ..layers.decoder import DecoderLayer
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
@@ -121,14 +122,3 @@ def _load_layer(
         source.tensor(f"{prefix}.{final_norm}.weight", size),
         is_mimo,
     )
-
-
-_INPUTS = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")  # of layers in each layout
-
-
-def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:
-    """Return the names of prediction layers in a checkpoint, which may be the target's own: `model.layers.61`, ...,
-    `model.mtp_layers.0`, ... or `mtp.0`, ..., by their numbers; none if there is no MTP layer."""
-    found = {name.rsplit(".", 2)[0] for name in names if name.endswith(_INPUTS)}
-    numbers = {prefix: prefix.rpartition(".")[2] for prefix in found}
-    return tuple(sorted((each for each in found if numbers[each].isdecimal()), key=lambda each: int(numbers[each])))

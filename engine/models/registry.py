@@ -12,13 +12,13 @@ from ...metadata.errors import ModelError
 from ..checkpoint.checkpoint import Checkpoint, TensorSpec
 from ..checkpoint.made_checkpoint import FILES, EveryName, MadeCheckpoint, maker
 from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.tensor_names import layer_prefixes
 from ..checkpoint.weights import UNUSED, CheckpointWeights, ListedWeights
 from ..progress import Progress
 from ..ranks.ranks import ONE_RANK, Ranks
 from .decoder import DecoderModel
 from .families import FAMILIES
 from .family import ModelFamily
-from .mtp import layer_prefixes
 
 logger = logging.getLogger(__name__)
 

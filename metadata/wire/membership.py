@@ -45,6 +45,7 @@ class Hello(Message, frozen=True, tag="hello"):
     # numbers in FP8, or experts chosen in 16 bits: right answers differ by more than the types of the layout say
     rounds_coarsely: Annotated[bool, Since(6)] = False
     place: Annotated[GroupRank | None, Since(7)] = None  # None: the node is no rank of a group
+    commit: Annotated[Digest, Since(8)] = ""  # of the repository that the model is of; "": it is of none
 
     @property
     def unit(self) -> str:

@@ -171,7 +171,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
     num_cached: Count | None = None
     # of units whose request marks drafts: for each token a byte, 1 for an accepted draft
     drafts: Annotated[
-        dict[Index, Annotated[bytes, Meta(max_length=MAX_CONTEXT)]], Meta(max_length=MAX_BATCH), Since(7)
+        dict[Index, Annotated[bytes, Meta(max_length=MAX_CONTEXT)]], Meta(max_length=MAX_BATCH), Since(8)
     ] = {}
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 PROTOCOL_MIN = 4
-PROTOCOL_MAX = 7
+PROTOCOL_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ class GenerationRequest(Message, frozen=True):
     received_ids: Ids = b""
     cache_salt: Digest = field(name="salt", default="")  # prefix caches match only prompts of equal salt
     prompt_logprobs: bool = False  # log-probabilities of the prompt's own tokens (echo with logprobs)
-    marks_drafts: Annotated[bool, Since(7)] = False  # Tokens say which tokens are accepted drafts
+    marks_drafts: Annotated[bool, Since(8)] = False  # Tokens say which tokens are accepted drafts
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) % 4 or len(self.received_ids) % 4:

@@ -29,11 +29,15 @@ def missing_partner(node: Node, nodes: Iterable[Node]) -> str | None:
 
 
 def incompatible_nodes(hello: Hello, group: NodeGroup | None, nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes of the other role that serve the model of `hello` though none of them can be its partner.
+    """Return the nodes of the other role that serve the model of `hello` though none of them can be its partner, or the
+    nodes of its group that serve the model from another commit.
 
     The node that was heard last comes first. The list is empty if the node has a partner, or if no node of the other
     role serves its model. `group` is the group that the node would join, None if it would be the first one there.
     """
+    unlike = [] if group is None else [node for node in group.nodes.values() if _commits(hello, node)]
+    if unlike:
+        return sorted(unlike, key=lambda node: node.last_seen, reverse=True)
     others = [node for node in nodes if node.role != hello.role and node.group.key.model == hello.model.name]
     if any(node.group is group and node.shares_protocol(hello) for node in others):
         return []
@@ -54,9 +58,18 @@ def _differences(hello: Hello, node: Node) -> str:
     here, there = hello.model.tokenizer_digest, node.hello.model.tokenizer_digest
     if here != there:
         phrases.append(f"tokenizer: {here} here, {there} there")
+    phrases += _commits(hello, node)
     if not node.shares_protocol(hello):
         phrases.append(f"protocol versions: {_protocols(hello)} here, {_protocols(node.hello)} there")
     return f"{node.role} node {node.node_id} of model {hello.model.name!r} differs in {', '.join(phrases)}"
+
+
+def _commits(hello: Hello, node: Node) -> list[str]:
+    """Return one phrase that names two commits that differ; none if they are equal, or one is not known. Commits of
+    equal weights may have other chat templates."""
+    here, there = hello.commit, node.hello.commit
+    is_known = bool(here and there)
+    return [f"commit: {here} here, {there} there (give both one --revision)"] if is_known and here != there else []
 
 
 def _protocols(hello: Hello) -> str:

@@ -42,7 +42,7 @@ def test_a_flag_of_another_command_says_so() -> None:
 
 
 def test_commands_of_others_lead_to_up() -> None:
-    assert "baton up --model DIR" in COMMANDS["serve"] and "baton up --model DIR" in COMMANDS["launch"]
+    assert "baton up --model MODEL" in COMMANDS["serve"] and "baton up --model MODEL" in COMMANDS["launch"]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,7 @@ def test_commands_of_others_lead_to_up() -> None:
         (["up", "--tensor-parallel-shards", "2"], ["unknown argument '--tensor-parallel-shards' (see"]),
         (["--port", "3", "up"], ["the command stands before its flags: `baton up --port ...`"]),
         (["prefill", "--router", "[::1]:5700"], ["address '[::1]:5700' is neither", "; write tcp://[::1]:5700"]),
-        (["serve", "org/name"], ["no command 'serve'; `baton up --model DIR` serves a model"]),
-        (["up", "--model", "org/name"], ["--model org/name: no such directory", "`hf download org/name"]),
+        (["serve", "org/name"], ["no command 'serve'; `baton up --model MODEL` serves a model"]),
         (["decode", "--model", "/no/such/model"], ["--model /no/such/model: no such directory"]),
     ],
 )

@@ -335,9 +335,13 @@ def test_a_router_off_loopback_has_an_admin_key_by_which_the_launcher_watches_it
 
 def test_models_are_checked_once_for_all_nodes_that_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str | None] = []
+    counted: list[int] = []
     monkeypatch.setattr("baton.deploy.plan.check_model", lambda config: checked.append(config.model))
+    monkeypatch.setattr("baton.deploy.plan.stored_size", lambda config: 7)
+    monkeypatch.setattr("baton.deploy.plan.check_memory", lambda nodes: counted.append(sum(size for _, size in nodes)))
     for num_prefill, model, expected in ((1, "/a", ["/a"]), (0, "/a", ["/a"]), (1, "/b", ["/b", "/a"])):
         up, prefill = UpConfig(prefill=num_prefill, decode=3), PrefillConfig(model=model)
         Plan(up, RouterConfig(), prefill, DecodeConfig(model="/a")).check_models()
         assert checked == expected
         checked.clear()
+    assert counted == [28, 21, 28]

@@ -19,13 +19,14 @@ from ....engine.attention.attention import RotaryEmbedding
 from ....engine.attention.context import AttentionContext, LayerHeads
 from ....engine.checkpoint.model_config import ModelConfig
 from ....engine.checkpoint.read_config import read_model_config
+from ....engine.checkpoint.tensor_names import layer_prefixes
 from ....engine.drafters.eagle3 import aux_layers
 from ....engine.models.decoder import DecoderModel, TargetStates
 from ....engine.models.families import FAMILIES
 from ....engine.models.frozen_kv import FrozenKvHead, read_frozen_kv
 from ....engine.models.head_file import read_head, tensor_names
 from ....engine.models.heads import load_eagle, load_eagle3
-from ....engine.models.mtp import layer_prefixes, load_mtp, takes_chained_states
+from ....engine.models.mtp import load_mtp, takes_chained_states
 from ....engine.rounds.batch import ForwardBatch
 from .weights import TrainedWeights
 

@@ -114,6 +114,7 @@ def _node_state(node: Node, now: float) -> NodeState:
         layout=hello.layout,
         target_fingerprint=hello.target_fingerprint,
         draft_fingerprint=hello.draft_fingerprint,
+        commit=hello.commit,
         capacity=hello.capacity,
         load=node.load,
         stats=node.stats,

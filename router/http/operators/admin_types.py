@@ -53,6 +53,7 @@ class NodeState(Struct, frozen=True, kw_only=True):
     layout: HandoffSchema
     target_fingerprint: str
     draft_fingerprint: str | None
+    commit: str
     capacity: Capacity
     load: Load
     stats: NodeStats

@@ -33,7 +33,10 @@ CASES: dict[str, tuple[dict[str, str | None], str]] = {  # files that are added 
         {"model.safetensors": None, "adapter_config.json": "{", "adapter_model.safetensors": ""},
         "is a LoRA adapter, and Baton serves no adapters",
     ),
-    "GGUF": ({"config.json": None, "m.gguf": ""}, "has GGUF files, which Baton does not read; give the directory of"),
+    "GGUF": (
+        {"config.json": None, "m.gguf": ""},
+        "has GGUF files, which Baton does not read; give the model's Hugging Face checkpoint",
+    ),
     "GGUF beside config.json": ({"model.safetensors": None, "m.gguf": ""}, "no .*; Baton does not read GGUF: give"),
     "own format": ({"config.json": None, "params.json": "{}"}, r"publisher's own format \(params.json\)"),
     "a directory above": ({"config.json": None, "inner/config.json": "{}"}, "inner has one; give that directory$"),
@@ -87,27 +90,24 @@ def test_what_is_there_and_what_to_do(case: str, model_dir: Path) -> None:
     assert str(error.value).startswith(str(model_dir)) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nowhere", "nowhere: no such directory; give one with config.json, "),
-        (
-            "Qwen/Qwen3-0.6B",
-            "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` and give the directory Qwen3-0.6B",
-        ),
-        ("https://huggingface.co/Qwen/Qwen3-0.6B", "`hf download Qwen/Qwen3-0.6B --local-dir"),
-        ("hf://org/name", "`hf download org/name --local-dir"),
-        ("/models/nowhere/at/all", "no such directory; give one"),
-    ],
-)
-def test_a_name_of_the_hub_is_not_a_directory(name: str, words: str) -> None:
-    with pytest.raises(ModelError, match=re.escape(words)):
-        check_directory(Path(name))
+def test_a_missing_directory_is_named_with_the_one_that_was_probably_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "Qwen3-0.6B").mkdir(parents=True)
+    for name, words in {
+        "nowhere": "nowhere: no such directory; give one with config.json, ",
+        "/models/nowhere/at/all": "no such directory; give one",
+        "models/qwen3-06b": "no such directory; did you mean the directory models/Qwen3-0.6B?",
+        "model": "no such directory; did you mean the directory models?",
+    }.items():
+        with pytest.raises(ModelError, match=re.escape(words)):
+            check_directory(Path(name))
 
 
 def test_a_file_is_not_a_directory(model_dir: Path) -> None:
     (model_dir / "m.gguf").write_text("")
-    with pytest.raises(ModelError, match=r"m.gguf is a file; Baton does not read GGUF: give the directory of"):
+    with pytest.raises(ModelError, match=r"m.gguf is a file; Baton does not read GGUF: give the model's Hugging"):
         check_directory(model_dir / "m.gguf")
     with pytest.raises(ModelError, match=rf"is a file; give its directory: {model_dir}$"):
         check_directory(model_dir / "model.safetensors")

@@ -16,9 +16,10 @@ from heads import HYPER_LAYERED, HYPER_MTP, write_head
 from safetensors.torch import load_file, save_file
 
 from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.tensor_names import layer_prefixes
 from baton.engine.models.head_file import check_state_width, read_head
 from baton.engine.models.hyper_mtp import HyperMtpHead, load_hyper_mtp
-from baton.engine.models.mtp import layer_prefixes, load_mtp
+from baton.engine.models.mtp import load_mtp
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow

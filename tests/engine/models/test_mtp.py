@@ -17,8 +17,9 @@ from plain_heads import Plain, PlainHead
 from safetensors.torch import load_file, save_file
 
 from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.tensor_names import layer_prefixes
 from baton.engine.models.head_file import read_head
-from baton.engine.models.mtp import MtpHead, layer_prefixes, load_layers, load_mtp, takes_chained_states
+from baton.engine.models.mtp import MtpHead, load_layers, load_mtp, takes_chained_states
 from baton.engine.models.registry import load_model
 from baton.engine.ranks.ranks import ONE_RANK
 from baton.engine.rounds.batch import ForwardBatch
@@ -196,21 +197,3 @@ def test_tensors_that_are_missing_unknown_or_of_a_wrong_shape_are_refused(
     with pytest.raises(ModelError) as raised:
         load(model, head)
     assert all(word in str(raised.value) for word in [*words, str(head)]), raised.value
-
-
-@pytest.mark.parametrize(
-    ("names", "prefixes"),
-    [
-        (["model.layers.10.eh_proj.weight", "model.layers.9.eh_proj.weight"], ("model.layers.9", "model.layers.10")),
-        (
-            ["model.mtp_layers.10.input_proj.weight", "model.mtp_layers.2.input_proj.weight"],
-            ("model.mtp_layers.2", "model.mtp_layers.10"),
-        ),
-        (["mtp.1.e_proj.weight", "mtp.0.e_proj.weight", "mtp.0.h_proj.weight"], ("mtp.0", "mtp.1")),
-        (["fc.weight", "model.layers.0.self_attn.q_proj.weight"], ()),
-        (["model.mtp.eh_proj.weight", "fc.e_proj.weight"], ()),
-    ],
-    ids=["DeepSeek", "MiMo", "streams", "none", "no number"],
-)
-def test_layers_are_ordered_by_their_numbers(names: list[str], prefixes: tuple[str, ...]) -> None:
-    assert layer_prefixes(frozenset(names)) == prefixes

@@ -39,7 +39,7 @@ def reason_for(clocked: ClockedRegistry, **changes: Any) -> str:
         ({"target_fingerprint": "e fp8 online"}, f" weights: e (fp8 online) here, {'f' * 16} (not quantized) there"),
         ({"draft_fingerprint": "d" * 16}, f"draft weights: {'d' * 16} here, None there"),
         ({"tokenizer": "b" * 16}, f"tokenizer: {'b' * 16} here, {'a' * 16} there"),
-        ({"protocol_min": 8, "protocol_max": 9}, "protocol versions: 8..9 here, 4..7 there"),
+        ({"protocol_min": 9, "protocol_max": 10}, "protocol versions: 9..10 here, 4..8 there"),
     ],
 )
 def test_a_refusal_names_the_differences_with_both_values(
@@ -49,6 +49,21 @@ def test_a_refusal_names_the_differences_with_both_values(
     reason = reason_for(clocked, **changes)
     assert reason.startswith("it can be paired with nobody: prefill node p0 of model 'fake' differs in ")
     assert expected in reason, reason
+
+
+def test_nodes_of_two_commits_are_refused_with_both_though_their_weights_are_equal(clocked: ClockedRegistry) -> None:
+    """A node of a directory, or of a release that knows no commits, goes with every commit of equal weights."""
+    clocked.join(name="p0", role="prefill", commit="a" * 40)
+    clocked.join(name="d0")
+    clocked.join(name="d1", commit="a" * 40)
+    group, nodes = clocked.registry.nodes[b"d0:e"].group, clocked.registry.nodes.values()
+    hello = make_hello("decode", "d2", commit="b" * 40)
+    incompatible = incompatible_nodes(hello, group, nodes)
+    assert {node.node_id for node in incompatible} == {"p0", "d1"}
+    words = f"differs in commit: {'b' * 40} here, {'a' * 40} there (give both one --revision)"
+    assert refusal(hello, incompatible).count(words) == 2
+    other = make_hello("decode", "d2", commit="b" * 40, target_fingerprint="e" * 16)
+    assert f"there, commit: {'b' * 40} here, " in refusal(other, incompatible_nodes(other, None, nodes))
 
 
 def test_nodes_without_a_common_protocol_are_incompatible_though_the_router_knows_both(

@@ -20,7 +20,7 @@ from node_pair import node_pairs, params
 from safetensors.torch import load_file, save_file
 
 from baton.engine.checkpoint.read_config import read_model_config
-from baton.engine.checkpoint.text_tensors import is_of_tower, text_tensors
+from baton.engine.checkpoint.tensor_names import is_of_tower, layer_prefixes, text_tensors
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
@@ -231,3 +231,21 @@ def test_an_unknown_tensor_in_a_layer_is_refused_as_in_any_checkpoint(
     save_file(tensors, wrapped / "model.safetensors")
     with pytest.raises(ModelError, match=r"has tensors that LlamaForCausalLM does not use .*q_norm"):
         load_model(wrapped, read_model_config(wrapped), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("names", "prefixes"),
+    [
+        (["model.layers.10.eh_proj.weight", "model.layers.9.eh_proj.weight"], ("model.layers.9", "model.layers.10")),
+        (
+            ["model.mtp_layers.10.input_proj.weight", "model.mtp_layers.2.input_proj.weight"],
+            ("model.mtp_layers.2", "model.mtp_layers.10"),
+        ),
+        (["mtp.1.e_proj.weight", "mtp.0.e_proj.weight", "mtp.0.h_proj.weight"], ("mtp.0", "mtp.1")),
+        (["fc.weight", "model.layers.0.self_attn.q_proj.weight"], ()),
+        (["model.mtp.eh_proj.weight", "fc.e_proj.weight"], ()),
+    ],
+    ids=["DeepSeek", "MiMo", "streams", "none", "no number"],
+)
+def test_layers_are_ordered_by_their_numbers(names: list[str], prefixes: tuple[str, ...]) -> None:
+    assert layer_prefixes(frozenset(names)) == prefixes

@@ -1,4 +1,5 @@
-"""The tensors of the text model in a checkpoint that holds other models beside it, such as an image encoder.
+"""Names of tensors in a checkpoint: of the text model, if other models are beside it such as an image encoder, and of
+prediction layers (MTP), which may be the target's own.
 
 Wrappers name the text model in three ways; `lm_head` stands for the head in all of them:
 
@@ -20,6 +21,7 @@ _TEXT_PREFIXES = {
 }
 _TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "image_newline")
 _OWN_PREFIXES = ("model.", "lm_head.", "mtp.")  # names that a checkpoint of a text model alone has
+_INPUTS = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")  # of prediction layers in each layout
 
 
 def text_tensors(names: Iterable[str], where: object) -> dict[str, str]:
@@ -50,3 +52,11 @@ def text_tensors(names: Iterable[str], where: object) -> dict[str, str]:
 def is_of_tower(name: str) -> bool:
     """Return whether a tensor belongs to another model than the text model."""
     return name.removeprefix("model.").split(".", 1)[0] in _TOWERS
+
+
+def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:
+    """Return `model.layers.61`, ..., `model.mtp_layers.0`, ... or `mtp.0`, ..., by their numbers; none if there is no
+    MTP layer."""
+    found = {name.rsplit(".", 2)[0] for name in names if name.endswith(_INPUTS)}
+    numbers = {prefix: prefix.rpartition(".")[2] for prefix in found}
+    return tuple(sorted((each for each in found if numbers[each].isdecimal()), key=lambda each: int(numbers[each])))
