@@ -1,0 +1,1 @@
+"""Figures of load on a running server."""
