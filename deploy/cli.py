@@ -29,6 +29,7 @@ SUMMARIES = {  # command: one line of help
     "chat": "talk to a running model in the terminal",
     "explain": "show where a request spent its time",
     "plan": "say how many prefill and decode nodes serve a load best, by simulation",
+    "bench": "measure a running server under load, and compare two measurements",
     "keys": "make a key file, with which processes on several hosts trust each other",
 }
 
@@ -70,12 +71,14 @@ _CONFIGS = {  # command (also the name of its TOML table): module and name of it
     "chat": ("deploy.chat", "ChatConfig"),
     "explain": ("deploy.explain", "ExplainConfig"),
     "plan": ("deploy.sizing", "SizingConfig"),
+    "bench": ("deploy.bench.config", "BenchConfig"),
 }
 _PROCESSES = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
 
 _LEAVE_AGAIN_S = 0.2
 
 _RID_HELP = "show this request: the x-request-id header of its answer, or `id` in the body (default: list recent ones)"
+_COMPARE_HELP = "measure nothing; compare two files that --json wrote"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -192,6 +195,8 @@ def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
         return
     if name == "explain":
         parser.add_argument("rid", nargs="?", metavar="RID", help=_RID_HELP)
+    if name == "bench":
+        parser.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help=_COMPARE_HELP)
     parser.add_argument("--config", metavar="FILE", help=f"read these options from table [{name}] of this TOML file")
     parser.add_argument("--print-config", action="store_true", help="print the configuration in effect and exit")
     for setting in _settings(name).values():
@@ -212,6 +217,8 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
         return _module("deploy.explain").run(config, args.rid)
     if name == "plan":
         return _module("deploy.sizing").run(config)
+    if name == "bench":
+        return _module("deploy.bench.main").run(config, args.compare)
     if name == "chat":
         return _module("deploy.chat").run(config)
     return _run_process(name, config)

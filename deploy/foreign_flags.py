@@ -98,6 +98,11 @@ FLAGS = {  # name: a clause that says what to do
     "--http-host": "the flag is --host",
     "--http-port": "the flag is --port",
     "--download-dir": "nothing is downloaded; run `hf download` and give the directory with --model",
+    "--request-rate": "the flag is --rate",
+    "--num-prompts": "the flags are --rate and --seconds",
+    "--random-input-len": "the flag is --prompt-len",
+    "--random-output-len": "the flag is --tokens",
+    "--base-url": "the flag is --url",
     "--hf-overrides": "edit config.json in the directory of --model",
     "--json-model-override-args": "edit config.json in the directory of --model",
     "--rope-scaling": "edit rope_scaling in config.json in the directory of --model",
@@ -113,7 +118,6 @@ COMMANDS = {  # word: a clause that says what to do
     "frontend": "`baton router` is the HTTP server",
     "worker": "`baton prefill` and `baton decode` start nodes",
     "stop": "Ctrl-C or SIGTERM stops `baton up`",
-    "bench": "tests/benchmarks has programs that measure",
     "pull": "nothing is downloaded; run `hf download` and give the directory with --model",
 }
 

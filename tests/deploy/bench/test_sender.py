@@ -1,0 +1,102 @@
+"""A whole load: what is sent when, and what is kept of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import pairwise
+
+import pytest
+
+from baton.deploy.bench.client import Target, open_session
+from baton.deploy.bench.figures import LoadFigures, load_figures, percentiles
+from baton.deploy.bench.load import Planned
+from baton.deploy.bench.sender import Sender, run_on_uvloop
+from baton.deploy.simulation.figures import Slo
+
+from .conftest import TimetableServer
+
+NEAR_S = 0.002
+
+
+def sent(server: TimetableServer, planned: list[Planned], *, stop_s: float | None = None, **settings: object) -> Sender:
+    """Return a sender that has sent these requests. `stop_s`: when it is stopped."""
+    target = Target(server.url, "toy", fields={"return_token_ids": True}, **settings)  # type: ignore[arg-type]
+
+    async def run() -> Sender:
+        async with open_session(target, timeout_s=10.0) as session:
+            sender = Sender(session, target)
+            task = asyncio.create_task(sender.run(planned))
+            if stop_s is not None:
+                await asyncio.sleep(stop_s)
+                task.cancel()
+            await task
+            return sender
+
+    return run_on_uvloop(run())
+
+
+def figures(sender: Sender) -> LoadFigures:
+    return load_figures(sender, 20.0, 1, [Slo(60, 15)])
+
+
+@pytest.mark.timing
+def test_percentiles_are_those_of_the_server_itself(server: TimetableServer) -> None:
+    """The server notes by the same clock when it sends each token, so only the way of the bytes differs."""
+    server.waits_s = [0.05, 0.01, 0.03, 0.01, 0.06, 0.01, 0.02]
+    sender = sent(server, [Planned(0.015 * index, [7], 7) for index in range(40)])
+    found = figures(sender)
+    starts = sorted(server.came_s)
+    answers = sorted(server.sent_s)
+    ttft = percentiles(times[0] - at for at, times in zip(starts, answers, strict=True))
+    gaps = [[b - a for a, b in pairwise(times)] for times in answers]
+    itl, gap = percentiles(each for one in gaps for each in one), percentiles(max(one) for one in gaps)
+    tpot = percentiles((times[-1] - times[0]) / 6 for times in answers)
+    for name, theirs in {"ttft": ttft, "itl": itl, "gap": gap, "tpot": tpot}.items():
+        ours = getattr(found, name)
+        for column in ("p50", "p90", "p95", "p99"):
+            assert getattr(ours, column) == pytest.approx(getattr(theirs, column), abs=NEAR_S * 1e3), (name, column)
+    assert found.client.late is not None and found.client.late.p50 < NEAR_S * 1e3
+
+
+@pytest.mark.timing
+def test_requests_are_sent_at_their_times_whatever_became_of_others(server: TimetableServer) -> None:
+    server.waits_s = [0.3]
+    sent(server, [Planned(at_s, [7], 1) for at_s in (0.0, 0.05, 0.1)])
+    assert [at - server.came_s[0] for at in server.came_s] == pytest.approx([0.0, 0.05, 0.1], abs=10 * NEAR_S)
+    assert max(server.came_s) < time.perf_counter() - 0.2
+
+
+@pytest.mark.parametrize("kind", ["ids", "text", "chat"])
+def test_each_turn_holds_the_whole_history(server: TimetableServer, kind: str) -> None:
+    first, later = ([5, 6], ([7], [8, 9])) if kind == "ids" else (["a", "b"], (["c"], ["d", "e"]))
+    sender = sent(server, [Planned(0.0, first, 2, later)], is_chat=kind == "chat")  # type: ignore[arg-type]
+    prompts = [body["messages" if kind == "chat" else "prompt"] for body in server.bodies]
+    if kind == "ids":
+        assert prompts == [[5, 6], [5, 6, 0, 1, 7], [5, 6, 0, 1, 7, 0, 1, 8, 9]]
+    elif kind == "text":
+        assert prompts == ["a b", "a bt0 t1  c", "a bt0 t1  ct0 t1  d e"]
+    else:
+        assert [len(each) for each in prompts] == [1, 3, 5]
+        assert [each["content"] for each in prompts[2]] == ["a b", "t0 t1 ", "c", "t0 t1 ", "d e"]
+    assert [each.turn for each in sender.asked] == [1, 2, 3]
+    assert [each.requests for each in figures(sender).turns] == [1, 1, 1]
+
+
+def test_a_conversation_ends_with_a_failure_and_others_go_on(server: TimetableServer) -> None:
+    server.faults = [503]
+    found = figures(sent(server, [Planned(0.0, [1], 2, ([2],)), Planned(0.2, [1], 2, ([2],))]))
+    assert (found.sent, found.answered, found.failed, found.unfinished) == (3, 2, 1, 0)
+    ((failure),) = found.failures
+    assert (failure.kind, failure.count, failure.message) == ("HTTP 503", 1, "the queue is full")
+
+
+def test_what_came_before_it_was_stopped_is_kept(server: TimetableServer) -> None:
+    server.waits_s = [0.0, 0.0]
+    planned = [Planned(0.0, [1], 2), Planned(600.0, [1], 2)]
+    found = figures(sent(server, planned, stop_s=1.0))
+    assert (found.sent, found.answered, found.unfinished, found.is_complete) == (1, 1, 0, False)
+    server.waits_s = [0.0, 600.0]
+    found = figures(sent(server, planned[:1], stop_s=1.0))
+    assert (found.sent, found.answered, found.unfinished, found.is_complete) == (1, 0, 1, False)
+    assert found.requests[0].error == "unfinished" and found.requests[0].ttft_ms is not None
