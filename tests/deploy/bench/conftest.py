@@ -29,12 +29,26 @@ class TimetableServer:
     sends_token_ids: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     came_s: list[float] = field(default_factory=list)  # when each request came
-    sent_s: list[list[float]] = field(default_factory=list)  # when each token of each answer was sent
+    sent_s: dict[str, list[float]] = field(default_factory=dict)  # when each token was sent, by the id of the answer
 
     def forget(self) -> None:
         """Forget the requests so far."""
         for each in (self.bodies, self.came_s, self.sent_s):
             each.clear()
+
+    async def start(self) -> web.AppRunner:
+        """Serve in the loop of the caller, who cleans up."""
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/version", self.version)
+        app.router.add_get("/tokenizer_info", self.tokenizer)
+        app.router.add_post("/v1/completions", self.answer)
+        app.router.add_post("/v1/chat/completions", self.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
 
     async def models(self, request: web.Request) -> web.Response:
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -58,18 +72,18 @@ class TimetableServer:
             return web.json_response({"error": {"message": "the queue is full", "code": 7}}, status=fault)
         if fault == "whole":
             return web.json_response({"choices": []})
+        rid = f"id-{len(self.bodies)}"
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        sent: list[float] = []
-        self.sent_s.append(sent)
-        await self._stream(response, body, sent, fault)
+        await self._stream(response, body, rid, fault)
         return response
 
-    async def _stream(self, response: web.StreamResponse, body: Any, sent: list[float], fault: str | None) -> None:
+    async def _stream(self, response: web.StreamResponse, body: Any, rid: str, fault: str | None) -> None:
         is_chat = "messages" in body
+        sent = self.sent_s[rid] = []
 
         async def event(**fields: Any) -> None:
-            await response.write(b"data: " + json.dumps({"id": f"id-{len(self.bodies)}", **fields}).encode() + b"\n\n")
+            await response.write(b"data: " + json.dumps({"id": rid, **fields}).encode() + b"\n\n")
 
         if is_chat:
             await event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
@@ -98,27 +112,14 @@ class TimetableServer:
 def server() -> Iterator[TimetableServer]:
     state, started, loop = TimetableServer(), threading.Event(), asyncio.new_event_loop()
 
-    async def start() -> web.AppRunner:
-        app = web.Application(client_max_size=1 << 26)
-        app.router.add_get("/v1/models", state.models)
-        app.router.add_get("/version", state.version)
-        app.router.add_get("/tokenizer_info", state.tokenizer)
-        app.router.add_post("/v1/completions", state.answer)
-        app.router.add_post("/v1/chat/completions", state.answer)
-        runner = web.AppRunner(app, shutdown_timeout=0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        state.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return runner
-
     def serve() -> None:
-        runner = loop.run_until_complete(start())
+        runner = loop.run_until_complete(state.start())
         started.set()
         loop.run_forever()
         loop.run_until_complete(runner.cleanup())
         loop.close()
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     assert started.wait(10)
     yield state

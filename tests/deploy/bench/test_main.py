@@ -65,9 +65,8 @@ def test_a_server_that_tells_no_ids_gets_words_of_as_many_tokens(server: Timetab
     server.vocab_size = None if argv == ["--chat"] else 50
     server.sends_token_ids = False
     assert bench(server, *argv) == 0
-    last = server.bodies[-1]
-    text = last["messages"][0]["content"] if argv == ["--chat"] else server.bodies[4]["prompt"]
-    assert len(text.split()) == pytest.approx((40 - 5) / 3, abs=1)
+    prompts = [body["messages"][0]["content"] if argv == ["--chat"] else body["prompt"] for body in server.bodies[3:]]
+    assert min(len(prompt.split()) for prompt in prompts) == pytest.approx((40 - 5) / 3, abs=1)
 
 
 def test_a_trace_is_replayed(server: TimetableServer, tmp_path: Path) -> None:
