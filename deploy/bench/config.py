@@ -14,7 +14,7 @@ from ...metadata.config import at_least, setting
 from ...metadata.errors import ConfigError
 from ..simulation.figures import Slo
 from ..simulation.traffic import Arrival
-from .load import Shape, from_trace, read_length, synthetic, times_of
+from .load import RequestShape, from_trace, read_length, synthetic, times_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +92,9 @@ class BenchConfig:
         _ = self.rates, self.slos, self.extra_fields  # each raises for a wrong value
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> RequestShape:
         """What synthetic requests look like. Raises ConfigError."""
-        return Shape(
+        return RequestShape(
             read_length("--prompt-len", self.prompt_len),
             read_length("--tokens", self.tokens),
             self.prefix_len,

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ..simulation.figures import Slo, percentile
-from .sender import Asked, Sender
+from .sender import Sender, SentRequest
 
 TIMES = ("ttft", "tpot", "itl", "gap", "latency")
 _MOST_LATE_MS = 2.0  # or this share of the shortest time that is judged
@@ -184,7 +184,7 @@ def load_figures(sender: Sender, rate: float, repeat: int, slos: Sequence[Slo]) 
     )
 
 
-def _times(good: Sequence[Asked]) -> dict[str, Percentiles | None]:
+def _times(good: Sequence[SentRequest]) -> dict[str, Percentiles | None]:
     """Return the percentiles by the names of TIMES. A request with one token has no further ones."""
     records = [each.reply.record for each in good]
     further = [each.reply.record for each in good if len(each.reply.times) > 1]
@@ -197,7 +197,7 @@ def _times(good: Sequence[Asked]) -> dict[str, Percentiles | None]:
     }
 
 
-def _turns(good: Sequence[Asked]) -> Iterator[TurnFigures]:
+def _turns(good: Sequence[SentRequest]) -> Iterator[TurnFigures]:
     numbers = sorted({each.turn for each in good})
     for number in numbers if len(numbers) > 1 else ():
         those = [each for each in good if each.turn == number]
@@ -205,12 +205,12 @@ def _turns(good: Sequence[Asked]) -> Iterator[TurnFigures]:
         yield TurnFigures(number, len(those), times["ttft"], times["tpot"])
 
 
-def _goodput(slo: Slo, good: Sequence[Asked], num_ended: int, took_s: float) -> Goodput:
+def _goodput(slo: Slo, good: Sequence[SentRequest], num_ended: int, took_s: float) -> Goodput:
     num_kept = sum(slo.is_kept(each.reply.record) for each in good)
     return Goodput(slo.ttft_ms, slo.tpot_ms, num_kept / took_s, num_kept / max(1, num_ended))
 
 
-def _failures(ended: Sequence[Asked]) -> Iterator[Failures]:
+def _failures(ended: Sequence[SentRequest]) -> Iterator[Failures]:
     messages: dict[str, str] = {}
     for each in ended:
         if each.reply.error is not None:
@@ -219,7 +219,7 @@ def _failures(ended: Sequence[Asked]) -> Iterator[Failures]:
         yield Failures(kind, count, messages[kind])
 
 
-def _request(asked: Asked) -> RequestFigures:
+def _request(asked: SentRequest) -> RequestFigures:
     reply = asked.reply
     record = reply.record if reply.times else None
     has_further = len(reply.times) > 1

@@ -48,7 +48,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RequestShape:
     """What the synthetic requests of a load look like. A length is (least, most)."""
 
     prompt_len: tuple[int, int] = (512, 512)
@@ -76,7 +76,7 @@ def read_length(flag: str, text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def synthetic(times: Sequence[float], shape: Shape, seed: int) -> list[Arrival]:
+def synthetic(times: Sequence[float], shape: RequestShape, seed: int) -> list[Arrival]:
     """Return requests at these times with lengths of a shape."""
     random = Random(f"{seed}/lengths")
     return [Arrival(at_s, random.randint(*shape.prompt_len), random.randint(*shape.num_tokens)) for at_s in times]
@@ -98,7 +98,7 @@ def from_trace(path: Path, speed: float, times: Sequence[float] | None) -> list[
     return [arrivals[index % len(arrivals)]._replace(at_s=at_s) for index, at_s in enumerate(times)]
 
 
-def plan(arrivals: Sequence[Arrival], shape: Shape, vocabulary: Vocabulary, seed: str) -> list[Planned]:
+def plan(arrivals: Sequence[Arrival], shape: RequestShape, vocabulary: Vocabulary, seed: str) -> list[Planned]:
     """Return the conversations of these arrivals. Prompts of another `seed` share nothing with these. Raises
     ConfigError if they are too many tokens."""
     num_tokens = sum(each.prompt_len for each in arrivals)

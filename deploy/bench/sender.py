@@ -26,7 +26,7 @@ Prompt = str | list[int] | Turns
 _TICK_S = 0.02  # between two looks at how late the event loop is
 
 
-class Asked(NamedTuple):
+class SentRequest(NamedTuple):
     """A request that was sent, and what came of it."""
 
     at_s: float  # when it was due, since the start of the load
@@ -44,7 +44,7 @@ class Sender:
     session: aiohttp.ClientSession
     target: Target
     think_s: float = 0.0  # from the end of an answer to the next turn
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[SentRequest] = field(default_factory=list)
     stalls_s: array[float] = field(default_factory=lambda: array("d"))  # by which the event loop was late, at each tick
     took_s: float = 0.0
     cpu_share: float = 0.0  # of a core
@@ -78,7 +78,7 @@ class Sender:
         for turn in range(1, len(planned.later) + 2):
             reply = Reply()
             late_s = time.perf_counter() - due
-            self.asked.append(Asked(due - self._started, late_s, turn, planned.num_tokens, prompt, reply))
+            self.asked.append(SentRequest(due - self._started, late_s, turn, planned.num_tokens, prompt, reply))
             await send(self.session, self.target, body, reply)
             if reply.error is not None or turn > len(planned.later):
                 return

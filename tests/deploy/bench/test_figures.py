@@ -10,17 +10,17 @@ import pytest
 
 from baton.deploy.bench.client import Reply
 from baton.deploy.bench.figures import LoadFigures, load_figures, percentiles
-from baton.deploy.bench.sender import Asked
+from baton.deploy.bench.sender import SentRequest
 from baton.deploy.simulation.figures import Slo
 
 
-def answered(ttft_s: float, *gaps_s: float, error: str | None = None) -> Asked:
+def answered(ttft_s: float, *gaps_s: float, error: str | None = None) -> SentRequest:
     times = array("d", [1.0 + ttft_s + sum(gaps_s[:index]) for index in range(len(gaps_s) + 1)])
     reply = Reply(sent_s=1.0, times=times, end_s=times[-1], num_counted=len(times), prompt_len=10, error=error)
-    return Asked(0.0, 0.0, 1, len(times), [1], reply)
+    return SentRequest(0.0, 0.0, 1, len(times), [1], reply)
 
 
-def figures_of(*asked: Asked, **more: Any) -> LoadFigures:
+def figures_of(*asked: SentRequest, **more: Any) -> LoadFigures:
     fields = {"asked": list(asked), "took_s": 2.0, "cpu_share": 0.1, "is_complete": True, "stalls_s": [0.0]}
     return load_figures(SimpleNamespace(**fields | more), 4.0, 1, [Slo(200, 12)])  # type: ignore[arg-type]
 
