@@ -80,10 +80,11 @@ class TimetableServer:
 
     async def _stream(self, response: web.StreamResponse, body: Any, rid: str, fault: str | None) -> None:
         is_chat = "messages" in body
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
         sent = self.sent_s[rid] = []
 
         async def event(**fields: Any) -> None:
-            await response.write(b"data: " + json.dumps({"id": rid, **fields}).encode() + b"\n\n")
+            await response.write(b"data: " + json.dumps({"id": rid, "object": kind, **fields}).encode() + b"\n\n")
 
         if is_chat:
             await event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
