@@ -4,7 +4,8 @@
     async with open_session(target) as session:
         reply = await ask(session, target, "Once upon a time", 64)
 
-A time is taken before the bytes are decoded, so decoding one answer delays only the reads of others.
+A time is taken when the event loop reads the bytes, before they are decoded and before the task that waits for them
+runs: with many streams, that task runs after the reads of all others.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.client_proto import ResponseHandler
 
 from ..simulation.figures import Record
 
@@ -123,13 +126,31 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
+class _Connection(ResponseHandler):
+    """A connection that notes when it was last read."""
+
+    read_s = 0.0
+
+    def data_received(self, data: bytes) -> None:
+        self.read_s = time.perf_counter()
+        super().data_received(data)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Makes such connections, any number of them."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=0)
+        self._factory = partial(_Connection, loop=self._loop)
+
+
 def open_session(target: Target, timeout_s: float = 600.0) -> aiohttp.ClientSession:
     """Return a session for any number of requests at once. The caller closes it."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=_Connector(),
         headers=headers,
         timeout=aiohttp.ClientTimeout(total=timeout_s),
         trust_env=False,
@@ -173,8 +194,9 @@ async def send(session: aiohttp.ClientSession, target: Target, body: bytes, repl
 
 async def _read(response: aiohttp.ClientResponse, reply: Reply) -> None:
     rest, is_done = b"", False
+    connection = response.connection.protocol if response.connection is not None else None  # None: it is read already
     async for data in response.content.iter_any():
-        now = time.perf_counter()
+        now = connection.read_s if isinstance(connection, _Connection) else time.perf_counter()
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(_DATA):
