@@ -69,10 +69,10 @@ def _ms(times: Percentiles | None, column: str) -> str:
 
 def _sums(load: LoadFigures) -> Iterator[str]:
     cached = f" ({load.cached_tokens / load.prompt_tokens:.0%} cached)" if load.cached_tokens else ""
+    prompts = f"{load.prompt_tokens / load.answered:,.0f} prompt tokens{cached} and " if load.prompt_tokens else ""
     yield (
-        f"{load.requests_per_s:.2f} requests/s and {load.tokens_per_s:,.1f} tokens/s; on average "
-        f"{load.prompt_tokens / load.answered:,.0f} prompt tokens{cached} and {load.tokens / load.answered:,.1f} "
-        "tokens of answer"
+        f"{load.requests_per_s:.2f} requests/s and {load.tokens_per_s:,.1f} tokens/s; on average {prompts}"
+        f"{load.tokens / load.answered:,.1f} tokens of answer"
     )
     for each in load.goodput:
         yield (
