@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from array import array
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,17 @@ async def test_an_answer_is_read_whole(server: TimetableServer, is_chat: bool) -
     assert reply.sent_s <= min(reply.times) and max(reply.times) <= reply.end_s
     (body,) = server.bodies
     assert body["stream"] and body["top_k"] == 3 and "temperature" not in body, "None leaves a field out"
+
+
+async def test_a_connection_notes_when_it_is_read(server: TimetableServer) -> None:
+    """Else times would be those of the tasks that wait, and aiohttp's own connections would go unnoticed."""
+    server.waits_s = [0.0, 0.3]
+    target = Target(server.url, "toy")
+    body = target.body("hello", 2)
+    async with open_session(target) as session, session.post(server.url + target.path, data=body) as response:
+        assert response.connection is not None
+        connection: Any = response.connection.protocol
+        assert 0 < connection.read_s <= time.perf_counter()
 
 
 def test_the_times_of_an_answer() -> None:
