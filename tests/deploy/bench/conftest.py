@@ -117,6 +117,8 @@ def server() -> Iterator[TimetableServer]:
         runner = loop.run_until_complete(state.start())
         started.set()
         loop.run_forever()
+        for task in asyncio.all_tasks(loop):  # answers that nobody waits for
+            task.cancel()
         loop.run_until_complete(runner.cleanup())
         loop.close()
 
@@ -126,3 +128,4 @@ def server() -> Iterator[TimetableServer]:
     yield state
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
+    assert not thread.is_alive()

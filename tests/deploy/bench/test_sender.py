@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 
-from baton.deploy.bench.client import Target, open_session
+from baton.deploy.bench.client import Reply, Target, open_session
 from baton.deploy.bench.figures import LoadFigures, load_figures, percentiles
 from baton.deploy.bench.load import Planned
 from baton.deploy.bench.sender import Sender, run_on_uvloop
@@ -19,16 +20,23 @@ from .conftest import TimetableServer
 NEAR_S = 0.002
 
 
-def sent(server: TimetableServer, planned: list[Planned], *, stop_s: float | None = None, **settings: object) -> Sender:
-    """Return a sender that has sent these requests. `stop_s`: when it is stopped."""
+def sent(
+    server: TimetableServer,
+    planned: list[Planned],
+    *,
+    stop: Callable[[Reply], float] | None = None,
+    **settings: object,
+) -> Sender:
+    """Return a sender that has sent these requests. `stop`: it is stopped when this is true of its first reply."""
     target = Target(server.url, "toy", fields={"return_token_ids": True}, **settings)  # type: ignore[arg-type]
 
     async def run() -> Sender:
         async with open_session(target, timeout_s=10.0) as session:
             sender = Sender(session, target)
             task = asyncio.create_task(sender.run(planned))
-            if stop_s is not None:
-                await asyncio.sleep(stop_s)
+            if stop is not None:
+                while not (sender.asked and stop(sender.asked[0].reply)):
+                    await asyncio.sleep(0.005)
                 task.cancel()
             await task
             return sender
@@ -103,9 +111,9 @@ def test_a_conversation_ends_with_a_failure_and_others_go_on(server: TimetableSe
 def test_what_came_before_it_was_stopped_is_kept(server: TimetableServer) -> None:
     server.waits_s = [0.0, 0.0]
     planned = [Planned(0.0, [1], 2), Planned(600.0, [1], 2)]
-    found = figures(sent(server, planned, stop_s=1.0))
+    found = figures(sent(server, planned, stop=lambda reply: reply.end_s))
     assert (found.sent, found.answered, found.unfinished, found.is_complete) == (1, 1, 0, False)
     server.waits_s = [0.0, 600.0]
-    found = figures(sent(server, planned[:1], stop_s=1.0))
+    found = figures(sent(server, planned[:1], stop=lambda reply: len(reply.times)))
     assert (found.sent, found.answered, found.unfinished, found.is_complete) == (1, 0, 1, False)
     assert found.requests[0].error == "unfinished" and found.requests[0].ttft_ms is not None
