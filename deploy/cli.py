@@ -30,6 +30,7 @@ SUMMARIES = {  # command: one line of help
     "top": "show the running service, or print it once",
     "explain": "show where a request spent its time",
     "plan": "say how many prefill and decode nodes serve a load best, by simulation",
+    "bench": "measure a running server under load, and compare two measurements",
     "keys": "make a key file, with which processes on several hosts trust each other",
 }
 
@@ -73,6 +74,7 @@ _CONFIGS = {  # command (also the name of its TOML table): module and name of it
     "top": ("deploy.top", "TopConfig"),
     "explain": ("deploy.explain", "ExplainConfig"),
     "plan": ("deploy.sizing", "SizingConfig"),
+    "bench": ("deploy.bench.config", "BenchConfig"),
 }
 _PROCESSES = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
 
@@ -85,6 +87,7 @@ _EXTRAS = {  # module that may be absent: who needs it, and the extra that bring
 _LEAVE_AGAIN_S = 0.2
 
 _RID_HELP = "show this request: the x-request-id header of its answer, or `id` in the body (default: list recent ones)"
+_COMPARE_HELP = "measure nothing; compare two files that --json wrote"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -203,6 +206,8 @@ def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
         return
     if name == "explain":
         parser.add_argument("rid", nargs="?", metavar="RID", help=_RID_HELP)
+    if name == "bench":
+        parser.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help=_COMPARE_HELP)
     parser.add_argument("--config", metavar="FILE", help=f"read these options from table [{name}] of this TOML file")
     parser.add_argument("--print-config", action="store_true", help="print the configuration in effect and exit")
     for setting in _settings(name).values():
@@ -221,6 +226,8 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
         return _print({name: config})
     if name == "explain":
         return _module("deploy.explain").run(config, args.rid)
+    if name == "bench":
+        return _module("deploy.bench.main").run(config, args.compare)
     if name in _PROCESSES:
         return _run_process(name, config)
     return _module(_CONFIGS[name][0]).run(config)

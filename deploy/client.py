@@ -59,28 +59,40 @@ class Client:
 
     def ready(self) -> tuple[int, bytes]:
         """Return status and body of GET /ready. Raises Unavailable if nobody answers."""
-        return self._call("GET", "/ready", timeout_s=2.0)
+        return self.get("/ready", timeout_s=2.0)
 
     def why_not_ready(self) -> str:
         """Return the answer of GET /ready as text."""
         try:
-            status, body = self._call("GET", "/ready")
+            status, body = self.get("/ready")
         except Unavailable as error:
             return str(error)
         return f"/ready answers {status}: {body.decode('utf-8', 'replace').strip()[:500]}"
 
     def model_names(self) -> list[str]:
         """Return the names that GET /v1/models lists. Raises Unavailable or RequestError."""
-        status, body = self._call("GET", "/v1/models")
+        status, body = self.get("/v1/models")
         if status != 200:
             raise failure(status, body)
         return [model["id"] for model in json.loads(body)["data"]]
+
+    def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
+        """Return status and body of GET `path`. Raises Unavailable if nobody answers."""
+        connection = self._connect(timeout_s)
+        try:
+            connection.request("GET", self._path + path, headers=self._headers())
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unavailable(error) from None
+        finally:
+            connection.close()
 
     def read(self, path: str, timeout_s: float = _TIMEOUT_S, absent: str = "") -> bytes:
         """Return the answer of GET `path`. Raises Unavailable if nobody answers, RequestError if it is an error.
 
         `absent`: what it means if there is no such path."""
-        status, body = self._call("GET", path, timeout_s)
+        status, body = self.get(path, timeout_s)
         if status == 404 and absent:
             raise Unavailable(f"{self.url}: {absent}")
         if status != 200:
@@ -108,17 +120,6 @@ class Client:
             if response.status != 200:
                 raise failure(response.status, response.read())
             yield from _chunks(response)
-        except (OSError, http.client.HTTPException) as error:
-            raise self._unavailable(error) from None
-        finally:
-            connection.close()
-
-    def _call(self, method: str, path: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
-        connection = self._connect(timeout_s)
-        try:
-            connection.request(method, self._path + path, headers=self._headers())
-            response = connection.getresponse()
-            return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._unavailable(error) from None
         finally:

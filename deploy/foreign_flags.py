@@ -114,7 +114,6 @@ COMMANDS = {  # word: a clause that says what to do
     "frontend": "`baton router` is the HTTP server",
     "worker": "`baton prefill` and `baton decode` start nodes",
     "stop": "Ctrl-C or SIGTERM stops `baton up`",
-    "bench": "tests/benchmarks has programs that measure",
     "pull": "`baton up --model ORG/NAME` downloads a model and serves it",
 }
 

@@ -28,7 +28,7 @@ class SimulatedRequest:
 
     def __init__(self, order: int, arrival: Arrival) -> None:
         self.order = order  # of arrival; the smallest is the oldest
-        self.arrived_s, self.prompt_len, self.num_tokens = arrival
+        self.arrived_s, self.prompt_len, self.num_tokens = arrival[:3]
         self.is_local = False  # the decode node computes the prompt
         self.num_received = 0
         self.num_computed = 0  # tokens with KV, while a node computes the prompt or lost tokens

@@ -31,56 +31,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
-import re
 import statistics
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import shared_paths  # noqa: F401
-from bench_router import Stream, completion
-from bench_system import tokens_of
 from harness import table
 from planted_text import PlantedText
 
+from baton.deploy.bench.client import Reply, Target, ask, open_session
+from baton.deploy.bench.figures import percentiles
+from baton.deploy.bench.load import Planned, RequestShape, Vocabulary, plan
+from baton.deploy.bench.sender import Sender, SentRequest, run_on_uvloop
 from baton.deploy.simulation.figures import Record, Slo, summary
 from baton.deploy.simulation.traffic import Arrival, poisson, read_trace
 
 _FIRST = 2**32 - 1  # seed of the request before all loads
-
-
-def record(sent_s: float, events: Sequence[tuple[float, list[int]]]) -> Record:
-    """Return the times of one answer. `events`: when each part was read, and its token ids."""
-    times = [at for at, ids in events if ids]
-    num_tokens = sum(len(ids) for _, ids in events)
-    gaps = np.diff(times)
-    tpot_s = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else 0.0
-    second_s, gap_s = (float(gaps[0]), float(gaps.max())) if len(gaps) else (0.0, 0.0)
-    return Record(times[0] - sent_s, tpot_s, second_s, gap_s)
-
-
-class Talk(NamedTuple):
-    """Settings of all conversations of a load."""
-
-    num_turns: int = 1
-    turn_len: int = 64  # new tokens of each prompt but the first
-    think_s: float = 0.0  # from the end of an answer to the next prompt
-
-
-class Asked(NamedTuple):
-    """A request whose answer is complete, as it was read."""
-
-    turn: int  # from 1 on
-    prompt: list[int]
-    num_tokens: int
-    sent_s: float
-    stream: Stream
 
 
 class Answered(NamedTuple):
@@ -91,118 +61,56 @@ class Answered(NamedTuple):
     record: Record
 
 
+class Answers(NamedTuple):
+    """All answers of a load, compared with what was asked for."""
+
+    answered: list[Answered]
+    num_failed: int
+    num_wrong: int  # differ from the planted text
+    num_checked: int  # tokens
+
+
 _MOST_TRACED = 100  # requests
-_RID = re.compile(r'"id": ?"(cmpl-[^"]+)"')
 _BACKGROUND = Arrival(2.0, 64, 12_000)  # a stream beside those that are measured, and its start before them
 
 
-class Client:
-    """Sends requests at their times and keeps what came. It looks at answers when all of them are complete: to read and
-    check one takes up to 40 ms, in which no other stream's tokens would be read."""
-
-    def __init__(self, port: int, name: str, model: Path, seed: int, talk: Talk = Talk()) -> None:  # noqa: B008
-        """`port` and `name` of the router and its model; `model` is the directory, for its vocabulary."""
-        config = json.loads((model / "config.json").read_text())
-        self._port, self._name, self._vocab_size = port, name, config["vocab_size"]
-        self._context_len = config["max_position_embeddings"]
-        self._text = PlantedText(self._vocab_size) if config.get("_planted") else None
-        self._draw = np.random.default_rng(seed)
-        self._talk = talk
-        self._asked: list[Asked] = []
-        self.answered: list[Answered] = []
-        self.late_s: list[float] = []  # by which a request was sent after its time
-        self.num_failed = self.num_wrong = self.num_checked = 0
-
-    async def run(self, arrivals: Sequence[Arrival], num_background: int = 0) -> float:
-        """Send all requests, wait for their answers, and return how long that took, in seconds. Meanwhile other
-        streams run, which end with it. Raises RuntimeError if the router refuses one of these. `look` follows."""
-        _, prompt_len, num_tokens = _BACKGROUND
-        body = self._body([7] * prompt_len, min(num_tokens, self._context_len - prompt_len))
-        loop = asyncio.get_running_loop()
-        others = [
-            await loop.create_connection(lambda: Stream(body), "127.0.0.1", self._port) for _ in range(num_background)
-        ]
+async def send(planned: Sequence[Planned], options: argparse.Namespace, num_background: int, longest: int) -> Sender:
+    """Send all requests beside other streams of up to `longest` tokens. Raises RuntimeError if one of these fails."""
+    name = options.model_name or options.model.resolve().name
+    fields = {"ignore_eos": True, "return_token_ids": True}
+    target = Target(f"http://127.0.0.1:{options.port}", name, fields=fields)
+    async with open_session(target) as session:
+        replies = [Reply() for _ in range(num_background)]
+        prompt, num_tokens = [7] * _BACKGROUND.prompt_len, min(_BACKGROUND.num_tokens, longest - _BACKGROUND.prompt_len)
+        others = [asyncio.create_task(ask(session, target, prompt, num_tokens, reply)) for reply in replies]
         if others:
             await asyncio.sleep(_BACKGROUND.at_s)
-        try:
-            for _, stream in others:
-                if stream.done.done():
-                    stream.done.result()
-            return await self._measure(arrivals)
-        finally:
-            for transport, stream in others:
-                stream.done.cancel()  # nobody waits for its end
-                transport.close()
-
-    async def _measure(self, arrivals: Sequence[Arrival]) -> float:
-        prompts = [self._random(each.prompt_len) for each in arrivals]
-        bodies = [self._body(prompt, each.num_tokens) for prompt, each in zip(prompts, arrivals, strict=True)]
-        started = time.perf_counter()
-        async with asyncio.TaskGroup() as tasks:
-            for arrival, prompt, body in zip(arrivals, prompts, bodies, strict=True):
-                await asyncio.sleep(started + arrival.at_s - time.perf_counter())
-                self.late_s.append(time.perf_counter() - started - arrival.at_s)
-                tasks.create_task(self._converse(prompt, arrival.num_tokens, body))
-        return time.perf_counter() - started
-
-    async def _converse(self, prompt: list[int], num_tokens: int, body: bytes) -> None:
-        """Ask all turns of a conversation. It ends early if a request fails."""
-        for turn in range(1, self._talk.num_turns + 1):
-            asked = await self._ask(turn, prompt, num_tokens, body)
-            if asked is None or turn == self._talk.num_turns:
-                return
-            answer = _ids(tokens_of(asked.stream))
-            await asyncio.sleep(self._talk.think_s)
-            prompt = [*prompt, *answer, *self._random(self._talk.turn_len)]
-            body = self._body(prompt, num_tokens)
-
-    def _random(self, num_tokens: int) -> list[int]:
-        return self._draw.integers(0, self._vocab_size, num_tokens).tolist()
-
-    def _body(self, prompt: list[int], num_tokens: int) -> bytes:
-        fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        return completion({"model": self._name, "prompt": prompt, "max_tokens": num_tokens, **fields})
-
-    async def _ask(self, turn: int, prompt: list[int], num_tokens: int, request: bytes) -> Asked | None:
-        """Wait for the answer and return it; None if the request fails."""
-        sent_s = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        try:
-            transport, stream = await loop.create_connection(lambda: Stream(request), "127.0.0.1", self._port)
-            try:
-                await asyncio.wait_for(stream.done, 600)
-            finally:
-                transport.close()
-        except (OSError, RuntimeError, TimeoutError) as error:
-            self._fail(error)
-            return None
-        self._asked.append(Asked(turn, prompt, num_tokens, sent_s, stream))
-        return self._asked[-1]
-
-    def look(self) -> None:
-        """Look at the answers: their times, and whether they have the tokens that they should have."""
-        for turn, prompt, num_tokens, sent_s, stream in self._asked:
-            try:
-                events = tokens_of(stream)
-                ids = _ids(events)
-                assert len(ids) == num_tokens, f"{len(ids)} tokens came, not {num_tokens}"
-            except AssertionError as error:
-                self._fail(error)
-                continue
-            (rid, *_) = _RID.findall(b"".join(data for _, data in stream.reads).decode())
-            self.answered.append(Answered(turn, rid, record(sent_s, events)))
-            if self._text is not None:
-                self.num_checked += len(ids)
-                self.num_wrong += ids != self._text.continuation(prompt, num_tokens)
-        self._asked.clear()
-
-    def _fail(self, error: Exception) -> None:
-        self.num_failed += 1
-        print(f"a request failed: {error}", file=sys.stderr)
+        if failed := [reply.message for reply in replies if reply.error is not None]:
+            raise RuntimeError(f"a stream beside the measured ones failed: {failed[0]}")
+        sender = Sender(session, target, options.think_s)
+        await sender.run(planned)
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        return sender
 
 
-def _ids(events: Sequence[tuple[float, list[int]]]) -> list[int]:
-    return [token for _, ids in events for token in ids]
+def look(asked: Sequence[SentRequest], text: PlantedText | None) -> Answers:
+    """Look at the answers: whether they have the tokens that they should have. `text`: the planted one, if known."""
+    answered: list[Answered] = []
+    num_failed = num_wrong = num_checked = 0
+    for each in asked:
+        reply, num_tokens = each.reply, len(each.reply.ids)
+        if reply.error is not None or num_tokens != each.num_tokens:
+            num_failed += 1
+            why = f"{num_tokens} tokens came, not {each.num_tokens}" if reply.error is None else reply.error
+            print(f"a request failed: {why} {reply.message}", file=sys.stderr)
+            continue
+        answered.append(Answered(each.turn, reply.rid, reply.record))
+        if text is not None:
+            num_checked += num_tokens
+            num_wrong += reply.ids != text.continuation(list(each.prompt), each.num_tokens)
+    return Answers(answered, num_failed, num_wrong, num_checked)
 
 
 def spans(port: int, rids: Sequence[str]) -> list[dict[str, float]]:
@@ -240,25 +148,24 @@ def local_share(traced: Sequence[dict[str, float]]) -> float:
 
 
 def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Run one load and return its figures.
-
-    No garbage is collected meanwhile: that would hold up all streams at once, and the figures would blame Baton."""
-    gc.collect()
-    gc.disable()
-    talk = Talk() if seed == _FIRST else Talk(options.turns, options.turn_len, options.think_s)
-    client = Client(options.port, options.model_name or options.model.resolve().name, options.model, seed, talk)
-    took_s = asyncio.run(client.run(arrivals, 0 if seed == _FIRST else options.background))
-    gc.enable()
-    client.look()
-    records = [each.record for each in client.answered]
-    row = {"rate": talk.num_turns * len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": took_s}
-    row |= summary(records, took_s, options.slo)
-    row |= {"failed": client.num_failed, "wrong": client.num_wrong, "checked_tokens": client.num_checked}
-    traced = spans(options.port, [each.rid for each in client.answered[-_MOST_TRACED:]])
+    """Run one load and return its figures."""
+    is_first = seed == _FIRST
+    config = json.loads((options.model / "config.json").read_text())
+    num_turns, turn_len = 1 if is_first else options.turns, (options.turn_len, options.turn_len)
+    shape = RequestShape(num_turns=num_turns, turn_len=turn_len)
+    planned = plan(arrivals, shape, Vocabulary(range(config["vocab_size"])), str(seed))
+    num_background = 0 if is_first else options.background
+    sender = run_on_uvloop(send(planned, options, num_background, config["max_position_embeddings"]))
+    found = look(sender.asked, PlantedText(config["vocab_size"]) if config.get("_planted") else None)
+    row = {"rate": num_turns * len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": sender.took_s}
+    row |= summary([each.record for each in found.answered], sender.took_s, options.slo)
+    row |= {"failed": found.num_failed, "wrong": found.num_wrong, "checked_tokens": found.num_checked}
+    traced = spans(options.port, [each.rid for each in found.answered[-_MOST_TRACED:]])
     row |= {"stages_ms_p50": stages(traced), "local_share": local_share(traced)}
-    if talk.num_turns > 1:
-        row["turns"] = by_turn(client.answered, options.port)
-    return row | {"late_ms_p99": float(np.percentile(client.late_s, 99)) * 1e3}
+    if num_turns > 1:
+        row["turns"] = by_turn(found.answered, options.port)
+    late = percentiles(each.late_s for each in sender.asked)
+    return row | {"late_ms_p99": late.p99 if late is not None else 0.0}
 
 
 def row_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from figures import Cell, Figure, read_figure
-from svg_charts import Panel, bars, lines
+
+from baton.deploy.bench.charts import Panel, bars, lines
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs/figures"

@@ -6,12 +6,9 @@ Imported by bench_speculation.py, which puts tests/support on the path.
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +18,11 @@ from bench_serve import complete_all
 from cluster import Cluster
 from timed_pair import Case, Differences, Judge, Run, params
 
+from baton.deploy.bench.client import Reply, Target, ask, open_session
+from baton.deploy.bench.sender import run_on_uvloop
+
 MODES = ("off", "adaptive")
+_FIELDS = {"ignore_eos": True, "return_token_ids": True, "stream_options": None}
 
 
 def measure_http(
@@ -78,7 +79,7 @@ def _speed(
 
 def _chunk_times(cluster: Cluster, prompts: list[list[int]]) -> dict[str, float]:
     """Return medians in milliseconds of streams that run alone."""
-    times = [list(_arrivals(cluster, prompt)) for prompt in prompts]
+    times = [_arrivals(cluster, prompt) for prompt in prompts]
     return {
         "first": 1e3 * statistics.median(each[0] for each in times),
         "first_to_second": 1e3 * statistics.median(each[1] - each[0] for each in times),
@@ -86,21 +87,14 @@ def _chunk_times(cluster: Cluster, prompts: list[list[int]]) -> dict[str, float]
     }
 
 
-def _arrivals(cluster: Cluster, prompt: list[int]) -> Iterator[float]:
+def _arrivals(cluster: Cluster, prompt: list[int]) -> list[float]:
     """Return the seconds from the request to each chunk with tokens."""
-    fields = {"model": cluster.model_name, "max_tokens": 32, "temperature": 0, "ignore_eos": True, "stream": True}
-    body = json.dumps({**fields, "prompt": prompt, "return_token_ids": True})
-    connection = http.client.HTTPConnection("127.0.0.1", cluster.http_port, timeout=60)
-    started = time.perf_counter()
-    try:
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == 200, response.read()
-        for line in response:
-            now = time.perf_counter() - started
-            if line.startswith(b"data: {"):
-                choices = json.loads(line[6:])["choices"]
-                if choices and choices[0].get("token_ids"):
-                    yield now
-    finally:
-        connection.close()
+    target = Target(f"http://127.0.0.1:{cluster.http_port}", cluster.model_name, fields=_FIELDS)
+
+    async def run() -> Reply:
+        async with open_session(target, timeout_s=60.0) as session:
+            return await ask(session, target, prompt, 32)
+
+    reply = run_on_uvloop(run())
+    assert reply.error is None, reply.message
+    return [at - reply.sent_s for at in reply.times]

@@ -34,9 +34,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shared_paths  # noqa: F401
-from bench_router import Stream, completion
-from bench_system import count_wrong, tokens_of
+from bench_system import count_wrong
 from harness import flags, report
+
+from baton.deploy.bench.client import Reply, Target, ask, open_session
+from baton.deploy.bench.sender import run_on_uvloop
 
 _REST_S = 0.5  # between two requests
 _SETTLED_S = 0.1  # of it, after which only the streams run
@@ -96,45 +98,34 @@ def rows(reads: Sequence[Sequence[float]], windows: Sequence[Window]) -> list[di
     return found
 
 
-async def run(options: argparse.Namespace) -> tuple[list[Stream], list[Window]]:
+async def run(options: argparse.Namespace) -> tuple[list[Reply], list[Window]]:
     """Run the streams and the requests beside them. The streams are as far as they came when the last request ended."""
     config = json.loads((options.model / "config.json").read_text())
-    context_len = config["max_position_embeddings"]
-    loop = asyncio.get_running_loop()
-
-    async def ask(prompt: list[int], num_tokens: int, fields: dict[str, Any]) -> tuple[Any, Stream]:
-        common = {"model": options.model_name, "prompt": prompt, "max_tokens": num_tokens}
-        request = completion(common | {"ignore_eos": True, "return_token_ids": True} | fields)
-        return await loop.create_connection(lambda: Stream(request), "127.0.0.1", options.port)
-
-    prompts = [_prompt(index, options) for index in range(options.streams)]
-    num_tokens = min(_MOST_TOKENS, context_len - options.prompt_len)
-    others = [await ask(prompt, num_tokens, {"temperature": 0}) for prompt in prompts]
-    await asyncio.sleep(4 * _REST_S)
-    windows: list[Window] = []
-    try:
+    url, common = f"http://127.0.0.1:{options.port}", {"ignore_eos": True, "return_token_ids": True}
+    target = Target(url, options.model_name, fields=common)
+    num_tokens = min(_MOST_TOKENS, config["max_position_embeddings"] - options.prompt_len)
+    replies, windows = [Reply() for _ in range(options.streams)], list[Window]()
+    async with open_session(target) as session, asyncio.TaskGroup() as tasks:
+        others = [
+            tasks.create_task(ask(session, target, _prompt(index, options), num_tokens, reply))
+            for index, reply in enumerate(replies)
+        ]
+        await asyncio.sleep(4 * _REST_S)
         for index, kind in enumerate([kind for kind in options.kinds for _ in range(options.times)]):
             start_s = perf_counter()
-            fields = KINDS[kind] | ({"ignore_eos": False} if kind in ("regex", "JSON") else {})
-            transport, stream = await ask(_prompt(options.streams + index, options), options.tokens, fields)
-            try:
-                await asyncio.wait_for(stream.done, 120)
-            except RuntimeError as error:
-                print(f"{kind} is left out: {error}", file=sys.stderr)
+            fields = common | KINDS[kind] | ({"ignore_eos": False} if kind in ("regex", "JSON") else {})
+            asked = Target(url, options.model_name, fields={"temperature": None, **fields})
+            reply = await ask(session, asked, _prompt(options.streams + index, options), options.tokens)
+            if reply.error is not None:
+                print(f"{kind} is left out, {reply.error}: {reply.message}", file=sys.stderr)
                 continue
-            finally:
-                transport.close()
             windows.append(Window(kind, start_s, perf_counter()))
             await asyncio.sleep(_REST_S)
-        for _, stream in others:
-            if stream.done.done():
-                stream.done.result()
-                sys.exit("a stream ended before the last request: use a model with a longer context, or fewer --kinds")
-    finally:
-        for transport, stream in others:
-            stream.done.cancel()  # nobody waits for its end
-            transport.close()
-    return [stream for _, stream in others], windows
+        if any(other.done() for other in others):
+            sys.exit("a stream ended before the last request: use a model with a longer context, or fewer --kinds")
+        for other in others:
+            other.cancel()
+    return replies, windows
 
 
 def _prompt(index: int, options: argparse.Namespace) -> list[int]:
@@ -144,18 +135,14 @@ def _prompt(index: int, options: argparse.Namespace) -> list[int]:
 def main() -> None:
     options = _options()
     gc.disable()  # a collection would hold up all streams, and the figures would blame Baton
-    streams, windows = asyncio.run(run(options))
-    outputs = [tokens_of(stream) for stream in streams]
-    found = rows([[at for at, ids in output if ids] for output in outputs], windows)
+    replies, windows = run_on_uvloop(run(options))
+    found = rows([reply.times for reply in replies], windows)
     report(options, "first-request", found, unit="ms")
     config = json.loads((options.model / "config.json").read_text())
     if config.get("_planted"):
         prompts = [_prompt(index, options) for index in range(options.streams)]
-        lens = [sum(len(ids) for _, ids in output) for output in outputs]
-        wrong = sum(
-            count_wrong([prompt], [output], num_tokens, config["vocab_size"])
-            for prompt, output, num_tokens in zip(prompts, outputs, lens, strict=True)
-        )
+        outputs = [reply.ids for reply in replies]
+        lens, wrong = list(map(len, outputs)), count_wrong(prompts, outputs, config["vocab_size"])
         print(f"{sum(lens)} tokens of {len(lens)} streams compared with the planted text, {wrong} streams differ")
         sys.exit(wrong > 0)
 

@@ -22,16 +22,15 @@ import asyncio
 import json
 import multiprocessing
 import os
-import random
 import statistics
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
-import aiohttp
 import psutil
 
 sys.path[:0] = [str(parent) for parent in Path(__file__).parents[1:3]]  # the rooms, and the fake nodes of tests/router
@@ -40,116 +39,79 @@ import shared_paths  # noqa: F401
 from cluster import Cluster
 from harness import flags, report
 
-WORDS = (
-    "def",
-    "class",
-    "return",
-    "import",
-    "self",
-    "value",
-    "for",
-    "in",
-    "while",
-    "if",
-    "else",
-    "try",
-    "except",
-    "int",
-)
+from baton.deploy.bench.client import Target, ask, open_session
+from baton.deploy.bench.load import Planned, Vocabulary
+from baton.deploy.bench.sender import Sender, joined, run_on_uvloop
+from baton.deploy.simulation.traffic import arrival_times
+
 MODES = {"shedding": [], "patient": ["--max-queue-s", "3600"]}
 
 
 class Answer(NamedTuple):
-    """One request: when it was sent and answered (seconds of this process's clock), and its status; 0: no answer."""
+    """One request: when it was sent and answered (seconds of this process's clock), and how it failed."""
 
     sent_at: float
     done_at: float
-    status: int
+    error: str | None
 
     @property
     def seconds(self) -> float:
         return self.done_at - self.sent_at
 
 
-class Load:
-    """Sends requests to one router and records how they ended."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], seed: int) -> None:
-        self._session = session
-        self._url = f"{url}/v1/completions"
-        self._body = body
-        self._random = random.Random(seed)
-        self.answers: list[Answer] = []
-
-    async def request(self) -> None:
-        """Send one request with its own prompt."""
-        prompt = " ".join(self._random.choices(WORDS, k=24))
-        sent_at, status = time.monotonic(), 0
-        try:
-            async with self._session.post(self._url, json={**self._body, "prompt": prompt}) as response:
-                await response.read()
-                status = response.status
-        except (aiohttp.ClientError, TimeoutError):
-            pass
-        finally:
-            self.answers.append(Answer(sent_at, time.monotonic(), status))
-
-    async def closed(self, num_clients: int, seconds: float) -> None:
-        """Run this many clients, each with one request at a time."""
-        end = time.monotonic() + seconds
-
-        async def client() -> None:
-            while time.monotonic() < end:
-                await self.request()
-
-        await asyncio.gather(*(client() for _ in range(num_clients)))
-
-    async def open(self, rate: float, seconds: float, patience_s: float) -> None:
-        """Send requests at random times, `rate` per second. A request gives up `patience_s` after the last arrival."""
-        tasks: set[asyncio.Task[None]] = set()
-        begun = due = time.monotonic()
-        while due < begun + seconds:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            tasks.add(asyncio.create_task(self.request()))
-            due += self._random.expovariate(rate)
-        _, late = await asyncio.wait(tasks, timeout=patience_s)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+def _prompt(random: Random) -> str:
+    return joined(Vocabulary().draw(random, 24))
 
 
-async def sustainable(url: str, body: dict[str, Any], options: argparse.Namespace) -> float:
+async def sustainable(target: Target, options: argparse.Namespace) -> float:
     """Return the requests per second with all slots busy and a few requests waiting."""
-    async with _session() as session:
-        load = Load(session, url, body, seed=1)
-        begun = time.monotonic()
-        await load.closed(options.slots + 4, options.seconds + options.bound_s)
+    random, begun = Random(1), time.perf_counter()
     window = (begun + options.bound_s, begun + options.bound_s + options.seconds)
-    return sum(window[0] <= each.done_at < window[1] for each in load.answers) / options.seconds
+    done_at: list[float] = []
+
+    async def client() -> None:
+        while time.perf_counter() < window[1]:
+            done_at.append((await ask(session, target, _prompt(random), options.tokens)).end_s)
+
+    async with open_session(target, timeout_s=300.0) as session:
+        await asyncio.gather(*(client() for _ in range(options.slots + 4)))
+    return sum(window[0] <= each < window[1] for each in done_at) / options.seconds
 
 
-async def measure(
-    url: str, body: dict[str, Any], rate: float, options: argparse.Namespace, seed: int
-) -> dict[str, Any]:
+async def answers(target: Target, rate: float, options: argparse.Namespace, seed: int) -> tuple[float, list[Answer]]:
+    """Send requests at random times and return when the first was due, and what came of all. A request gives up one
+    bound after the last arrival."""
+    arriving_s, random = options.bound_s + options.seconds, Random(seed)
+    times = arrival_times(rate, arriving_s, seed)
+    async with open_session(target, timeout_s=300.0) as session:
+        sender, begun = Sender(session, target), time.perf_counter()
+        task = asyncio.create_task(sender.run([Planned(at_s, _prompt(random), options.tokens) for at_s in times]))
+        await asyncio.wait([task], timeout=arriving_s + options.bound_s)
+        task.cancel()
+        await task
+    replies = [each.reply for each in sender.asked]
+    return begun, [Answer(each.sent_s, each.end_s, each.error if each.end_s else "unanswered") for each in replies]
+
+
+async def measure(target: Target, rate: float, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Measure one offered load. All figures but the goodput are of requests that arrived in the window."""
-    async with _session() as session:
-        load = Load(session, url, body, seed)
-        start = time.monotonic() + options.bound_s
-        await load.open(rate, options.bound_s + options.seconds, options.bound_s)
-    end = start + options.seconds
-    arrived = [each for each in load.answers if start <= each.sent_at < end]
-    good = [each for each in load.answers if each.status == 200 and each.seconds <= options.bound_s]
-    done = sorted(each.seconds for each in arrived if each.status == 200)
-    refused = sorted(each.seconds for each in arrived if each.status == 429)
+    begun, found = await answers(target, rate, options, seed)
+    start, end = begun + options.bound_s, begun + options.bound_s + options.seconds
+    arrived = [each for each in found if start <= each.sent_at < end]
+    good = [each for each in found if each.error is None and each.seconds <= options.bound_s]
+    done = sorted(each.seconds for each in arrived if each.error is None)
+    refused = sorted(each.seconds for each in arrived if each.error == "HTTP 429")
     return {
         "offered_per_s": round(len(arrived) / options.seconds, 2),
         "goodput_per_s": round(sum(start <= each.done_at < end for each in good) / options.seconds, 2),
         "done": len(done),
         "late": sum(seconds > options.bound_s for seconds in done),
         "refused": len(refused),
-        "timed_out": sum(each.status == 504 for each in arrived),
-        "unanswered": sum(each.status == 0 for each in arrived),
-        "other": sum(each.status not in (0, 200, 429, 504) for each in arrived),
+        "timed_out": sum(each.error in ("HTTP 504", "error in the stream") for each in arrived),
+        "unanswered": sum(each.error == "unanswered" for each in arrived),
+        "other": sum(
+            each.error not in (None, "HTTP 429", "HTTP 504", "error in the stream", "unanswered") for each in arrived
+        ),
         "done_s_p50": _percentile(done, 50),
         "done_s_p99": _percentile(done, 99),
         "refused_s_p50": _percentile(refused, 50),
@@ -158,7 +120,7 @@ async def measure(
 
 def run_mode(mode: str, options: argparse.Namespace, base: float | None) -> dict[str, Any]:
     """Measure all loads on one cluster. `base`: the sustainable load in requests per second, if it is known."""
-    body: dict[str, Any] = {"max_tokens": options.tokens, "ignore_eos": True, "temperature": 0}
+    fields: dict[str, Any] = {"ignore_eos": True, "stream_options": None}
     points: list[dict[str, Any]] = []
     with ExitStack() as stack:
         cluster = Cluster(Path(stack.enter_context(tempfile.TemporaryDirectory())), None)
@@ -172,18 +134,18 @@ def run_mode(mode: str, options: argparse.Namespace, base: float | None) -> dict
             cluster.start_node("prefill", "prefill-0", "--speculative", "none")
             cluster.start_node("decode", "decode-0", "--speculative", "none", "--max-running", str(options.slots))
         cluster.wait_ready(num_nodes=2)
-        body["model"] = cluster.model_name
         if not options.simulated:
             _pin(cluster)
-        base = base or options.sustainable or asyncio.run(sustainable(cluster.base_url, body, options))
+        target = Target(cluster.base_url, cluster.model_name, fields=fields)
+        base = base or options.sustainable or run_on_uvloop(sustainable(target, options))
         if mode == "shedding":
-            body["timeout_s"] = options.bound_s
+            fields["timeout_s"] = options.bound_s
         multiples = options.multiples if mode == "shedding" else options.patient_multiples
         for place, multiple in enumerate(multiples * (options.rounds if mode == "shedding" else 1)):
             rate = multiple * base
             router = psutil.Process(cluster.processes["router"].pid)
             before, begun = sum(router.cpu_times()[:2]), time.monotonic()
-            point = asyncio.run(measure(cluster.base_url, body, rate, options, seed=place + 2))
+            point = run_on_uvloop(measure(target, rate, options, seed=place + 2))
             busy = (sum(router.cpu_times()[:2]) - before) / (time.monotonic() - begun)
             rss = round(router.memory_info().rss / 1e6, 1)
             points.append({"multiple": multiple, **point, "router_cpu": round(busy, 3), "router_rss_mb": rss})
@@ -235,12 +197,6 @@ def _pin(cluster: Cluster) -> None:
         core = cores[1] if name in ("router", "clients") else cores[0]
         for thread in psutil.Process(pid or os.getpid()).threads():
             os.sched_setaffinity(thread.id, {core})
-
-
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300), trust_env=False
-    )
 
 
 def _percentile(values: list[float], percent: int) -> float | None:

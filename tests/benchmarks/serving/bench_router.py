@@ -14,20 +14,24 @@ Prints one row per phase.
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import os
 import sys
 import time
+from array import array
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import aiohttp
 import psutil
 
 sys.path[:0] = [str(parent) for parent in Path(__file__).parents[1:3]]  # the rooms, and the fake nodes of tests/router
 
 from harness import flags, report
+
+from baton.deploy.bench.client import Target, ask, open_session
+from baton.deploy.bench.sender import run_on_uvloop
 
 T = TypeVar("T")
 
@@ -111,71 +115,37 @@ def run_nodes(
         time.sleep(1)
 
 
-class Stream(asyncio.Protocol):
-    """One raw streaming request. It records only the bytes and their times, to use little time itself."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self.reads: list[tuple[float, bytes]] = []
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: Any) -> None:
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self.reads.append((time.perf_counter(), data))
-        if len(self.reads) == 1 and not data.startswith(b"HTTP/1.1 200 ") and not self.done.done():
-            self.done.set_exception(RuntimeError(f"the router refused: {data.decode(errors='replace')[:400]}"))
-        if b"[DONE]" in data and not self.done.done():
-            self.done.set_result(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(RuntimeError(f"the stream broke off: {self.reads[-1:]}"))
-
-    def times(self) -> list[float]:
-        """Return when each token's event was read."""
-        return [at for at, data in self.reads for _ in range(data.count(b"data: {"))]
-
-
-def completion(fields: dict[str, Any]) -> bytes:
-    """Return a request for a streamed completion with these fields, as a `Stream` sends it."""
-    body = json.dumps(fields | {"stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
-async def stream(url: str, num_tokens: int) -> list[float]:
-    """Run one stream and return the times of its events."""
-    host, port = url.removeprefix("http://").rsplit(":", 1)
-    request = completion({"model": "fake", "prompt": "hello", "max_tokens": num_tokens})
-    loop = asyncio.get_running_loop()
-    transport, protocol = await loop.create_connection(lambda: Stream(request), host, int(port))
-    await protocol.done
-    transport.close()
-    return protocol.times()
-
-
 def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
 
 
-async def clients(url: str, num_streams: int, num_tokens: int) -> list[list[float]]:
-    return await asyncio.gather(*(stream(url, num_tokens) for _ in range(num_streams)))
+async def clients(url: str, num_streams: int, num_tokens: int) -> list[array[float]]:
+    """Run all streams at once and return the times at which each read its tokens."""
+    target = Target(url, "fake", fields={"temperature": None, "stream_options": None})
+    async with open_session(target) as session:
+        asked = (ask(session, target, "hello", num_tokens) for _ in range(num_streams))
+        replies = await asyncio.gather(*asked)
+    if failed := [reply.message for reply in replies if reply.error is not None]:
+        raise RuntimeError(f"a stream failed: {failed[0]}")
+    return [reply.times for reply in replies]
 
 
 async def watched(url: str, num_viewers: int, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of some work, during which viewers read GET /live."""
-    host, port = url.removeprefix("http://").rsplit(":", 1)
-    request = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    loop = asyncio.get_running_loop()
-    viewers = [await loop.create_connection(lambda: Stream(request), host, int(port)) for _ in range(num_viewers)]
-    result = await work
-    for transport, viewer in viewers:
-        assert viewer.reads, "nobody was shown anything"
-        viewer.done.cancel()
-        transport.close()
+    num_read = [0] * num_viewers  # bytes
+
+    async def view(session: aiohttp.ClientSession, number: int) -> None:
+        async with session.get(f"{url}/live") as answer:
+            async for part in answer.content.iter_any():
+                num_read[number] += len(part)
+
+    async with aiohttp.ClientSession() as session:
+        viewers = [asyncio.ensure_future(view(session, number)) for number in range(num_viewers)]
+        result = await work
+        assert all(num_read), "nobody was shown anything"
+        for viewer in viewers:
+            viewer.cancel()
     return result
 
 
@@ -183,8 +153,6 @@ def phase(
     num_streams: int, num_tokens: int, interval_s: float, *, num_viewers: int = 0, num_prefill: int = 1
 ) -> dict[str, Any]:
     """Start a router and nodes, and run all streams once, watched by so many viewers of GET /live."""
-    import uvloop
-
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     config = {"port": 0, "node_address": "tcp://127.0.0.1:*", "canary_interval_s": 3600.0, "max_waiting": 4096}
@@ -200,7 +168,7 @@ def phase(
         process = psutil.Process(router.pid)
         idle_rss, cpu = process.memory_info().rss, cpu_s(process)
         begun = time.perf_counter()
-        arrived = uvloop.run(watched(url, num_viewers, clients(url, num_streams, num_tokens)))
+        arrived = run_on_uvloop(watched(url, num_viewers, clients(url, num_streams, num_tokens)))
         sent = pipe.recv()
         cpu, wall = cpu_s(process) - cpu, time.perf_counter() - begun
         peak_rss = process.memory_info().rss

@@ -12,8 +12,6 @@ with those of a run without faults.
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import os
 import platform
 import signal
@@ -32,6 +30,9 @@ import shared_paths  # noqa: F401
 from cluster import Cluster, wait_until
 from harness import flags, report
 
+from baton.deploy.bench.client import Reply, Target, ask, open_session
+from baton.deploy.bench.sender import run_on_uvloop
+
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
 TEXT = "import os\nimport sys\n\n\ndef main(argv):\n    "
 MAX_TOKENS = 200
@@ -39,34 +40,26 @@ BEFORE_S = 0.05  # tokens may be on their way when the signal is sent
 
 
 class Stream(threading.Thread):
-    """One streamed completion, and the time of each token."""
+    """One streamed completion, which may be watched meanwhile."""
 
-    def __init__(self, cluster: Cluster, body: dict[str, Any]) -> None:
+    def __init__(self, cluster: Cluster, prompt: str) -> None:
         super().__init__(daemon=True)
-        self.rid = ""
-        self.ids: list[int] = []
-        self.times: list[float] = []
-        self.error: str | None = None
-        self._cluster, self._body = cluster, {"stream": True, "return_token_ids": True, **body}
+        self.reply = Reply()
+        fields = {"ignore_eos": True, "return_token_ids": True}
+        self._target = Target(f"http://127.0.0.1:{cluster.http_port}", cluster.model_name, fields=fields)
+        self._prompt = prompt
         self.start()
 
     def run(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._cluster.http_port, timeout=60)
-        connection.request("POST", "/v1/completions", json.dumps(self._body), {"Content-Type": "application/json"})
-        for line in connection.getresponse():
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    self.error = event["error"]["message"]
-                    continue
-                self.rid = event["id"]
-                self.ids += event["choices"][0].get("token_ids") or []
-                self.times.append(time.monotonic())
-        connection.close()
+        run_on_uvloop(self._ask())
+
+    async def _ask(self) -> None:
+        async with open_session(self._target, timeout_s=60.0) as session:
+            await ask(session, self._target, self._prompt, MAX_TOKENS, self.reply)
 
     def wait_after(self, moment: float) -> float:
         """Return the seconds from `moment` to the end of the longest pause that began around then or later."""
-        times = [each for each in self.times if each > moment - BEFORE_S]
+        times = [each for each in self.reply.times if each > moment - BEFORE_S]
         pauses = [(later - earlier, later) for earlier, later in pairwise(times)]
         return max(pauses)[1] - moment
 
@@ -96,11 +89,11 @@ def _measure(cluster: Cluster, clean: list[Stream], number: signal.Signals, time
     while num_faults < times:
         _wait_for_pairs(cluster)
         streams = [_ask(cluster, place) for place in range(len(clean))]
-        wait_until(lambda: all(len(each.ids) >= 10 or not each.is_alive() for each in streams), "tokens", 30)  # noqa: B023
+        wait_until(lambda: all(len(each.reply.ids) >= 10 or not each.is_alive() for each in streams), "tokens", 30)  # noqa: B023
         victim, held = _busiest(cluster, streams)
         if victim is not None:
             process = cluster.processes[victim]
-            moment = time.monotonic()
+            moment = time.perf_counter()
             process.send_signal(number)
             num_faults += 1
         for stream in streams:
@@ -108,9 +101,9 @@ def _measure(cluster: Cluster, clean: list[Stream], number: signal.Signals, time
         if victim is None:
             continue
         num_streams += len(held)
-        num_failed += sum(stream.error is not None for stream in held)
-        num_equal += sum(stream.ids == clean[streams.index(stream)].ids for stream in held)
-        waits += [stream.wait_after(moment) for stream in held if stream.error is None]
+        num_failed += sum(stream.reply.error is not None for stream in held)
+        num_equal += sum(stream.reply.ids == clean[streams.index(stream)].reply.ids for stream in held)
+        waits += [stream.wait_after(moment) for stream in held if stream.reply.error is None]
         if number is signal.SIGKILL:
             process.wait(10)
             cluster.start_node("decode", victim)
@@ -131,8 +124,7 @@ def _measure(cluster: Cluster, clean: list[Stream], number: signal.Signals, time
 
 def _ask(cluster: Cluster, place: int) -> Stream:
     prompt = TEXT + " ".join(["args"] * (1 + 7 * place))
-    body = {"model": cluster.model.name if cluster.model else "", "prompt": prompt, "max_tokens": MAX_TOKENS}
-    return Stream(cluster, body | {"temperature": 0, "ignore_eos": True})
+    return Stream(cluster, prompt)
 
 
 def _busiest(cluster: Cluster, streams: list[Stream]) -> tuple[str | None, list[Stream]]:
@@ -141,7 +133,7 @@ def _busiest(cluster: Cluster, streams: list[Stream]) -> tuple[str | None, list[
     for name, books in cluster.ledger()["nodes"].items():
         if name.startswith("decode") and books is not None:
             rids = {unit.rpartition("/")[0] for unit in books["requests"]}
-            held[name] = [each for each in streams if each.rid in rids and len(each.ids) < MAX_TOKENS // 2]
+            held[name] = [each for each in streams if each.reply.rid in rids and len(each.reply.ids) < MAX_TOKENS // 2]
     name = max(held, key=lambda each: len(held[each]))
     return (name, held[name]) if held[name] else (None, [])
 

@@ -38,12 +38,13 @@ import shared_paths  # noqa: F401
 
 # isort: split
 import bench_sequences
-from bench_router import Stream
 from cluster import Cluster
 from harness import heading, tables
 from planted_text import PlantedText
 from sampling_kinds import KINDS
 
+from baton.deploy.bench.client import Reply, Target, ask, open_session
+from baton.deploy.bench.sender import run_on_uvloop
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.rounds.device_executor import DeviceExecutor
@@ -103,12 +104,12 @@ def one_round(cluster: Cluster, options: argparse.Namespace, kind: str, num_stre
     vocab_size = config["vocab_size"]
     prompts = torch.randint(0, vocab_size, (num_streams, options.prompt_len), generator=generator).tolist()
     started = time.perf_counter()
-    streams = asyncio.run(ask(cluster, prompts, options.tokens, kind))
+    replies = run_on_uvloop(ask_all(cluster, prompts, options.tokens, kind))
     wall_s = time.perf_counter() - started
-    outputs = [tokens_of(stream) for stream in streams]
+    assert all(len(reply.ids) == options.tokens for reply in replies)
     is_known = kind == "greedy" and bool(config.get("_planted"))
-    num_wrong = count_wrong(prompts, outputs, options.tokens, vocab_size) if is_known else 0
-    times = [np.array([at for at, ids in output for _ in ids]) for output in outputs]
+    num_wrong = count_wrong(prompts, [reply.ids for reply in replies], vocab_size) if is_known else 0
+    times = [np.array(reply.id_times) for reply in replies]
     begun = max(float(each[0]) for each in times)  # from when all have their first token
     ended = min(float(each[-1]) for each in times)  # until the first has its last
     together = [np.flatnonzero((each > begun) & (each <= ended)) for each in times]
@@ -131,47 +132,22 @@ def one_round(cluster: Cluster, options: argparse.Namespace, kind: str, num_stre
     }
 
 
-async def ask(cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int, kind: str) -> list[Stream]:
-    name = cluster.model_name
-    return await asyncio.gather(*(_stream(cluster.http_port, name, prompt, num_tokens, kind) for prompt in prompts))
+async def ask_all(cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int, kind: str) -> list[Reply]:
+    """Send all prompts at once and return their answers. Raises RuntimeError if one fails."""
+    params = {"logprobs" if name == "num_logprobs" else name: value for name, value in KINDS[kind].items()}
+    fields = {"temperature": None, "stream_options": None, "ignore_eos": True, "return_token_ids": True, **params}
+    target = Target(f"http://127.0.0.1:{cluster.http_port}", cluster.model_name, fields=fields)
+    async with open_session(target, timeout_s=300.0) as session:
+        replies = await asyncio.gather(*(ask(session, target, prompt, num_tokens) for prompt in prompts))
+    if failed := [reply for reply in replies if reply.error is not None]:
+        raise RuntimeError(f"a stream failed, {failed[0].error}: {failed[0].message}")
+    return replies
 
 
-async def _stream(port: int, model: str, prompt: list[int], num_tokens: int, kind: str) -> Stream:
-    fields = {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True, "stream": True}
-    params = KINDS[kind]
-    fields |= {"logprobs" if name == "num_logprobs" else name: value for name, value in params.items()}
-    body = json.dumps({"model": model, "prompt": prompt, **fields}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    loop = asyncio.get_running_loop()
-    transport, stream = await loop.create_connection(lambda: Stream(head + body), "127.0.0.1", port)
-    try:
-        await asyncio.wait_for(stream.done, 300)
-    finally:
-        transport.close()
-    return stream
-
-
-def tokens_of(stream: Stream) -> list[tuple[float, list[int]]]:
-    """Return when each event was read, and its token ids."""
-    found: list[tuple[float, list[int]]] = []
-    rest = b""
-    for at, data in stream.reads:
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[len(b"data: ") :])
-                assert "error" not in event, event
-                found += [(at, choice.get("token_ids") or []) for choice in event["choices"]]
-    return found
-
-
-def count_wrong(
-    prompts: Sequence[list[int]], outputs: Sequence[list[tuple[float, list[int]]]], num_tokens: int, vocab_size: int
-) -> int:
-    """Count the streams that differ from the planted text."""
+def count_wrong(prompts: Sequence[list[int]], outputs: Sequence[list[int]], vocab_size: int) -> int:
+    """Count the streams that differ from the planted text, as far as they came."""
     text = PlantedText(vocab_size)
-    got = [[token for _, ids in output for token in ids] for output in outputs]
-    return sum(ids != text.continuation(prompt, num_tokens) for prompt, ids in zip(prompts, got, strict=True))
+    return sum(ids != text.continuation(prompt, len(ids)) for prompt, ids in zip(prompts, outputs, strict=True))
 
 
 def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> None:

@@ -37,7 +37,7 @@ def test_every_request_ends_once_and_the_books_are_empty(shape: ClusterShape, po
         times = msgspec.structs.replace(TIMES, pool_tokens=pool_tokens)
         outcome = simulate(shape, times, sorted(arrivals), max_running)
         assert len(outcome.records) == 120 and outcome.num_refused == 0
-        for (_, _, num_tokens), record in zip(sorted(arrivals), outcome.records, strict=True):
+        for (_, _, num_tokens, *_), record in zip(sorted(arrivals), outcome.records, strict=True):
             assert record.ttft_s > 0 and record.gap_s >= record.second_s >= 0
             assert (record.tpot_s > 0) == (num_tokens > 1) and record.gap_s >= record.tpot_s - 1e-9
         num_preemptions += outcome.num_preemptions

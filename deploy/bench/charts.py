@@ -130,6 +130,6 @@ def _number(text: str) -> float:
 
 
 def _ceiling(value: float) -> float:
-    """Return a round number that is not below the value and has round quarters."""
-    power = 10 ** math.floor(math.log10(value))
+    """Return a round number above 0 that is not below the value and has round quarters."""
+    power = 10 ** math.floor(math.log10(value)) if value > 0 else 1
     return next(power * step for step in (1, 1.2, 1.6, 2, 2.4, 3, 4, 6, 8, 10) if power * step >= value)
