@@ -32,7 +32,7 @@ _NONE = LiveTotals(
 
 
 @dataclass(frozen=True, slots=True)
-class Percentiles:
+class LatencyQuantiles:
     """Two percentiles of a latency, in seconds."""
 
     p50_s: float
@@ -62,10 +62,10 @@ class Rates:
     cached_share: float | None  # of prompt tokens
     tokens_per_round: float | None
     acceptance: float | None  # share of drafted tokens
-    ttft: Percentiles | None
-    itl: Percentiles | None
-    queue: Percentiles | None
-    handoff: Percentiles | None
+    ttft: LatencyQuantiles | None
+    itl: LatencyQuantiles | None
+    queue: LatencyQuantiles | None
+    handoff: LatencyQuantiles | None
     nodes: dict[str, NodeRates]
 
 
@@ -182,10 +182,12 @@ def _speculation(
     return 1 + num_accepted / num_rounds, num_accepted / num_drafted if num_drafted > 0 else None
 
 
-def _percentiles(old: LatencyBuckets, new: LatencyBuckets) -> Percentiles | None:
+def _percentiles(old: LatencyBuckets, new: LatencyBuckets) -> LatencyQuantiles | None:
     """Return the percentiles of the values that came in between; None if none came."""
     counts = [b - a for a, b in zip(old.counts, new.counts, strict=True)]
-    return Percentiles(*(_percentile(new.bounds_s, counts, share) for share in (0.5, 0.95))) if sum(counts) else None
+    return (
+        LatencyQuantiles(*(_percentile(new.bounds_s, counts, share) for share in (0.5, 0.95))) if sum(counts) else None
+    )
 
 
 def _percentile(bounds_s: Sequence[float], counts: list[int], share: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.deploy.rates import WINDOW_S, NodeRates, Percentiles, Sums, Window, rates
+from baton.deploy.rates import WINDOW_S, NodeRates, LatencyQuantiles, Sums, Window, rates
 from baton.router.http.page.types import EndedRequests
 
 from .conftest import node, snapshot
@@ -23,15 +23,15 @@ def test_a_rate_is_the_difference_divided_by_the_time() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ((5, 5, 5, 0), (6, 7, 6, 0), Percentiles(0.15, 0.36)),  # 1, 2 and 1 values; ranks 2 and 3.8 of 4
-        ((0, 0, 0, 0), (1, 0, 0, 0), Percentiles(0.05, 0.095)),
-        ((0, 0, 0, 2), (0, 0, 0, 9), Percentiles(0.4, 0.4)),  # above the last bound
+        ((5, 5, 5, 0), (6, 7, 6, 0), LatencyQuantiles(0.15, 0.36)),  # 1, 2 and 1 values; ranks 2 and 3.8 of 4
+        ((0, 0, 0, 0), (1, 0, 0, 0), LatencyQuantiles(0.05, 0.095)),
+        ((0, 0, 0, 2), (0, 0, 0, 9), LatencyQuantiles(0.4, 0.4)),  # above the last bound
         ((1, 2, 3, 4), (1, 2, 3, 4), None),
         ((0, 0, 0, 0), (0, 0, 0, 0), None),
     ],
 )
 def test_percentiles_are_those_of_the_values_between_two_snapshots(
-    old: tuple[int, ...], new: tuple[int, ...], expected: Percentiles | None
+    old: tuple[int, ...], new: tuple[int, ...], expected: LatencyQuantiles | None
 ) -> None:
     found = rates(snapshot(100.0, ttft=old), snapshot(101.0, ttft=new)).ttft
     if expected is None or found is None:
