@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.deploy.rates import WINDOW_S, NodeRates, LatencyQuantiles, Sums, Window, rates
+from baton.deploy.rates import WINDOW_S, LatencyQuantiles, NodeRates, Sums, Window, rates
 from baton.router.http.page.types import EndedRequests
 
 from .conftest import node, snapshot
