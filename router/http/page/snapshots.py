@@ -101,7 +101,7 @@ class Snapshots:
                 for prefill, decode, standing in standings
                 if prefill is not None
             ],
-            requests=live[: -MAX_REQUESTS - 1 : -1],
+            requests=sorted(live, key=lambda each: each.age_s)[:MAX_REQUESTS],
             num_requests=len(live),
             waits=_waits(live),
         )
