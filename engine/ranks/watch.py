@@ -4,7 +4,7 @@
 
 A collective operation waits for all ranks, so one that was stopped would hold the others for as long as the operation's
 timeout. The death of the silent rank ends the operation at once. A rank that runs and waits in error is not silent: the
-timeout of the operation ends it.
+timeout of the operation ends it. A rank that died is seen by processes.py.
 """
 
 from __future__ import annotations

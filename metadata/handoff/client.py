@@ -1,5 +1,5 @@
-"""The decode node's side of the handoff: it claims tickets, pulls offered pages into its own pool, checks and
-acknowledges.
+"""The decode node's side of the handoff: it claims tickets, pulls offered pages into its own pool, compares
+their checksums (pages.py: ReceivedPages) and acknowledges.
 
 The client has no thread. The node's loop polls `sockets()` and calls `poll`. `poll` receives messages, copies a bounded
 number of pages, checks them, renews leases, and returns events. A page is pulled as soon as it is offered, while the

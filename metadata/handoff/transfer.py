@@ -1,7 +1,8 @@
 """A transfer: the decode node's side of one claimed ticket.
 
-It knows which pages were offered and which have arrived. From the claim until its end (Arrived, Revoked,
-TransferFailed, or `drop`) the transfer owns our target pages; tickets.py says who owns them before and after.
+It knows which pages were offered and which have arrived; pages.py compares their checksums. From the claim until its
+end (Arrived, Revoked, TransferFailed, or `drop`) the transfer owns our target pages; tickets.py says who owns them
+before and after.
 """
 
 from __future__ import annotations

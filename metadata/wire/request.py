@@ -91,7 +91,10 @@ FROM_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 
 
 class SamplingParams(Message, frozen=True):
-    """Parameters that choose tokens and end a choice. The router checks the values; a node may trust their bounds."""
+    """Parameters that choose tokens and end a choice. The router checks the values; a node may trust their bounds.
+
+    A new parameter also needs its field in router/http/generation/types.py, and its effect in engine/sampling and
+    kernels/sampling."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT)] = 0

@@ -1,4 +1,4 @@
-"""The feed: snapshots of the service for everybody who looks, once per second.
+"""The feed: snapshots of the service (snapshots.py) for everybody who looks (live.py), once per second.
 
 A snapshot is read and encoded once for all viewers of a level, and only while somebody looks. A viewer gets the newest
 snapshot when it has read the one before, and never a queue of older ones.
