@@ -28,6 +28,7 @@ SUMMARIES = {  # command: one line of help
     "decode": "start a node that generates answers",
     "chat": "talk to a running model in the terminal",
     "explain": "show where a request spent its time",
+    "doctor": "check this host, or a running cluster, and say how to mend what is wrong",
     "plan": "say how many prefill and decode nodes serve a load best, by simulation",
     "keys": "make a key file, with which processes on several hosts trust each other",
 }
@@ -55,6 +56,7 @@ configuration:
   environment (BATON_API_KEY, BATON_ADMIN_KEY), the environment over the file, the file over the default.
 
 if something is wrong:
+  anything             `baton doctor` checks this host, `baton doctor --cluster` the router and its nodes
   nothing starts       the last line on stderr says why; `baton up` names the log of the process that ended
   it does not answer   GET /ready says what is missing, /debug/nodes lists the nodes, /debug/ledger the owners of pages
   it is slow           `baton explain` shows one request; GET /metrics has queue, transfer and token times
@@ -69,6 +71,7 @@ _CONFIGS = {  # command (also the name of its TOML table): module and name of it
     "decode": ("decode_node.config", "DecodeConfig"),
     "chat": ("deploy.chat", "ChatConfig"),
     "explain": ("deploy.explain", "ExplainConfig"),
+    "doctor": ("deploy.doctor.config", "DoctorConfig"),
     "plan": ("deploy.sizing", "SizingConfig"),
 }
 _PROCESSES = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
@@ -210,6 +213,8 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
         return _print({name: config})
     if name == "explain":
         return _module("deploy.explain").run(config, args.rid)
+    if name == "doctor":
+        return _module("deploy.doctor.doctor").run(config)
     if name == "plan":
         return _module("deploy.sizing").run(config)
     if name == "chat":
