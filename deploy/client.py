@@ -1,10 +1,10 @@
-"""A small HTTP client for the router, used by `baton up`, `baton chat` and `baton explain`. Standard library only."""
+"""A small HTTP client for the router, used by the commands that ask it. Standard library only."""
 
 from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -20,6 +20,14 @@ class StreamPart(NamedTuple):
 
     text: str
     finish_reason: str | None = None
+
+
+class Answer(NamedTuple):
+    """The whole answer to a request. `date`: what its header says of the router's clock."""
+
+    status: int
+    body: bytes
+    date: str
 
 
 class Client:
@@ -83,6 +91,10 @@ class Client:
         """Return status and body of GET `path`. Raises Unavailable if nobody answers."""
         return self._call("GET", path)
 
+    def exchange(self, path: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        """Return the answer to GET `path` with more headers. Raises Unavailable if none comes in time."""
+        return self._exchange("GET", path, timeout_s, headers)
+
     def stream_chat(self, body: dict[str, Any]) -> Generator[StreamPart]:
         """Yield the chunks of a streamed chat completion. Closing the generator cancels the request.
 
@@ -103,11 +115,15 @@ class Client:
             connection.close()
 
     def _call(self, method: str, path: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
+        answer = self._exchange(method, path, timeout_s, {})
+        return answer.status, answer.body
+
+    def _exchange(self, method: str, path: str, timeout_s: float, headers: Mapping[str, str]) -> Answer:
         connection = self._connect(timeout_s)
         try:
-            connection.request(method, self._path + path, headers=self._headers())
+            connection.request(method, self._path + path, headers={**self._headers(), **headers})
             response = connection.getresponse()
-            return response.status, response.read()
+            return Answer(response.status, response.read(), response.headers.get("Date", ""))
         except (OSError, http.client.HTTPException) as error:
             raise self._unavailable(error) from None
         finally:

@@ -186,7 +186,9 @@ def _memlock(facts: Facts) -> Iterator[Finding]:
 
 def _files(facts: Facts) -> Iterator[Finding]:
     what = f"a process may open {facts.num_files:,} files and connections"
-    mend = "Raise the hard limit to 65536: `ulimit -Hn` as root, LimitNOFILE= of systemd, or `docker run --ulimit nofile=`."
+    mend = (
+        "Raise the hard limit to 65536: `ulimit -Hn` as root, systemd's LimitNOFILE=, or `docker run --ulimit nofile=`."
+    )
     if facts.num_files < _TOO_FEW_FILES:
         yield Finding("error", f"{what}, too few for a router", mend)
     elif facts.num_files < _FEW_FILES:

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Sequence
 
 import msgspec
 
+from ..client import Client
 from .checks import check_host
+from .cluster import check_cluster, read_cluster
 from .config import DoctorConfig
 from .facts import read_facts
 from .finding import Finding, table
 
 _MOST_COLUMNS = 100
+_UNSEEN = (
+    "The router does not see limits, drivers, key files and clocks of the nodes' hosts, nor the network between them: "
+    "run `baton doctor --router tcp://ROUTER:5700` on each host."
+)
 
 
 def run(config: DoctorConfig) -> int:
     """Print the findings. Returns 1 if one is an error, else 0. Raises ConfigError, Unavailable and RequestError."""
-    findings = tuple(check_host(read_facts(config)))
+    if config.cluster:
+        client = Client(config.url, config.admin_key or config.api_key)
+        findings = tuple(check_cluster(read_cluster(client)))
+    else:
+        findings = tuple(check_host(read_facts(config)))
     if config.json:
         print(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
     else:
         width = min(_MOST_COLUMNS, shutil.get_terminal_size().columns)
         print("\n".join([*table(findings, width), "", _summary(findings)]))
+        if config.cluster:
+            print(textwrap.fill(_UNSEEN, width))
     return int(any(each.level == "error" for each in findings))
 
 
