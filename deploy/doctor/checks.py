@@ -216,6 +216,9 @@ def _keys(facts: Facts) -> Iterator[Finding]:
     for each in (facts.keys, facts.api_keys):
         if each is not None:
             yield _of(each)
+    if facts.api_keys is not None and facts.are_api_keys_public:
+        path = facts.api_keys.what
+        yield Finding("warning", f"{path} may be read by other users of this host", f"Run `chmod 600 {path}`.")
 
 
 def _model(facts: Facts) -> Iterator[Finding]:
@@ -262,7 +265,7 @@ def _proxies(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "none between clients and 127.0.0.1")
         return
     words = ", ".join(f"{name}={url}" for name, url in facts.proxies.items())
-    what = f"{words}: curl and OpenAI's clients would ask it for http://127.0.0.1"
+    what = f"{words}: clients such as OpenAI's ask it for http://127.0.0.1"
     yield Finding("warning", what, "Run `export NO_PROXY=127.0.0.1,localhost no_proxy=127.0.0.1,localhost`.")
 
 

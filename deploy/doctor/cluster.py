@@ -25,7 +25,7 @@ _NO_KEY = (
     "BATON_API_KEY"
 )
 _LARGE = {f"X-Padding-{number}": "x" * 7000 for number in range(3)}  # two frames of 9,000 bytes, the largest in use
-_LARGE_S = 5.0
+LARGE_S = 5.0
 _NUM_TRACES = 8
 _FAR_S = 2.0  # clocks of hosts that are set by NTP differ by less
 _RESTARTS = 2
@@ -133,15 +133,13 @@ class ClusterFacts(Struct, frozen=True, kw_only=True):
 def read_cluster(client: Client) -> ClusterFacts:
     """Ask the router. Raises Unavailable if no Baton router answers, RequestError if it refuses to tell."""
     asked_at = time.time()
-    first = client.exchange("/version", {}, _LARGE_S)
+    first = client.exchange("/version", {}, LARGE_S)
     answered_at = time.time()
-    if first.status in (401, 403):
-        raise RequestError(f"{failure(first.status, first.body)}{_NO_KEY}")
-    version = _decoded(client, "/version", first.body, _Version).version
+    version = _decoded(client, "/version", first.status, first.body, _Version).version
     nodes = _ask(client, "/debug/nodes", Nodes)
     status, body = client.ready()
     try:
-        frames = "" if client.exchange("/openapi.json", _LARGE, _LARGE_S).body else "the answer is empty"
+        frames = "" if client.exchange("/openapi.json", _LARGE, LARGE_S).body else "the answer is empty"
     except Unavailable as error:
         frames = str(error)
     router_s = _seconds(first.date)
@@ -169,19 +167,19 @@ def _transports(client: Client) -> Iterator[tuple[str, str]]:
 
 
 def _ask(client: Client, path: str, kind: type[_Answer]) -> _Answer:
-    status, body = client.get(path)
+    return _decoded(client, path, *client.get(path), kind)
+
+
+def _decoded(client: Client, path: str, status: int, body: bytes, kind: type[_Answer]) -> _Answer:
     if status in (401, 403):
         raise RequestError(f"{failure(status, body)}{_NO_KEY}")
-    if status != 200:
-        raise failure(status, body)
-    return _decoded(client, path, body, kind)
-
-
-def _decoded(client: Client, path: str, body: bytes, kind: type[_Answer]) -> _Answer:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise Unavailable(f"{client.url}{path}: this is not the answer of a Baton router: {body[:80]!r}") from error
+    except msgspec.DecodeError:
+        raise Unavailable(
+            f"{client.url}{path} does not answer as a Baton router does (HTTP {status}): give a router's address with "
+            "--url, or upgrade an old router"
+        ) from None
 
 
 def _seconds(date: str) -> float | None:

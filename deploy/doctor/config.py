@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...metadata.bus.addresses import parse_address
 from ...metadata.config import setting
+from ...metadata.errors import ConfigError
 from ...router.config import RouterConfig
 
 _ROUTER = RouterConfig()
@@ -40,3 +42,10 @@ class DoctorConfig:
     )
     json: bool = setting(False, "print the findings as JSON")
     log_level: str = setting("warning", "debug shows a traceback with an error")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port}: must be 0 to 65535")
+        parse_address(self.node_address)
+        if self.router is not None and not parse_address(self.router).port:
+            raise ConfigError(f"--router {self.router}: write it like tcp://ROUTER:5700")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -28,7 +29,12 @@ def run(config: DoctorConfig) -> int:
         client = Client(config.url, config.admin_key or config.api_key)
         findings = tuple(check_cluster(read_cluster(client)))
     else:
+        is_watched = sys.stderr.isatty()
+        if is_watched:
+            print("asking torch and the system ...", end="", file=sys.stderr, flush=True)
         findings = tuple(check_host(read_facts(config)))
+        if is_watched:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
     if config.json:
         print(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
     else:

@@ -27,7 +27,7 @@ from ...engine.state.host_memory import available_memory
 from ...metadata.bus.addresses import parse_address
 from ...metadata.bus.curve import KeyPair
 from ...metadata.config import ProcessConfig
-from ...metadata.errors import BatonError, ConfigError
+from ...metadata.errors import BatonError
 from ...metadata.version import package_version
 from ...router.keys import read_keys
 from ..plan import LOOPBACK, check_port
@@ -125,6 +125,7 @@ class Facts:
     ports: tuple[Port, ...] = ()
     keys: Tried | None = None
     api_keys: Tried | None = None
+    are_api_keys_public: bool = False  # to other users of this host
     model: Model | None = None
     caches: tuple[Cache, ...] = ()
     proxies: Mapping[str, str] = field(default_factory=dict[str, str])  # that catch http://127.0.0.1, by variable
@@ -132,7 +133,7 @@ class Facts:
 
 
 def read_facts(config: DoctorConfig) -> Facts:
-    """Read all facts. Raises ConfigError for an address that is none."""
+    """Read all facts, in some seconds."""
     requirements = tuple(_requirements())
     installed = {each.name: each.installed for each in requirements}
     return Facts(
@@ -149,7 +150,8 @@ def read_facts(config: DoctorConfig) -> Facts:
         free_memory=available_memory(),
         ports=tuple(_ports(config)),
         keys=_keys(config.keys, config.allow_list),
-        api_keys=None if config.api_keys is None else _api_keys(config.api_keys),
+        api_keys=None if config.api_keys is None else _tried(config.api_keys, lambda: read_keys(config.api_keys or "")),
+        are_api_keys_public=_is_public(config.api_keys),
         model=_model(config.model),
         caches=tuple(_caches(os.environ)),
         proxies=proxies_of_loopback(os.environ),
@@ -252,11 +254,11 @@ def _keys(keys: str | None, allow_list: str | None) -> Tried | None:
     return _tried(what, lambda: KeyPair.configured(ProcessConfig(keys=keys, allow_list=allow_list)))
 
 
-def _api_keys(path: str) -> Tried:
-    tried = _tried(path, lambda: read_keys(path))
-    if not tried.failure and Path(path).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        return Tried(path, f"{path} may be read by others than its owner: `chmod 600 {path}`")
-    return tried
+def _is_public(path: str | None) -> bool:
+    try:
+        return path is not None and bool(Path(path).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
+    except OSError:
+        return False
 
 
 def _model(model: str | None) -> Model:
@@ -302,12 +304,13 @@ def _reach(router: str | None) -> Reached | None:
     if router is None:
         return None
     address = parse_address(router)
-    if address.scheme != "tcp" or not address.port:
-        raise ConfigError(f"--router {router}: write it like tcp://ROUTER:5700")
+    assert address.port is not None, router
     try:
         with socket.create_connection((address.host, address.port), timeout=_CONNECT_S) as link:
-            first = link.recv(1)
             mtu = link.getsockopt(socket.IPPROTO_IP, _IP_MTU) if link.family == socket.AF_INET else None
+            first = b""
+            with suppress(OSError):
+                first = link.recv(1)
     except OSError as error:
         return Reached(router, error.strerror or str(error) or type(error).__name__)
-    return Reached(router, "" if first == _SIGNATURE else "what listens there is no port for nodes", mtu)
+    return Reached(router, "" if first == _SIGNATURE else "what listens there does not greet as a router's does", mtu)
