@@ -22,7 +22,7 @@ class StreamPart(NamedTuple):
     finish_reason: str | None = None
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """The whole answer to a request. `date`: what its header says of the router's clock."""
 
     status: int
@@ -91,7 +91,7 @@ class Client:
         """Return status and body of GET `path`. Raises Unavailable if nobody answers."""
         return self._call("GET", path)
 
-    def exchange(self, path: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    def exchange(self, path: str, headers: Mapping[str, str], timeout_s: float) -> HttpAnswer:
         """Return the answer to GET `path` with more headers. Raises Unavailable if none comes in time."""
         return self._exchange("GET", path, timeout_s, headers)
 
@@ -118,12 +118,12 @@ class Client:
         answer = self._exchange(method, path, timeout_s, {})
         return answer.status, answer.body
 
-    def _exchange(self, method: str, path: str, timeout_s: float, headers: Mapping[str, str]) -> Answer:
+    def _exchange(self, method: str, path: str, timeout_s: float, headers: Mapping[str, str]) -> HttpAnswer:
         connection = self._connect(timeout_s)
         try:
             connection.request(method, self._path + path, headers={**self._headers(), **headers})
             response = connection.getresponse()
-            return Answer(response.status, response.read(), response.headers.get("Date", ""))
+            return HttpAnswer(response.status, response.read(), response.headers.get("Date", ""))
         except (OSError, http.client.HTTPException) as error:
             raise self._unavailable(error) from None
         finally:

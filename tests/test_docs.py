@@ -23,7 +23,7 @@ WRAPPED = [page for page in PAGES if not page.is_relative_to(ROOT / "deploy/demo
 ARCHITECTURE = ROOT / "docs/architecture.md"
 MAX_COLUMNS = 100
 SCRIPTS = [path for folder in ("deploy", "tests") for path in (ROOT / folder).rglob("*.py")]
-COMMANDS = ("up", "router", "prefill", "decode", "chat", "explain", "plan", "keys")
+COMMANDS = ("up", "router", "prefill", "decode", "chat", "explain", "doctor", "plan", "keys")
 OTHERS_FLAGS = {"--help", "--target"}  # of every command, of pip
 
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join((*PRODUCT, 'docs', 'tests'))})/[\w./-]*")

@@ -32,14 +32,14 @@ _RESTARTS = 2
 _Answer = TypeVar("_Answer", bound=Struct)
 
 
-class Stats(Struct, frozen=True):
+class NodeFaults(Struct, frozen=True):
     """Counters of a node that should stay at 0."""
 
     checksum_failures: int = 0
     dropped_frames: int = 0
 
 
-class Node(Struct, frozen=True):
+class SeenNode(Struct, frozen=True):
     """A node as the router sees it. `layout` is compared as it is."""
 
     node_id: str
@@ -50,17 +50,17 @@ class Node(Struct, frozen=True):
     layout: dict[str, Any] = {}
     target_fingerprint: str = ""
     draft_fingerprint: str | None = None
-    stats: Stats = Stats()
+    stats: NodeFaults = NodeFaults()
     num_restarts: int = 0
 
 
-class Degraded(Struct, frozen=True):
+class MissingNode(Struct, frozen=True):
     """A node that is missing or takes no requests, in the router's words."""
 
     words: str
 
 
-class Pair(Struct, frozen=True):
+class SeenPair(Struct, frozen=True):
     """A prefill and a decode node, and the state of their canary."""
 
     prefill: str
@@ -68,12 +68,12 @@ class Pair(Struct, frozen=True):
     state: str
 
 
-class Nodes(Struct, frozen=True):
+class SeenNodes(Struct, frozen=True):
     """The checked part of GET /debug/nodes."""
 
-    nodes: tuple[Node, ...]
-    degraded: tuple[Degraded, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    nodes: tuple[SeenNode, ...]
+    degraded: tuple[MissingNode, ...] = ()
+    pairs: tuple[SeenPair, ...] = ()
 
 
 class _Version(Struct, frozen=True):
@@ -122,7 +122,7 @@ class ClusterFacts(Struct, frozen=True, kw_only=True):
     version: str
     is_ready: bool = True
     reason: str = ""
-    nodes: Nodes
+    nodes: SeenNodes
     silent: tuple[str, ...] = ()  # nodes that did not answer a question for their ledger
     clock_s: float | None = None
     clock_error_s: float = 0.0
@@ -136,7 +136,7 @@ def read_cluster(client: Client) -> ClusterFacts:
     first = client.exchange("/version", {}, LARGE_S)
     answered_at = time.time()
     version = _decoded(client, "/version", first.status, first.body, _Version).version
-    nodes = _ask(client, "/debug/nodes", Nodes)
+    nodes = _ask(client, "/debug/nodes", SeenNodes)
     status, body = client.ready()
     try:
         frames = "" if client.exchange("/openapi.json", _LARGE, LARGE_S).body else "the answer is empty"
@@ -248,7 +248,7 @@ def _pairs(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _layouts(facts: ClusterFacts) -> Iterator[Finding]:
-    first: dict[str, Node] = {}
+    first: dict[str, SeenNode] = {}
     is_alike = True
     for node in facts.nodes.nodes:
         other = first.setdefault(node.model, node)
@@ -262,7 +262,7 @@ def _layouts(facts: ClusterFacts) -> Iterator[Finding]:
         yield Finding("ok", f"nodes of one model fit each other: {', '.join(first)}")
 
 
-def _difference(one: Node, other: Node) -> str:
+def _difference(one: SeenNode, other: SeenNode) -> str:
     """Return the first field in which two nodes of a model differ, with both values; "" if there is none."""
     values = [
         {**node.layout, "weights": node.target_fingerprint, "drafter's weights": node.draft_fingerprint}

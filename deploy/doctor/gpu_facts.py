@@ -20,13 +20,13 @@ _TORCH_S = 60.0  # the first import reads some gigabytes
 _MIB = 1 << 20
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What another process told. `failure` says why it told nothing."""
 
     failure: str = ""
 
 
-_Answer = TypeVar("_Answer", bound=Answer)
+_Answer = TypeVar("_Answer", bound=ProbeAnswer)
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class Gpu(msgspec.Struct, frozen=True):
     can_share: bool
 
 
-class Driver(Answer, frozen=True, kw_only=True):
+class Driver(ProbeAnswer, frozen=True, kw_only=True):
     """Answer of the CUDA driver. `cuda`: the newest CUDA that it serves. `apart`: pairs of GPUs, by index, of which one
     cannot read the other's memory."""
 
@@ -47,7 +47,7 @@ class Driver(Answer, frozen=True, kw_only=True):
     apart: tuple[tuple[int, int], ...] = ()
 
 
-class Torch(Answer, frozen=True, kw_only=True):
+class Torch(ProbeAnswer, frozen=True, kw_only=True):
     """Answer of torch. `cuda` is None if it was built without. `words`: its own, if it sees no GPU."""
 
     version: str = ""
@@ -71,7 +71,7 @@ class DeviceFile(msgspec.Struct, frozen=True):
     is_open_to_us: bool
 
 
-class Place(msgspec.Struct, frozen=True):
+class NumaPlace(msgspec.Struct, frozen=True):
     """The NUMA node of a GPU and its cores."""
 
     bus: str
@@ -86,7 +86,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     driver: Driver = Driver(failure="there is no libcuda.so.1")
     torch: Torch | None = None  # None: not installed
     used: tuple[UsedMemory, ...] = ()
-    places: tuple[Place, ...] = ()
+    places: tuple[NumaPlace, ...] = ()
     visible: str | None = None
 
     @property
@@ -177,13 +177,13 @@ def short_bus(bus: str) -> str:
     return f"{domain[-4:]}:{rest}"
 
 
-def _place(bus: str) -> Place | None:
+def _place(bus: str) -> NumaPlace | None:
     folder = Path("/sys/bus/pci/devices") / bus
     try:
         node, cores = int((folder / "numa_node").read_text()), parse_cores((folder / "local_cpulist").read_text())
     except (OSError, ValueError):
         return None
-    return Place(bus, node, cores) if node >= 0 else None
+    return NumaPlace(bus, node, cores) if node >= 0 else None
 
 
 def parse_cores(text: str) -> frozenset[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.deploy.doctor.checks import check_host
 from baton.deploy.doctor.facts import Cache, Facts, Holder, Model, Port, Reached, Requirement, Tried
-from baton.deploy.doctor.gpu_facts import DeviceFile, Driver, Gpu, GpuFacts, Place, Torch, UsedMemory
+from baton.deploy.doctor.gpu_facts import DeviceFile, Driver, Gpu, GpuFacts, NumaPlace, Torch, UsedMemory
 
 GIB = 1 << 30
 ONE = Gpu("H200", "0000:1b:00.0", 140 * GIB, can_share=True)
@@ -19,7 +19,7 @@ GPU = GpuFacts(
     driver=Driver(cuda=(13, 0), gpus=(ONE, OTHER)),
     torch=Torch(version="2.13.0+cu130", cuda="13.0", num_gpus=2),
     used=(UsedMemory(ONE.bus, GIB, 140 * GIB),),
-    places=(Place(ONE.bus, 0, frozenset({0, 1})),),
+    places=(NumaPlace(ONE.bus, 0, frozenset({0, 1})),),
 )
 BLIND = Torch(version="2.13.0+cu130", cuda="13.0")
 HEALTHY = Facts(

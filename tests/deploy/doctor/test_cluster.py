@@ -16,14 +16,22 @@ import pytest
 
 from baton.deploy import cli
 from baton.deploy.doctor import cluster
-from baton.deploy.doctor.cluster import ClusterFacts, Degraded, Node, Nodes, Pair, Stats, check_cluster
+from baton.deploy.doctor.cluster import (
+    ClusterFacts,
+    MissingNode,
+    NodeFaults,
+    SeenNode,
+    SeenNodes,
+    SeenPair,
+    check_cluster,
+)
 from baton.deploy.plan import free_port
 from baton.metadata.version import package_version
 
 LAYOUT = {"algorithm": "eagle", "page_size": 16}
-P0 = Node("p0", "prefill", "demo", data_address="tcp://127.0.0.1:1", layout=LAYOUT, target_fingerprint="aa")
-D0 = Node("d0", "decode", "demo", layout=LAYOUT, target_fingerprint="aa")
-NODES = Nodes((P0, D0), pairs=(Pair("p0", "d0", "ready"),))
+P0 = SeenNode("p0", "prefill", "demo", data_address="tcp://127.0.0.1:1", layout=LAYOUT, target_fingerprint="aa")
+D0 = SeenNode("d0", "decode", "demo", layout=LAYOUT, target_fingerprint="aa")
+NODES = SeenNodes((P0, D0), pairs=(SeenPair("p0", "d0", "ready"),))
 HEALTHY = ClusterFacts(
     url="http://r", version=package_version(), nodes=NODES, clock_s=0.3, clock_error_s=0.5,
     transports=frozenset({("d0", "local")}),
@@ -44,25 +52,25 @@ CASES = {  # what is wrong: changed facts, the check, the level, words
         {"is_ready": False, "reason": "no decode node has joined"}, "service", "error", "no decode node has joined",
     ),
     "a lost node": (
-        {"nodes": changed(NODES, degraded=(Degraded("decode node d1 is gone: it was silent"),))},
+        {"nodes": changed(NODES, degraded=(MissingNode("decode node d1 is gone: it was silent"),))},
         "degraded", "warning", "d1 is gone",
     ),
     "late heartbeats": (with_decode(last_seen_s=4.2), "heartbeats", "warning", "d0 was last heard 4.2 s ago"),
     "a silent node": ({"silent": ("d0",)}, "heartbeats", "warning", "d0 sends heartbeats"),
     "a wrong answer": (
-        {"nodes": changed(NODES, pairs=(Pair("p0", "d0", "prefill node p0 is faulty: ..."),))},
+        {"nodes": changed(NODES, pairs=(SeenPair("p0", "d0", "prefill node p0 is faulty: ..."),))},
         "canaries", "error", "p0 is faulty",
     ),
     "an untried pair": (
-        {"nodes": changed(NODES, pairs=(Pair("p0", "d0", "untried"),))}, "canaries", "note", "untried",
+        {"nodes": changed(NODES, pairs=(SeenPair("p0", "d0", "untried"),))}, "canaries", "note", "untried",
     ),
     "unlike pages": (
         with_decode(layout={**LAYOUT, "page_size": 32}), "layouts", "warning", "page_size is 16 on p0 and 32 on d0",
     ),
     "unlike weights": (with_decode(target_fingerprint="bb"), "layouts", "warning", "weights is aa on p0 and bb on d0"),
     "sockets on one host": ({"transports": frozenset({("d0", "zmq")})}, "handoff", "warning", "by zmq"),
-    "damaged pages": (with_decode(stats=Stats(checksum_failures=3)), "handoff", "warning", "3 damaged pages"),
-    "stray frames": (with_decode(stats=Stats(dropped_frames=2)), "handoff", "warning", "dropped 2 frames"),
+    "damaged pages": (with_decode(stats=NodeFaults(checksum_failures=3)), "handoff", "warning", "3 damaged pages"),
+    "stray frames": (with_decode(stats=NodeFaults(dropped_frames=2)), "handoff", "warning", "dropped 2 frames"),
     "restarts": (with_decode(num_restarts=5), "restarts", "warning", "5 times"),
     "a clock ahead": ({"clock_s": 9.0}, "clock", "warning", "9.0 s ahead of"),
     "a clock behind": ({"clock_s": -70.0}, "clock", "warning", "70.0 s behind"),
