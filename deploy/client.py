@@ -91,9 +91,11 @@ class Client:
         """Return status and body of GET `path`. Raises Unavailable if nobody answers."""
         return self._call("GET", path)
 
-    def exchange(self, path: str, headers: Mapping[str, str], timeout_s: float) -> HttpAnswer:
-        """Return the answer to GET `path` with more headers. Raises Unavailable if none comes in time."""
-        return self._exchange("GET", path, timeout_s, headers)
+    def exchange(
+        self, path: str, headers: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S
+    ) -> HttpAnswer:
+        """Return the answer to GET `path`, with more `headers`. Raises Unavailable if none comes in time."""
+        return self._exchange("GET", path, timeout_s, headers or {})
 
     def stream_chat(self, body: dict[str, Any]) -> Generator[StreamPart]:
         """Yield the chunks of a streamed chat completion. Closing the generator cancels the request.

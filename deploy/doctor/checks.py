@@ -13,6 +13,7 @@ from .gpu_facts import Torch
 _PYTHON = (3, 11)
 _FEW_FILES, _TOO_FEW_FILES = 4096, 256
 _LITTLE_DISK, _TOO_LITTLE_DISK = 2 << 30, 100 << 20  # bytes; kernels, logs and measured figures take less
+_NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
 _GIB = 1 << 30
 _EXTRAS = {"": "every process", "node": "nodes"}  # whose packages these are
 
@@ -74,13 +75,18 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _driver(facts: Facts) -> Iterator[Finding]:
     gpu = facts.gpu
-    if not gpu.is_any:
+    if not gpu.is_any and not gpu.num_on_bus:
         yield Finding("ok", "no GPU here: nodes compute on the CPU")
+        return
+    if not gpu.is_any:
+        mend = "Start the container with `--gpus all`, or install the driver; for nodes on the CPU nothing is wrong."
+        yield Finding("note", f"{gpu.num_on_bus} GPUs are in this host, and this process sees none", mend)
         return
     if locked := [each.path for each in gpu.files if not each.is_open_to_us]:
         mend = "Add this user to the group of these files, or start the container with `--gpus all`."
         yield Finding("error", f"{', '.join(locked)} may not be opened by this user", mend)
-    if gpu.visible is not None and not gpu.driver.gpus:
+    is_hidden = gpu.visible is not None and not gpu.driver.gpus
+    if is_hidden and (not gpu.driver.failure or _NO_DEVICE in gpu.driver.failure):
         mend = "Unset CUDA_VISIBLE_DEVICES, or name GPUs that are here."
         yield Finding("error", f"CUDA_VISIBLE_DEVICES={gpu.visible!r} hides all GPUs", mend)
     elif gpu.driver.failure:
@@ -276,8 +282,8 @@ def _router(facts: Facts) -> Iterator[Finding]:
         mend = "Compare the address with the router's --node-address, and look at firewalls between the hosts."
         yield Finding("error", f"{each.address} cannot be reached: {each.failure}", mend)
         return
-    mtu = f"; frames of up to {each.path_mtu:,} bytes, as this kernel knows" if each.path_mtu else ""
-    yield Finding("ok", f"{each.address} answers{mtu}")
+    mtu = f", by an MTU of {each.path_mtu:,}" if each.path_mtu else ""
+    yield Finding("ok", f"{each.address} answers{mtu}; its log calls this a refused peer")
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -120,39 +120,42 @@ class ClusterFacts(Struct, frozen=True, kw_only=True):
 
     url: str
     version: str
-    is_ready: bool = True
-    reason: str = ""
-    nodes: SeenNodes
-    silent: tuple[str, ...] = ()  # nodes that did not answer a question for their ledger
     clock_s: float | None = None
     clock_error_s: float = 0.0
     frames: str = ""
+    is_ready: bool = True
+    reason: str = ""
+    nodes: SeenNodes = SeenNodes(())
+    silent: tuple[str, ...] = ()  # nodes that did not answer a question for their ledger
     transports: frozenset[tuple[str, str]] = frozenset()
 
 
 def read_cluster(client: Client) -> ClusterFacts:
-    """Ask the router. Raises Unavailable if no Baton router answers, RequestError if it refuses to tell."""
+    """Ask the router. If large frames are lost, nothing else is asked: the answers would not come. Raises Unavailable
+    if no Baton router answers, RequestError if it refuses to tell."""
     asked_at = time.time()
-    first = client.exchange("/version", {}, LARGE_S)
+    first = client.exchange("/version")
     answered_at = time.time()
-    version = _decoded(client, "/version", first.status, first.body, _Version).version
-    nodes = _ask(client, "/debug/nodes", SeenNodes)
-    status, body = client.ready()
-    try:
-        frames = "" if client.exchange("/openapi.json", _LARGE, LARGE_S).body else "the answer is empty"
-    except Unavailable as error:
-        frames = str(error)
     router_s = _seconds(first.date)
-    return ClusterFacts(
+    facts = ClusterFacts(
         url=client.url,
-        version=version,
+        version=_decoded(client, "/version", first.status, first.body, _Version).version,
+        clock_s=None if router_s is None else router_s + 0.5 - (asked_at + answered_at) / 2,
+        clock_error_s=0.5 + (answered_at - asked_at) / 2,  # the date is in whole seconds
+    )
+    try:
+        client.exchange("/openapi.json", _LARGE, LARGE_S)
+    except Unavailable as error:
+        return msgspec.structs.replace(facts, frames=str(error))
+    nodes = _ask(client, "/debug/nodes", SeenNodes)
+    ledgers = _ask(client, "/debug/ledger", _Ledgers)
+    status, body = client.ready()
+    return msgspec.structs.replace(
+        facts,
         is_ready=status == 200,
         reason="" if status == 200 else str(failure(status, body)),
         nodes=nodes,
-        silent=tuple(name for name, ledger in _ask(client, "/debug/ledger", _Ledgers).nodes.items() if ledger is None),
-        clock_s=None if router_s is None else router_s + 0.5 - (asked_at + answered_at) / 2,
-        clock_error_s=0.5 + (answered_at - asked_at) / 2,  # the date is in whole seconds
-        frames=frames,
+        silent=tuple(name for name, ledger in ledgers.nodes.items() if ledger is None),
         transports=frozenset(_transports(client)),
     )
 
@@ -190,8 +193,8 @@ def _seconds(date: str) -> float | None:
 
 
 def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
-    """Yield the findings of all checks, in the order of the table."""
-    for name, check in CHECKS.items():
+    """Yield the findings of all checks that the facts allow, in the order of the tables."""
+    for name, check in (WAY_CHECKS if facts.frames else WAY_CHECKS | NODE_CHECKS).items():
         for finding in check(facts):
             yield Finding(finding.level, finding.what, finding.mend, name)
 
@@ -328,8 +331,12 @@ def _frames(facts: ClusterFacts) -> Iterator[Finding]:
     yield Finding("error", what, mend)
 
 
-CHECKS: dict[str, Callable[[ClusterFacts], Iterator[Finding]]] = {
+WAY_CHECKS: dict[str, Callable[[ClusterFacts], Iterator[Finding]]] = {  # of the router, and the way to it
     "versions": _versions,
+    "clock": _clock,
+    "MTU": _frames,
+}
+NODE_CHECKS: dict[str, Callable[[ClusterFacts], Iterator[Finding]]] = {
     "service": _ready,
     "degraded": _degraded,
     "heartbeats": _silence,
@@ -337,6 +344,4 @@ CHECKS: dict[str, Callable[[ClusterFacts], Iterator[Finding]]] = {
     "layouts": _layouts,
     "handoff": _handoff,
     "restarts": _restarts,
-    "clock": _clock,
-    "MTU": _frames,
 }

@@ -15,6 +15,9 @@ import msgspec
 from ...metadata.errors import Unavailable
 
 _PROBE = Path(__file__).with_name("probe.py")
+_DEVICES = Path("/sys/bus/pci/devices")
+_NVIDIA = "0x10de"
+_DISPLAYS = "0x03"  # PCI class of graphics and of 3D controllers
 _DRIVER_S = 15.0
 _TORCH_S = 60.0  # the first import reads some gigabytes
 _MIB = 1 << 20
@@ -80,8 +83,10 @@ class NumaPlace(msgspec.Struct, frozen=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them. `visible`: CUDA_VISIBLE_DEVICES, if it is set. `used` is empty without nvidia-smi."""
+    """All of them. `num_on_bus`: GPUs of NVIDIA that the kernel lists, also if they are hidden from this container.
+    `used` is empty without nvidia-smi. `visible`: CUDA_VISIBLE_DEVICES, if it is set."""
 
+    num_on_bus: int = 0
     files: tuple[DeviceFile, ...] = ()
     driver: Driver = Driver(failure="there is no libcuda.so.1")
     torch: Torch | None = None  # None: not installed
@@ -134,6 +139,7 @@ def read_gpus(*, has_torch: bool) -> GpuFacts:
     used = _used()
     driver = of_driver.answer(Driver)
     return GpuFacts(
+        num_on_bus=sum(map(_is_gpu, _DEVICES.glob("*"))),
         files=tuple(
             DeviceFile(str(path), os.access(path, os.R_OK | os.W_OK))
             for path in sorted(Path("/dev").glob("nvidia[0-9]*"))
@@ -177,8 +183,17 @@ def short_bus(bus: str) -> str:
     return f"{domain[-4:]}:{rest}"
 
 
+def _is_gpu(device: Path) -> bool:
+    try:
+        return (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith(
+            _DISPLAYS
+        )
+    except OSError:
+        return False
+
+
 def _place(bus: str) -> NumaPlace | None:
-    folder = Path("/sys/bus/pci/devices") / bus
+    folder = _DEVICES / short_bus(bus)
     try:
         node, cores = int((folder / "numa_node").read_text()), parse_cores((folder / "local_cpulist").read_text())
     except (OSError, ValueError):

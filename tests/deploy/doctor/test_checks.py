@@ -62,7 +62,15 @@ CASES = {  # what is wrong: changed facts, the check, the level, words of the fi
     "device files": (
         gpu(files=(DeviceFile("/dev/nvidia0", is_open_to_us=False),)), "GPU driver", "error", "/dev/nvidia0", "--gpus",
     ),
-    "hidden GPUs": (gpu(visible="", driver=Driver(cuda=(13, 0))), "GPU driver", "error", "hides", "Unset"),
+    "hidden GPUs": (
+        gpu(visible="", driver=Driver(failure="cuInit says CUDA_ERROR_NO_DEVICE (100)")),
+        "GPU driver", "error", "hides", "Unset",
+    ),
+    "a driver that fails though one GPU is chosen": (
+        gpu(visible="0", driver=Driver(failure="cuInit says CUDA_ERROR_UNKNOWN (999)")),
+        "GPU driver", "error", "999", "driver",
+    ),
+    "a container without the GPUs": ({"gpu": GpuFacts(num_on_bus=8)}, "GPU driver", "note", "8 GPUs", "--gpus all"),
     "a driver that fails": (
         gpu(driver=Driver(failure="cuInit says CUDA_ERROR_SYSTEM_NOT_READY (802)")),
         "GPU driver", "error", "802", "driver",

@@ -186,6 +186,7 @@ def test_a_clock_that_is_off_and_frames_that_are_lost_are_found(
     text = " ".join(capsys.readouterr().out.split())
     assert "s ahead of this host's" in text
     assert "answers small requests, but not large ones" in text
+    assert "heartbeats" not in text  # nothing is said of what could not be asked
 
 
 def test_a_missing_key_is_one_sentence(router: Router, capsys: pytest.CaptureFixture[str]) -> None:
