@@ -214,7 +214,7 @@ def _ready(facts: ClusterFacts) -> Iterator[Finding]:
     if facts.is_ready:
         yield Finding("ok", f"{facts.url} serves, with {here}")
         return
-    mend = "Start what is missing; the last lines of a node's log say why it has not joined."
+    mend = "Start or undrain what is missing; the log of a node that has not joined says why."
     yield Finding("error", f"{facts.url} does not serve: {facts.reason}", mend)
 
 
@@ -232,7 +232,7 @@ def _silence(facts: ClusterFacts) -> Iterator[Finding]:
         if name not in late:
             yield Finding("warning", f"{name} sends heartbeats, but does not answer questions", mend)
     if not late and not facts.silent and facts.nodes.nodes:
-        yield Finding("ok", "all nodes answer")
+        yield Finding("ok", f"every joined node answers: {len(facts.nodes.nodes)}")
 
 
 def _pairs(facts: ClusterFacts) -> Iterator[Finding]:
