@@ -29,6 +29,7 @@ SUMMARIES = {  # command: one line of help
     "chat": "talk to a running model in the terminal",
     "top": "show the running service, or print it once",
     "explain": "show where a request spent its time",
+    "doctor": "check this host, or a running cluster, and say how to mend what is wrong",
     "plan": "say how many prefill and decode nodes serve a load best, by simulation",
     "bench": "measure a running server under load, and compare two measurements",
     "keys": "make a key file, with which processes on several hosts trust each other",
@@ -58,6 +59,7 @@ configuration:
   environment (BATON_API_KEY, BATON_ADMIN_KEY), the environment over the file, the file over the default.
 
 if something is wrong:
+  anything             `baton doctor` checks this host, `baton doctor --cluster` the router and its nodes
   nothing starts       the last line on stderr says why; `baton up` names the log of the process that ended
   it does not answer   GET /ready says what is missing, /debug/nodes lists the nodes, /debug/ledger the owners of pages
   it is slow           `baton top` shows where requests wait, `baton explain` shows one request
@@ -73,6 +75,7 @@ _CONFIGS = {  # command (also the name of its TOML table): module and name of it
     "chat": ("deploy.chat", "ChatConfig"),
     "top": ("deploy.top", "TopConfig"),
     "explain": ("deploy.explain", "ExplainConfig"),
+    "doctor": ("deploy.doctor.config", "DoctorConfig"),
     "plan": ("deploy.sizing", "SizingConfig"),
     "bench": ("deploy.bench.config", "BenchConfig"),
 }
@@ -226,6 +229,8 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
         return _print({name: config})
     if name == "explain":
         return _module("deploy.explain").run(config, args.rid)
+    if name == "doctor":
+        return _module("deploy.doctor.doctor").run(config)
     if name == "bench":
         return _module("deploy.bench.main").run(config, args.compare)
     if name in _PROCESSES:

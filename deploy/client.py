@@ -1,10 +1,10 @@
-"""A small HTTP client for the router, for the commands that people use beside it."""
+"""A small HTTP client for the router, used by the commands that ask it."""
 
 from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,6 +24,14 @@ class StreamPart(NamedTuple):
 
     text: str
     finish_reason: str | None = None
+
+
+class HttpAnswer(NamedTuple):
+    """The whole answer to a request. `date`: what its header says of the router's clock."""
+
+    status: int
+    body: bytes
+    date: str
 
 
 class Client:
@@ -78,15 +86,8 @@ class Client:
 
     def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
         """Return status and body of GET `path`. Raises Unavailable if nobody answers."""
-        connection = self._connect(timeout_s)
-        try:
-            connection.request("GET", self._path + path, headers=self._headers())
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._unavailable(error) from None
-        finally:
-            connection.close()
+        answer = self.exchange(path, timeout_s=timeout_s)
+        return answer.status, answer.body
 
     def read(self, path: str, timeout_s: float = _TIMEOUT_S, absent: str = "") -> bytes:
         """Return the answer of GET `path`. Raises Unavailable if nobody answers, RequestError if it is an error.
@@ -105,6 +106,20 @@ class Client:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
             raise Unavailable(f"{self.url}{path}: this is not the answer of a Baton router: {body[:80]!r}") from error
+
+    def exchange(
+        self, path: str, headers: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S
+    ) -> HttpAnswer:
+        """Return the answer to GET `path`, with more `headers`. Raises Unavailable if none comes in time."""
+        connection = self._connect(timeout_s)
+        try:
+            connection.request("GET", self._path + path, headers={**self._headers(), **(headers or {})})
+            response = connection.getresponse()
+            return HttpAnswer(response.status, response.read(), response.headers.get("Date", ""))
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unavailable(error) from None
+        finally:
+            connection.close()
 
     def stream_chat(self, body: dict[str, Any]) -> Generator[StreamPart]:
         """Yield the chunks of a streamed chat completion. Closing the generator cancels the request.

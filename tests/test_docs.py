@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy.cli import main
+from baton.deploy.cli import SUMMARIES, main
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router")
@@ -23,7 +23,7 @@ WRAPPED = [page for page in PAGES if not page.is_relative_to(ROOT / "deploy/demo
 ARCHITECTURE = ROOT / "docs/architecture.md"
 MAX_COLUMNS = 100
 SCRIPTS = [path for folder in ("deploy", "tests") for path in (ROOT / folder).rglob("*.py")]
-COMMANDS = ("up", "router", "prefill", "decode", "chat", "top", "explain", "plan", "bench", "keys")
+COMMANDS = tuple(SUMMARIES)
 OTHERS_FLAGS = {"--help", "--target"}  # of every command, of pip
 
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join((*PRODUCT, 'docs', 'tests'))})/[\w./-]*")
