@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from baton.engine.engine import Engine
 from baton.engine.state.pages import Owner
-from baton.prefill_node import scheduler as schedulers
+from baton.prefill_node import chunk_length
 from baton.prefill_node.request import Request
-from baton.prefill_node.scheduler import (
-    LEAST_TAIL,
-    ChunkLength,
-    PrefillScheduler,
-    measured_sharing_limit,
-    num_before_tail,
-)
+from baton.prefill_node.scheduler import PrefillScheduler
 
 from .conftest import MakeRequest
 
@@ -110,7 +103,7 @@ def test_chunks_that_are_all_shared_are_filled(scheduler: PrefillScheduler, make
 def tails(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Iterator[PrefillScheduler]:
     """A scheduler for which 7 tokens are a long prompt."""
     for name, value in {"LEAST_TAIL": 2, "_UNIT": 4, "_LONG": 7}.items():
-        monkeypatch.setattr(schedulers, name, value)
+        monkeypatch.setattr(chunk_length, name, value)
     yield PrefillScheduler(engine.cache, max_running=3, chunk_tokens=CHUNK, has_tails=True)
     engine.cache.flush()
 
@@ -241,83 +234,3 @@ def test_find_returns_this_and_earlier_attempts(scheduler: PrefillScheduler, mak
     for request in (*requests, make_request("bb", 4)):
         scheduler.submit(request)
     assert scheduler.find("a", 1) == requests[:2]
-
-
-LONG_CHUNK = 8192
-
-
-@pytest.mark.parametrize(
-    ("num_left", "before"),
-    [(1, None), (4095, None), (4096, 3072), (4607, 3072), (4608, 4096), (8192, 7168), (8193, None)],
-)
-def test_long_prompts_that_fit_in_a_chunk_are_divided(num_left: int, before: int | None) -> None:
-    assert num_before_tail(num_left, LONG_CHUNK) == before
-    assert before is None or LEAST_TAIL <= num_left - before < LEAST_TAIL + 1024
-
-
-def test_a_tail_follows_what_is_before_it_and_nothing_else() -> None:
-    tails = ChunkLength[str](LONG_CHUNK, has_tails=True)
-    assert tails.budget("a", 8192, is_alone=True) == 7168
-    assert tails.budget("a", 1024, is_alone=False) == 1024, "others wait, but not in this chunk"
-    assert tails.budget("b", 8192, is_alone=False) == LONG_CHUNK
-    assert tails.budget("c", 8192, is_alone=True) == 7168
-    assert tails.budget("d", 8192, is_alone=True) == 7168, "c is gone"
-    assert tails.budget("d", 8192, is_alone=True) == LONG_CHUNK, "the chunk before the tail failed, so all is left"
-    assert tails.budget("e", 20000, is_alone=True) == LONG_CHUNK
-    assert tails.budget("e", 3616, is_alone=True) == LONG_CHUNK
-
-
-def measured(base: float) -> Callable[[int], float]:
-    """Return seconds of a chunk that takes `base` tokens' time besides that of its tokens."""
-    return lambda num_tokens: (base + num_tokens) / 1e4
-
-
-@pytest.mark.parametrize(("base", "limit"), [(0, 512), (20, 512), (50, 1024), (100, 2048), (200, 4096), (1e6, None)])
-def test_prompts_share_until_twice_as_many_tokens_gain_little(base: float, limit: int | None) -> None:
-    """A chunk of twice n tokens computes tokens faster by (base + n) / (base / 2 + n)."""
-    assert measured_sharing_limit(measured(base), 8192) == limit
-
-
-@pytest.mark.parametrize("longest", [1, 511, 512])
-def test_short_chunks_are_shared_whole_and_not_measured(longest: int) -> None:
-    def never(num_tokens: int) -> float:
-        raise AssertionError(num_tokens)
-
-    assert measured_sharing_limit(never, longest) is None
-
-
-def test_the_longest_chunk_need_not_be_a_power_of_two() -> None:
-    asked = list[int]()
-
-    def chunk_s(num_tokens: int) -> float:
-        asked.append(num_tokens)
-        return 1.0
-
-    assert measured_sharing_limit(chunk_s, 3000) is None
-    assert sorted(set(asked)) == [512, 1024, 2048, 3000]
-
-
-def test_the_first_run_and_a_disturbance_do_not_count() -> None:
-    """A compilation makes the first run of each size long, and another process the second one."""
-    delays = itertools.cycle([5.0, 0.3, 0.0])
-    assert measured_sharing_limit(lambda num_tokens: next(delays) + measured(50)(num_tokens), 8192) == 1024
-
-
-@pytest.mark.parametrize(("slow", "asked"), [(512, [512] * 2), (2048, [512] * 3 + [1024] * 3 + [2048] * 2)])
-def test_a_slow_device_is_not_measured_further(slow: int, asked: list[int]) -> None:
-    """A CPU with a large model would take minutes."""
-    seen = list[int]()
-
-    def chunk_s(num_tokens: int) -> float:
-        seen.append(num_tokens)
-        return 60.0 if num_tokens >= slow else 0.1
-
-    assert measured_sharing_limit(chunk_s, 8192) is None
-    assert seen == asked
-
-
-def test_no_limit_holds_for_every_chunk() -> None:
-    length = ChunkLength[str](LONG_CHUNK, has_tails=False)
-    assert length.may_share(9999)
-    length.sharing_limit = 512
-    assert length.may_share(512) and not length.may_share(513)
