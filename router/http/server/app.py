@@ -17,10 +17,10 @@ from ...origins import Authority, is_loopback, trusted_networks
 from ..bodies.bodies import expected, too_large
 from ..bodies.fields import sent_type
 from .access import CALLER, IS_OPERATOR, Caller, KeyLevel, client_address, label_of, share_of
-from .api import Api, request_id
+from .api import Api, is_anthropic, request_id
 from .connection import SERVER, Connection
 from .cross_origin import CrossOriginChecks, Reach
-from .errors import INTERNAL, HttpRefusal, is_anthropic, response_of
+from .errors import INTERNAL, HttpRefusal, response_of
 from .route import Handler, Route
 from .routes import ROUTES, client_routes
 from .sse import limit_unread
