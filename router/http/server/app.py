@@ -204,16 +204,16 @@ class RefusalLog:
     fill the disk: at most MOST_LINES per second are written, and the next line says how many are missing.
     """
 
-    def __init__(self, fields: Collection[str], throttle: Callable[[], bool] | None = None) -> None:
+    def __init__(self, fields: Collection[str]) -> None:
         self._fields = frozenset(fields)
-        self._is_due = throttle or Throttle(most=MOST_LINES).is_due
+        self._throttle = Throttle(most=MOST_LINES)
         self._num_left_out = 0
 
     def add(self, request: web.Request, error: BatonError, status: int) -> None:
         """Log a request that is refused by a status 4xx. Other errors have lines of their own."""
         if not 400 <= status < 499:
             return
-        if not self._is_due():
+        if not self._throttle.is_due():
             self._num_left_out += 1
             return
         resource = request.match_info.route.resource
