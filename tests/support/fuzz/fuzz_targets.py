@@ -110,7 +110,7 @@ class RowTarget(Target):
             return
         self.num_accepted += 1
         ids = [sampled.first_token, *(sampled.logprobs.top_ids if sampled.logprobs else ())]
-        ids += self.rows.get("topk_index").tolist()
+        ids += buffers.get("topk_index").tolist()
         assert all(0 <= token < 100 for token in ids), ids
 
 
