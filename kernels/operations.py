@@ -116,7 +116,6 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "best_of_share": (_triton("sampling.triton_sample", _FLOATS),),
         "best_of_all": (_triton("sampling.triton_sample"),),
         "top_logprobs": (_triton("sampling.triton_logprobs", _FLOATS),),
-        "gumbel_noise": (_numba("sampling.numba_noise", frozenset({torch.int64})),),
         "add_gumbel_noise_": (_triton("sampling.triton_noise", _FLOAT32), _numba("sampling.numba_noise")),
         # rows.py, trees.py
         "advance_": (_triton("state.triton_rows"),),

@@ -4,9 +4,9 @@ There are three ways to the same numbers. The table of operations says which ser
 
     triton   kernels read pages in place (paged.py). On CUDA, torch's fused attention takes prompts and chunks of many
              tokens (prompt_pieces.py, latent_pieces.py)
-    numba    kernels of a CPU read pages in place, in float32, for few new tokens per sequence (gathered.py)
+    numba    kernels of a CPU read pages in place, in float32, for few new tokens per sequence
     torch    torch gathers the pages first: on a CPU in 16 bits and for prefill chunks, where the copy is small beside
-             the products (gathered.py)
+             the products
 
 If pages are in FP8, a token sees its own keys and values as they are stored, or the text would depend on the division
 into chunks. So a CPU gathers all pages. On CUDA the store of a whole prompt's keys and values also writes the stored
@@ -23,37 +23,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...kernels.attention.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
+from ...kernels.attention.paged_rows import PagedRows, attend, attend_stored
 from ...kernels.operations import Kind, reader
-from ...kernels.products.rotary import turns
+from ...kernels.products.norm import rms_norm
+from ...kernels.products.rotary import apply_rotary_, turns
 from ..checkpoint.model_config import ModelConfig, RopeConfig
 from ..rounds.batch import ForwardBatch, JointBatch
-from .context import AttentionContext, CosSin, IdleAttention
-from .gathered import begin_compiled, begin_gathered, compiled_queries, gathered_queries
+from .context import AttentionContext, CosSin, IdleAttention, LayerHeads
 from .paged import begin_paged, paged_queries
 
 _Queries = Callable[[torch.Tensor, int], torch.Tensor]
-
-
-class _Way(NamedTuple):
-    """One way to compute attention."""
-
-    begin: Callable[[ModelConfig, ForwardBatch, torch.Tensor, CosSin], AttentionContext]
-    queries: Callable[[ForwardBatch, torch.Tensor, torch.dtype], _Queries]
-
-
-_WAYS: Mapping[Kind, _Way] = MappingProxyType(
-    {
-        "triton": _Way(begin_paged, paged_queries),
-        "numba": _Way(begin_compiled, compiled_queries),
-        "torch": _Way(begin_gathered, gathered_queries),
-    }
-)
+_MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
 
 
 def begin_attention(
@@ -82,6 +71,83 @@ def begin_queries(batch: ForwardBatch, kv: torch.Tensor, dtype: torch.dtype) -> 
     """Return the function that attends one rotated query per sequence, [num_seqs, num_heads, head_dim] of `dtype`, to a
     layer of `kv`, which holds all KV already, and returns the values in the query's shape."""
     return _WAYS[reader(kv.device, kv.dtype)].queries(batch, kv, dtype)
+
+
+def _begin_compiled(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_sin: CosSin) -> AttentionContext:
+    """Return the context by kernels that read pages in place, or over gathered pages if a sequence has many new
+    tokens. Arguments are as in `begin_attention`."""
+    if batch.tree is None and max(batch.query_lens) > _MAX_COMPILED_QUERY_LEN:
+        return _begin_gathered(config, batch, kv, cos_sin)
+    rows = PagedRows.build(cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions, batch.tree)
+    return _CompiledAttention(config, rows, kv.numpy())
+
+
+def _begin_gathered(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_sin: CosSin) -> AttentionContext:
+    """Return the context over gathered pages. Arguments are as in `_begin_compiled`."""
+    plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, cos_sin[0].dtype, kv.shape[2])
+    clear_fresh_pages(kv, plan)
+    return _GatheredAttention(config, plan, kv.unbind(0), *cos_sin)
+
+
+def _compiled_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> _Queries:
+    """Do the work of `begin_queries` by kernels that read pages in place."""
+    return lambda q, layer: attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
+
+
+def _gathered_queries(batch: ForwardBatch, kv: torch.Tensor, dtype: torch.dtype) -> _Queries:
+    """Do the work of `begin_queries` over gathered pages."""
+    plan = batch.attention_plan(kv.shape[3], (None,), dtype)
+    return lambda q, layer: paged_attention(q, kv[layer], plan, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CompiledAttention(AttentionContext):
+    config: ModelConfig
+    rows: PagedRows
+    kv: np.ndarray  # [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim] float32
+
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        eps, scale = self.config.rms_norm_eps, self.config.softmax_scale
+        return attend(qkv, self.kv, heads.layer, self.rows, heads.window, heads.norms, eps, scale, sinks=heads.sinks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GatheredAttention(AttentionContext):
+    config: ModelConfig
+    plan: AttentionPlan
+    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, num_planes, num_kv_heads, page_size, head_dim]
+    cos: torch.Tensor  # [num_tokens, 1, rotary_dim]
+    sin: torch.Tensor  # [num_tokens, 1, rotary_dim], signed
+
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        config, norms = self.config, heads.norms
+        num_tokens, num_heads, num_rotated = qkv.shape[0], config.num_heads, config.num_heads + config.num_kv_heads
+        qkv = qkv.view(num_tokens, -1, config.head_dim)
+        q, k = qkv[:, :num_heads], qkv[:, num_heads:num_rotated]
+        if norms is not None:
+            q.copy_(rms_norm(q, norms.q, config.rms_norm_eps))
+            k.copy_(rms_norm(k, norms.k, config.rms_norm_eps))
+        apply_rotary_(qkv[:, :num_rotated, config.head_dim - config.rotated_size :], self.cos, self.sin)
+        kv_layer = self.kv_layers[heads.layer]
+        store_kv(qkv[:, num_heads:], kv_layer, self.plan)
+        out = paged_attention(q, kv_layer, self.plan, heads.window, config.softmax_scale, sinks=heads.sinks)
+        return out.reshape(num_tokens, -1)
+
+
+class _Way(NamedTuple):
+    """One way to compute attention."""
+
+    begin: Callable[[ModelConfig, ForwardBatch, torch.Tensor, CosSin], AttentionContext]
+    queries: Callable[[ForwardBatch, torch.Tensor, torch.dtype], _Queries]
+
+
+_WAYS: Mapping[Kind, _Way] = MappingProxyType(
+    {
+        "triton": _Way(begin_paged, paged_queries),
+        "numba": _Way(_begin_compiled, _compiled_queries),
+        "torch": _Way(_begin_gathered, _gathered_queries),
+    }
+)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

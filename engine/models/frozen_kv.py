@@ -25,13 +25,12 @@ from ..attention.attention import RotaryEmbedding, begin_queries
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.read_config import read_model_config
 from ..layers.decoder import Mlp
-from ..layers.embedding import LmHead
 from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, VOCAB
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
 from ..rounds.batch import ForwardBatch
 from ..sampling.row_shares import Lens
-from .decoder import DecoderModel
+from .decoder import DecoderModel, LmHead
 from .tensors import HeadTensors
 
 

@@ -13,8 +13,6 @@ from ..products.experts import ExpertSources, choose_experts_product
 from .decoder import DecoderModel
 from .llama import read_layer, read_model
 
-_ALPHA = 1.702  # of published files, which do not name it
-
 
 def read_gpt_oss(config: ModelConfig, weights: Weights) -> DecoderModel:
     """Name the tensors of gpt-oss and build its layers."""

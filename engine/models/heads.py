@@ -20,11 +20,11 @@ from ..attention.attention import RotaryEmbedding, begin_attention
 from ..attention.context import AttentionContext
 from ..checkpoint.model_config import ModelConfig
 from ..layers.decoder import DecoderBody, DecoderLayer, Residual
-from ..layers.embedding import Embedding, LmHead
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
 from ..rounds.batch import ForwardBatch
 from ..sampling.row_shares import Lens
+from .decoder import Embedding, LmHead
 from .head_file import HeadFile
 from .hyper_eagle import load_hyper_eagle
 from .llama import read_body, read_layer

@@ -17,9 +17,8 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Weights
 from ..layers.attention import Attention, WideNorms
 from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward, Mlp, SelfAttention
-from ..layers.embedding import Embedding, LmHead
 from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, VOCAB, WeightShard, heads_out
-from .decoder import DecoderModel, DecoderStack
+from .decoder import DecoderModel, DecoderStack, Embedding, LmHead
 
 
 def read_llama(config: ModelConfig, weights: Weights) -> DecoderModel:

@@ -24,7 +24,7 @@ from ..engine import Engine
 from ..rounds.slots import Slots
 from ..sampling.batch import SamplingBatch
 from ..work import BatchRow, LocalRow, Recompute
-from .scores import SubmittedScores
+from .prompts import SubmittedScores
 
 
 class _Kept(NamedTuple):

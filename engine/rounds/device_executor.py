@@ -38,7 +38,7 @@ from ..pace.joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes, s
 from ..pace.padding import padding_catch_up, padding_chunk, padding_round
 from ..progress import Progress
 from ..prompts.local_prompts import LocalPrompts
-from ..prompts.scores import SubmittedScores
+from ..prompts.prompts import SubmittedScores
 from ..ranks.agreement import Agreed
 from ..sampling.grammar import Matcher, RoundMasks
 from ..sampling.logprobs import Logprobs

@@ -70,7 +70,7 @@ def gumbel_noise_ref(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tenso
 
 
 def add_gumbel_noise_ref_(scores: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """Add ``gumbel_noise`` to ``scores`` in place.
+    """Add ``gumbel_noise_ref`` to ``scores`` in place.
 
     Args:
         scores: [num_rows, num_scores] float32, contiguous; -inf stays -inf.
@@ -85,7 +85,6 @@ def add_gumbel_noise_ref_(scores: Tensor, seeds: Tensor, positions: Tensor, toke
     return scores.add_(gumbel_noise_ref(seeds, positions, scores.shape[1]))
 
 
-gumbel_noise = Operation("gumbel_noise", gumbel_noise_ref)
 add_gumbel_noise_ = Operation("add_gumbel_noise_", add_gumbel_noise_ref_)
 
 
@@ -105,7 +104,7 @@ def check_token_ids(scores: Tensor, token_ids: Tensor | None) -> None:
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the noise of the given ids: ``gumbel_noise(...).gather(1, token_ids)``, without computing the rest.
+    """Return the noise of the given ids: ``gumbel_noise_ref(...).gather(1, token_ids)``, without computing the rest.
 
     A drafter whose vocabulary is a permutation or a part of the target's passes the *target's* ids.
 

@@ -11,7 +11,6 @@ the results bit for bit.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..numba_kernels import compiled
@@ -45,12 +44,6 @@ _WEIGHT_1, _WEIGHT_2 = np.uint32(0x3C6EF372), np.uint32(0x1B873593)
 
 _EXPONENT_MASK = np.int32(~0x007FFFFF)  # of a float32, and its sign
 _HALF_BITS = np.int32(0x3F000000)  # 0.5 as float32 bits
-
-
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return `gumbel_noise_ref`, bit for bit: a new tensor [num_rows, vocab_size] float32."""
-    noise = torch.zeros((seeds.shape[0], vocab_size), dtype=torch.float32)
-    return add_gumbel_noise_(noise, seeds, positions)  # no noise is -0, which alone would lose its sign here
 
 
 def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:

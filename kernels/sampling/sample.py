@@ -26,7 +26,7 @@ from .noise import add_gumbel_noise_, check_token_ids
 class Draws(NamedTuple):
     """How rows are drawn, each column contiguous."""
 
-    seeds: Tensor  # [num_rows] int64, as for `gumbel_noise`
+    seeds: Tensor  # [num_rows] int64, as for `gumbel_noise_ref`
     positions: Tensor  # [num_rows] int64, likewise
     temperatures: Tensor  # [num_rows] float32, 0: greedy
     filters: Filters | None = None  # of the rows that are not greedy; None: no row has any

@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import zmq
 
@@ -28,7 +28,6 @@ HEARTBEAT_SUFFIX = b":beat"  # the end of the routing id of a node's heartbeat s
 
 _POLLIN, _FIRST = int(zmq.POLLIN), zmq.NOBLOCK | zmq.SNDMORE  # operators of these enumerations are slow
 _MAX_ROUTING_ID = 255 - len(HEARTBEAT_SUFFIX)
-_T = TypeVar("_T")
 _monitor_numbers = itertools.count()
 
 

@@ -28,12 +28,12 @@ from ..wire.protocol import PROTOCOL_MIN, known
 from ..wire.request import MAX_TEXT
 from .data_socket import bind_data_socket
 from .endpoint import Endpoint, usable
-from .offers import unpack_column
 from .pages import OfferedPages
 from .ranks.shards import PagePart, page_parts
 from .schema.kv_layout import Shard
 from .schema.schema import kv_layouts, page_bytes
 from .tickets import Holder
+from .transfer import unpack_column
 from .transports.base import POLL_BYTES, PULL_BYTES
 from .transports.local import LocalTransport
 from .transports.ranks import RANKS

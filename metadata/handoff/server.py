@@ -27,13 +27,13 @@ from ..wire.data_link import LinkHello
 from ..wire.messages import Ack, Claim, Drop, Pull, Renew, Revoke, RevokeAck, ToPrefill, UnknownClaim
 from ..wire.request import MAX_TEXT, Unit
 from .endpoint import Endpoint
-from .offers import write_offers
 from .pages import OfferedPages
 from .ranks.digests import RankDigests
 from .ranks.orders import OfferDigests, OfferFailed, RankLine
 from .schema.schema import row_bytes
 from .served_links import DecodePeer, ServedLinks
 from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded, TicketFailed
+from .transfer import write_offers
 from .transports.registry import transport_named
 
 logger = logging.getLogger(__name__)

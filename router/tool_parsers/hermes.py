@@ -26,7 +26,7 @@ class HermesParser(JsonCallParser):
     @classmethod
     def grammar(cls, tools: Mapping[str, Schema], *, may_repeat: bool, literal: Callable[[str], str]) -> str:
         before, after = f'{literal(BEGIN)} "\\n"', f'"\\n" {literal(END)}'
-        alternatives, rules = call_rules(tools, "arguments", before=before, after=after)
+        alternatives, rules = call_rules(tools, before=before, after=after)
         repeated = 'call ("\\n" call)*' if may_repeat else "call"
         return "\n".join([f"calls: {repeated}", f"call: {alternatives}", *rules])
 

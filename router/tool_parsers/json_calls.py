@@ -178,16 +178,14 @@ class JsonCallParser(ToolParser):
         self._after_call(is_whole=is_whole)
 
 
-def call_rules(
-    tools: Mapping[str, Schema], arguments_key: str, *, before: str = "", after: str = ""
-) -> tuple[str, list[str]]:
+def call_rules(tools: Mapping[str, Schema], *, before: str = "", after: str = "") -> tuple[str, list[str]]:
     """Return Lark rules of one call as a JSON object: the alternatives of a rule, and the rules that they name.
 
     `before` and `after` are Lark items around the object.
     """
     alternatives, rules = list[str](), list[str]()
     for index, (name, schema) in enumerate(tools.items()):
-        head = json.dumps(f'{{"name": {json.dumps(name)}, "{arguments_key}": ')
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         alternatives.append(" ".join(part for part in (before, head, f"arguments_{index}", '"}"', after) if part))
         rules.append(arguments_rule(index, schema))
     return " | ".join(alternatives), rules

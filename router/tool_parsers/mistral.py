@@ -43,7 +43,7 @@ class MistralParser(JsonCallParser):
     @classmethod
     def grammar(cls, tools: Mapping[str, Schema], *, may_repeat: bool, literal: Callable[[str], str]) -> str:
         if literal(ARGS) == json.dumps(ARGS):  # not a special token: the older form
-            alternatives, rules = call_rules(tools, "arguments")
+            alternatives, rules = call_rules(tools)
             repeated = 'call (", " call)*' if may_repeat else "call"
             return "\n".join([f'calls: {literal(BEGIN)} " "? "[" {repeated} "]"', f"call: {alternatives}", *rules])
         calls = [

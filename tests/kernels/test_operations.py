@@ -47,7 +47,7 @@ DECLARED = {
     "sampling.sample": ["perturbed_argmax", "perturbed_topk"],
     "sampling.best_tokens": ["best_of_share", "best_of_all"],
     "sampling.logprobs": ["top_logprobs"],
-    "sampling.noise": ["gumbel_noise", "add_gumbel_noise_"],
+    "sampling.noise": ["add_gumbel_noise_"],
     "state.rows": [
         *("gather_rows", "assign_rows_", "packed", "advance_"),
         *("copy_numbers_", "copy_columns_", "load_column_"),
@@ -65,9 +65,9 @@ KERNELS_ALONE = {
         *("reduce_scatter", "reduce_scatter_norm_"),
     ],
 }
-NUMBA = ["add_rms_norm_", "silu_mul", "attend", "attend_stored", "gumbel_noise", "add_gumbel_noise_"]
+NUMBA = ["add_rms_norm_", "silu_mul", "attend", "attend_stored", "add_gumbel_noise_"]
 TORCH = ["rms_norm"]
-NOT_TRITON = ["attend", "attend_stored", "gumbel_noise"]
+NOT_TRITON = ["attend", "attend_stored"]
 NAMES = [(file, name) for file, names in DECLARED.items() for name in names]
 
 

@@ -87,12 +87,12 @@ def test_every_state_is_as_wide_as_all_streams(
         for num_rows in (0, 2):
             idle = layout.allocate(phase, num_rows)
             assert idle is not None and idle.shape == (num_rows, width)
-    row = MetadataBuffers(engine.schema, num_rows=2)
+    row = MetadataBuffers(engine.schema)
     if layout.num_target_rows:
-        assert row.get("target_rows", 1).shape == (layout.num_target_rows * width,)
+        assert row.get("target_rows").shape == (layout.num_target_rows * width,)
         assert "recurrent_hidden" not in row
     else:
-        assert row.get("recurrent_hidden", 1).shape == (width,)
+        assert row.get("recurrent_hidden").shape == (width,)
     assert engine.drafter is not None
     assert {
         name: value.shape[2 if name == "rows" else 1]

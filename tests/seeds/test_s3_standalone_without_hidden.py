@@ -65,7 +65,7 @@ def check_no_bytes(standalone: HandoffSchema, none: HandoffSchema) -> None:
     """Check that the row has the fields of no speculation, and that pages grow only by the draft's KV."""
     assert not {field.name for field in standalone.row} & OF_STATE
     assert standalone.row == none.row and row_bytes(standalone) == row_bytes(none)
-    assert MetadataBuffers(standalone).num_bytes == MetadataBuffers(none).num_bytes
+    assert MetadataBuffers(standalone).row_bytes == MetadataBuffers(none).row_bytes
     assert len(MetadataBuffers(standalone).pack()) == row_bytes(none)
 
 

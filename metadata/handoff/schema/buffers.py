@@ -1,8 +1,8 @@
 """Metadata rows: the values that the prefill node hands over to the decode node besides the pages of a prompt.
 
-A row holds, for one choice of a prompt, the fields that the schema declares. The prefill node fills a row of its
-MetadataBuffers, packs it, and sends it in the final Offer. The decode node unpacks it into a row of its own
-MetadataBuffers, and reads the first token and the drafter's state from there.
+A row holds, for one choice of a prompt, the fields that the schema declares. The prefill node fills its
+MetadataBuffers, packs them, and sends the row in the final Offer. The decode node unpacks it into MetadataBuffers of
+its own, and reads the first token and the drafter's state from there.
 
     field             writer       reader       width (elements)
     first_token       set_sampled  get_sampled  1
@@ -27,7 +27,7 @@ has the draft's spec_hidden_size; with FROZEN_KV_MTP it has the target's hidden_
 target_rows has the target's spec_hidden_size per row instead. STANDALONE, NGRAM and plain decoding hand over no hidden
 state, so their rows have no such field and no such bytes.
 
-Allocation, offsets, set, get, pack, unpack and clear are loops over `HandoffSchema.row`. A field that the schema does
+Allocation, offsets, set, get, pack and unpack are loops over `HandoffSchema.row`. A field that the schema does
 not declare takes no bytes; asking for it raises KeyError.
 """
 
@@ -55,15 +55,12 @@ class Sampled(NamedTuple):
 
 
 class MetadataBuffers:
-    """Rows in host memory, one tensor [num_rows, width] per declared field."""
+    """A row in host memory, one tensor [width] per declared field."""
 
-    def __init__(self, schema: HandoffSchema, num_rows: int = 1) -> None:
-        self.num_rows = num_rows
+    def __init__(self, schema: HandoffSchema) -> None:
         self.row_bytes = row_bytes(schema)
         self._fields: dict[str, RowField] = {field.name: field for field in schema.row}
-        self._tensors = {
-            field.name: torch.zeros(num_rows, field.width, dtype=TORCH_DTYPES[field.dtype]) for field in schema.row
-        }
+        self._tensors = {field.name: torch.zeros(field.width, dtype=TORCH_DTYPES[field.dtype]) for field in schema.row}
         # The same memory for numpy, which reads and writes a few numbers in a tenth of torch's time.
         self._bytes = {name: each.view(torch.uint8).numpy() for name, each in self._tensors.items()}
         self._ids = {name: each.numpy() for name, each in self._tensors.items() if each.dtype == torch.int32}
@@ -71,85 +68,71 @@ class MetadataBuffers:
     def __contains__(self, name: str) -> bool:
         return name in self._fields
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all rows, bytes."""
-        return self.num_rows * self.row_bytes
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return all rows of a field, [num_rows, width]. Raises KeyError if the schema has no such field."""
+    def get(self, name: str) -> torch.Tensor:
+        """Return a field, [width], the row's own memory. Raises KeyError if the schema has no such field."""
         return self._tensors[name]
 
-    def get(self, name: str, row: int = 0) -> torch.Tensor:
-        """Return a field of one row, a view [width]. Raises KeyError if the schema has no such field."""
-        return self._tensors[name][row]
-
-    def set(self, name: str, values: torch.Tensor | Sequence[float], row: int = 0) -> None:
-        """Write a field of one row: a tensor [width] of the declared dtype, or `width` numbers.
+    def set(self, name: str, values: torch.Tensor | Sequence[float]) -> None:
+        """Write a field: a tensor [width] of the declared dtype, or `width` numbers.
 
         Raises KeyError if the schema has no such field, and ValueError if width or dtype differ: nothing is cut or
         cast.
         """
-        dst = self.get(name, row)
+        dst = self.get(name)
         src = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dst.dtype)
         try:
             assign(dst, src)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
-    def clear(self, row: int = 0) -> None:
-        """Set one row to zeros."""
-        for tensor in self._tensors.values():
-            tensor[row].zero_()
+    def pack(self) -> bytes:
+        """Return the row's fields without gaps, in declared order, in the bytes of their dtypes."""
+        return b"".join(each.tobytes() for each in self._bytes.values())
 
-    def pack(self, row: int = 0) -> bytes:
-        """Return one row's fields without gaps, in declared order, in the bytes of their dtypes."""
-        return b"".join(each[row].tobytes() for each in self._bytes.values())
-
-    def unpack(self, data: bytes, row: int = 0) -> None:
-        """Write the bytes of `pack` into a row. Raises ProtocolError if the length is not that of the schema."""
+    def unpack(self, data: bytes) -> None:
+        """Write the bytes of `pack` into the row. Raises ProtocolError if the length is not that of the schema."""
         if len(data) != self.row_bytes:
             raise ProtocolError(f"a metadata row of {len(data)} bytes, but the schema's row has {self.row_bytes}")
         at = 0
         for each in self._bytes.values():
-            size = each.shape[1]
-            each[row] = np.frombuffer(data, np.uint8, size, at)
+            size = each.shape[0]
+            each[:] = np.frombuffer(data, np.uint8, size, at)
             at += size
 
-    def set_sampled(self, sampled: Sampled, row: int = 0) -> None:
+    def set_sampled(self, sampled: Sampled) -> None:
         """Write the fields that every schema has. At most MAX_TOP_LOGPROBS top tokens."""
         for name, number in (("first_token", sampled.first_token), ("num_cached", sampled.num_cached)):
-            self._ids[name][row] = number
-        values, top_ids = self._tensors["logprobs"][row].numpy(), self._ids["top_ids"][row]
+            self._ids[name][0] = number
+        values, top_ids = self._tensors["logprobs"].numpy(), self._ids["top_ids"]
         values[:], top_ids[:], num_logprobs = 0.0, 0, 0
         if sampled.logprobs is not None:
             num_top = len(sampled.logprobs.top_ids)
             num_logprobs = 1 + num_top
             values[:num_logprobs] = [sampled.logprobs.logprob, *sampled.logprobs.top_logprobs]
             top_ids[:num_top] = sampled.logprobs.top_ids
-        self._ids["num_logprobs"][row] = num_logprobs
+        self._ids["num_logprobs"][0] = num_logprobs
 
-    def get_sampled(self, vocab_size: int, row: int = 0) -> Sampled:
+    def get_sampled(self, vocab_size: int) -> Sampled:
         """Return what `set_sampled` wrote. Raises ProtocolError if a peer's row holds impossible counts, or a token or
         a proposal of the drafter outside the vocabulary."""
         first_token, num_cached, num_logprobs = (
-            int(self._ids[name][row, 0]) for name in ("first_token", "num_cached", "num_logprobs")
+            int(self._ids[name][0]) for name in ("first_token", "num_cached", "num_logprobs")
         )
-        self._check_ids(vocab_size, row)
+        self._check_ids(vocab_size)
         if not 0 <= num_logprobs <= 1 + MAX_TOP_LOGPROBS or num_cached < 0:
             raise ProtocolError(
                 f"a metadata row with first_token {first_token}, num_cached {num_cached}, num_logprobs {num_logprobs}"
             )
         if num_logprobs == 0:
             return Sampled(first_token, num_cached, None)
-        values: list[float] = self._tensors["logprobs"][row, :num_logprobs].numpy().tolist()
-        top_ids: list[int] = self._ids["top_ids"][row, : num_logprobs - 1].tolist()
+        values: list[float] = self._tensors["logprobs"][:num_logprobs].numpy().tolist()
+        top_ids: list[int] = self._ids["top_ids"][: num_logprobs - 1].tolist()
         return Sampled(first_token, num_cached, TokenLogprobs(values[0], tuple(top_ids), tuple(values[1:])))
 
-    def _check_ids(self, vocab_size: int, row: int) -> None:
+    def _check_ids(self, vocab_size: int) -> None:
         for name in ("first_token", "top_ids", "topk_index"):
             if name in self:
-                ids = self._ids[name][row]
+                ids = self._ids[name]
                 low, high = int(ids.min()), int(ids.max())
                 if low < 0 or high >= vocab_size:
                     raise ProtocolError(

@@ -22,8 +22,7 @@ from ..generation.types import (
     TokenizeRequest,
     TokenizerInfo,
 )
-from ..server.api import Api, json_response
-from ..server.errors import is_anthropic
+from ..server.api import Api, is_anthropic, json_response
 
 
 async def models(api: Api, http_request: web.Request) -> web.StreamResponse:

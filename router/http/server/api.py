@@ -38,6 +38,10 @@ from .access import Access, CacheSalts, Caller
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
 
+_MESSAGES_PATH = "/v1/messages"  # answers on it and below it have Anthropic's shape
+_VERSION_HEADER = "anthropic-version"  # Anthropic's clients send it with every request
+_OPENAI_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -149,6 +153,15 @@ def request_id(http_request: web.Request) -> str | None:
     if given and given.isascii() and given.isprintable():
         return given[:128]
     return http_request.get(RESPONSE_ID)
+
+
+def is_anthropic(http_request: web.BaseRequest) -> bool:
+    """Return whether a client expects Anthropic's shapes. On paths that both APIs have, and on those that no route has,
+    its header tells it."""
+    path = http_request.path
+    if path in _OPENAI_PATHS:
+        return False
+    return f"{path}/".startswith(f"{_MESSAGES_PATH}/") or _VERSION_HEADER in http_request.headers
 
 
 def json_response(value: Any) -> web.Response:

@@ -17,10 +17,10 @@ from ...origins import Authority, is_loopback, trusted_networks
 from ..bodies.bodies import expected, too_large
 from ..bodies.fields import sent_type
 from .access import CALLER, IS_OPERATOR, Caller, KeyLevel, client_address, label_of, share_of
-from .api import Api, request_id
+from .api import Api, is_anthropic, request_id
 from .connection import SERVER, Connection
 from .cross_origin import CrossOriginChecks, Reach
-from .errors import INTERNAL, HttpRefusal, is_anthropic, response_of
+from .errors import INTERNAL, HttpRefusal, response_of
 from .route import Handler, Route
 from .routes import ROUTES, client_routes
 from .sse import limit_unread
@@ -204,16 +204,16 @@ class RefusalLog:
     fill the disk: at most MOST_LINES per second are written, and the next line says how many are missing.
     """
 
-    def __init__(self, fields: Collection[str], throttle: Callable[[], bool] | None = None) -> None:
+    def __init__(self, fields: Collection[str]) -> None:
         self._fields = frozenset(fields)
-        self._is_due = throttle or Throttle(most=MOST_LINES).is_due
+        self._throttle = Throttle(most=MOST_LINES)
         self._num_left_out = 0
 
     def add(self, request: web.Request, error: BatonError, status: int) -> None:
         """Log a request that is refused by a status 4xx. Other errors have lines of their own."""
         if not 400 <= status < 499:
             return
-        if not self._is_due():
+        if not self._throttle.is_due():
             self._num_left_out += 1
             return
         resource = request.match_info.route.resource

@@ -82,9 +82,6 @@ class MessagesErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="erro
     request_id: str | None = None
 
 
-MESSAGES_PATH = "/v1/messages"  # errors on it and below it have Anthropic's shape
-VERSION_HEADER = "anthropic-version"  # Anthropic's clients send it with every request
-_OPENAI_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 INTERNAL = "internal error; the router's log has the details"
 
 _STATUSES: tuple[tuple[type[BatonError], int], ...] = (  # the first class that fits counts
@@ -142,19 +139,6 @@ def body_of(error: BatonError, *, may_operate: bool = False) -> ErrorBody:
     words = words.encode("utf-8", "backslashreplace").decode()  # a header may hold bytes that are not UTF-8
     default_type = "invalid_request_error" if status < 500 else "server_error"
     return ErrorBody(ErrorDetail(words, _TYPES.get(status, default_type), param, error.code if status != 400 else None))
-
-
-def is_messages(path: str) -> bool:
-    """Return whether answers of a path are Anthropic's: /v1/messages and what is below it."""
-    return f"{path}/".startswith(f"{MESSAGES_PATH}/")
-
-
-def is_anthropic(http_request: web.BaseRequest) -> bool:
-    """Return whether a client expects Anthropic's shapes. On paths that both APIs have, and on those that no route has,
-    its header tells it."""
-    if http_request.path in _OPENAI_PATHS:
-        return False
-    return is_messages(http_request.path) or VERSION_HEADER in http_request.headers
 
 
 def messages_body_of(error: BatonError, *, request_id: str | None, may_operate: bool = False) -> MessagesErrorBody:

@@ -14,7 +14,6 @@ SILENCE_S.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable
 
@@ -23,8 +22,6 @@ from aiohttp import HttpVersion11, web
 
 from ....metadata.errors import BatonError
 from .errors import body_of
-
-logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": the answer is not ready yet\n\n"

@@ -6,8 +6,8 @@ The contexts are windows of held-out code. At every row, p is the target's distr
 drafter's distribution for the same position: its k-th proposal after the target's last row. The tokens between are
 those of the text, so both see the same prefix. Every figure is a mean over the same rows:
 
-    shared noise   argmax(log p + g) == argmax(log q + g), g = gumbel_noise(seed, position): Baton's rule, counted in
-                   `draws` draws per row, with as many seeds per window
+    shared noise   argmax(log p + g) == argmax(log q + g), g = gumbel_noise_ref(seed, position): Baton's rule, counted
+                   in `draws` draws per row, with as many seeds per window
     expected       the probability of that event, in closed form (`coupled`)
     optimum        1 - TV(p, q) = sum min(p, q): what rejection sampling of a draft drawn from q accepts
     greedy draft   p[argmax q]: the likeliest draft token, accepted with its target mass
@@ -37,7 +37,7 @@ from baton.deploy.demo.training.corpus import read_corpus, standard_library
 from baton.deploy.demo.training.evaluate import encode_documents
 from baton.deploy.demo.training.windows import Drafter, Model
 from baton.kernels.operations import preferring
-from baton.kernels.sampling.noise import gumbel_noise
+from baton.kernels.sampling.noise import gumbel_noise_ref
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -153,7 +153,9 @@ class Measurement:
     def add(self, input_ids: Tensor, seeds: range) -> None:
         """Add one window, [window_len]. The token at index i is drawn with the noise of (seed, i), for each seed."""
         positions, vocab_size = torch.arange(len(input_ids)), self._target.config.vocab_size
-        noise = torch.stack([gumbel_noise(torch.full_like(positions, seed), positions, vocab_size) for seed in seeds])
+        noise = torch.stack(
+            [gumbel_noise_ref(torch.full_like(positions, seed), positions, vocab_size) for seed in seeds]
+        )
         target_rows = self._target.rows(input_ids[None])
         logits = self._target.logits(target_rows.states.final)  # [window_len, vocab_size]: row i draws token i + 1
         drawn = draw(logits[:-1], noise[:, 1:])  # [num_draws, window_len - 1]

@@ -10,7 +10,7 @@ import torch
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
-from baton.engine.prompts.scores import SubmittedScores
+from baton.engine.prompts.prompts import SubmittedScores
 from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 

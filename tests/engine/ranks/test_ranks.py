@@ -13,8 +13,7 @@ from thread_ranks import ThreadGroup
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.checkpoint.weights import CheckpointWeights
-from baton.engine.layers.embedding import Embedding, LmHead
-from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.decoder import DecoderModel, Embedding, LmHead
 from baton.engine.models.registry import load_model
 from baton.engine.models.tensors import HeadTensors
 from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT, heads_out

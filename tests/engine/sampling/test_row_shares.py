@@ -12,7 +12,7 @@ import torch
 from thread_ranks import ThreadGroup
 from torch import Tensor
 
-from baton.engine.layers.embedding import LmHead
+from baton.engine.models.decoder import LmHead
 from baton.engine.products.base import VOCAB as SPLIT
 from baton.engine.products.linear import Linear
 from baton.engine.ranks.ranks import Ranks

@@ -6,7 +6,7 @@ from scipy import stats
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.sampling import perturbed_scores, sample, tie_gap
 from baton.engine.sampling.state import SamplingState
-from baton.kernels.sampling.noise import gumbel_noise
+from baton.kernels.sampling.noise import gumbel_noise_ref
 from baton.metadata.wire.request import SamplingParams, choice_seed
 
 INF = float("inf")
@@ -40,7 +40,7 @@ def test_greedy_is_argmax_and_ties_go_to_the_lowest_id() -> None:
 def test_token_is_the_argmax_of_logits_and_noise() -> None:
     logits = random_logits(5)
     states = [state(list(range(n + 1)), [0] * n, seed=n) for n in range(5)]
-    noise = gumbel_noise(torch.arange(5), torch.tensor([2 * n + 1 for n in range(5)]), VOCAB)
+    noise = gumbel_noise_ref(torch.arange(5), torch.tensor([2 * n + 1 for n in range(5)]), VOCAB)
     assert draw(logits, *states) == (logits + noise).argmax(1).tolist()
 
 
@@ -220,7 +220,7 @@ def test_tie_gap_says_how_close_it_was() -> None:
     greedy, seeded = state(temperature=0.0), state(temperature=0.5, seed=6)
     gaps = tie_gap(logits, SamplingBatch.of([greedy, seeded]))
     assert gaps[0].item() == 2.0**-16
-    noise = gumbel_noise(torch.tensor([6]), torch.tensor([seeded.position]), VOCAB)[0]
+    noise = gumbel_noise_ref(torch.tensor([6]), torch.tensor([seeded.position]), VOCAB)[0]
     expected = abs((noise[3] - noise[200] + 2.0**-15).item())
     assert gaps[1].item() == pytest.approx(expected, abs=2e-6)
 

@@ -314,7 +314,7 @@ def test_transports_are_named_best_first() -> None:
 
 def test_many_pages_are_offered_in_several_messages(pair: GpuPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message holds the checksums of two pages. The last message has the row."""
-    monkeypatch.setattr("baton.metadata.handoff.offers.OFFER_BYTES", 2 * 8 * blocks_per_page(SCHEMA) + 1)
+    monkeypatch.setattr("baton.metadata.handoff.transfer.OFFER_BYTES", 2 * 8 * blocks_per_page(SCHEMA) + 1)
     sent: list[Any] = []
     links = pair.server._links
     send = links.send

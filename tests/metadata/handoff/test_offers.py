@@ -9,10 +9,10 @@ import pytest
 from handoff_nodes import SCHEMA, make_row, unit
 
 from baton.metadata.errors import ProtocolError
-from baton.metadata.handoff import offers
-from baton.metadata.handoff.offers import OfferedPage, read_offer, unpack_column, write_offers
+from baton.metadata.handoff import transfer
 from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.tickets import Ticket
+from baton.metadata.handoff.transfer import OfferedPage, read_offer, unpack_column, write_offers
 from baton.metadata.wire.messages import Offer
 from baton.metadata.wire.request import pack_ids
 
@@ -37,7 +37,7 @@ def read(offer: Offer, num_pages: int = 4, num_cached_pages: int = 1, num_peer_p
 def test_split_offers_say_the_same_as_a_whole_one(
     ticket: Ticket, pages_per_offer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offers, "OFFER_BYTES", pages_per_offer * STRIDE)
+    monkeypatch.setattr(transfer, "OFFER_BYTES", pages_per_offer * STRIDE)
     written = list(write_offers(ticket, [1, 2, 3], SCHEMA))
     assert len(written) == -(-3 // pages_per_offer)
     assert [page for offer in written for page in read(offer)] == PAGES

@@ -93,24 +93,24 @@ class RowTarget(Target):
     def __init__(self) -> None:
         super().__init__()
         target = PoolLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
-        self.rows = MetadataBuffers(make_schema(target, target, 4, "standalone", draft_topk=3))
+        self.schema = make_schema(target, target, 4, "standalone", draft_topk=3)
 
     def feed(self, rng: random.Random) -> None:
-        self.rows.clear()
-        self.rows.set("first_token", [rng.choice([0, 99, 100, -1, 2**31 - 1])])
-        row = bytearray(self.rows.pack())
+        buffers = MetadataBuffers(self.schema)
+        buffers.set("first_token", [rng.choice([0, 99, 100, -1, 2**31 - 1])])
+        row = bytearray(buffers.pack())
         for _ in range(rng.choice([0, 1, 4])):
             row[rng.randint(0, len(row) - 1)] = rng.choice([0, 1, 0x63, 0x7F, 0x80, 0xFF])
         if rng.random() < 0.05:
             row = bytearray(noise(rng))
         try:
-            self.rows.unpack(bytes(row))
-            sampled = self.rows.get_sampled(100)
+            buffers.unpack(bytes(row))
+            sampled = buffers.get_sampled(100)
         except ProtocolError:
             return
         self.num_accepted += 1
         ids = [sampled.first_token, *(sampled.logprobs.top_ids if sampled.logprobs else ())]
-        ids += self.rows.get("topk_index").tolist()
+        ids += buffers.get("topk_index").tolist()
         assert all(0 <= token < 100 for token in ids), ids
 
 

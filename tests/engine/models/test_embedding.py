@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from baton.engine.layers.embedding import Embedding, LmHead
+from baton.engine.models.decoder import Embedding, LmHead
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
 
