@@ -1,7 +1,7 @@
-"""Logging of one process: text lines for people, or one JSON object per line if `--log-json` is given.
+"""Logging of one process: text lines for people, or one JSON object per line with `--log-format json`.
 
 Fields passed as `extra={"rid": ...}` appear in both formats. The code logs one line per lifecycle event, never one line
-per token. A `Throttle` limits lines that the outside world could multiply.
+per token, and nothing of a prompt or an output. A `Throttle` limits lines that the outside world could multiply.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def setup_logging(config: ProcessConfig, process_name: str) -> None:
 
     Other packages log from WARNING on. A second call replaces what the first one set up.
     """
-    is_terminal = not config.log_json and sys.stderr.isatty()
+    is_json = config.log_format == "json"
+    is_terminal = not is_json and sys.stderr.isatty()
     handler = TerminalHandler(sys.stderr) if is_terminal else LogHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process_name) if config.log_json else TextFormatter(process_name, is_terminal))
+    handler.setFormatter(JsonFormatter(process_name) if is_json else TextFormatter(process_name, is_terminal))
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, LogHandler)]:
         root.removeHandler(old)
@@ -94,7 +95,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats one JSON object: time (UTC), level, process, logger, message, extra fields, and `exception` if any."""
+    """Formats one JSON object: time (UTC), level, node (the process), logger, event, extra fields such as rid, and
+    `exception` if there is one."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -104,9 +106,9 @@ class JsonFormatter(logging.Formatter):
         entry: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "process": self._process_name,
+            "node": self._process_name,
             "logger": record.name,
-            "message": record.getMessage(),
+            "event": record.getMessage(),
         }
         for key, value in _extra_fields(record).items():
             is_number_of_json = not isinstance(value, float) or math.isfinite(value)

@@ -44,7 +44,7 @@ def test_a_terminal_shows_the_last_line_of_each_named_process(monkeypatch: pytes
     with Status(["prefill-0", "decode-0"]) as status:
         status.take("router", ["12:00:00.000 I router serving HTTP"])
         status.take("prefill-0", ["12:00:00.000 I prefill-0 first", "12:00:00.000 I prefill-0 loading weights"])
-        status.take("decode-0", ['{"level": "info", "message": "capturing graphs"}'])
+        status.take("decode-0", ['{"level": "info", "event": "capturing graphs"}'])
         status.draw(3.0)
         drawn = stderr.getvalue()
         status.tell("decode-0 serves again")

@@ -45,14 +45,14 @@ def test_a_text_line_has_time_level_process_and_fields(lines: Lines) -> None:
 
 def test_a_json_line_has_all_fields_even_odd_values(lines: Lines) -> None:
     extra = {"rid": "abc", "pages": 3, "rate": float("nan"), "odd": {1}, "bad": "\ud800", "level": "mine"}
-    (line,) = lines(lambda: logger.warning("admitted\nnow", extra=extra), log_json=True)
+    (line,) = lines(lambda: logger.warning("admitted\nnow", extra=extra), log_format="json")
     entry = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", entry.pop("time"))
     assert entry == {
         "level": "warning",
-        "process": "decode-0",
+        "node": "decode-0",
         "logger": "baton.test",
-        "message": "admitted\nnow",
+        "event": "admitted\nnow",
         "rid": "abc",
         "pages": 3,
         "rate": "nan",
@@ -61,17 +61,17 @@ def test_a_json_line_has_all_fields_even_odd_values(lines: Lines) -> None:
     }
 
 
-@pytest.mark.parametrize("log_json", [False, True])
-def test_a_traceback_is_one_json_line_or_several_text_lines(lines: Lines, log_json: bool) -> None:
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_traceback_is_one_json_line_or_several_text_lines(lines: Lines, log_format: str) -> None:
     def fail() -> None:
         try:
             raise ValueError("a bug")
         except ValueError:
             logger.exception("failed", extra={"rid": "abc"})
 
-    got = lines(fail, log_json=log_json)
+    got = lines(fail, log_format=log_format)
     assert "ValueError: a bug" in "\n".join(got)
-    assert (len(got) == 1) == log_json
+    assert (len(got) == 1) == (log_format == "json")
 
 
 def test_text_from_a_peer_cannot_forge_a_log_line(lines: Lines) -> None:
@@ -94,7 +94,7 @@ def test_log_level_hides_less_severe_lines(lines: Lines) -> None:
 
 def test_a_second_setup_replaces_the_first(lines: Lines) -> None:
     first = lines(lambda: logger.info("x"))
-    assert len(first) == len(lines(lambda: logger.info("x"), log_json=True)) == 1
+    assert len(first) == len(lines(lambda: logger.info("x"), log_format="json")) == 1
 
 
 class Clock:
