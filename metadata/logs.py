@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TextIO
@@ -89,8 +90,8 @@ class TextFormatter(logging.Formatter):
         line = f"{clock} {level} {self._process_name} {' '.join(words)}"
         if self._coloured and level in _COLOURS:
             line = f"{_COLOURS[level]}{line}\x1b[0m"
-        if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[1]:
+            line += "\n" + _where_raised(record.exc_info[1])
         return line
 
 
@@ -113,13 +114,22 @@ class JsonFormatter(logging.Formatter):
         for key, value in _extra_fields(record).items():
             is_number_of_json = not isinstance(value, float) or math.isfinite(value)
             entry.setdefault(key, value if is_number_of_json else str(value))
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[1]:
+            entry["exception"] = _where_raised(record.exc_info[1])
         return json.dumps(entry, default=str)
 
 
 def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _RECORD_FIELDS}
+
+
+def _where_raised(error: BaseException) -> str:
+    """Return the traceback of an exception, and of those that caused it, without their messages: these may quote a
+    prompt or an output."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    before = "" if cause is None else f"{_where_raised(cause)}\n"
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return f"{before}Traceback (most recent call last):\n{frames}{type(error).__qualname__}"
 
 
 def _one_line(text: str) -> str:

@@ -409,6 +409,12 @@ class Request:
         self.sequences = [Sequence(self, index, options) for index in range(num_choices)]
         self.timeline = TraceRecorder(rid, group.key.model, len(self.prompt_ids), num_choices, now)
 
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of its log lines: its id, and that of the client's trace if the client sent one."""
+        trace_id = self.timeline.trace_id
+        return {"rid": self.rid} if trace_id is None else {"rid": self.rid, "trace_id": trace_id}
+
     def release(self) -> None:
         """The request is over, and nobody reads its output any more. Forget the listener and the sequences, which refer
         back: so all are freed with their tokens at once, and not by the next full collection of garbage."""

@@ -39,6 +39,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             assert entry["level"] in ("info", "warning"), f"{path.name}: {line}"
+            assert "import os" not in line, f"{path.name} shows a prompt: {line}"
             assert "exception" not in entry and entry["event"].count(entry.get("rid", "\n")) == 0, line
 
 

@@ -62,15 +62,22 @@ def test_a_json_line_has_all_fields_even_odd_values(lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_traceback_is_one_json_line_or_several_text_lines(lines: Lines, log_format: str) -> None:
+def test_a_traceback_says_where_and_not_with_which_text(lines: Lines, log_format: str) -> None:
+    text = "a client's words"
+
     def fail() -> None:
         try:
-            raise ValueError("a bug")
-        except ValueError:
+            try:
+                raise ValueError(text)
+            except ValueError as error:
+                raise KeyError(text) from error
+        except KeyError:
             logger.exception("failed", extra={"rid": "abc"})
 
     got = lines(fail, log_format=log_format)
-    assert "ValueError: a bug" in "\n".join(got)
+    page = "\n".join(got)
+    assert "raise KeyError(text)" in page and page.index("ValueError") < page.index("KeyError")
+    assert text not in page, "an exception's message may quote a prompt or an output"
     assert (len(got) == 1) == (log_format == "json")
 
 
