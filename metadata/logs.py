@@ -37,6 +37,18 @@ def setup_logging(config: ProcessConfig, process_name: str) -> None:
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("baton").setLevel(config.log_level.upper())
+    logging.getLogger("asyncio").addFilter(_FIRST_LINE)
+
+
+class _FirstLine(logging.Filter):
+    """Leaves of a message its first line. The other lines of asyncio's quote exceptions, and these may quote texts."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = str(record.msg).partition("\n")[0]
+        return True
+
+
+_FIRST_LINE = _FirstLine()
 
 
 class LogHandler(logging.StreamHandler[TextIO]):

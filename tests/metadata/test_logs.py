@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import io
 import json
 import logging
@@ -79,6 +81,21 @@ def test_a_traceback_says_where_and_not_with_which_text(lines: Lines, log_format
     assert "raise KeyError(text)" in page and page.index("ValueError") < page.index("KeyError")
     assert text not in page, "an exception's message may quote a prompt or an output"
     assert (len(got) == 1) == (log_format == "json")
+
+
+def test_a_task_that_fails_unseen_is_logged_without_its_exceptions_message(lines: Lines) -> None:
+    text = "a client's words"
+
+    async def fail() -> None:
+        raise ValueError(text)
+
+    async def forget() -> None:
+        await asyncio.wait([asyncio.create_task(fail())])
+        gc.collect()
+
+    page = "\n".join(lines(lambda: asyncio.run(forget())))
+    assert "Task exception was never retrieved" in page and "raise ValueError(text)" in page
+    assert text not in page
 
 
 def test_text_from_a_peer_cannot_forge_a_log_line(lines: Lines) -> None:
