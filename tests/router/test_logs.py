@@ -67,8 +67,9 @@ def fail(*texts: object) -> Any:
 def test_no_text_of_a_client_or_of_a_node_is_logged(
     make_system: Callable[..., System], log: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    system = make_system(template=STOPPED_TEMPLATE, context_len=4096).up(num_decode=2)
-    system.text = f"{MARK}!\n{call(MARK, {MARK: MARK})}<tool_call>{{{MARK}"
+    system = make_system(template=STOPPED_TEMPLATE, context_len=4096)
+    system.text = f"{MARK}!\n{call(MARK, {MARK: MARK})}<tool_call>{{{MARK}"  # of canaries too, so before the first
+    system.up(num_decode=2)
     post = system.router.request
     statuses = [system.complete(**{"prompt": f"{MARK} one", **fields})[0] for fields in COMPLETIONS]
     assert set(statuses) == {200, 400}
