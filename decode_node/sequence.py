@@ -138,9 +138,8 @@ class Sequence:
     num_missed: int = 0  # rows that the drafter has not seen
     routine_until: int = -1  # up to so many tokens with KV, those coming included, all drafts fit without more pages
     num_coming: int = 0  # the most tokens that the round under way may bring; 0: no such round has this sequence
-    num_rounds: int = 0
     num_drafted: int = 0
-    num_accepted: int = 0
+    accept_counts: list[int] = field(default_factory=list)  # of rounds that drafted: how many accepted 0, 1, ... drafts
     ended: Ended | None = None
     clock: SequenceClock = field(default_factory=SequenceClock)
 
@@ -238,9 +237,10 @@ class Sequence:
     def accept(self, accepted: Accepted, context_len: int) -> int:
         """Append the tokens of a round, up to the one that ends the sequence. Return how many were appended."""
         self.clock.step(self.num_generated)
-        self.num_rounds += accepted.num_drafted > 0
-        self.num_drafted += accepted.num_drafted
-        self.num_accepted += accepted.num_accepted
+        if accepted.num_drafted:
+            self.num_drafted += accepted.num_drafted
+            self.accept_counts += [0] * (accepted.num_drafted + 1 - len(self.accept_counts))
+            self.accept_counts[accepted.num_accepted] += 1
         for count, (token_id, entry) in enumerate(zip(accepted.token_ids, accepted.logprobs, strict=True), 1):
             self.num_computed += 1
             self._append(token_id, entry, is_draft=count <= accepted.num_accepted)
@@ -266,11 +266,12 @@ class Sequence:
     def _with_totals(self, end: Ended) -> Ended:
         return msgspec.structs.replace(
             end,
-            num_rounds=self.num_rounds,
+            num_rounds=sum(self.accept_counts),
             num_drafted=self.num_drafted,
-            num_accepted=self.num_accepted,
+            num_accepted=sum(place * count for place, count in enumerate(self.accept_counts)),
             num_steps=self.clock.num_steps,
             preemptions=tuple(self.clock.preemptions),
+            accept_counts=tuple(self.accept_counts),
         )
 
     def _skip_cached_pages(self, page_size: int) -> int:

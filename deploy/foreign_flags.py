@@ -91,6 +91,7 @@ FLAGS = {  # name: a clause that says what to do
     "--api-server-count": "the router is one process",
     "--log-requests": "each request has its lines in the log (--log-level)",
     "--disable-log-requests": "--log-level warning leaves them out",
+    "--per-request-spec-decode-metrics": "a request asks for them (the field `return_metrics`)",
     "--uvicorn-log-level": "the flag is --log-level",
     "--ssl-keyfile": "a proxy in front may add TLS",
     "--ssl-certfile": "a proxy in front may add TLS",

@@ -119,7 +119,7 @@ def _message(name: str, line: str) -> str:
     """Return a log line without its time, level and process name."""
     if line.startswith("{"):
         try:
-            return str(json.loads(line)["message"])
+            return str(json.loads(line)["event"])
         except (ValueError, KeyError):
             return line
     return line.partition(f" {name} ")[2] or line

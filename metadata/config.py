@@ -39,7 +39,7 @@ class ProcessConfig:
         metavar="FILE",
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "log events of this severity and above")
-    log_json: bool = setting(False, "log one JSON object per line instead of text")
+    log_format: Literal["text", "json"] = setting("text", "log lines of text, or one JSON object per line")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

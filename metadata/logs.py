@@ -1,7 +1,7 @@
-"""Logging of one process: text lines for people, or one JSON object per line if `--log-json` is given.
+"""Logging of one process: text lines for people, or one JSON object per line with `--log-format json`.
 
 Fields passed as `extra={"rid": ...}` appear in both formats. The code logs one line per lifecycle event, never one line
-per token. A `Throttle` limits lines that the outside world could multiply.
+per token, and nothing of a prompt or an output. A `Throttle` limits lines that the outside world could multiply.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TextIO
@@ -26,15 +27,28 @@ def setup_logging(config: ProcessConfig, process_name: str) -> None:
 
     Other packages log from WARNING on. A second call replaces what the first one set up.
     """
-    is_terminal = not config.log_json and sys.stderr.isatty()
+    is_json = config.log_format == "json"
+    is_terminal = not is_json and sys.stderr.isatty()
     handler = TerminalHandler(sys.stderr) if is_terminal else LogHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process_name) if config.log_json else TextFormatter(process_name, is_terminal))
+    handler.setFormatter(JsonFormatter(process_name) if is_json else TextFormatter(process_name, is_terminal))
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, LogHandler)]:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("baton").setLevel(config.log_level.upper())
+    logging.getLogger("asyncio").addFilter(_FIRST_LINE)
+
+
+class _FirstLine(logging.Filter):
+    """Leaves of a message its first line. The other lines of asyncio's quote exceptions, and these may quote texts."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = str(record.msg).partition("\n")[0]
+        return True
+
+
+_FIRST_LINE = _FirstLine()
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
@@ -88,13 +102,14 @@ class TextFormatter(logging.Formatter):
         line = f"{clock} {level} {self._process_name} {' '.join(words)}"
         if self._coloured and level in _COLOURS:
             line = f"{_COLOURS[level]}{line}\x1b[0m"
-        if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[1]:
+            line += "\n" + _where_raised(record.exc_info[1])
         return line
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats one JSON object: time (UTC), level, process, logger, message, extra fields, and `exception` if any."""
+    """Formats one JSON object: time (UTC), level, node (the process), logger, event, extra fields such as rid, and
+    `exception` if there is one."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -104,20 +119,29 @@ class JsonFormatter(logging.Formatter):
         entry: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "process": self._process_name,
+            "node": self._process_name,
             "logger": record.name,
-            "message": record.getMessage(),
+            "event": record.getMessage(),
         }
         for key, value in _extra_fields(record).items():
             is_number_of_json = not isinstance(value, float) or math.isfinite(value)
             entry.setdefault(key, value if is_number_of_json else str(value))
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[1]:
+            entry["exception"] = _where_raised(record.exc_info[1])
         return json.dumps(entry, default=str)
 
 
 def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _RECORD_FIELDS}
+
+
+def _where_raised(error: BaseException) -> str:
+    """Return the traceback of an exception, and of those that caused it, without their messages: these may quote a
+    prompt or an output."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    before = "" if cause is None else f"{_where_raised(cause)}\n"
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return f"{before}Traceback (most recent call last):\n{frames}{type(error).__qualname__}"
 
 
 def _one_line(text: str) -> str:

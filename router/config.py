@@ -79,6 +79,9 @@ class RouterConfig(ProcessConfig):
         "serve /metrics, /health and /ready at this address too, without a key; a port alone is one of loopback",
         metavar="HOST:PORT",
     )
+    metrics_names: Literal["baton", "vllm"] = setting(
+        "baton", "name the metrics as Baton does; vllm adds those that dashboards and gateways read by vLLM's names"
+    )
     expect: str | None = setting(
         None,
         "answer 503 at /ready until so many nodes have joined once, like prefill=1,decode=2",

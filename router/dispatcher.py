@@ -134,7 +134,7 @@ class Dispatcher:
             len(request.sequences),
             request.params.max_tokens,
             request.sender,
-            extra={"rid": request.rid},
+            extra=request.log_fields,
         )
         self.queues.add(entry)
         self._pump(request.group, now)
@@ -431,7 +431,7 @@ class Dispatcher:
             prefill.node_id if prefill is not None else "local",
             attempt.decode.node_id if attempt.decode is not None else "none",
             now - request.created_at,
-            extra={"rid": request.rid},
+            extra=request.log_fields,
         )
         if attempt.decode is not None and not request.is_canary:
             self._placement.will_cache(attempt.decode, entry)
@@ -564,7 +564,7 @@ class Dispatcher:
             request.num_generated,
             now - request.created_at,
             ",".join(str(sequence.finish_reason) for sequence in request.sequences),
-            extra={"rid": request.rid},
+            extra=request.log_fields,
         )
         if request.is_canary:
             self._carry_out(self.health.answered(request, now), now)
@@ -576,7 +576,7 @@ class Dispatcher:
             return False
         self._end(request, reason, "cancelled", reason, now)
         self._metrics.count_request(request.group.key.model, "cancelled", request.tenant.name)
-        logger.info("cancelled: %s", reason, extra={"rid": request.rid})
+        logger.info("cancelled: %s", reason, extra=request.log_fields)
         return True
 
     def _fail(self, request: Request, error: BatonError, now: float) -> None:
@@ -585,7 +585,7 @@ class Dispatcher:
             return
         error.rid = request.rid
         self._end(request, "it failed", "failed", str(error), now)
-        logger.warning("failed: %s", error, extra={"rid": request.rid})
+        logger.warning("failed: %s", error, extra=request.log_fields)
         if not request.is_canary:
             self._metrics.count_request(request.group.key.model, outcome_of(error), request.tenant.name)
         self._tell_error(request, error, now)

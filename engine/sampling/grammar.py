@@ -230,7 +230,7 @@ class Grammars:
         if not compiled.is_error():
             compiled.compute_bitmask()
         if compiled.is_error():
-            logger.error("a grammar cannot be used: %s", compiled.get_error().splitlines()[0])
+            logger.error("llguidance does not take a grammar of %d characters that the router took", len(grammar))
             return None
         return compiled
 

@@ -183,6 +183,8 @@ class Ended(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     num_accepted: Count = 0
     num_steps: Count = 0  # rounds on the decode node, with and without drafts
     preemptions: Annotated[tuple[Preemption, ...], Meta(max_length=MAX_PREEMPTIONS)] = ()
+    # how many of the num_rounds accepted 0, 1, ... drafts, up to the longest draft; sums up to num_rounds
+    accept_counts: Annotated[tuple[Count, ...], Meta(max_length=MAX_DRAFT_STEPS + 1), Since(8)] = ()
 
 
 MAX_CHUNKS = 16

@@ -32,7 +32,9 @@ from ..requests.request import Sequence as Output
 from ..waiting.fair_share import DEFAULT
 from ..waiting.queue import Queues
 from .service_figures import ServiceFigures, TenantFigures
+from .vllm_names import VllmNames
 
+MetricNames = Literal["baton", "vllm"]
 MoveReason = Literal["lost", "failed", "drained"]  # a node was lost, an attempt failed, or a drain ran out of time
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 INTERVAL_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -211,12 +213,16 @@ _COUNTERS = (
 
 
 class Metrics:
-    """All metrics of the router."""
+    """All metrics of the router. With the names "vllm", some have vLLM's names as well as Baton's."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: MetricNames = "baton") -> None:
         registry = CollectorRegistry()
         self._registry = registry
+        self._page: Collector = VllmNames(registry) if names == "vllm" else registry
         self._requests = _counter(registry, "baton_requests", "Requests by outcome.", ["model", "outcome"])
+        self._ended = _counter(
+            registry, "baton_finished_outputs", "Outputs of finished requests by why they ended.", ["model", "reason"]
+        )
         self._moved = _counter(
             registry, "baton_moved_requests", "Times that a request went on on other nodes.", ["model", "reason"]
         )
@@ -259,7 +265,7 @@ class Metrics:
 
     def page(self) -> bytes:
         """Return the page that Prometheus reads."""
-        return generate_latest(self._registry)
+        return generate_latest(self._page)
 
     @property
     def of_tokens(self) -> TokenFigures:
@@ -306,6 +312,8 @@ class Metrics:
         """A request ended as it should."""
         model = request.group.key.model
         self._requests(model, "done").inc()
+        for sequence in request.sequences:
+            self._ended(model, sequence.finish_reason).inc()
         self._e2e(model).observe(now - request.created_at)
         self._prompt(model).inc(len(request.prompt_ids))
         self._cached(model).inc(request.num_cached or 0)

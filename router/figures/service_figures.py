@@ -116,13 +116,29 @@ class ServiceFigures(Collector):
             for model, value in values.items():
                 family.add_metric([model], value)
             yield family
+        info = GaugeMetricFamily(
+            "baton_kv_cache_info",
+            "1; the labels are the tokens of a page and the number of pages that kv_usage counts.",
+            labels=["model", "page_size", "num_pages"],
+        )
+        for model in nodes:
+            num_pages: Counter[int] = Counter()  # by page size
+            for node in _kv_nodes(nodes[model]):
+                num_pages[node.hello.capacity.page_size] += node.hello.capacity.num_pages
+            for page_size, count in num_pages.items():
+                info.add_metric([model, str(page_size), str(count)], 1)
+        yield info
+
+
+def _kv_nodes(nodes: Iterable[Node]) -> list[Node]:
+    """Return the decode nodes, where sequences stay; all nodes if none of them is a decode node."""
+    nodes = list(nodes)
+    return [node for node in nodes if node.role == "decode"] or nodes
 
 
 def kv_usage(nodes: Iterable[Node]) -> float:
-    """Return the part of the KV pages in use on the decode nodes, where sequences stay; on all nodes if none of them is
-    a decode node."""
-    nodes = list(nodes)
-    nodes = [node for node in nodes if node.role == "decode"] or nodes
+    """Return the part of the KV pages in use on the decode nodes; on all nodes if none of them is a decode node."""
+    nodes = _kv_nodes(nodes)
     num_pages = sum(node.hello.capacity.num_pages for node in nodes)
     num_free = sum(node.load.free_pages for node in nodes)
     return min(1.0, max(0.0, 1.0 - num_free / num_pages)) if num_pages else 0.0

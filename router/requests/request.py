@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import abc
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import xxhash
@@ -365,6 +366,7 @@ class Request:
     __slots__ = (
         "_next_attempt",
         "_out_of_memory",
+        "accept_counts",
         "attempts",
         "cache_salt",
         "created_at",
@@ -432,6 +434,7 @@ class Request:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached: int | None = None  # the first attempt's
         self.num_rounds = self.num_drafted = self.num_accepted = 0  # summed over the sequences that nodes ended
+        self.accept_counts: list[int] = []  # likewise: of the rounds, how many accepted 0, 1, ... drafts
         self.attempts: dict[int, Attempt] = {}
         self.failed_pairs: set[PairId] = set()  # other pairs are tried first
         self.created_at = now
@@ -451,6 +454,12 @@ class Request:
         self._out_of_memory: dict[str, int] = {}  # by node id: the first attempt that began after it ran out
         self.sequences = [Sequence(self, index, options) for index in range(num_choices)]
         self.timeline = TraceRecorder(rid, group.key.model, len(self.prompt_ids), num_choices, now)
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of its log lines: its id, and that of the client's trace if the client sent one."""
+        trace_id = self.timeline.trace_id
+        return {"rid": self.rid} if trace_id is None else {"rid": self.rid, "trace_id": trace_id}
 
     def release(self) -> None:
         """The request is over, and nobody reads its output any more. Forget the listener and the sequences, which refer
@@ -475,6 +484,8 @@ class Request:
         self.num_rounds += ended.num_rounds
         self.num_drafted += ended.num_drafted
         self.num_accepted += ended.num_accepted
+        both = zip_longest(self.accept_counts, ended.accept_counts, fillvalue=0)
+        self.accept_counts = [before + more for before, more in both]
 
     @property
     def num_generated(self) -> int:

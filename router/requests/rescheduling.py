@@ -142,7 +142,7 @@ class Rescheduling:
 
     def pause(self, request: Request, reason: str, now: float) -> None:
         """Take a request off its nodes until `resume`. It keeps what it has received."""
-        logger.info("paused: %s", reason, extra={"rid": request.rid})
+        logger.info("paused: %s", reason, extra=request.log_fields)
         self.leave_nodes(request, reason, now)
         for sequence in request.sequences:
             if sequence.finish_reason is None:
@@ -151,7 +151,7 @@ class Rescheduling:
 
     def resume(self, request: Request, now: float) -> None:
         """A paused request goes on from where it stands."""
-        logger.info("goes on", extra={"rid": request.rid})
+        logger.info("goes on", extra=request.log_fields)
         for sequence in reversed(request.sequences):
             if sequence.finish_reason is None:
                 request.timeline.begin((sequence,), "queue", now)
@@ -209,7 +209,7 @@ class Rescheduling:
         whose reservation was not answered yet are still in the queue."""
         if not choices or request.is_over:
             return
-        logger.info("moves: %s", reason, extra={"rid": request.rid})
+        logger.info("moves: %s", reason, extra=request.log_fields)
         self._metrics.moved(request, kind)
         for index in sorted(choices, reverse=True):
             sequence = request.sequences[index]

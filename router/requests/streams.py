@@ -143,7 +143,7 @@ class TokenStreams:
                     sequence.index,
                     len(sequence.received),
                     node.node_id,
-                    extra={"rid": sequence.request.rid},
+                    extra=sequence.request.log_fields,
                 )
                 self._resend(sequence, node)
         return given_up
@@ -223,5 +223,5 @@ def _check(node: Node, message: Tokens, ids: list[int], firsts: list[int], count
 
 
 def _refused(node: Node, sequence: Sequence, words: str) -> TokensRefused:
-    logger.warning("%s node %s: %s", node.role, node.node_id, words, extra={"rid": sequence.request.rid})
+    logger.warning("%s node %s: %s", node.role, node.node_id, words, extra=sequence.request.log_fields)
     return TokensRefused(sequence, f"{node.role} node {node.node_id}: {words}")

@@ -17,6 +17,7 @@ A trace takes some spans per request and nothing per token.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ MAX_SPANS = 64  # per sequence; of more, those after FIRST_SPANS are joined with
 FIRST_SPANS = 8
 MAX_REASON = 400  # characters
 MAX_FINISHED = 1024  # sequences of finished requests whose traces are kept
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?P<trace_id>(?!0{32})[0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 MAX_CONTEXT_HEADER = 512  # characters; longer headers are dropped
 
@@ -248,6 +250,12 @@ class TraceRecorder:
         if "traceparent" in headers:
             context = {name: headers[name] for name in CONTEXT_HEADERS if name in headers}
             self.trace_context = {name: value for name, value in context.items() if len(value) <= MAX_CONTEXT_HEADER}
+
+    @property
+    def trace_id(self) -> str | None:
+        """Id of the trace that the client's `traceparent` names, None if it names none."""
+        found = _TRACEPARENT.match(self.trace_context.get("traceparent", "")) if self.trace_context else None
+        return found["trace_id"] if found is not None else None
 
     def queued(self, now: float) -> None:
         """The router accepted the request, which now waits for nodes."""

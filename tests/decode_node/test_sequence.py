@@ -54,7 +54,7 @@ def test_a_round_appends_its_tokens_and_counts_its_drafts(make_sequence: MakeSeq
     assert sequence.accept(accepted(14), 100) == 1
     assert sequence.token_ids[5:] == [11, 12, 13, 14]
     assert (sequence.num_computed, sequence.num_to_compute) == (8, 1)
-    assert (sequence.num_rounds, sequence.num_drafted, sequence.num_accepted) == (1, 3, 1)
+    assert (sequence.num_drafted, sequence.accept_counts) == (3, [0, 1, 0, 0])
     assert sequence.logprobs == {2: entry} and sequence.ended is None
 
 
@@ -73,6 +73,7 @@ def test_the_token_that_ends_a_sequence_is_the_last_one_appended(make_sequence: 
         totals = sequence.ended
         assert (totals.num_prompt, totals.num_generated, totals.num_cached) == (5, 3, 4)
         assert (totals.num_rounds, totals.num_drafted, totals.num_accepted, totals.num_steps) == (1, 4, 2, 1)
+        assert totals.accept_counts == (0, 0, 1, 0, 0)
 
 
 def test_a_preemption_is_in_the_totals(make_sequence: MakeSequence) -> None:

@@ -46,7 +46,7 @@ def test_a_terminal_shows_the_last_line_of_each_named_process(monkeypatch: pytes
         progress = StartProgress(["prefill-0", "decode-0"], status)
         progress.take("router", ["12:00:00.000 I router serving HTTP"])
         progress.take("prefill-0", ["12:00:00.000 I prefill-0 first", "12:00:00.000 I prefill-0 loading weights"])
-        progress.take("decode-0", ['{"level": "info", "message": "capturing \\u001b[31m of graphs of all kinds"}'])
+        progress.take("decode-0", ['{"level": "info", "event": "capturing \\u001b[31m of graphs of all kinds"}'])
         progress.draw(3.0)
         block = "\n   3 s  prefill-0: loading weights\n   3 s  decode-0: capturing ?[31m of gr"
         assert stderr.getvalue() == f"\r\x1b[J{block}\x1b[2A\r", "the cursor rests above the block"

@@ -115,9 +115,9 @@ def test_other_logs_have_a_line_a_second_and_the_last(stderr: Callable[..., io.S
 
 
 def test_so_has_json_on_a_terminal(stderr: Callable[..., io.StringIO], clock: Clock) -> None:
-    stream = stderr(Terminal(), log_json=True)
+    stream = stderr(Terminal(), log_format="json")
     clock.load(ProgressBar("loading weights", "MiB", MIB), *STEPS)
-    assert stream.getvalue().count('"message": "loading weights: ') == 3 and ERASE not in stream.getvalue()
+    assert stream.getvalue().count('"event": "loading weights: ') == 3 and ERASE not in stream.getvalue()
 
 
 def test_nothing_is_shown_where_lines_are_not_wanted(stderr: Callable[..., io.StringIO], clock: Clock) -> None:

@@ -30,14 +30,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster with JSON logs, whose lines are all checked in the end."""
     directory = tmp_path_factory.mktemp("http")
     with Cluster(directory, DEMO, is_forked=True) as cluster:
-        flags = ["--log-json"]
+        flags = ["--log-format", "json"]
         cluster.start(router_flags=flags, node_flags=[*flags, "--chunk-tokens", "256", "--num-pages", "600"])
         yield cluster
     for path in directory.glob("*.log"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             assert entry["level"] in ("info", "warning"), f"{path.name}: {line}"
-            assert "exception" not in entry and entry["message"].count(entry.get("rid", "\n")) == 0, line
+            assert "import os" not in line, f"{path.name} shows a prompt: {line}"
+            assert "exception" not in entry and entry["event"].count(entry.get("rid", "\n")) == 0, line
 
 
 @pytest.fixture
@@ -249,8 +250,8 @@ def test_seeds_are_equal_across_choices_batches_and_restarts(demo: Cluster, clie
     for role in ("router", "prefill-0", "decode-0"):
         demo.processes[role].send_signal(15)
         assert demo.processes[role].wait(10) == 0
-    flags = ["--log-json", "--num-pages", "600"]
-    demo.start_router("--log-json")
+    flags = ["--log-format", "json", "--num-pages", "600"]
+    demo.start_router("--log-format", "json")
     demo.start_node("decode", "decode-0", *flags)
     demo.start_node("prefill", "prefill-0", *flags)
     demo.wait_ready(num_nodes=2)

@@ -45,8 +45,11 @@ def bodies() -> list[dict[str, Any]]:
 def outputs(cluster: Cluster, name: str) -> tuple[list[Any], list[dict[str, Any]]]:
     """Send all requests at once. Return tokens, text and reason of each choice, and the usages."""
     with ThreadPoolExecutor(len(bodies())) as threads:
-        answers = list(threads.map(lambda body: cluster.post("/v1/completions", {"model": name, **body}), bodies()))
+        asked = [{"model": name, "return_metrics": True, **body} for body in bodies()]
+        answers = list(threads.map(lambda body: cluster.post("/v1/completions", body), asked))
     assert [status for status, _ in answers] == [200] * len(answers), answers
+    for _, answer in answers:
+        check_histogram(answer)
     seen = [
         [(choice["token_ids"], choice["text"], choice["finish_reason"]) for choice in answer["choices"]]
         for _, answer in answers
@@ -87,6 +90,18 @@ def stop_group(cluster: Cluster, name: str) -> None:
         cluster.processes[f"{role}-{name}"].send_signal(signal.SIGTERM)
     for role in ("prefill", "decode"):
         assert cluster.processes[f"{role}-{name}"].wait(15) == 0
+
+
+def check_histogram(answer: dict[str, Any]) -> None:
+    """Check that the histogram of accepted drafts fits the totals, and is there if and only if something was drafted
+    for the only output."""
+    totals = answer["usage"].get("speculation")
+    if totals is None or len(answer["choices"]) > 1:
+        assert "metrics" not in answer
+        return
+    counts = answer["metrics"]["speculative_decoding"]["acceptance_histogram"]
+    assert sum(counts) == totals["verify_count"], answer
+    assert sum(place * count for place, count in enumerate(counts)) == totals["accepted_tokens"], answer
 
 
 def drafted(usage: dict[str, Any]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import io
 import json
 import logging
@@ -45,14 +47,14 @@ def test_a_text_line_has_time_level_process_and_fields(lines: Lines) -> None:
 
 def test_a_json_line_has_all_fields_even_odd_values(lines: Lines) -> None:
     extra = {"rid": "abc", "pages": 3, "rate": float("nan"), "odd": {1}, "bad": "\ud800", "level": "mine"}
-    (line,) = lines(lambda: logger.warning("admitted\nnow", extra=extra), log_json=True)
+    (line,) = lines(lambda: logger.warning("admitted\nnow", extra=extra), log_format="json")
     entry = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", entry.pop("time"))
     assert entry == {
         "level": "warning",
-        "process": "decode-0",
+        "node": "decode-0",
         "logger": "baton.test",
-        "message": "admitted\nnow",
+        "event": "admitted\nnow",
         "rid": "abc",
         "pages": 3,
         "rate": "nan",
@@ -61,17 +63,39 @@ def test_a_json_line_has_all_fields_even_odd_values(lines: Lines) -> None:
     }
 
 
-@pytest.mark.parametrize("log_json", [False, True])
-def test_a_traceback_is_one_json_line_or_several_text_lines(lines: Lines, log_json: bool) -> None:
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_traceback_says_where_and_not_with_which_text(lines: Lines, log_format: str) -> None:
+    text = "a client's words"
+
     def fail() -> None:
         try:
-            raise ValueError("a bug")
-        except ValueError:
+            try:
+                raise ValueError(text)
+            except ValueError as error:
+                raise KeyError(text) from error
+        except KeyError:
             logger.exception("failed", extra={"rid": "abc"})
 
-    got = lines(fail, log_json=log_json)
-    assert "ValueError: a bug" in "\n".join(got)
-    assert (len(got) == 1) == log_json
+    got = lines(fail, log_format=log_format)
+    page = "\n".join(got)
+    assert "raise KeyError(text)" in page and page.index("ValueError") < page.index("KeyError")
+    assert text not in page, "an exception's message may quote a prompt or an output"
+    assert (len(got) == 1) == (log_format == "json")
+
+
+def test_a_task_that_fails_unseen_is_logged_without_its_exceptions_message(lines: Lines) -> None:
+    text = "a client's words"
+
+    async def fail() -> None:
+        raise ValueError(text)
+
+    async def forget() -> None:
+        await asyncio.wait([asyncio.create_task(fail())])
+        gc.collect()
+
+    page = "\n".join(lines(lambda: asyncio.run(forget())))
+    assert "Task exception was never retrieved" in page and "raise ValueError(text)" in page
+    assert text not in page
 
 
 def test_text_from_a_peer_cannot_forge_a_log_line(lines: Lines) -> None:
@@ -94,7 +118,7 @@ def test_log_level_hides_less_severe_lines(lines: Lines) -> None:
 
 def test_a_second_setup_replaces_the_first(lines: Lines) -> None:
     first = lines(lambda: logger.info("x"))
-    assert len(first) == len(lines(lambda: logger.info("x"), log_json=True)) == 1
+    assert len(first) == len(lines(lambda: logger.info("x"), log_format="json")) == 1
 
 
 class Clock:

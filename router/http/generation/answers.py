@@ -19,7 +19,15 @@ from ...requests.request import Delta, Request, Sequence
 from ...text.tokenizer import TextTokenizer
 from ..server.sse import COMMENT, EventStream
 from .output import OutputReader, OutputReading, ThoughtCounter
-from .types import CompletionTokensDetails, PromptTokensDetails, SpeculationDetails, StreamOptions, Usage
+from .types import (
+    AnswerMetrics,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    SpeculationDetails,
+    SpeculativeDecoding,
+    StreamOptions,
+    Usage,
+)
 
 
 class AnswerFormat(ABC):
@@ -105,6 +113,26 @@ def _speculation_of(requests: abc.Sequence[Request]) -> SpeculationDetails | Non
         accepted_tokens=num_accepted,
         verify_count=num_rounds,
         accept_length=round(1 + num_accepted / num_rounds, 3),
+    )
+
+
+def metrics_of(requests: abc.Sequence[Request]) -> AnswerMetrics | None:
+    """Return the result of speculation under vLLM's names. None: there are several outputs, nothing was drafted, or a
+    node of an older protocol did not say how many drafts each verification accepted."""
+    request = requests[0]
+    counts, num_rounds = request.accept_counts, request.num_rounds
+    if len(requests) > 1 or len(request.sequences) > 1 or not num_rounds or sum(counts) != num_rounds:
+        return None
+    return AnswerMetrics(
+        SpeculativeDecoding(
+            mean_acceptance_length=1 + request.num_accepted / num_rounds,
+            draft_acceptance_rate=request.num_accepted / request.num_drafted,
+            acceptance_histogram=counts,
+            num_spec_steps=num_rounds,
+            num_accepted_draft_tokens=request.num_accepted,
+            num_draft_tokens=request.num_drafted,
+            num_spec_tokens=len(counts) - 1,
+        )
     )
 
 

@@ -33,6 +33,14 @@ DraftSteps = Annotated[
         "not change the text."
     ),
 ]
+ReturnMetrics = Annotated[
+    bool | None,
+    Meta(
+        description="The answer, or the chunk of a stream that has the usage, has metrics.speculative_decoding: the "
+        "counts of usage.speculation and a histogram, under vLLM's names. It is absent if there are several outputs or "
+        "if nothing was drafted."
+    ),
+]
 Priority = Annotated[
     Annotated[int, Meta(ge=-100, le=100)] | None,
     Meta(
@@ -239,6 +247,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prompt_cache_key: SessionKey = None
     # Baton's extensions
     draft_steps: DraftSteps = None
+    return_metrics: ReturnMetrics = None
     timeout_s: TimeoutS = None
 
 
@@ -363,6 +372,25 @@ class SpeculationDetails(Struct, frozen=True, kw_only=True):
     accept_length: float
 
 
+class SpeculativeDecoding(Struct, frozen=True, kw_only=True):
+    """Result of speculation for one output, as vLLM gives it. `acceptance_histogram`: how many verifications accepted
+    0, 1, ... drafts, up to the longest draft, `num_spec_tokens`."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class AnswerMetrics(Struct, frozen=True):
+    """Figures of an answer, present if `return_metrics` asks for them and a node speculated for its only output."""
+
+    speculative_decoding: SpeculativeDecoding
+
+
 class CompletionTokensDetails(Struct, frozen=True):
     """`reasoning_tokens` of the output are thoughts, with the marks around them."""
 
@@ -435,6 +463,7 @@ class Completion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    metrics: AnswerMetrics | None = None
 
 
 class AssistantMessage(Struct, frozen=True, kw_only=True):
@@ -470,6 +499,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    metrics: AnswerMetrics | None = None
 
 
 class ChatDelta(Struct, frozen=True, omit_defaults=True):
@@ -504,6 +534,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | None = None
+    metrics: AnswerMetrics | None = None
 
 
 class CancelledRequest(Struct, frozen=True):

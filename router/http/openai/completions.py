@@ -46,6 +46,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             tokenizer,
             num_logprobs=body.logprobs,
             with_ids=bool(body.return_token_ids),
+            with_metrics=bool(body.return_metrics),
             prompt_texts=echoed,
             given_texts=[rid for rid, prompt in zip(rids, encoded, strict=True) if prompt.text is not None],
             has_output=body.max_tokens != 0,
@@ -75,6 +76,7 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
             reading,
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             with_ids=bool(body.return_token_ids),
+            with_metrics=bool(body.return_metrics),
         )
 
     return await serve_chat(api, http_request, body, format_of)

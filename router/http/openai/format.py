@@ -24,7 +24,7 @@ from ....metadata.wire.request import FinishReason
 from ...requests.request import Delta, Request, Sequence
 from ...text.detokenizer import TokenBytes
 from ...text.tokenizer import TextTokenizer
-from ..generation.answers import AnswerFormat
+from ..generation.answers import AnswerFormat, metrics_of
 from ..generation.output import (
     OutputPart,
     OutputReader,
@@ -37,6 +37,7 @@ from ..generation.output import (
 )
 from ..generation.tool_types import FunctionDelta, MadeCall, MadeFunction, ToolCallDelta
 from ..generation.types import (
+    AnswerMetrics,
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -57,7 +58,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _OpenAIFormat(AnswerFormat):
-    """Format of chunks. With `with_ids` answers carry token ids."""
+    """Format of chunks. With `with_ids` answers carry token ids, with `with_metrics` the figures of speculation."""
 
     _chunk_object: ClassVar[str]
     _text_start: ClassVar[bytes]  # of a chunk that adds only text: the JSON between `index` and the text
@@ -72,20 +73,27 @@ class _OpenAIFormat(AnswerFormat):
         *,
         num_logprobs: int | None,
         with_ids: bool,
+        with_metrics: bool = False,
     ) -> None:
         super().__init__(response_id, model, tokenizer, reading, num_logprobs=num_logprobs)
         self._with_ids = with_ids
+        self._with_metrics = with_metrics
         self._prefixes: dict[int, bytes] = {}  # by index; present when the first chunk has been sent
 
     def ended(self, requests: abc.Sequence[Request], *, with_usage: bool) -> bytes:
-        return (self.usage_chunk(self.usage_of(requests)) if with_usage else b"") + DONE
+        if not with_usage:
+            return DONE
+        return self.usage_chunk(self.usage_of(requests), self._metrics_of(requests)) + DONE
 
     def failed(self, error: BatonError) -> bytes:
         return error_event(error)
 
     @abstractmethod
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
         """Return the event with the token counts, which follows the output of all sequences."""
+
+    def _metrics_of(self, requests: abc.Iterable[Request]) -> AnswerMetrics | None:
+        return metrics_of(list(dict.fromkeys(requests))) if self._with_metrics else None
 
     def _prepare(self, index: int) -> None:
         """Prepare the prefix of the sequence's chunks that add only text."""
@@ -121,11 +129,14 @@ class CompletionFormat(_OpenAIFormat):
         *,
         num_logprobs: int | None,
         with_ids: bool,
+        with_metrics: bool = False,
         prompt_texts: dict[str, str] | None,
         given_texts: abc.Container[str] = (),
         has_output: bool = True,
     ) -> None:
-        super().__init__(response_id, model, tokenizer, None, num_logprobs=num_logprobs, with_ids=with_ids)
+        super().__init__(
+            response_id, model, tokenizer, None, num_logprobs=num_logprobs, with_ids=with_ids, with_metrics=with_metrics
+        )
         self._prompt_texts = prompt_texts
         self._given_texts = given_texts
         self._has_output = has_output
@@ -146,15 +157,16 @@ class CompletionFormat(_OpenAIFormat):
             return text
         return event(self._body([self._choice(index, sequence, delta, is_first=is_first)], usage))
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return event(self._body([], usage))
+    def usage_chunk(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
+        return event(structs.replace(self._body([], usage), metrics=metrics))
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         choices = [
             self._choice(index, sequence, self._shown(delta), is_first=True)
             for index, (sequence, delta) in enumerate(outputs)
         ]
-        return _encode(self._body(choices, usage))
+        metrics = self._metrics_of(sequence.request for sequence, _ in outputs)
+        return _encode(structs.replace(self._body(choices, usage), metrics=metrics))
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(
@@ -240,8 +252,17 @@ class ChatFormat(_OpenAIFormat):
         *,
         num_logprobs: int | None,
         with_ids: bool,
+        with_metrics: bool = False,
     ) -> None:
-        super().__init__(response_id, model, tokenizer, reading, num_logprobs=num_logprobs, with_ids=with_ids)
+        super().__init__(
+            response_id,
+            model,
+            tokenizer,
+            reading,
+            num_logprobs=num_logprobs,
+            with_ids=with_ids,
+            with_metrics=with_metrics,
+        )
         self._readers: dict[int, OutputReader] = {}  # by index
         self._token_bytes: dict[Sequence, TokenBytes] = {}
 
@@ -265,8 +286,8 @@ class ChatFormat(_OpenAIFormat):
         )
         return event(self._body([choice], usage))
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return event(self._body([], usage))
+    def usage_chunk(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
+        return event(structs.replace(self._body([], usage), metrics=metrics))
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         choices: list[ChatChoice] = []
@@ -295,6 +316,7 @@ class ChatFormat(_OpenAIFormat):
             choices=choices,
             usage=usage,
             prompt_token_ids=outputs[0][0].request.prompt_ids.tolist() if self._with_ids else None,
+            metrics=self._metrics_of(sequence.request for sequence, _ in outputs),
         )
         return _encode(body)
 

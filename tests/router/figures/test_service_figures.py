@@ -42,7 +42,7 @@ def test_one_tenant_has_its_series_from_the_start() -> None:
 
 
 def node(role: str, num_pages: int, num_free: int) -> Any:
-    capacity = SimpleNamespace(num_pages=num_pages)
+    capacity = SimpleNamespace(num_pages=num_pages, page_size=16)
     return SimpleNamespace(
         role=role, hello=SimpleNamespace(capacity=capacity), load=SimpleNamespace(free_pages=num_free)
     )
@@ -82,4 +82,5 @@ def test_load_is_told_in_all_and_by_model() -> None:
         'baton_model_waiting_requests{model="b"}': 3,
         'baton_model_kv_usage{model="a"}': 0.5,
         'baton_model_kv_usage{model="b"}': 0.0,
+        'baton_kv_cache_info{model="a",num_pages="10",page_size="16"}': 1,
     }

@@ -278,9 +278,12 @@ def test_a_request_is_complete_when_all_of_it_is_here() -> None:
 
 def test_counts_of_ended_sequences_add_up_and_cached_tokens_are_the_first_attempts() -> None:
     request = make_request(GROUP, num_choices=2)
-    request.count(Ended("stop", EOS, 3, 5, 16, num_rounds=4, num_drafted=12, num_accepted=6))
-    request.count(Ended("length", None, 3, 5, 32, num_rounds=1, num_drafted=3, num_accepted=2))
-    assert (request.num_cached, request.num_rounds, request.num_drafted, request.num_accepted) == (16, 5, 15, 8)
+    request.count(
+        Ended("stop", EOS, 3, 5, 16, num_rounds=4, num_drafted=12, num_accepted=6, accept_counts=(1, 1, 1, 1))
+    )
+    request.count(Ended("length", None, 3, 5, 32, num_rounds=1, num_drafted=2, num_accepted=2, accept_counts=(0, 0, 1)))
+    assert (request.num_cached, request.num_rounds, request.num_drafted, request.num_accepted) == (16, 5, 14, 8)
+    assert request.accept_counts == [1, 1, 2, 1]
 
 
 STATS = NodeStats()

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
+from baton.metadata.wire.request import Ended
 from baton.router.http.generation.answers import usage_of
 from baton.router.http.generation.output import OutputReader
 from baton.router.http.generation.types import AssistantMessage, ChatDelta
@@ -18,6 +19,8 @@ from baton.router.http.openai.format import ChatFormat, CompletionFormat, chat_d
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
 from baton.router.requests.request import Delta
 from baton.router.tool_parsers.hermes import HermesParser
+
+from ...sites import make_group, make_request
 
 REQUEST: Any = SimpleNamespace(
     rid="r",
@@ -33,10 +36,11 @@ SEQUENCE: Any = SimpleNamespace(request=REQUEST)
 TOKENIZER: Any = None
 
 
-def make(kind: str, *, with_ids: bool = False) -> ChatFormat | CompletionFormat:
+def make(kind: str, *, with_ids: bool = False, with_metrics: bool = False) -> ChatFormat | CompletionFormat:
+    options: Any = {"num_logprobs": None, "with_ids": with_ids, "with_metrics": with_metrics}
     if kind == "chat":
-        return ChatFormat("id", "m", TOKENIZER, None, num_logprobs=None, with_ids=with_ids)
-    return CompletionFormat("id", "m", TOKENIZER, num_logprobs=None, with_ids=with_ids, prompt_texts=None)
+        return ChatFormat("id", "m", TOKENIZER, None, **options)
+    return CompletionFormat("id", "m", TOKENIZER, prompt_texts=None, **options)
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
@@ -66,7 +70,7 @@ def test_a_chat_stream_opens_with_the_role() -> None:
 
 
 def test_the_last_chunk_has_the_counts() -> None:
-    (event,) = events(make("completion").usage_chunk(usage_of([REQUEST])))
+    (event,) = events(make("completion").ended([REQUEST], with_usage=True).removesuffix(b"data: [DONE]\n\n"))
     assert (event["choices"], event["usage"]["total_tokens"]) == ([], 5)
 
 
@@ -77,6 +81,42 @@ def test_a_whole_answer_has_its_sequences_in_order(kind: str) -> None:
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     texts = [choice["message"]["content"] if kind == "chat" else choice["text"] for choice in body["choices"]]
     assert texts == ["a", "b"]
+
+
+def metrics(kind: str, *ended: Ended, asked: bool = True) -> Any:
+    """Return the `metrics` of an answer whose outputs ended like this, which is that of a stream with the usage too."""
+    request = make_request(make_group(), num_choices=len(ended))
+    for each in ended:
+        request.count(each)
+    answer_format, outputs = make(kind, with_metrics=asked), list[Any]()
+    for sequence in request.sequences:
+        outputs.append((sequence, Delta("a", [1], [], "stop", None)))
+    whole = json.loads(answer_format.whole(outputs, usage_of([request])))
+    streamed = answer_format.ended([request], with_usage=True).removesuffix(b"data: [DONE]\n\n")
+    assert whole.get("metrics") == events(streamed)[0].get("metrics")
+    assert answer_format.ended([request], with_usage=False) == b"data: [DONE]\n\n"
+    return whole.get("metrics")
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_the_result_of_speculation_is_there_on_request_as_vllm_gives_it(kind: str) -> None:
+    ended = Ended("stop", 1, 3, 9, 0, num_rounds=5, num_drafted=15, num_accepted=8, accept_counts=(2, 0, 1, 2))
+    assert metrics(kind, ended) == {
+        "speculative_decoding": {
+            "mean_acceptance_length": 2.6,
+            "draft_acceptance_rate": 8 / 15,
+            "acceptance_histogram": [2, 0, 1, 2],
+            "num_spec_steps": 5,
+            "num_accepted_draft_tokens": 8,
+            "num_draft_tokens": 15,
+            "num_spec_tokens": 3,
+        }
+    }
+    assert metrics(kind, ended, asked=False) is None
+    assert metrics(kind, ended, ended) is None, "vLLM, too, gives it for one output alone"
+    assert metrics(kind, Ended("stop", 1, 3, 9, 0)) is None, "nothing was drafted"
+    old = structs.replace(ended, accept_counts=())
+    assert metrics(kind, old) is None, "a node of an older protocol gives no histogram, and none is made up"
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
