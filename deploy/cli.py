@@ -42,7 +42,7 @@ one host:
   baton up --model DIR --decode 2   a directory with config.json, *.safetensors and tokenizer.json
   baton chat, baton top             in another terminal
 
-several hosts (start them in any order; copy one key file to all, or make one key per process: docs/operations.md):
+several hosts (start them in any order; copy one key file to all, or make one key per process: docs/security.md):
   baton keys cluster.key
   router$   baton router  --node-address tcp://0.0.0.0:5700 --host 0.0.0.0 --keys cluster.key
   host1$    baton prefill --router tcp://ROUTER:5700 --bind-host HOST1 --model DIR --keys cluster.key

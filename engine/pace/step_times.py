@@ -6,16 +6,16 @@ take time, the node does other work beside. So each kind of round has a correcti
 time over that of the table. A correction that makes drafts slower fades if no such round runs for MEMORY rounds, so
 that a disturbance does not speak against drafts for good.
 
-The table of chunks is of those with a forward of their own, at the beginning of a sequence. A joint chunk, which shares
-the forward of a round, or one behind a long history, takes longer or shorter. So each kind of chunk has a correction in
-seconds: joint or not, by magnitude of the chunk and of its history. It is the least of the last KEPT measurements,
-since a disturbance (a pause, another process) only adds to a time. A chunk in the step of a round counts with the time
-by which it makes the round longer.
+The table of chunks is of those with a forward of their own, at the beginning of a sequence. A piggybacked chunk, which
+shares the forward of a round, or one behind a long history, takes longer or shorter. So each kind of chunk has a
+correction in seconds: piggybacked or not, by magnitude of the chunk and of its history. It is the least of the last
+KEPT measurements, since a disturbance (a pause, another process) only adds to a time. A chunk in the step of a round
+counts with the time by which it makes the round longer.
 
 A kind of chunk with fewer measurements takes the correction of the kind most like it, unless its own ones are less. A
-joint chunk of which nothing is measured takes as long as one with its own forward, which is the longest that it can
-take. A correction that adds to the table is forgotten after MEMORY other chunks: such chunks may not be tried any more,
-and would never be measured again.
+piggybacked chunk of which nothing is measured takes as long as one with its own forward, which is the longest that it
+can take. A correction that adds to the table is forgotten after MEMORY other chunks: such chunks may not be tried any
+more, and would never be measured again.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class ChunkCosts:
         return cls(seconds)
 
     def learn_joint(self, run: Callable[[int], float], lengths: Sequence[int]) -> None:
-        """Measure joint chunks of these lengths. `run(num_tokens)` returns the seconds by which a chunk makes a round
-        longer."""
+        """Measure piggybacked chunks of these lengths. `run(num_tokens)` returns the seconds by which a chunk makes a
+        round longer."""
         for num_tokens in lengths:
             for _ in range(1 + KEPT):  # the first one does not count
                 self.observe(num_tokens, 0, run(num_tokens), is_joint=True)
