@@ -1,4 +1,5 @@
-"""The length of a chunk: how many prompt tokens a step of a prefill node computes.
+"""The length of a chunk, that is how many prompt tokens a step of a prefill node computes, and the seconds that chunks
+take, for the router.
 
 A chunk has at most `most` tokens (`--chunk`). Two rules make it shorter:
 
@@ -14,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from ..engine.pace.step_times import KEPT
+from ..metadata.estimate import Estimate
 
 LEAST_TAIL = 512  # tokens; computing them takes longer than pulling the pages of all tokens before
 _UNIT = 1024  # of the tokens before a tail: fused attention takes multiples of it
@@ -84,3 +88,30 @@ def _rate(chunk_s: Callable[[int], float], num_tokens: int) -> float:
     """Return the tokens per second of a chunk; 0: it takes too long to be measured."""
     best_s = min(chunk_s(num_tokens) for _ in range(_NUM_RUNS - 1))
     return 0.0 if best_s > _MOST_S else num_tokens / min(best_s, chunk_s(num_tokens))
+
+
+class ChunkSeconds:
+    """Seconds per prompt token and per prompt, for the router: estimates by magnitude of a chunk's tokens.
+
+    The longest chunks tell the seconds per token, and the shortest ones what a prompt takes besides its tokens."""
+
+    def __init__(self) -> None:
+        self._token_s: dict[int, Estimate] = {}
+        self._fixed_s: dict[int, Estimate] = {}
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A chunk of `num_tokens` took so long."""
+        size = num_tokens.bit_length()
+        self._token_s.setdefault(size, Estimate(num_kept=KEPT)).observe(seconds / num_tokens)
+        fixed_s = max(0.0, seconds - num_tokens * self.token_s)
+        self._fixed_s.setdefault(size, Estimate(num_kept=KEPT)).observe(fixed_s)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per token; 0: no chunk was measured."""
+        return self._token_s[max(self._token_s)].mean if self._token_s else 0.0
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds per prompt, besides its tokens."""
+        return self._fixed_s[min(self._fixed_s)].mean if self._fixed_s else 0.0

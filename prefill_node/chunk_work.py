@@ -2,7 +2,7 @@
 
 `submit` makes the work of a step's plan, and asks the device for it. It returns before the device is done, so the node
 can submit the next chunk before it reads the results of this one. If the last token of a prompt is in the chunk, its
-choices sample their first tokens, and tickets follow (`PromptEnd`). The node measures each chunk (`ChunkSeconds`).
+choices sample their first tokens, and tickets follow (`PromptEnd`).
 """
 
 from __future__ import annotations
@@ -10,42 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..engine.pace.step_times import KEPT
 from ..engine.prompts.executor import BegunChunk, PromptExecutor
 from ..engine.sampling.state import SamplingState
 from ..engine.work import Chunk, ChunkRow, CopyPages, Tail, Tails
-from ..metadata.estimate import Estimate
 from ..metadata.wire.request import Unit
 from .request import Request
 from .scheduler import PlannedChunk, StepPlan
-
-
-class ChunkSeconds:
-    """Seconds per prompt token and per prompt, for the router: estimates by magnitude of a chunk's tokens.
-
-    The longest chunks tell the seconds per token, and the shortest ones what a prompt takes besides its tokens."""
-
-    def __init__(self) -> None:
-        self._token_s: dict[int, Estimate] = {}
-        self._fixed_s: dict[int, Estimate] = {}
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """A chunk of `num_tokens` took so long."""
-        size = num_tokens.bit_length()
-        self._token_s.setdefault(size, Estimate(num_kept=KEPT)).observe(seconds / num_tokens)
-        fixed_s = max(0.0, seconds - num_tokens * self.token_s)
-        self._fixed_s.setdefault(size, Estimate(num_kept=KEPT)).observe(fixed_s)
-
-    @property
-    def token_s(self) -> float:
-        """Seconds per token; 0: no chunk was measured."""
-        return self._token_s[max(self._token_s)].mean if self._token_s else 0.0
-
-    @property
-    def fixed_s(self) -> float:
-        """Seconds per prompt, besides its tokens."""
-        return self._fixed_s[min(self._fixed_s)].mean if self._fixed_s else 0.0
-
 
 _MAX_CHOICES = 256  # sampled in one pass, which holds a row of logits per choice
 

@@ -44,8 +44,8 @@ from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, Prefill
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
 from . import chunk_work
-from .chunk_length import measured_sharing_limit
-from .chunk_work import ChunkSeconds, ChunkUnderWay, PromptEnd
+from .chunk_length import ChunkSeconds, measured_sharing_limit
+from .chunk_work import ChunkUnderWay, PromptEnd
 from .outbox import FirstToken, Outbox
 from .request import Request, new_request
 from .scheduler import PlannedChunk, PrefillScheduler, StepPlan

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...prefill_node.chunk_length import ChunkLength, measured_sharing_limit
-from ...prefill_node.chunk_work import ChunkSeconds
+from ...prefill_node.chunk_length import ChunkLength, ChunkSeconds, measured_sharing_limit
 from ...router.placement.placement import QUEUED_PER_SLOT, PrefillFigures
 from ...router.placement.prompt_placement import PromptTimes, RemoteFigures
 from .agenda import Agenda

@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.prefill_node.chunk_length import LEAST_TAIL, ChunkLength, measured_sharing_limit, num_before_tail
+from baton.prefill_node.chunk_length import (
+    LEAST_TAIL,
+    ChunkLength,
+    ChunkSeconds,
+    measured_sharing_limit,
+    num_before_tail,
+)
 
 CHUNK = 8192
 
@@ -87,3 +93,22 @@ def test_no_limit_holds_for_every_chunk() -> None:
     assert length.may_share(9999)
     length.sharing_limit = 512
     assert length.may_share(512) and not length.may_share(513)
+
+
+def test_nothing_is_known_before_the_first_chunk() -> None:
+    assert (ChunkSeconds().token_s, ChunkSeconds().fixed_s) == (0.0, 0.0)
+
+
+def test_long_chunks_tell_the_time_per_token_and_short_ones_the_rest() -> None:
+    rate = ChunkSeconds()
+    rate.observe(16, 0.006)
+    assert rate.token_s == pytest.approx(0.006 / 16) and rate.fixed_s == 0.0
+    for seconds in (0.5, 0.082, 0.1):
+        rate.observe(4000, seconds)
+    assert rate.token_s == pytest.approx(0.082 / 4000)
+    for _ in range(3):
+        rate.observe(17, 0.006)
+    assert rate.fixed_s == pytest.approx(0.006 - 17 * 0.082 / 4000)
+    for _ in range(3):
+        rate.observe(4000, 0.2)
+    assert rate.token_s == pytest.approx(0.2 / 4000), "old measurements are forgotten"

@@ -24,7 +24,7 @@ from typing import Any
 from adaptive_world import Machine, World
 from gap_world import Device, with_arrivals
 
-from baton.prefill_node.chunk_work import ChunkSeconds
+from baton.prefill_node.chunk_length import ChunkSeconds
 from baton.router.placement.prompt_placement import (
     EstimateError,
     LocalFigures,
