@@ -8,6 +8,8 @@ role may compute it, prompt_placement.py chooses the node. Nodes on which the re
 node that ran out of memory for the request gets it again only if no other node of the role could take it, however busy
 they are.
 
+The functions `..._reason` tell why a node was chosen, from the figures that were compared. Traces keep these words.
+
 PrefixAffinity estimates which leading pages of a prompt each node has in its prefix cache. SessionAffinity knows which
 nodes served a client's session last.
 
