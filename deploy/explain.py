@@ -103,16 +103,16 @@ def _figures(span: Span) -> str:
             moved = f"moved: {span.reason}" if span.reason else ""
             full = f"decode was full {count(span.num_refused, 'time')}" if span.num_refused else ""
             return "; ".join(filter(None, (moved, full)))
-        case "paused":
+        case "paused" | "reserve":
             return span.reason
         case "prefill":
             cached = f", {span.num_cached:,} more were cached" if span.num_cached else ""
             offered = f"; {count(prefill.num_offers, 'offer')}" if prefill.num_offers else ""
             early = f", {count(prefill.early_pages, 'page')} before the last chunk" if prefill.early_pages else ""
-            reason = f"; remote, since {span.reason}" if span.reason else ""
+            reason = f"; {span.reason}" if span.reason else ""
             return f"{span.num_prompt:,} tokens{cached}{offered}{early}{reason}"
         case "local prefill":
-            reason = f", since {span.reason}" if span.reason else ""
+            reason = f"; {span.reason}" if span.reason else ""
             return f"at most {span.num_prompt:,} tokens on the decode node{reason}"
         case "pull":
             rate = f" at {span.gb_per_s:g} GB/s" if span.gb_per_s else ""

@@ -333,14 +333,14 @@ class Dispatcher:
             return False
         request = entry.request
         attempt = request.begin_attempt(set(place.choices), place.prefill, place.decode, now)
-        attempt.place = place.prompt
+        attempt.place, attempt.prefill_reason = place.prompt, place.prefill_reason
         if place.decode is None:
             self._dispatch(entry, attempt, now)
             return True
         message = self.reservations.begin(entry, attempt, place.decode, now)
         if place.prefill is None:
             attempt.num_uncached = self._placement.begin_prompt(place.decode, entry, attempt.number, now)
-        request.timeline.begin(_sequences(request, place.choices), "reserve", now, attempt)
+        request.timeline.begin(_sequences(request, place.choices), "reserve", now, attempt, place.decode_reason)
         self._effects.append(Send(place.decode, message))
         return True
 
@@ -415,7 +415,7 @@ class Dispatcher:
             request.dispatched_at = now
             request.charge_prompt(attempt.num_uncached)
         stage = "local prefill" if prefill is None else "prefill"
-        reason = attempt.place.words
+        reason = "; ".join(filter(None, (attempt.place.clause, attempt.prefill_reason)))
         request.timeline.begin(_sequences(request, attempt.choices), stage, now, attempt, reason)
         if attempt.number == 0 and not request.is_canary:
             self._metrics.dispatched(request, now)

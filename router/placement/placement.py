@@ -8,6 +8,8 @@ role may compute it, prompt_placement.py chooses the node. Nodes on which the re
 node that ran out of memory for the request gets it again only if no other node of the role could take it, however busy
 they are.
 
+The functions `..._reason` tell why a node was chosen, from the figures that were compared. Traces keep these words.
+
 PrefixAffinity estimates which leading pages of a prompt each node has in its prefix cache. SessionAffinity knows which
 nodes served a client's session last.
 
@@ -22,11 +24,22 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...metadata.wire.messages import Compute, Reserve, Reserved
-from ..nodes.node import Node, NodeGroup
+from ..nodes.node import Node, NodeGroup, Role
 from ..requests.request import Attempt, Request, page_hashes
 from ..requests.request import Sequence as Output
 from ..waiting.queue import Entry
-from .prompt_placement import SESSION_SLACK, LocalFigures, PromptPlace, RemoteFigures, choose_local, place_sooner
+from .prompt_placement import (
+    SESSION_SLACK,
+    LocalFigures,
+    PromptPlace,
+    RemoteFigures,
+    choose_local,
+    load_reason,
+    local_reason,
+    place_sooner,
+    remote_reason,
+    tokens_reason,
+)
 
 SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
@@ -52,6 +65,13 @@ class PrefillFigures(NamedTuple):
     is_sessions: bool = False  # it served the request's session last
 
 
+class Chosen(NamedTuple):
+    """A node for a request, and the reason for this one in words."""
+
+    node: Node
+    reason: str
+
+
 class Place(NamedTuple):
     """Nodes for choices of a request. A node is None if the request needs none of its role."""
 
@@ -59,6 +79,8 @@ class Place(NamedTuple):
     decode: Node | None
     choices: tuple[int, ...]
     prompt: PromptPlace  # who computes the prompt, and why
+    prefill_reason: str = ""  # why it is this prefill node
+    decode_reason: str = ""
 
 
 class Placement:
@@ -148,23 +170,25 @@ class Placement:
         decode = self._choose_decode(entry, now) if entry.needs_decode else None
         fresh = [self._local_figures(node, entry, now) for node in self._local_nodes(entry, has_others=True)]
         has_others = any(not each.is_full for each in fresh)
-        prefills: list[Node] = []
+        able: list[Node] = []
         if decode is not None or not entry.needs_decode:
-            prefills = self._free_prefill_nodes(entry, decode, has_others=has_others)
-        locals_ = self._local_nodes(entry, has_others=bool(prefills))
-        if self._is_held(entry, [*prefills, *locals_], now):
+            able = self._prefill_nodes(entry, decode and decode.node, has_others=has_others)
+        frees = [node for node in able if node.num_prompts < QUEUED_PER_SLOT * node.max_running]
+        able_locals = self._local_nodes(entry, has_others=bool(frees))
+        if self._is_held(entry, [*frees, *able_locals], now):
             return None
-        prefills, locals_ = self._short(entry, prefills, now), self._short(entry, locals_, now)
-        prompt, index = place_sooner(
-            [self._remote_figures(node, decode, entry, now) for node in prefills],
-            [self._local_figures(node, entry, now) for node in locals_],
-        )
+        prefills, locals_ = self._short(entry, frees, now), self._short(entry, able_locals, now)
+        remote_figures = [self._remote_figures(node, decode and decode.node, entry, now) for node in prefills]
+        local_figures = [self._local_figures(node, entry, now) for node in locals_]
+        prompt, index = place_sooner(remote_figures, local_figures)
         if not prefills and not self.usable_pairs(entry.request.group):
             prompt = prompt._replace(reason="no ready pair")
-        if prompt.where == "local":
-            return self._place_local(entry, prompt, None if index is None else locals_[index])
+        if index is not None and prompt.where == "local":
+            local = self._chosen_local(entry, locals_, local_figures, index, len(able_locals))
+            return self._place_local(entry, prompt, local)
         if index is not None:
-            return self._place_remote(entry, prompt, prefills[index], decode)
+            prefill = self._chosen_remote(entry, prefills, remote_figures, index, len(able))
+            return self._place_remote(entry, prompt, prefill, decode)
         if entry.could_go_to(self.usable_pairs(entry.request.group), entry.request.group.live("prefill")):
             return self._choose_remote(entry, prompt, now)
         return self._choose_local(entry, PromptPlace("local", "prefill nodes full"), now)
@@ -174,29 +198,29 @@ class Placement:
         decode = self._choose_decode(entry, now) if entry.needs_decode else None
         if decode is None and entry.needs_decode:
             return None
-        prefill = self._choose_prefill(entry, decode, now)
+        prefill = self._choose_prefill(entry, decode and decode.node, now)
         return None if prefill is None else self._place_remote(entry, prompt, prefill, decode)
 
-    def _place_remote(self, entry: Entry, prompt: PromptPlace, prefill: Node, decode: Node | None) -> Place:
+    def _place_remote(self, entry: Entry, prompt: PromptPlace, prefill: Chosen, decode: Chosen | None) -> Place:
         if decode is None:
-            return Place(prefill, None, entry.choices, prompt)
-        room = min(decode.choice_room, entry.need.most_choices(prefill))
-        return Place(prefill, decode, entry.choices[:room], prompt)
+            return Place(prefill.node, None, entry.choices, prompt, prefill.reason)
+        room = min(decode.node.choice_room, entry.need.most_choices(prefill.node))
+        return Place(prefill.node, decode.node, entry.choices[:room], prompt, prefill.reason, decode.reason)
 
     def _choose_local(self, entry: Entry, prompt: PromptPlace, now: float) -> Place | None:
         """Return a decode node that computes the prompt."""
-        nodes = self._local_nodes(entry, has_others=False)
-        if self._is_held(entry, nodes, now):
+        able = self._local_nodes(entry, has_others=False)
+        if self._is_held(entry, able, now):
             return None
-        nodes = self._short(entry, nodes, now)
+        nodes = self._short(entry, able, now)
         figures = [self._local_figures(node, entry, now) for node in nodes]
         index = choose_local(figures)
-        return self._place_local(entry, prompt, None if index is None else nodes[index])
-
-    def _place_local(self, entry: Entry, prompt: PromptPlace, decode: Node | None) -> Place | None:
-        if decode is None:
+        if index is None:
             return None
-        return Place(None, decode, entry.choices[: decode.choice_room], prompt)
+        return self._place_local(entry, prompt, self._chosen_local(entry, nodes, figures, index, len(able)))
+
+    def _place_local(self, entry: Entry, prompt: PromptPlace, decode: Chosen) -> Place:
+        return Place(None, decode.node, entry.choices[: decode.node.choice_room], prompt, "", decode.reason)
 
     # The nodes of each role, and their figures
 
@@ -248,7 +272,7 @@ class Placement:
         num_cached = self._affinity.num_matched(node.routing_id, entry.hashes) * entry.request.group.page_size
         return len(entry.request.prompt_ids) - num_cached
 
-    def _choose_decode(self, entry: Entry, now: float) -> Node | None:
+    def _choose_decode(self, entry: Entry, now: float) -> Chosen | None:
         """Return a decode node for a prompt that a prefill node computes."""
         if entry.pair is not None:
             nodes = [entry.pair[1]] if entry.pair[1] is not None else []
@@ -270,8 +294,11 @@ class Placement:
             DecodeFigures(each.room, each.num_units, each.max_running, each.is_full(now), each.routing_id == last)
             for each in nodes
         ]
-        index = choose_decode(figures, entry.need.decode_pages or 0)
-        return None if index is None else nodes[index]
+        num_pages = entry.need.decode_pages or 0
+        index = choose_decode(figures, num_pages)
+        if index is None:
+            return None
+        return Chosen(nodes[index], self._reason(entry, "decode", len(nodes), decode_reason(figures, num_pages, index)))
 
     def _prefill_nodes(self, entry: Entry, decode: Node | None, *, has_others: bool = False) -> list[Node]:
         """Return the prefill nodes that may compute the prompt for this decode node. `has_others`: nodes of the other
@@ -285,11 +312,6 @@ class Placement:
         nodes = fresh if fresh or has_others else nodes
         fresh = [node for node in nodes if not request.has_failed_on(node, decode)]
         return fresh if fresh or has_others else nodes
-
-    def _free_prefill_nodes(self, entry: Entry, decode: Node | None, *, has_others: bool) -> list[Node]:
-        """Return those of `_prefill_nodes` that take the prompt now."""
-        nodes = self._prefill_nodes(entry, decode, has_others=has_others)
-        return [node for node in nodes if node.num_prompts < QUEUED_PER_SLOT * node.max_running]
 
     def _short(self, entry: Entry, nodes: list[Node], now: float) -> list[Node]:
         """Return the nodes that may get one more prompt: those with a short queue if several tenants share the
@@ -310,11 +332,11 @@ class Placement:
         num_tokens = node.num_queued_tokens(now)
         return not num_tokens or node.prompt_times.token_s * num_tokens < SHORT_QUEUE_S
 
-    def _choose_prefill(self, entry: Entry, decode: Node | None, now: float) -> Node | None:
-        request, nodes = entry.request, self._prefill_nodes(entry, decode)
-        if self._is_held(entry, nodes, now):
+    def _choose_prefill(self, entry: Entry, decode: Node | None, now: float) -> Chosen | None:
+        request, able = entry.request, self._prefill_nodes(entry, decode)
+        if self._is_held(entry, able, now):
             return None
-        nodes = self._short(entry, nodes, now)
+        nodes = self._short(entry, able, now)
         last = self._prefill_sessions.node_of(request.session)
         figures = [
             PrefillFigures(
@@ -326,26 +348,62 @@ class Placement:
             )
             for node in nodes
         ]
-        index = choose_prefill(figures, len(request.prompt_ids))
-        return None if index is None else nodes[index]
+        prompt_len = len(request.prompt_ids)
+        index = choose_prefill(figures, prompt_len)
+        if index is None:
+            return None
+        reason = self._reason(entry, "prefill", len(able), prefill_reason(figures, prompt_len, index))
+        return Chosen(nodes[index], reason + _cached(entry, prompt_len - figures[index].cached_tokens))
+
+    # Reasons
+
+    def _chosen_remote(
+        self, entry: Entry, nodes: list[Node], figures: list[RemoteFigures], index: int, num_able: int
+    ) -> Chosen:
+        reason = self._reason(entry, "prefill", num_able, remote_reason(figures, index))
+        return Chosen(nodes[index], reason + _cached(entry, figures[index].num_uncached_tokens))
+
+    def _chosen_local(
+        self, entry: Entry, nodes: list[Node], figures: list[LocalFigures], index: int, num_able: int
+    ) -> Chosen:
+        reason = self._reason(entry, "decode", num_able, local_reason(figures, index))
+        return Chosen(nodes[index], reason + _cached(entry, figures[index].num_uncached_tokens))
+
+    def _reason(self, entry: Entry, role: Role, num_able: int, compared: str) -> str:
+        """Return why a node was chosen. `num_able`: nodes that could take the entry, however busy. `compared`: the
+        result of their comparison, "" if only one had room."""
+        if entry.pair is not None:
+            return "a canary request tries this node"
+        request = entry.request
+        has_failed = bool(request.failed_pairs) or request.num_out_of_memory > 0
+        return compared or only_reason(role, len(request.group.live(role)), num_able, has_failed=has_failed)
 
 
 def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | None:
     """Return the index of the least loaded node with room for `num_pages`, None if all are full. The session's node may
     be fuller by SESSION_SLACK."""
-    fitting = [
-        index
-        for index, node in enumerate(figures)
-        if not node.is_full and node.room >= num_pages and node.num_running < node.max_running
-    ]
     return min(
-        fitting,
+        _with_room(figures, num_pages),
         key=lambda index: (
             figures[index].num_running / figures[index].max_running - SESSION_SLACK * figures[index].is_sessions,
             -figures[index].room,
         ),
         default=None,
     )
+
+
+def decode_reason(figures: Sequence[DecodeFigures], num_pages: int, index: int) -> str:
+    """Return why `choose_decode` returned this index, "" if no other node has room."""
+    others = [figures[each] for each in _with_room(figures, num_pages) if each != index]
+    return load_reason(figures[index], others) if others else ""
+
+
+def _with_room(figures: Sequence[DecodeFigures], num_pages: int) -> list[int]:
+    return [
+        index
+        for index, node in enumerate(figures)
+        if not node.is_full and node.room >= num_pages and node.num_running < node.max_running
+    ]
 
 
 def choose_prefill(figures: Sequence[PrefillFigures], prompt_len: int) -> int | None:
@@ -358,8 +416,47 @@ def choose_prefill(figures: Sequence[PrefillFigures], prompt_len: int) -> int | 
     )
 
 
+def prefill_reason(figures: Sequence[PrefillFigures], prompt_len: int, index: int) -> str:
+    """Return why `choose_prefill` returned this index, "" if no other node takes prompts."""
+    chosen = figures[index]
+    others = [each for number, each in enumerate(figures) if number != index and each.num_queued < each.max_queued]
+    if not others:
+        return ""
+    fewest = min(_tokens_to_end(each, prompt_len) for each in others)
+    num_tokens = _tokens_to_end(chosen._replace(is_sessions=False), prompt_len)
+    if chosen.is_sessions and num_tokens >= fewest:
+        return (
+            f"the session stays with its prefill node: {chosen.queued_tokens:,} tokens to compute before this prompt, "
+            f"elsewhere at least {fewest:,} up to its end"
+        )
+    tied = [each.num_queued for each in others if _tokens_to_end(each, prompt_len) == num_tokens]
+    prompts = f", and it has the fewest prompts: {chosen.num_queued}" if tied and chosen.num_queued < min(tied) else ""
+    return tokens_reason(num_tokens, [_tokens_to_end(each, prompt_len) for each in others]) + prompts
+
+
 def _tokens_to_end(node: PrefillFigures, prompt_len: int) -> int:
     return node.queued_tokens + (0 if node.is_sessions else prompt_len - node.cached_tokens)
+
+
+def only_reason(role: Role, num_live: int, num_able: int, *, has_failed: bool) -> str:
+    """Return why a node was chosen that was compared with no other. `num_live`: nodes of its role that take new work.
+    `num_able`: those of them that could take the request, however busy. `has_failed`: the request failed on a node."""
+    if num_live <= 1:
+        return f"the only {role} node"
+    if num_able > 1:
+        return f"the only one of {num_able} {role} nodes that has room now"
+    failed = ", or the request failed there" if has_failed else ""
+    return f"the only one of {num_live} {role} nodes that can serve it: others are not ready or too small{failed}"
+
+
+def _cached(entry: Entry, num_uncached: int) -> str:
+    """Return how much of a prompt its node has already, "" if nothing."""
+    prompt_len = len(entry.request.prompt_ids)
+    if num_uncached >= prompt_len:
+        return ""
+    return (
+        f"; it probably holds {prompt_len - num_uncached:,} of the prompt's {prompt_len:,} tokens in its prefix cache"
+    )
 
 
 ASK_S = 0.5  # a decode node that has not answered is asked again after so long: less than a lease of its claims

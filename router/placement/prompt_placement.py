@@ -4,13 +4,16 @@ Both decisions are pure functions. `place_prompt` follows the router's setting `
 If the setting is auto and both roles could compute the prompt, `place_sooner` compares the times to the first two
 tokens of the output: a client waits for the first one, and from the second one on it sees a stream flow. A handoff lies
 between them. `baton explain` shows the reason, and `/metrics` counts it.
+
+The functions `..._reason` say in words why a node was chosen, from the figures that were compared. They return "" if
+there was only one node to choose from.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from ...metadata.estimate import Estimate, Fading
 
@@ -88,6 +91,11 @@ class PromptPlace(NamedTuple):
             case "not measured":
                 return "the times of prompts are not measured yet"
 
+    @property
+    def clause(self) -> str:
+        """The role and the reason, as the span of a prompt shows them; "" if nothing else was possible."""
+        return self.words and f"{self.where}, since {self.words}"
+
 
 class GroupFacts(NamedTuple):
     """Facts about a group of nodes on which the placement of its prompts depends."""
@@ -157,6 +165,11 @@ class LocalFigures(NamedTuple):
     def share(self) -> float:
         """The load: the share of the sequences that it can run. The session's node may be fuller by SESSION_SLACK."""
         return (self.num_running / self.max_running if self.max_running else 1.0) - SESSION_SLACK * self.is_sessions
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has measured its times and has room for a chunk beside its streams."""
+        return self.times.are_known and self.has_room
 
     @property
     def is_full(self) -> bool:
@@ -253,7 +266,7 @@ def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigure
     able = [each for each in locals_ if not each.is_full]
     remote, local = choose_remote(remotes), choose_local(locals_)
     chosen = None if local is None else locals_[local]
-    if chosen is not None and not (chosen.has_room and chosen.times.are_known):
+    if chosen is not None and not chosen.is_ready:
         chosen = None
     local_s = None if chosen is None else chosen.two_tokens_s
     if remote is None:
@@ -290,6 +303,37 @@ def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
     )
 
 
+def remote_reason(figures: Sequence[RemoteFigures], index: int) -> str:
+    """Return why `choose_remote` returned this index."""
+    chosen, others = figures[index], [*figures[:index], *figures[index + 1 :]]
+    if not others:
+        return ""
+    if not all(each.times.are_known for each in figures):
+        is_untried = not chosen.times.are_known and any(
+            each.times.are_known and each.num_tokens == chosen.num_tokens for each in others
+        )
+        tried = ", and its times are not measured yet" if is_untried else ""
+        return tokens_reason(chosen.num_tokens, [each.num_tokens for each in others]) + tried
+    own_s, next_s = chosen.two_tokens_s, min(each.two_tokens_s for each in others)
+    own = f"{_ms(own_s)} with {chosen.num_tokens:,} tokens to compute"
+    if own_s < next_s:
+        return (
+            f"of {len(figures)} prefill nodes it brings the first two tokens first: in {own}, the next in {_ms(next_s)}"
+        )
+    return f"none of {len(figures)} prefill nodes brings the first two tokens sooner: in {own}"
+
+
+def tokens_reason(num_tokens: int, others: Sequence[int]) -> str:
+    """Return why a prefill node was chosen by its tokens to compute up to the end of the prompt."""
+    num_nodes, fewest = len(others) + 1, min(others)
+    if num_tokens < fewest:
+        return (
+            f"of {num_nodes} prefill nodes it has the fewest tokens to compute up to the prompt's end: {num_tokens:,}, "
+            f"the next {fewest:,}"
+        )
+    return f"none of {num_nodes} prefill nodes has fewer tokens to compute up to the prompt's end: {num_tokens:,}"
+
+
 def choose_local(figures: Sequence[LocalFigures]) -> int | None:
     """Return the index of the best decode node for a local prompt. None: all nodes are full.
 
@@ -302,7 +346,7 @@ def choose_local(figures: Sequence[LocalFigures]) -> int | None:
     return min(
         able,
         key=lambda each: (
-            not (each[1].times.are_known and each[1].has_room),
+            not each[1].is_ready,
             not each[1].times.are_known,
             each[1].cost_s if each[1].times.are_known else 0.0,
             each[1].share,
@@ -310,6 +354,61 @@ def choose_local(figures: Sequence[LocalFigures]) -> int | None:
         ),
         default=(None, None),
     )[0]
+
+
+def local_reason(figures: Sequence[LocalFigures], index: int) -> str:
+    """Return why `choose_local` returned this index."""
+    chosen = figures[index]
+    others = [each for number, each in enumerate(figures) if number != index and not each.is_full]
+    peers = [
+        each for each in others if each.is_ready == chosen.is_ready and each.times.are_known == chosen.times.are_known
+    ]
+    if not others:
+        return ""
+    if not peers:
+        room = " and room for a prompt beside its streams" if chosen.is_ready else ""
+        return f"the only one of {len(others) + 1} decode nodes that has measured times{room}"
+    if not chosen.times.are_known:
+        return load_reason(chosen, peers)
+    least_s = min(each.cost_s for each in peers)
+    if chosen.cost_s >= least_s:
+        return load_reason(chosen, [each for each in peers if each.cost_s == least_s])
+    own_s = chosen.two_tokens_s + chosen.load_s
+    load = f"{_ms(chosen.load_s)} for its {chosen.num_running} running"
+    cost = f"{_ms(chosen.two_tokens_s)} to the first two tokens and {load}"
+    if own_s >= least_s:
+        return f"the session stays with its decode node: {cost}, elsewhere at least {_ms(least_s)} in all"
+    return f"of {len(peers) + 1} decode nodes it costs least: {cost}, elsewhere at least {_ms(least_s)} in all"
+
+
+class Loaded(Protocol):
+    """Figures of the load of a decode node."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def max_running(self) -> int: ...
+    @property
+    def room(self) -> int: ...
+    @property
+    def is_sessions(self) -> bool: ...
+
+
+def load_reason(chosen: Loaded, others: Sequence[Loaded]) -> str:
+    """Return why a decode node was chosen by its load, and by its free pages if loads are equal."""
+    load, num_nodes = f"{chosen.num_running} running of {chosen.max_running}", len(others) + 1
+    own, least = _load(chosen), min(others, key=_load)
+    if chosen.is_sessions and own >= _load(least):
+        return f"the session stays with its decode node: {load}, elsewhere {least.num_running} of {least.max_running}"
+    if own < _load(least):
+        return f"least loaded of {num_nodes} decode nodes: {load}"
+    if chosen.room > max(each.room for each in others if _load(each) == own):
+        return f"of the least loaded of {num_nodes} decode nodes ({load}) it has the most free pages: {chosen.room:,}"
+    return f"none of {num_nodes} decode nodes is less loaded: {load}"
+
+
+def _load(node: Loaded) -> float:
+    return node.num_running / node.max_running
 
 
 def patience_s(node_wait_s: float, *, had_prefill: bool) -> float:

@@ -111,6 +111,7 @@ class Attempt:
         "placed_at",
         "prefill",
         "prefill_done",
+        "prefill_reason",
         "sent_at",
     )
 
@@ -120,6 +121,7 @@ class Attempt:
         self.prefill = prefill
         self.decode = decode
         self.place = PromptPlace("remote" if prefill is not None else "local", "never")  # who computes the prompt
+        self.prefill_reason = ""  # why it has this prefill node
         self.dispatched = False  # it has its nodes: Prefill was sent if a prefill node takes part
         self.prefill_done = prefill is None  # nothing comes from the node that computes the prompt, except tokens
         self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node

@@ -52,7 +52,7 @@ class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field 
     seconds: float = 0.0  # set when the trace is read
     node: str = ""
     attempt: int | None = None
-    reason: str = ""  # queue: why the sequence was rescheduled; paused: why; prefill: why it is computed there
+    reason: str = ""  # queue: why the sequence was rescheduled; paused: why; reserve, prefill: why it has this node
     num_refused: int = 0  # queue: how often a decode node was full
     num_tokens: int = 0  # received during this span
     num_prompt: int = 0  # prefill: tokens computed
@@ -341,6 +341,14 @@ class TraceRecorder:
     def last_span(self, index: int) -> Span:
         """Return the span of a sequence that is open while the request is live."""
         return self.trace.sequences[index].spans[-1]
+
+    def placement(self, index: int) -> str:
+        """Return why a sequence has its nodes: the reasons of its last attempt."""
+        spans = self.trace.sequences[index].spans
+        told = (
+            span for span in spans if span.attempt is not None and span.attempt == spans[-1].attempt and span.reason
+        )
+        return "; ".join(f"{span.node}: {span.reason}" for span in told)
 
     def total_s(self, now: float) -> float:
         """Return how long the request took, or has taken until now."""

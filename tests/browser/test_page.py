@@ -106,6 +106,8 @@ def test_on_loopback_a_message_travels_and_its_timeline_is_told(start: Callable[
     assert "tokens/s" in tab.locator("#chat-figures").inner_text()
     tab.get_by_role("button", name="Where its time went").click()
     tab.locator("#request-body").get_by_text("computing the prompt").wait_for()
+    for reason in ("the only prefill node", "of 2 decode nodes"):
+        tab.locator("#request-body").get_by_text(reason).wait_for()
     tab.keyboard.press("Escape")
     tab.get_by_role("link", name="Requests").click()
     tab.get_by_role("row", name="chatcmpl-").get_by_text("done").wait_for()

@@ -108,16 +108,18 @@ def test_a_trace_for_people(server: Server, explain: Explain) -> None:
     assert rows["sum"].split() == ["sum", "0.0", "2,000.0", "100%"]
 
 
-def test_a_prompt_shows_who_computed_it_and_why(server: Server, explain: Explain) -> None:
+def test_a_prompt_shows_who_computed_it_and_why_nodes_were_chosen(server: Server, explain: Explain) -> None:
     spans = [
-        Span("local prefill", 0.0, 0.5, "d0", 0, "no prefill node is here", num_prompt=612),
-        Span("prefill", 0.5, 0.5, "p0", 1, "only a prefill node gives them", num_prompt=612),
+        Span("local prefill", 0.0, 0.5, "d0", 0, "local, since no prefill node is here", num_prompt=612),
+        Span("reserve", 0.5, 0.0, "d1", 1, "least loaded of 3 decode nodes: 2 running of 64"),
+        Span("prefill", 0.5, 0.5, "p0", 1, "the only prefill node", num_prompt=612),
     ]
     trace = msgspec.structs.replace(TRACE, sequences=[SequenceTrace(0, "length", 21, spans)])
     server.say(Explanation([trace]))
     text = explain("cmpl-1")[1]
-    assert "d0, at most 612 tokens on the decode node, since no prefill node is here" in text
-    assert "p0, attempt 2, 612 tokens; remote, since only a prefill node gives them" in text
+    assert "d0, at most 612 tokens on the decode node; local, since no prefill node is here" in text
+    assert "d1, attempt 2, least loaded of 3 decode nodes: 2 running of 64" in text
+    assert "p0, attempt 2, 612 tokens; the only prefill node" in text
 
 
 def test_bars_lie_where_their_spans_lie(server: Server, explain: Explain) -> None:

@@ -1,5 +1,5 @@
-"""Reasons in words, for operators: why a node takes no work, why a pair does not work, why a request waits, and why it
-was placed where it is. Each is a function of the books, which it only reads."""
+"""Reasons in words, for operators: why a node takes no work, why a pair does not work, and why a request waits. Each is
+a function of the books, which it only reads. Why a request has its nodes is in its trace."""
 
 from __future__ import annotations
 
@@ -133,15 +133,13 @@ def _why_queue(group: NodeGroup, queue: WaitingQueue, health: PairHealth, now: f
 
 
 def why_waits(request: Request, attempt: Attempt | None, span: Span, queue: GroupQueue) -> str:
-    """Return what a live request waits for, or why it was placed where it is. `span` is its last one."""
+    """Return what a live request waits for, "" if it just runs. `span` is its last one."""
     if span.name == "queue":
         words = [_why_queued(queue.entries.get(id(request)), queue), span.reason and f"moved: {span.reason}"]
-    elif attempt is not None:
-        node = attempt.prefill if span.name == "prefill" else attempt.decode
-        words = [_under_way(span.name, node), _why_placed(request, attempt)]
-    else:
-        words = [span.reason]
-    return "; ".join(filter(None, words))
+        return "; ".join(filter(None, words))
+    if attempt is None:
+        return f"{span.node} is asked for pages" if span.name == "reserve" else span.reason
+    return _under_way(span.name, attempt.prefill if span.name == "prefill" else attempt.decode)
 
 
 def _why_queued(entry: Entry | None, queue: GroupQueue) -> str:
@@ -156,26 +154,12 @@ def _under_way(stage: str, node: Node | None) -> str:
     if node is None:
         return ""
     match stage:
-        case "reserve":
-            return f"{node.node_id} is asked for pages"
         case "prefill" | "local prefill":
             return f"{node.node_id} has {_counted(node.num_prompts, 'prompt')} to compute"
         case "handoff":
             return f"{node.node_id} pulls the pages of the prompt"
         case _:
             return ""
-
-
-def _why_placed(request: Request, attempt: Attempt) -> str:
-    """Return why an attempt has its nodes."""
-    prefill, decode = attempt.prefill, attempt.decode
-    same = " or served the session before" if request.session is not None else ""
-    words = [attempt.place.words]
-    if prefill is not None:
-        words.append(f"of the prefill nodes, {prefill.node_id} was to finish the prompt first{same}")
-    if decode is not None:
-        words.append(f"of the decode nodes with room, {decode.node_id} had the least load{same}")
-    return "; ".join(filter(None, words))
 
 
 def _counted(count: int, noun: str) -> str:

@@ -101,7 +101,7 @@ class Snapshots:
                 for prefill, decode, standing in standings
                 if prefill is not None
             ],
-            requests=sorted(live, key=lambda each: each.age_s)[:MAX_REQUESTS],
+            requests=sorted((request for request, _ in live), key=lambda each: each.age_s)[:MAX_REQUESTS],
             num_requests=len(live),
             waits=_waits(live),
         )
@@ -165,11 +165,11 @@ class Snapshots:
             standing = node_standing(node, of_node[node], registry, now)
             yield _live_node(node, standing, pages.get(node.node_id), now)
 
-    def _requests(self, requests: Iterable[Request], now: float) -> list[LiveRequest]:
-        """Return the live requests, the oldest first."""
+    def _requests(self, requests: Iterable[Request], now: float) -> list[tuple[LiveRequest, str]]:
+        """Return the live requests, the oldest first, and what each waits for."""
         queues, health = self._dispatcher.queues, self._dispatcher.health
         of_group: dict[NodeGroup, GroupQueue] = {}
-        live: list[LiveRequest] = []
+        live: list[tuple[LiveRequest, str]] = []
         for request in requests:
             group = request.group
             if group not in of_group:
@@ -235,12 +235,13 @@ def _gone(history: NodeHistory, now: float) -> LiveNode | None:
     )
 
 
-def _live_request(request: Request, queue: GroupQueue, now: float) -> LiveRequest:
-    """Return a request as its first choice that still runs stands."""
+def _live_request(request: Request, queue: GroupQueue, now: float) -> tuple[LiveRequest, str]:
+    """Return a request as its first choice that still runs stands, and what it waits for."""
     sequence = next((each for each in request.sequences if each.finish_reason is None), request.sequences[0])
     span, attempt = request.timeline.last_span(sequence.index), sequence.attempt
     prefill, decode = (attempt.prefill, attempt.decode) if attempt is not None else (None, None)
-    return LiveRequest(
+    wait = why_waits(request, attempt, span, queue)
+    line = LiveRequest(
         rid=request.rid,
         model=request.group.key.model,
         stage=cast(LiveStage, span.name),
@@ -250,15 +251,16 @@ def _live_request(request: Request, queue: GroupQueue, now: float) -> LiveReques
         num_prompt=len(request.prompt_ids),
         num_tokens=request.num_generated,
         age_s=round(now - request.created_at, 3),
-        why=why_waits(request, attempt, span, queue),
+        why="; ".join(filter(None, (wait, request.timeline.placement(sequence.index)))),
     )
+    return line, wait
 
 
-def _waits(requests: Iterable[LiveRequest]) -> list[LiveWait]:
+def _waits(live: Iterable[tuple[LiveRequest, str]]) -> list[LiveWait]:
     """Return where requests wait, and why: those that wait longest first."""
     ages: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for request in requests:
+    for request, wait in live:
         if request.stage in _WAITING:
-            ages[request.stage, request.why].append(request.age_s)
+            ages[request.stage, wait].append(request.age_s)
     waits = [LiveWait(where, why, len(each), max(each)) for (where, why), each in ages.items()]
     return sorted(waits, key=lambda wait: wait.oldest_s, reverse=True)

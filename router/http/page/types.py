@@ -147,7 +147,7 @@ class LivePair(Struct, frozen=True):
 
 
 class LiveRequest(Struct, frozen=True, kw_only=True):
-    """A live request, shown by its first choice. `why`: why it waits, or why it was placed where it is."""
+    """A live request, shown by its first choice. `why`: what it waits for, and why it has its nodes."""
 
     rid: str
     model: str

@@ -29,6 +29,8 @@ from baton.router.placement.placement import (
     SessionAffinity,
     choose_decode,
     choose_prefill,
+    decode_reason,
+    prefill_reason,
 )
 from baton.router.placement.prompt_placement import GroupFacts, LocalPrefill
 from baton.router.requests import streams
@@ -78,6 +80,98 @@ def test_a_session_returns_to_its_nodes_unless_others_are_much_less_loaded() -> 
     assert choose_prefill([idle, last_prefill], 1000) == 1
     assert choose_prefill([idle, last_prefill._replace(queued_tokens=1100)], 1000) == 0
     assert choose_prefill([idle, last_prefill._replace(num_queued=8)], 1000) == 0
+
+
+LAST = decode(running=4, most=20)._replace(is_sessions=True)
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        ([decode(running=3), decode(running=1), decode(running=2)], "least loaded of 3 decode nodes: 1 running of 10"),
+        ([decode(running=5, most=100), decode(running=1, most=2)], "least loaded of 2 decode nodes: 5 running of 100"),
+        ([decode(running=3), decode(running=1, free=4)], ""),
+        ([decode(running=3), decode(is_full=True), decode(running=10)], ""),
+        (
+            [decode(free=50, running=9), decode(free=40), decode(free=30)],
+            "of the least loaded of 3 decode nodes (0 running of 10) it has the most free pages: 40",
+        ),
+        ([decode(running=2), decode(running=2)], "none of 2 decode nodes is less loaded: 2 running of 10"),
+        (
+            [decode(running=3, most=20), LAST],
+            "the session stays with its decode node: 4 running of 20, elsewhere 3 of 20",
+        ),
+        ([decode(running=5, most=20), LAST], "least loaded of 2 decode nodes: 4 running of 20"),
+        ([decode(running=1, most=20), LAST], "least loaded of 2 decode nodes: 1 running of 20"),
+    ],
+)
+def test_the_reason_for_a_decode_node_is_what_was_compared(figures: list[DecodeFigures], reason: str) -> None:
+    index = choose_decode(figures, 5)
+    assert index is not None and decode_reason(figures, 5, index) == reason
+
+
+QUEUE = PrefillFigures(queued_tokens=0, num_queued=0, max_queued=8, cached_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        (
+            [QUEUE._replace(queued_tokens=1200), QUEUE],
+            "of 2 prefill nodes it has the fewest tokens to compute up to the prompt's end: 1,000, the next 2,200",
+        ),
+        (
+            [QUEUE, QUEUE._replace(queued_tokens=500, cached_tokens=900)],
+            "of 2 prefill nodes it has the fewest tokens to compute up to the prompt's end: 600, the next 1,000",
+        ),
+        ([QUEUE, QUEUE], "none of 2 prefill nodes has fewer tokens to compute up to the prompt's end: 1,000"),
+        (
+            [QUEUE._replace(num_queued=2), QUEUE._replace(num_queued=1)],
+            "none of 2 prefill nodes has fewer tokens to compute up to the prompt's end: 1,000, and it has the fewest "
+            "prompts: 1",
+        ),
+        (
+            [QUEUE, QUEUE._replace(queued_tokens=900, is_sessions=True)],
+            "the session stays with its prefill node: 900 tokens to compute before this prompt, elsewhere at least "
+            "1,000 up to its end",
+        ),
+        (
+            [QUEUE, QUEUE._replace(queued_tokens=1100, is_sessions=True)],
+            "of 2 prefill nodes it has the fewest tokens to compute up to the prompt's end: 1,000, the next 1,100",
+        ),
+        ([QUEUE, QUEUE._replace(num_queued=8)], ""),
+    ],
+)
+def test_the_reason_for_a_prefill_node_is_what_was_compared(figures: list[PrefillFigures], reason: str) -> None:
+    index = choose_prefill(figures, 1000)
+    assert index is not None and prefill_reason(figures, 1000, index) == reason
+
+
+def test_a_place_says_why_it_has_its_nodes() -> None:
+    group = make_group()
+    first, decodes = add_node(group, "prefill", "p0"), [add_node(group, "decode", "d0")]
+    ready = {first, decodes[0]}
+    placement = Placement(lambda prefill, decode: {prefill, decode} <= ready)
+    entry = Entry(make_request(group, prompt_len=40), (0,))
+
+    def reasons() -> tuple[str, str]:
+        place = placement.choose(entry, 0.0)
+        assert place is not None and place.prefill is first and place.decode is decodes[0]
+        return place.prefill_reason, place.decode_reason
+
+    assert reasons() == ("the only prefill node", "the only decode node")
+    decodes.append(add_node(group, "decode", "d1"))
+    unready = "the only one of 2 decode nodes that can serve it: others are not ready or too small"
+    assert reasons()[1] == unready
+    ready.add(decodes[1])
+    decodes[1].refuse(0.0)
+    assert reasons()[1] == "the only one of 2 decode nodes that has room now"
+    entry.request.failed_pairs.add((first.routing_id, decodes[1].routing_id))
+    assert reasons()[1] == unready + ", or the request failed there"
+    placement.begin_prompt(first, entry, 0, 0.0)
+    assert reasons()[0] == "the only prefill node; it probably holds 32 of the prompt's 40 tokens in its prefix cache"
+    entry.pair = first, decodes[0]
+    assert reasons()[1] == "a canary request tries this node"
 
 
 def test_sessions_are_kept_apart_by_tenant_and_found_by_header_or_field(make_system: Callable[..., System]) -> None:

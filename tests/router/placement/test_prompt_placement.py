@@ -26,9 +26,11 @@ from baton.router.placement.prompt_placement import (
     RemoteFigures,
     choose_local,
     choose_remote,
+    local_reason,
     patience_s,
     place_prompt,
     place_sooner,
+    remote_reason,
 )
 from baton.router.requests.request import Request
 from baton.router.requests.streams import SILENCE_S
@@ -220,6 +222,102 @@ def test_the_words_name_both_times() -> None:
     assert words == "the first two tokens come sooner: on average in 98.9 ms, by a decode node in 219.8 ms"
 
 
+LATER, UNKNOWN = PREFILL._replace(num_queued_tokens=1000), PREFILL._replace(times=PromptTimes())
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        ([PREFILL], ""),
+        (
+            [LATER, PREFILL],
+            "of 2 prefill nodes it brings the first two tokens first: in 98.9 ms with 4,096 tokens to compute, "
+            "the next in 118.9 ms",
+        ),
+        (
+            [PREFILL, PREFILL],
+            "none of 2 prefill nodes brings the first two tokens sooner: in 98.9 ms with 4,096 tokens to compute",
+        ),
+        (
+            [PREFILL, UNKNOWN],
+            "none of 2 prefill nodes has fewer tokens to compute up to the prompt's end: 4,096, and its times are not "
+            "measured yet",
+        ),
+        (
+            [UNKNOWN, LATER],
+            "of 2 prefill nodes it has the fewest tokens to compute up to the prompt's end: 4,096, the next 5,096",
+        ),
+        ([UNKNOWN, UNKNOWN], "none of 2 prefill nodes has fewer tokens to compute up to the prompt's end: 4,096"),
+    ],
+)
+def test_the_reason_for_a_prefill_node_is_what_was_compared(figures: list[RemoteFigures], reason: str) -> None:
+    index = choose_remote(figures)
+    assert index is not None and remote_reason(figures, index) == reason
+
+
+IDLE = DECODE._replace(num_running=0)
+NEW = IDLE._replace(times=PromptTimes())
+SESSIONS = IDLE._replace(num_queued_tokens=2000, is_sessions=True)
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        ([DECODE], ""),
+        ([DECODE, IDLE._replace(num_running=16)], ""),
+        (
+            [DECODE, IDLE._replace(num_running=2)],
+            "of 2 decode nodes it costs least: 219.8 ms to the first two tokens and 48.0 ms for its 2 running, "
+            "elsewhere at least 291.8 ms in all",
+        ),
+        (
+            [IDLE, SESSIONS],
+            "the session stays with its decode node: 319.8 ms to the first two tokens and 0.0 ms for its 0 running, "
+            "elsewhere at least 219.8 ms in all",
+        ),
+        (
+            [IDLE, SESSIONS._replace(num_queued_tokens=5000)],
+            "of 2 decode nodes it costs least: 219.8 ms to the first two tokens and 0.0 ms for its 0 running, "
+            "elsewhere at least 265.0 ms in all",
+        ),
+        (
+            [IDLE, IDLE._replace(room=200)],
+            "of the least loaded of 2 decode nodes (0 running of 16) it has the most free pages: 200",
+        ),
+        (
+            [NEW, DECODE, IDLE._replace(has_room=False)],
+            "the only one of 3 decode nodes that has measured times and room for a prompt beside its streams",
+        ),
+        ([NEW, IDLE._replace(has_room=False)], "the only one of 2 decode nodes that has measured times"),
+        ([NEW._replace(num_running=1), NEW], "least loaded of 2 decode nodes: 0 running of 16"),
+        (
+            [NEW, NEW._replace(num_running=1, is_sessions=True)],
+            "the session stays with its decode node: 1 running of 16, elsewhere 0 of 16",
+        ),
+    ],
+)
+def test_the_reason_for_a_decode_node_that_computes_is_what_was_compared(
+    figures: list[LocalFigures], reason: str
+) -> None:
+    index = choose_local(figures)
+    assert index is not None and local_reason(figures, index) == reason
+
+
+@given(st.lists(LOCALS, min_size=2, max_size=4))
+def test_a_node_said_to_be_the_cheapest_or_the_least_loaded_is_that(figures: list[LocalFigures]) -> None:
+    index = choose_local(figures)
+    if index is None:
+        return
+    reason, chosen = local_reason(figures, index), figures[index]
+    others = [each for number, each in enumerate(figures) if number != index and not each.is_full]
+    assert bool(reason) == bool(others)
+    if "costs least" in reason:
+        peers = [each for each in others if each.is_ready or (not chosen.is_ready and each.times.are_known)]
+        assert all(chosen.cost_s < each.cost_s for each in peers)
+    if reason.startswith("least loaded") and not chosen.times.are_known:
+        assert all(chosen.num_running / chosen.max_running < each.num_running / each.max_running for each in others)
+
+
 def test_a_group_that_never_had_a_prefill_node_waits_longer() -> None:
     assert patience_s(10.0, had_prefill=False) == 5.0 and patience_s(10.0, had_prefill=True) == LOST_S
     assert patience_s(0.4, had_prefill=True) == 0.2, "less than requests wait"
@@ -314,7 +412,9 @@ def test_the_trace_of_a_local_prompt_has_its_time_and_its_reason() -> None:
     world.wait(0.1)
     world.tokens("d0", asked, 1, IDS[1:3], reason="length")
     spans = {span.name: span for span in client.request.timeline.read(world.now).sequences[0].spans}
-    assert spans["local prefill"].reason == "no prefill node is here" and spans["local prefill"].node == "d0"
+    assert (
+        spans["local prefill"].reason == "local, since no prefill node is here" and spans["local prefill"].node == "d0"
+    )
     assert spans["local prefill"].seconds == pytest.approx(0.2) and spans["decode"].seconds == pytest.approx(0.1)
 
 
@@ -764,7 +864,7 @@ def test_the_trace_of_an_auto_prompt_has_both_times() -> None:
     spans = {span.name: span for span in client.request.timeline.read(world.now).sequences[0].spans}
     assert (
         spans["local prefill"].reason
-        == "the first two tokens come sooner: on average in 15.6 ms, by a prefill node in 18.3 ms"
+        == "local, since the first two tokens come sooner: on average in 15.6 ms, by a prefill node in 18.3 ms"
     )
 
 

@@ -33,11 +33,6 @@ const MEANINGS = {
   finish: "ending the stream",
 };
 
-/** How the router places requests (router/placement/placement.py). Spans name the exceptions. */
-const RULE =
-  "The router asks the least loaded decode node that has room, then the prefill node that would finish the prompt first, " +
-  "counting the pages that it still has in its cache.";
-
 let opened = 0; // counts openings, so that answers for an earlier one are dropped
 
 /**
@@ -102,7 +97,6 @@ function drawTrace(trace) {
     ...facts.map((text) => el("p", { class: "caption", text })),
     ...(trace.error ? [el("p", { class: "error", text: trace.error })] : []),
     ...trace.choices.flatMap((sequence) => drawSequence(sequence, trace)),
-    el("p", { class: "caption", text: RULE }),
   ];
 }
 
@@ -131,13 +125,12 @@ function drawSpan(span, total) {
 /** Return what a span counted, and why it is where it is. JSON leaves out what is zero. */
 function figuresOf(span) {
   const { name, reason = "" } = span;
-  const because = reason ? `because ${reason}` : "";
   if (name === "queue") {
     return [reason ? `moved: ${reason}` : "", span.num_refused ? `the decode node was full ${plural(span.num_refused, "time")}` : ""];
   }
   if (name === "prefill" || name === "local prefill") {
     const cached = span.num_cached ? `, ${count(span.num_cached)} more were cached` : "";
-    return [span.num_prompt ? `${plural(span.num_prompt, "token")}${cached}` : "", because];
+    return [span.num_prompt ? `${plural(span.num_prompt, "token")}${cached}` : "", reason];
   }
   if (name === "pull") {
     const had = span.had_pages ? `, ${count(span.had_pages)} more were cached` : "";
@@ -148,7 +141,7 @@ function figuresOf(span) {
   if (name === "decode") {
     const rounds = span.num_steps ? ` in ${plural(span.num_steps, "round")}` : "";
     const drafts = span.num_drafted ? `${count(span.num_accepted ?? 0)} of ${count(span.num_drafted)} drafts accepted` : "";
-    return [span.num_tokens ? `${plural(span.num_tokens, "token")}${rounds}` : "", drafts, because];
+    return [span.num_tokens ? `${plural(span.num_tokens, "token")}${rounds}` : "", drafts, reason];
   }
-  return [because];
+  return [reason];
 }

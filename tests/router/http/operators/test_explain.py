@@ -193,7 +193,9 @@ def test_a_move_shows_its_reason(make_system: Callable[..., System]) -> None:
         wait_until(lambda: listed(system)[0]["num_moves"])
     [trace] = explain(system, answers[0][2]["x-request-id"])
     assert names(trace).count("queue") == 2
-    assert f"decode node {victim.name}" in next(span.reason for span in trace.spans if span.reason)
+    assert f"decode node {victim.name}" in next(
+        span.reason for span in trace.spans if span.name == "queue" and span.reason
+    )
     assert spans_of(trace)["decode"].node != victim.name
     assert [line["num_moves"] for line in listed(system, f"node={victim.name}")] == [1]
 

@@ -122,10 +122,11 @@ def test_a_request_says_where_it_is_and_why(make_system: Callable[..., System]) 
     with held(system, 3):
         wait_until(lambda: sum(each.stage == "decode" for each in snapshot(system).requests) == 1)
         seen = snapshot(system)
-        waiting, runs = seen.requests[:2], seen.requests[2]
+        waiting = [each for each in seen.requests if each.stage == "queue"]
+        [runs] = [each for each in seen.requests if each.stage == "decode"]
         assert (seen.num_requests, seen.counts.waiting, seen.counts.running) == (3, 2, 1)
         assert (runs.stage, runs.prefill, runs.decode, runs.node) == ("decode", "p0", "d0", "d0")
-        assert "d0 had the least load" in runs.why and "p0 was to finish the prompt first" in runs.why
+        assert runs.why == "d0: the only decode node; p0: the only prefill node"
         for request in waiting:
             assert (request.stage, request.node) == ("queue", "")
             assert request.why == "no decode node takes more: d0 is full: it runs 1 of at most 1 sequences"
@@ -138,6 +139,9 @@ def test_a_request_says_where_it_is_and_why(make_system: Callable[..., System]) 
         lines = system.router.request("GET", "/debug/requests?stage=queue&outcome=live")[1]
         assert {line["rid"] for line in lines["requests"]} == {request.rid for request in waiting}
         assert lines["most_finished"] == 1024
+    [ended] = system.router.request("GET", f"/debug/requests/{runs.rid}")[1]["requests"]
+    told = "; ".join(f"{span['node']}: {span['reason']}" for span in ended["choices"][0]["parts"] if "reason" in span)
+    assert told == runs.why, "the trace of an ended request has the same words"
     ended = system.router.request("GET", f"/debug/requests/{runs.rid}/text")
     assert ended[0] == 404 and "keeps no text" in ended[1]["error"]["message"]
 
