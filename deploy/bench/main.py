@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -73,8 +72,6 @@ def run(config: BenchConfig, compare: Sequence[str] | None) -> int:
         return 0
     loads = list(config.loads())
     client = Client(config.url, config.key)
-    if urlsplit(client.url).username is not None:
-        raise ConfigError("--url holds a key: give it by BATON_API_KEY or OPENAI_API_KEY")
     server = meet(client, config)
     longest = max(each.prompt_len + each.num_tokens for _, arrivals in loads for each in arrivals)
     if server.context_len is not None and longest > server.context_len:
