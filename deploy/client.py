@@ -39,13 +39,16 @@ class Client:
 
     def __init__(self, url: str, api_key: Key = None) -> None:
         """`url` is like http://127.0.0.1:8000; a trailing /v1 is removed. Raises ConfigError if it is no such URL."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        wrong = ConfigError(f"--url {url}: write it like http://127.0.0.1:8000")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError(f"--url {url}: write it like http://127.0.0.1:8000")
+            raise wrong from None
+        if parts.username is not None:  # messages and files name the address
+            raise ConfigError("--url holds a password or a key: give it by BATON_API_KEY")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise wrong
         self.url = url.rstrip("/").removesuffix("/v1")
         self._is_secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port

@@ -167,7 +167,8 @@ def ready_text(client: Client, run_dir: Path, key: str | None) -> str:
     export = ""
     if key is not None and os.environ.get("BATON_API_KEY") != key:
         path = run_dir / KEY_FILE
-        path.touch(mode=0o600)
+        path.unlink(missing_ok=True)  # in a directory of --run-dir somebody else may have made it, or a link
+        path.touch(mode=0o600, exist_ok=False)
         path.write_text(f"{key}\n")
         export = f'  export BATON_API_KEY="$(cat {shlex.quote(str(path))})"\n\n'
     return f"""

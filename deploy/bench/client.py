@@ -22,6 +22,7 @@ import msgspec
 from aiohttp.client_proto import ResponseHandler
 
 from ..simulation.figures import Record
+from ..terminal import printable
 
 Turns = list[dict[str, str]]  # messages of a chat
 
@@ -242,5 +243,5 @@ def _message(words: str | bytes) -> str:
         text = found.get("message", text) if isinstance(found, dict) else found
     except msgspec.DecodeError:
         pass
-    text = " ".join(str(text).split())
+    text = printable(" ".join(str(text).split()))
     return text if len(text) <= _MOST_SAID else text[: _MOST_SAID - 3] + "..."

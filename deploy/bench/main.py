@@ -14,8 +14,7 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,6 +23,7 @@ from ...metadata.version import package_version
 from ..client import Client, failure
 from ..flags import to_argv
 from ..simulation.traffic import Arrival
+from ..terminal import printable
 from .client import Reply, Target, ask, open_session
 from .compare import compared_text, read_report
 from .config import BenchConfig
@@ -35,6 +35,7 @@ from .table import chart, head_text, load_text
 _COUNTED_PIECES = 200  # of the prompt that tells how many tokens words have
 _LINE_S = 0.5  # between two lines of progress
 _WIDTH = 80
+_Answer = TypeVar("_Answer")
 
 
 class Server(NamedTuple):
@@ -46,6 +47,24 @@ class Server(NamedTuple):
     vocab_size: int | None
 
 
+class _Model(msgspec.Struct):
+    id: str
+    owned_by: str | None = None
+    max_model_len: Annotated[int, msgspec.Meta(gt=0)] | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] | None = None
+
+
+class _Version(msgspec.Struct):
+    version: str | None = None
+
+
+class _Tokenizer(msgspec.Struct):
+    vocab_size: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] | None = None
+
+
 def run(config: BenchConfig, compare: Sequence[str] | None) -> int:
     """Measure, or compare two files. Return 0, 1 if no request was answered, or 130 after Ctrl-C. Raises BatonError."""
     if compare is not None:
@@ -53,8 +72,6 @@ def run(config: BenchConfig, compare: Sequence[str] | None) -> int:
         return 0
     loads = list(config.loads())
     client = Client(config.url, config.key)
-    if urlsplit(client.url).username is not None:
-        raise ConfigError("--url holds a key: give it by BATON_API_KEY or OPENAI_API_KEY")
     server = meet(client, config)
     longest = max(each.prompt_len + each.num_tokens for _, arrivals in loads for each in arrivals)
     if server.context_len is not None and longest > server.context_len:
@@ -70,31 +87,33 @@ def meet(client: Client, config: BenchConfig) -> Server:
     status, body = client.get("/v1/models")
     if status in (401, 403):
         raise RequestError(f"{failure(status, body)}; set BATON_API_KEY or OPENAI_API_KEY")
-    models = (_json(body) or {}).get("data") or []
-    if status != 200 or not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
+    models = _read(body, _Models)
+    if status != 200 or models is None:
         raise Unavailable(f"{client.url} has no OpenAI-compatible interface: GET /v1/models answers HTTP {status}")
-    named = {each.get("id"): each for each in models}
+    named = {each.id: each for each in models.data or ()}
     model = config.model or next(iter(named), None)
     if model is None:
         raise Unavailable(f"{client.url} serves no model yet")
     if model not in named:
-        raise RequestError(f"{client.url} does not serve {model}; it serves {', '.join(map(str, named))}")
-    about, version = named[model], _asked(client, "/version").get("version")
-    vocab_size = _asked(client, "/tokenizer_info").get("vocab_size") if not config.chat else None
-    name = " ".join(str(each) for each in (about.get("owned_by"), version) if each)
-    return Server(name or "unknown server", model, about.get("max_model_len"), vocab_size)
+        raise RequestError(f"{client.url} does not serve {model}; it serves {', '.join(named)}")
+    about, version = named[model], _asked(client, "/version", _Version)
+    tokenizer = _asked(client, "/tokenizer_info", _Tokenizer) if not config.chat else None
+    name = " ".join(each for each in (about.owned_by, version and version.version) if each)
+    return Server(
+        name or "unknown server", model, about.max_model_len, None if tokenizer is None else tokenizer.vocab_size
+    )
 
 
-def _asked(client: Client, path: str) -> dict[str, Any]:
-    """Return what GET `path` answers, empty if the server has no such route."""
+def _asked(client: Client, path: str, kind: type[_Answer]) -> _Answer | None:
+    """Return what GET `path` answers, None if the server has no such route."""
     status, body = client.get(path)
-    return (_json(body) or {}) if status == 200 else {}
+    return _read(body, kind) if status == 200 else None
 
 
-def _json(body: bytes) -> dict[str, Any] | None:
+def _read(body: bytes, kind: type[_Answer]) -> _Answer | None:
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -180,8 +199,8 @@ def _report(config: BenchConfig, url: str, server: Server, vocabulary: Vocabular
         settings={each.name: getattr(config, each.name) for each in fields(config) if each.name not in secret},
         started=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         url=url,
-        server=server.name,
-        model=server.model,
+        server=printable(server.name),
+        model=printable(server.model),
         prompts=f"streamed {path}; prompts of {prompts}",
         python=platform.python_version(),
         cpus=os.cpu_count() or 1,

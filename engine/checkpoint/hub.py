@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import queue
 import re
@@ -24,10 +25,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 from ...metadata.errors import BatonError, ConfigError, ModelError
 from ..drafters.registry import DRAFTERS
-from .model_files import did_you_mean
+from .model_files import did_you_mean, path_of
 
 Say = Callable[[str], None]  # tells the operator one line
 
@@ -74,8 +76,9 @@ class HubSnapshot(NamedTuple):
 
 
 def repository(model: str | None) -> str | None:
-    """Return the name of the repository that `model` means; None for a path. What exists on this host wins."""
-    if model is None or Path(model).expanduser().exists():
+    """Return the name of the repository that `model` means; None for a path. What exists on this host wins.
+    Raises ModelError."""
+    if model is None or path_of(model).exists():
         return None
     match = _NAME.fullmatch(model)
     return None if match is None else match[1]
@@ -113,8 +116,8 @@ def find(model: str, name: str, revision: str | None, say: Say) -> HubSnapshot:
 
 def _file(listed: Any) -> File:
     """Return a file as the hub lists it. Raises ValueError if its blob cannot be named after it."""
-    etag = listed.blob_id if listed.lfs is None else listed.lfs.sha256
-    if not isinstance(listed.size, int) or not _HASH.fullmatch(str(etag)):
+    etag, form = (listed.blob_id, _HASH) if listed.lfs is None else (listed.lfs.sha256, _SHA256)
+    if not isinstance(listed.size, int) or listed.size < 0 or not form.fullmatch(str(etag)):
         raise ValueError(f"{listed.rfilename} has size {listed.size} and hash {etag!r}")
     return File(listed.size, etag)
 
@@ -183,6 +186,8 @@ def _library(name: str) -> Any:
             f"{name} is no directory here, and to download it from the Hugging Face hub Baton needs huggingface_hub: "
             "pip install 'baton-serve[hub]', or give a directory"
         ) from None
+    if urlsplit(constants.ENDPOINT).username is not None:
+        raise ConfigError("HF_ENDPOINT holds a password, which logs would show: give the hub's token by HF_TOKEN")
     constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
     return huggingface_hub
 
@@ -279,7 +284,7 @@ def _fetch(snapshot: HubSnapshot, path: str, blobs: Path, meter: _Meter) -> None
     if _size(part) > size:
         part.unlink()
     url = file_download.hf_hub_url(snapshot.name, path, revision=snapshot.commit)
-    with part.open("ab") as file:
+    with _Limited(part, size) as file:
         file_download.http_get(
             url,
             file,
@@ -303,6 +308,20 @@ def _part(blobs: Path, file: File) -> Path:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+class _Limited(io.BufferedWriter):
+    """A file to append to that takes at most `size` bytes: a server may send without an end."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(io.FileIO(path, "ab"))
+        self._path, self._size = path, size
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self._size:
+            self._path.unlink()
+            raise ValueError(f"it sends more than the {self._size:,} bytes that it lists for a file")
+        return super().write(data)
 
 
 class _Meter:

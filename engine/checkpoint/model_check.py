@@ -18,7 +18,7 @@ from ..state.host_memory import available_memory
 from . import hub
 from .hub import HubSnapshot, Say, in_words
 from .model_config import ModelConfig
-from .model_files import check_directory, check_names, safetensors_files
+from .model_files import check_directory, check_names, path_of, safetensors_files
 from .quantization import chosen
 from .read_config import read_model_config
 
@@ -28,8 +28,8 @@ DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 
 
 def resolve_model(model: str | None) -> Path:
-    """Return the checkpoint directory; None is the demo model that ships with Baton."""
-    return DEMO if model is None else Path(model).expanduser()
+    """Return the checkpoint directory; None is the demo model that ships with Baton. Raises ModelError."""
+    return DEMO if model is None else path_of(model)
 
 
 def fetched(nodes: Sequence[Config], say: Say) -> list[Config]:

@@ -19,6 +19,7 @@ _NEEDED = "config.json, *.safetensors and tokenizer.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
 _MAX_HEADER = 100_000_000  # bytes, as the safetensors library takes
 _ADAPTER = "adapter_config.json"
+_MAX_SHOWN = 200  # characters of what an operator gave
 
 
 class FileTensor(NamedTuple):
@@ -26,6 +27,18 @@ class FileTensor(NamedTuple):
 
     dtype: str  # as safetensors names it
     num_bytes: int
+
+
+def path_of(given: str) -> Path:
+    """Return the path that the operator gave, whether it exists or not. Raises ModelError if nobody can tell: its user
+    is unknown, its name too long, or a directory above it closed."""
+    try:
+        path = Path(given).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{given[:_MAX_SHOWN]} is no path that this user can open: {why}") from None
+    return path
 
 
 def check_directory(model_dir: Path, *, needs_weights: bool = True, needs_tokenizer: bool = True) -> None:

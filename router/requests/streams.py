@@ -92,7 +92,7 @@ class TokenStreams:
                         node.end_prompt(unit.rid, unit.attempt)
                 drafts = b""
                 if sequence.request.marks_drafts:  # prefill nodes give first tokens, which are sampled
-                    drafts = bytes(count) if node.role == "prefill" else message.drafts.get(row, b"")
+                    drafts = bytes(count) if node.role == "prefill" else message.drafts.get(row, b"")[:count]
                 new = ids[start : start + count]
                 delta = self._merge(node, sequence, firsts[row], new, logprobs, end, now, drafts)
                 if delta is not None:

@@ -218,6 +218,7 @@ def test_a_router_that_starts_anew_is_found_again(start: Callable[..., Running],
     tab.get_by_text("Connection lost").wait_for()
     served._start_router()
     tab.get_by_text("Live", exact=True).wait_for()
+    tab.locator("#chat-settings select[name=model] option").wait_for(state="attached")  # the nodes have joined again
     ask(tab)
     tab.get_by_role("button", name="Where its time went").wait_for(timeout=60_000)
 

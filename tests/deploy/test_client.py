@@ -11,10 +11,13 @@ from baton.metadata.errors import ConfigError, RequestError, Unavailable
 from .conftest import Server
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:y", "http://x:99999999"])
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "http://x:y", "http://x:99999999", "http://[::1", "http://me:pw@x"]
+)
 def test_an_invalid_url_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="--url"):
+    with pytest.raises(ConfigError, match="--url") as error:
         Client(url)
+    assert "pw" not in str(error.value)
 
 
 def test_the_client_takes_urls_as_people_write_them(server: Server) -> None:

@@ -92,7 +92,9 @@ def test_the_printed_request_finds_the_key_wherever_it_came_from(
     client = OneModel("http://127.0.0.1:1")
     directory = tmp_path / "with space"
     directory.mkdir()
+    (directory / "api.key").symlink_to(tmp_path / "of another user")
     text = ready_text(client, directory, "it's secret")
+    assert not (tmp_path / "of another user").exists()
     assert "secret" not in text and (directory / "api.key").stat().st_mode & 0o77 == 0
     export = next(line for line in text.splitlines() if "export" in line)
     said = subprocess.run(["sh", "-c", f'{export}; echo "$BATON_API_KEY"'], capture_output=True, text=True, check=True)

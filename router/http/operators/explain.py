@@ -23,7 +23,7 @@ FILTER_WORDS = (
     "(seconds) and limit (a count)"
 )
 DEFAULT_LIMIT = 50
-MAX_TEXT_TOKENS = 8192  # of an output, whose text is decoded at once
+MAX_TEXT_TOKENS = 8192  # of all outputs of a request, whose texts are decoded at once
 
 
 async def recent(api: Api, http_request: web.Request) -> web.StreamResponse:
@@ -52,8 +52,9 @@ async def text(api: Api, http_request: web.Request) -> web.StreamResponse:
     wanted = http_request.match_info["rid"]
     for request in api.dispatcher.requests.values():
         if wanted == request.rid and not request.is_canary:
-            texts = [sequence.last_text(MAX_TEXT_TOKENS) for sequence in request.sequences]
-            return json_response(RequestText(rid=request.rid, texts=texts, most_tokens=MAX_TEXT_TOKENS))
+            most_tokens = MAX_TEXT_TOKENS // len(request.sequences)
+            texts = [sequence.last_text(most_tokens) for sequence in request.sequences]
+            return json_response(RequestText(rid=request.rid, texts=texts, most_tokens=most_tokens))
     raise NotFound(f"no request {wanted!r} is live; the router keeps no text of those that have ended", param="rid")
 
 

@@ -17,12 +17,13 @@ import msgspec
 from aiohttp import web
 
 from ....metadata.errors import Overloaded, Unavailable
+from ..server.access import Caller, share_of
 from ..server.sse import COMMENT, EventStream
 from .types import Sees, Snapshot
 
 PERIOD_S = 1.0
 UNSENT_BYTES = 1 << 15  # in the kernel, for each viewer
-MAX_VIEWERS = 64
+MAX_VIEWERS = 64  # of all tenants; operators come in besides
 MAX_VIEWERS_OF_ONE = 16  # of one tenant, or of all operators together
 
 
@@ -30,7 +31,7 @@ class _Viewer(NamedTuple):
     """One stream of snapshots."""
 
     stream: EventStream
-    sees: Sees
+    sees: Callable[[], Sees | None]  # what it may see now; None: nothing any more
     ended: asyncio.Event
 
 
@@ -52,12 +53,16 @@ class Feed:
             self._newest[sees] = now, msgspec.json.encode(self._read(sees))
         return self._newest[sees][1]
 
-    async def watch(self, http_request: web.Request, share: Hashable, sees: Sees) -> web.StreamResponse:
-        """Send snapshots until the router drains, or the client leaves. Raises Overloaded if too many look already,
-        Unavailable if the router drains."""
+    async def watch(
+        self, http_request: web.Request, caller: Caller, sees: Callable[[], Sees | None]
+    ) -> web.StreamResponse:
+        """Send snapshots until the router drains, the client leaves, or it may see nothing any more: `sees` is asked
+        before each. Raises Overloaded if too many look already, Unavailable if the router drains."""
         if self._is_closed:
             raise Unavailable("the router is shutting down")
-        if self._of_one[share] >= MAX_VIEWERS_OF_ONE or len(self._viewers) >= MAX_VIEWERS:
+        share = caller.is_admin, share_of(caller)
+        is_full = len(self._viewers) >= MAX_VIEWERS and not caller.is_admin
+        if self._of_one[share] >= MAX_VIEWERS_OF_ONE or is_full:
             raise Overloaded(
                 f"{self._of_one[share]} streams of /live are open for this caller and {len(self._viewers)} in all; at "
                 f"most {MAX_VIEWERS_OF_ONE} and {MAX_VIEWERS} may be: close one, or use GET /live?once=true"
@@ -68,7 +73,7 @@ class Feed:
         self._of_one[share] += 1
         try:
             response = await viewer.stream.open({})
-            viewer.stream.push(_event(self.newest(sees)))
+            viewer.stream.push(_event(self.newest(sees() or "counts")))
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
             await viewer.ended.wait()
@@ -94,14 +99,17 @@ class Feed:
         self._send()
 
     def _send(self) -> None:
-        """Send a new snapshot to every viewer that has read its last one."""
+        """Send a new snapshot to every viewer that has read its last one. End the streams that may see none."""
         self._newest.clear()
         events: dict[Sees, bytes] = {}
         for viewer in self._viewers:
-            if not viewer.stream.num_unread:
-                if viewer.sees not in events:
-                    events[viewer.sees] = _event(self.newest(viewer.sees))
-                viewer.stream.push(events[viewer.sees])
+            sees = viewer.sees()
+            if sees is None:
+                viewer.ended.set()
+            elif not viewer.stream.num_unread:
+                if sees not in events:
+                    events[sees] = _event(self.newest(sees))
+                viewer.stream.push(events[sees])
 
     def _rest(self) -> None:
         """Nobody looks any more."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ....metadata.errors import RequestError
-from ..server.access import CALLER, IS_OPERATOR, share_of
+from ....metadata.errors import BatonError, RequestError
+from ..server.access import CALLER, IS_OPERATOR, KeyLevel
 from ..server.api import Api
 from .types import Sees
 
@@ -15,15 +15,23 @@ _ONCE = {"": False, "false": False, "true": True}
 async def live(api: Api, http_request: web.Request) -> web.StreamResponse:
     """GET /live. Who operates the router sees everything, all others see counts. Raises RequestError for a wrong value
     of `once`."""
-    sees: Sees = "everything" if http_request[IS_OPERATOR] else "counts"
     given = http_request.query.get("once", "")
     if given not in _ONCE:
         raise RequestError(f"once: {given!r} is neither true nor false", param="once")
     if not _ONCE[given] and http_request.method != "HEAD":
-        caller = http_request[CALLER]
-        return await api.feed.watch(http_request, (caller.is_admin, share_of(caller)), sees)
+        return await api.feed.watch(http_request, http_request[CALLER], lambda: _sees_now(api, http_request))
+    sees: Sees = "everything" if http_request[IS_OPERATOR] else "counts"
     if sees == "everything":
         await api.snapshots.pages.wait()
     return web.Response(
         body=api.feed.newest(sees), content_type="application/json", headers={"Cache-Control": "no-cache"}
     )
+
+
+def _sees_now(api: Api, http_request: web.Request) -> Sees | None:
+    """Return what the caller of a stream may see by the keys of this moment; None if its key is none any more."""
+    try:
+        caller = api.access.caller_of(http_request, KeyLevel.KEY)
+    except BatonError:
+        return None
+    return "everything" if http_request[IS_OPERATOR] and api.access.may_operate(caller) else "counts"

@@ -25,6 +25,7 @@ class TimetableServer:
     faults: list[int | str] = field(default_factory=list)
     key: str | None = None
     vocab_size: int | None = 50
+    about: dict[str, Any] = field(default_factory=lambda: {"id": "toy", "max_model_len": 4096, "owned_by": "fake"})
     tokens_per_word: int = 3
     sends_token_ids: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -53,7 +54,7 @@ class TimetableServer:
     async def models(self, request: web.Request) -> web.Response:
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "the API key is wrong"}}, status=401)
-        return web.json_response({"data": [{"id": "toy", "max_model_len": 4096, "owned_by": "fake"}]})
+        return web.json_response({"data": [self.about]})
 
     async def version(self, _request: web.Request) -> web.Response:
         return web.json_response({"version": "7"})

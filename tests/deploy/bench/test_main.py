@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -122,3 +123,28 @@ def test_a_server_that_cannot_be_measured_is_one_sentence(
     assert bench(server) == 1
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("about", "vocab_size", "words"),
+    [
+        ({"id": ["a"]}, 50, "has no OpenAI-compatible interface: GET /v1/models answers HTTP 200"),
+        ({"id": "toy", "max_model_len": "long"}, 50, "has no OpenAI-compatible interface"),
+        ({"id": "toy"}, -5, ""),
+        ({"id": "\x1b[31m<b>toy</b>", "owned_by": "\x1b]0;you\x07"}, 10**30, ""),
+    ],
+)
+def test_a_server_that_answers_nonsense_is_told_so(
+    server: TimetableServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    about: dict[str, Any],
+    vocab_size: int,
+    words: str,
+) -> None:
+    server.about, server.vocab_size = about, vocab_size
+    picture = tmp_path / "a.svg"
+    assert bench(server, "--svg", str(picture)) == (1 if words else 0)
+    out, err = capsys.readouterr()
+    assert words in err and "\x1b" not in out + err
+    assert words or ElementTree.parse(picture)

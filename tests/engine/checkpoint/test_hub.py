@@ -133,6 +133,21 @@ def test_a_file_that_arrived_damaged_is_not_kept(host: Host, model: Path) -> Non
     assert (Path(config.model) / "model.safetensors").read_bytes() == data
 
 
+def test_a_server_that_sends_more_than_it_lists_does_not_fill_the_disk(
+    host: Host, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.hub.add("org/model", model)
+    entry = hub_server._entry
+
+    def less(data: bytes) -> dict[str, Any]:
+        return entry(data) | ({"size": len(data) - 50} if len(data) > hub_server.SMALL else {})
+
+    monkeypatch.setattr(hub_server, "_entry", less)
+    size = (model / "model.safetensors").stat().st_size - 50
+    assert f"it sends more than the {size:,} bytes that it lists" in host.refusal(DecodeConfig(model="org/model"))
+    assert list(host.cache.rglob("*.incomplete")) == []
+
+
 def test_drafters_are_found_in_the_repository_of_the_model_and_in_their_own(host: Host, model: Path) -> None:
     write_head(model / "eagle", "eagle", model)
     host.hub.add("org/head", write_head(model.parent / "head", "eagle", model))
@@ -218,6 +233,10 @@ def test_a_repository_that_does_not_open_is_named_with_what_to_do(
         f"org/model is gated: accept its terms on {host.hub.url}/org/model, then set HF_TOKEN to a token of the "
         "account that did"
     )
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", host.hub.url.replace("://", "://user:password@"))
+        words = host.refusal(DecodeConfig(model="org/model"))
+        assert words.startswith("HF_ENDPOINT holds a password") and host.hub.url not in words
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "does not accept the token of HF_TOKEN" in host.refusal(DecodeConfig(model="org/model"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -234,6 +253,10 @@ def test_names_that_a_server_gives_stay_inside_the_cache(
     with monkeypatch.context() as patch:
         patch.setattr(hub_server.Repository, "commit", "../../..")
         assert "does not answer as a hub (its commit is '../../..')" in host.refusal(DecodeConfig(model="org/model"))
+    for size, sha256 in ((-1, "0" * 64), (1, "0" * 40)):
+        entry = {"size": size, "blobId": "0" * 40, "lfs": {"size": size, "sha256": sha256, "pointerSize": 1}}
+        monkeypatch.setattr(hub_server, "_entry", lambda _, entry=entry: entry)
+        assert f"has size {size} and hash '{sha256}'" in host.refusal(DecodeConfig(model="org/model"))
 
 
 def test_the_cache_answers_if_the_hub_cannot_be_asked(host: Host, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +329,9 @@ def test_names_and_paths_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
         assert repository(name) == "org/name"
     for path in (None, "name", "./org/name", "/org/name", "a/b/c", "~/org/name", "../name"):
         assert repository(path) is None
+    for path in ("~no-such-user/name", "n" * 5000):
+        with pytest.raises(BatonError, match="is no path that this user can open: "):
+            repository(path)
     assert (commit_of(tmp_path), name_of(tmp_path)) == ("", tmp_path.name)
     assert [in_words(each) for each in (7, 1234, 45_678, 999_600_000, 1.5e9)] == [
         "7 bytes",

@@ -71,8 +71,23 @@ def test_a_node_of_an_older_release_does_not_say(make_system: Callable[..., Syst
         system.cluster.add(role, name, protocol_max=6, protocol=6)
     system.router.wait_ready()
     tokens = [draft for choice in choices(system, "/v1/completions") for draft in choice.get("drafts", [])]
-    assert {draft["is_draft"] for draft in tokens} == {False, None}, "a prefill node samples its only token"
+    first, *others = [draft["is_draft"] for draft in tokens]
+    assert not first, "a prefill node samples its only token, which the decode node may have repeated before"
+    assert set(others) == {None}
     assert "".join(draft["text"] for draft in tokens) == system.text
+
+
+@pytest.mark.parametrize("flags", [b"", b"\1", b"\7" * 1000])
+def test_marks_of_a_wrong_length_change_no_text(system: System, flags: bytes) -> None:
+    """A node may also mark choices that do not exist, or without being asked."""
+    system.behaviour.change_tokens = lambda _node, messages: [
+        msgspec.structs.replace(each, drafts={0: flags, 7: b"\1"}) for each in messages
+    ]
+    found = choices(system, "/v1/completions")
+    tokens = [draft for choice in found for draft in choice.get("drafts", [])]
+    assert "".join(map(text_of, found)) == "".join(draft["text"] for draft in tokens) == system.text
+    assert len(tokens) == len(system.say(system.text))
+    assert not any("drafts" in choice for choice in choices(system, "/v1/completions", stream_options=None))
 
 
 def test_only_streams_have_drafts(system: System) -> None:

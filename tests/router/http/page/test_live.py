@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -197,6 +198,22 @@ def test_few_may_look_at_once_and_the_rest_is_told_so(
     assert system.router.request("GET", "/live?once=true", headers={"Authorization": "Bearer a"})[0] == 200
     viewers[0].close()
     wait_until(lambda: watch(system.router, "a").status == 200)
+    monkeypatch.setattr(feed, "MAX_VIEWERS", 2)
+    assert watch(system.router, "b").status == 200, "the streams of clients do not keep operators out"
+
+
+def test_a_stream_ends_when_its_key_is_taken_away(
+    make_router: Callable[..., RunningRouter], watch: Callable[..., Viewer], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("the-first-api-key\nthe-second-api-key\n")
+    router = make_router(api_keys=str(keys))
+    ended, stays = watch(router, "the-first-api-key"), watch(router, "the-second-api-key")
+    assert ended.next() is not None and stays.next() is not None
+    keys.write_text("the-second-api-key\n")
+    assert any(ended.next() is None for _ in range(1000))
+    snapshot = stays.next()
+    assert snapshot is not None and snapshot.sees == "everything"
 
 
 def test_streams_end_with_a_last_snapshot_when_the_router_drains(

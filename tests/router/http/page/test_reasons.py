@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton.metadata.wire.node_info import GroupRank, Load
+from baton.router.http.operators.explain import MAX_TEXT_TOKENS
 from baton.router.http.page import snapshots
 from baton.router.http.page.reasons import PairStanding, node_standing
 from baton.router.http.page.types import LiveNode, Snapshot
@@ -31,10 +32,10 @@ def node(system: System, name: str) -> LiveNode:
 
 
 @contextmanager
-def held(system: System, count: int = 1) -> Iterator[None]:
+def held(system: System, count: int = 1, **body: Any) -> Iterator[None]:
     """Has so many requests decode, or wait, during the block."""
     system.behaviour.hold = threading.Event()
-    threads = [threading.Thread(target=system.complete) for _ in range(count)]
+    threads = [threading.Thread(target=system.complete, kwargs=body) for _ in range(count)]
     for thread in threads:
         thread.start()
     wait_until(lambda: snapshot(system).num_requests == count)
@@ -144,6 +145,14 @@ def test_a_request_says_where_it_is_and_why(make_system: Callable[..., System]) 
     assert told == runs.why, "the trace of an ended request has the same words"
     ended = system.router.request("GET", f"/debug/requests/{runs.rid}/text")
     assert ended[0] == 404 and "keeps no text" in ended[1]["error"]["message"]
+
+
+def test_all_choices_of_a_request_share_the_tokens_that_are_decoded_at_once(system: System) -> None:
+    with held(system, n=4):
+        [live] = snapshot(system).requests
+        path = f"/debug/requests/{live.rid}/text"
+        wait_until(lambda: system.router.request("GET", path)[1]["texts"] == ["the"] * 4)
+        assert system.router.request("GET", path)[1]["most_tokens"] == MAX_TEXT_TOKENS // 4
 
 
 def test_a_request_that_lost_its_node_says_what_it_waits_for_and_why_it_moved(
