@@ -158,5 +158,6 @@ def test_memory_stays_flat_over_ten_thousand_requests(visit: Visit) -> None:
         before, nodes_before = heap_after(5_000)
         after, nodes_after = heap_after(15_000)
         assert after - before < 1_500_000, (before, after)
-        assert nodes_after - nodes_before < 2_000, (nodes_before, nodes_after)
+        # rows of two snapshots may be here at once, 22 nodes each; ten thousand rows would be 220,000 nodes
+        assert nodes_after - nodes_before < 10_000, (nodes_before, nodes_after)
         assert tab.locator("#request-rows tr").count() == 100
