@@ -29,11 +29,12 @@ TOPICS = (
     "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def put(self, item):\n        ",
     "def walk(tree):\n    for node in tree:\n        if isinstance(node, list):\n            yield from walk(node)\n",
 )
+CHAT = {"temperature": "0.3", "seed": "1", "max_tokens": "52"}  # the small demo model repeats itself after that
 # Whether something is drawn between the nodes.
 PAGES_MOVE = """() => {
   const canvas = document.querySelector("#dots"), link = document.querySelector("#link-pages").getBoundingClientRect();
   const place = canvas.getBoundingClientRect(), scale = canvas.width / place.width;
-  const area = [link.x - place.x + 20, link.y - place.y, link.width - 40, link.height].map((side) => side * scale);
+  const area = [link.x - place.x + 20, link.y - place.y, link.width - 60, link.height].map((side) => side * scale);
   return canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
 }"""
 
@@ -89,8 +90,8 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     tab.get_by_label("Colour drafted tokens").check()
     tab.get_by_text("Settings").click()
     tab.get_by_label("Send as").select_option("completion")
-    tab.get_by_label("temperature").fill("0")
-    tab.get_by_label("max_tokens").fill("120")
+    for name, value in CHAT.items():
+        tab.get_by_label(name).fill(value)
     tab.get_by_text("Settings").click()
     tab.get_by_text("0 requests running").wait_for(timeout=60_000)
     tab.get_by_label("Message", exact=True).fill(TOPICS[0])

@@ -124,7 +124,7 @@ def test_drafted_tokens_are_coloured_if_asked_for(start: Callable[..., Running],
     assert tab.locator(".turn.assistant .text").inner_text() == ANSWER
     drafted = "".join(tab.locator(".turn.assistant .drafted").all_inner_texts())
     assert 0.3 * len(SAID) < len(drafted) < len(SAID)
-    assert "% drafted" in tab.locator("#chat-figures").inner_text()
+    assert "drafted and accepted" in tab.locator("#chat-figures").inner_text()
 
 
 def test_a_call_of_a_tool_is_shown_apart_and_its_result_is_sent_back(
