@@ -30,12 +30,20 @@ TOPICS = (
     "def walk(tree):\n    for node in tree:\n        if isinstance(node, list):\n            yield from walk(node)\n",
 )
 CHAT = {"temperature": "0.3", "seed": "1", "max_tokens": "52"}  # the small demo model repeats itself after that
-# Whether something is drawn between the nodes.
+# Whether pages are drawn between the nodes, while all dots but one rest.
 PAGES_MOVE = """() => {
   const canvas = document.querySelector("#dots"), link = document.querySelector("#link-pages").getBoundingClientRect();
   const place = canvas.getBoundingClientRect(), scale = canvas.width / place.width;
-  const area = [link.x - place.x + 20, link.y - place.y, link.width - 60, link.height].map((side) => side * scale);
-  return canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
+  const has = (x, y, width, height) => {
+    const area = [x - place.x, y - place.y, width, height].map((side) => side * scale);
+    return canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
+  };
+  const lanes = [...document.querySelectorAll(".node .lane")].filter((lane) => lane.dataset.count > 0);
+  const restless = lanes.filter((lane) => {
+    const { x, y, width, height } = lane.getBoundingClientRect();
+    return !has(x + 10.8 * (lane.dataset.count - 1), y, 8, height);
+  });
+  return lanes.length > 1 && restless.length < 2 && has(link.x + 40, link.y, link.width - 80, link.height);
 }"""
 
 
@@ -98,13 +106,14 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     tab.keyboard.press("Enter")
     tab.get_by_role("button", name="Where its time went").wait_for(timeout=60_000)
     tab.evaluate("scrollTo(0, 0)")
+    tab.wait_for_timeout(2500)  # nodes are asked for their pages every two seconds
     tab.screenshot(path=into / "page-chat.png")
     pause.clear()
 
 
 def wait_for_pages_on_their_way(tab: Page) -> None:
     """Wait, not for ever, until the picture has pages between the nodes."""
-    for _ in range(300):
+    for _ in range(600):
         if tab.evaluate(PAGES_MOVE):
             return
         tab.wait_for_timeout(50)
@@ -133,7 +142,7 @@ def send_for_ever(url: str, seed: int, pause: threading.Event) -> None:
         while pause.is_set():
             time.sleep(0.1)
         prompt = "".join(chosen.choice(TOPICS) for _ in range(chosen.randint(1, 12)))
-        body = {"model": "demo", "prompt": prompt, "max_tokens": chosen.randint(20, 240), "temperature": 0.7}
+        body = {"model": "demo", "prompt": prompt, "max_tokens": chosen.randint(80, 240), "temperature": 0.7}
         ask(url, "POST", "/v1/completions", {**body, "ignore_eos": True})
         time.sleep(chosen.random())
 

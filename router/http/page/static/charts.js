@@ -16,9 +16,9 @@ const perSecond = (value) => `${figure(value)}/s`;
  * opacity]. Lines of one chart differ in dashes, or have their labels at their ends. Counts are drawn in steps.
  */
 const CHARTS = [
-  ["Time to first token", "From the request's arrival to its first token (TTFT). p95: 95 of 100 requests were faster.", duration, [
+  ["Time to first token", "From the request's arrival to its first token (TTFT).", duration, [
     ["ttft50", "median", "prefill"], ["ttft95", "p95", "prefill", [6, 4]], ["ttft99", "p99", "prefill", [2, 4]]]],
-  ["Time between tokens", "Between two tokens of an answer (ITL). p95: 95 of 100 were shorter.", duration, [
+  ["Time between tokens", "Between two tokens of an answer (ITL).", duration, [
     ["itl50", "median", "decode"], ["itl95", "p95", "decode", [6, 4]], ["itl99", "p99", "decode", [2, 4]]]],
   ["Requests", "Running ones, and those that wait in the router.", figure, [
     ["running", "running", "decode"], ["waiting", "waiting", "quiet", [6, 4]]]],
@@ -99,6 +99,7 @@ function drawLabels(plot) {
   ctx.save();
   ctx.font = `${11 * devicePixelRatio}px system-ui`;
   ctx.textBaseline = "middle";
+  ctx.textAlign = "left";
   ctx.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--quiet");
   series.slice(1).forEach(({ label }, index) => {
     const value = data[index + 1].at(-1);

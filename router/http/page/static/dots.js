@@ -15,7 +15,7 @@ const MAX_DOTS = 400; // if frames are not drawn in time, dots on their way out 
 const SIZE = 3.6; // radius in pixels
 const PITCH = 3 * SIZE; // between two resting dots
 const HEAD = 12; // length of an arrowhead, on which no dot is drawn
-const TRAIL = [0, 0.05, 0.1]; // shares of the way by which the squares of moving pages follow each other
+const TRAIL = [0, 9, 18]; // pixels between the squares of moving pages
 const reducesMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 /**
@@ -216,7 +216,7 @@ function travel(dot, seconds) {
   const haste = 1 + 0.5 * (dot.legs.length - 1); // a dot that is late hurries
   dot.progress += (seconds * haste) / LEG_S;
   if (dot.progress >= 1) arrive(dot, next, way[way.length - 1]);
-  else [dot.at, ...dot.trail] = TRAIL.map((share) => along(way, Math.max(0, ease(Math.max(0, dot.progress)) - share)));
+  else [dot.at, ...dot.trail] = TRAIL.map((behind) => along(way, ease(Math.max(0, dot.progress)), behind));
   return true;
 }
 
@@ -242,10 +242,10 @@ function rest(dot, seconds) {
 
 const ease = (share) => share * share * (3 - 2 * share);
 
-/** Return the point at a share of a way. */
-function along(way, share) {
+/** Return the point that lies so many pixels behind a share of a way. */
+function along(way, share, behind) {
   const lengths = way.slice(1).map((point, index) => Math.hypot(point.x - way[index].x, point.y - way[index].y));
-  let left = share * lengths.reduce((sum, length) => sum + length, 0);
+  let left = Math.max(0, share * lengths.reduce((sum, length) => sum + length, 0) - behind);
   for (const [index, length] of lengths.entries()) {
     if (left <= length && length > 0) {
       const [a, b] = [way[index], way[index + 1]];

@@ -82,8 +82,8 @@ function drawLinks(history) {
     byId(`link-${name}`).classList.toggle("is-flowing", rate > 0);
     setText(byId(`rate-${name}`), rate > 0 ? words + (seesAll && parts) : "");
   };
-  link("prompt", prompts, `${figure(prompts)} prompt tokens/s`, `: ${figure(computed)} computed, ${figure(cached)} found in a prefix cache`);
-  link("tokens", tokens, `${figure(tokens)} tokens/s`, `: ${figure(tokens - first)} by decode nodes, ${figure(first)} first tokens by prefill nodes`);
+  link("prompt", prompts, `${figure(prompts)} prompt tokens/s`, `: ${figure(computed)} computed, ${figure(cached)} cached`);
+  link("tokens", tokens, `${figure(tokens)} tokens/s`, `: ${figure(tokens - first)} by decode, ${figure(first)} (first tokens) by prefill`);
   link("pages", pages, `${figure(pages)} pages/s\n${bytes(moved)}/s`);
   const client = byId("link-client").classList;
   client.toggle("is-flowing", prompts + tokens > 0);
