@@ -79,7 +79,7 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     that the chat is alone in its picture."""
     tab.goto(url)
     tab.get_by_role("button", name="decode-1").wait_for()
-    tab.wait_for_timeout(1000 * (WATCH_S if scheme == "light" else 5))
+    tab.wait_for_timeout(1000 * (WATCH_S if scheme == "light" else 11))
     wait_for_pages_on_their_way(tab)
     tab.screenshot(path=into / f"page-{scheme}.png")
     if scheme == "dark":
@@ -142,7 +142,7 @@ def send_for_ever(url: str, seed: int, pause: threading.Event) -> None:
         while pause.is_set():
             time.sleep(0.1)
         prompt = "".join(chosen.choice(TOPICS) for _ in range(chosen.randint(1, 12)))
-        body = {"model": "demo", "prompt": prompt, "max_tokens": chosen.randint(80, 240), "temperature": 0.7}
+        body = {"model": "demo", "prompt": prompt, "max_tokens": chosen.randint(300, 700), "temperature": 0.7}
         ask(url, "POST", "/v1/completions", {**body, "ignore_eos": True})
         time.sleep(chosen.random())
 

@@ -83,7 +83,7 @@ function drawLinks(history) {
     setText(byId(`rate-${name}`), rate > 0 ? words + (seesAll && parts) : "");
   };
   link("prompt", prompts, `${figure(prompts)} prompt tokens/s`, `: ${figure(computed)} computed, ${figure(cached)} cached`);
-  link("tokens", tokens, `${figure(tokens)} tokens/s`, `: ${figure(tokens - first)} by decode, ${figure(first)} (first tokens) by prefill`);
+  link("tokens", tokens, `${figure(tokens)} tokens/s`, `: ${figure(tokens - first)} by decode, ${figure(first)} by prefill`);
   link("pages", pages, `${figure(pages)} pages/s\n${bytes(moved)}/s`);
   const client = byId("link-client").classList;
   client.toggle("is-flowing", prompts + tokens > 0);
