@@ -80,8 +80,7 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     tab.goto(url)
     tab.get_by_role("button", name="decode-1").wait_for()
     tab.wait_for_timeout(1000 * (WATCH_S if scheme == "light" else 11))
-    wait_for_pages_on_their_way(tab)
-    tab.screenshot(path=into / f"page-{scheme}.png")
+    take_with_pages_on_their_way(tab, into / f"page-{scheme}.png")
     if scheme == "dark":
         return
     tab.get_by_role("link", name="Charts").click()
@@ -111,12 +110,16 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     pause.clear()
 
 
-def wait_for_pages_on_their_way(tab: Page) -> None:
-    """Wait, not for ever, until the picture has pages between the nodes."""
-    for _ in range(600):
+def take_with_pages_on_their_way(tab: Page, path: Path) -> None:
+    """Take a picture with pages between the nodes. After many attempts, any picture will do."""
+    for _ in range(40):
+        for _ in range(100):
+            if tab.evaluate(PAGES_MOVE):
+                break
+            tab.wait_for_timeout(30)
+        tab.screenshot(path=path)
         if tab.evaluate(PAGES_MOVE):
             return
-        tab.wait_for_timeout(50)
 
 
 def read_url(up: subprocess.Popen[str]) -> str:
