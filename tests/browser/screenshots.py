@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from conftest import FLAGS
 from playwright.sync_api import Page, sync_playwright
 
-NUM_CLIENTS = 7
+NUM_CLIENTS = 5
 WATCH_S = 45  # so that the charts have something to show
 TOPICS = (
     "import os\nimport sys\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\n",

@@ -9,7 +9,7 @@
 
 import { byId } from "./dom.js";
 
-const LEG_S = 0.7; // a leg of the way
+const LEG_S = 0.5; // a leg of the way
 const MAX_BRIEF = 8; // dots per snapshot for requests that came and went
 const MAX_DOTS = 400; // if frames are not drawn in time, dots on their way out are dropped
 const SIZE = 3.6; // radius in pixels
