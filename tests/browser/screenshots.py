@@ -22,19 +22,28 @@ from urllib.parse import urlsplit
 from conftest import FLAGS
 from playwright.sync_api import Page, sync_playwright
 
-NUM_CLIENTS = 7
+NUM_CLIENTS = 5
 WATCH_S = 45  # so that the charts have something to show
 TOPICS = (
     "import os\nimport sys\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\n",
     "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def put(self, item):\n        ",
     "def walk(tree):\n    for node in tree:\n        if isinstance(node, list):\n            yield from walk(node)\n",
 )
-# Whether something is drawn between the nodes.
+CHAT = {"temperature": "0.3", "seed": "1", "max_tokens": "52"}  # the small demo model repeats itself after that
+# Whether pages are drawn between the nodes, while all dots but one rest.
 PAGES_MOVE = """() => {
   const canvas = document.querySelector("#dots"), link = document.querySelector("#link-pages").getBoundingClientRect();
   const place = canvas.getBoundingClientRect(), scale = canvas.width / place.width;
-  const area = [link.x - place.x + 20, link.y - place.y, link.width - 40, link.height].map((side) => side * scale);
-  return canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
+  const has = (x, y, width, height) => {
+    const area = [x - place.x, y - place.y, width, height].map((side) => side * scale);
+    return canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
+  };
+  const lanes = [...document.querySelectorAll(".node .lane")].filter((lane) => lane.dataset.count > 0);
+  const restless = lanes.filter((lane) => {
+    const { x, y, width, height } = lane.getBoundingClientRect();
+    return !has(x + 10.8 * (lane.dataset.count - 1), y, 8, height);
+  });
+  return lanes.length > 1 && restless.length < 2 && has(link.x + 40, link.y, link.width - 80, link.height);
 }"""
 
 
@@ -70,9 +79,8 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     that the chat is alone in its picture."""
     tab.goto(url)
     tab.get_by_role("button", name="decode-1").wait_for()
-    tab.wait_for_timeout(1000 * (WATCH_S if scheme == "light" else 5))
-    wait_for_pages_on_their_way(tab)
-    tab.screenshot(path=into / f"page-{scheme}.png")
+    tab.wait_for_timeout(1000 * (WATCH_S if scheme == "light" else 11))
+    take_with_pages_on_their_way(tab, into / f"page-{scheme}.png")
     if scheme == "dark":
         return
     tab.get_by_role("link", name="Charts").click()
@@ -89,24 +97,29 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     tab.get_by_label("Colour drafted tokens").check()
     tab.get_by_text("Settings").click()
     tab.get_by_label("Send as").select_option("completion")
-    tab.get_by_label("temperature").fill("0")
-    tab.get_by_label("max_tokens").fill("120")
+    for name, value in CHAT.items():
+        tab.get_by_label(name).fill(value)
     tab.get_by_text("Settings").click()
     tab.get_by_text("0 requests running").wait_for(timeout=60_000)
     tab.get_by_label("Message", exact=True).fill(TOPICS[0])
     tab.keyboard.press("Enter")
     tab.get_by_role("button", name="Where its time went").wait_for(timeout=60_000)
     tab.evaluate("scrollTo(0, 0)")
+    tab.wait_for_timeout(2500)  # nodes are asked for their pages every two seconds
     tab.screenshot(path=into / "page-chat.png")
     pause.clear()
 
 
-def wait_for_pages_on_their_way(tab: Page) -> None:
-    """Wait, not for ever, until the picture has pages between the nodes."""
-    for _ in range(300):
+def take_with_pages_on_their_way(tab: Page, path: Path) -> None:
+    """Take a picture with pages between the nodes. After many attempts, any picture will do."""
+    for _ in range(40):
+        for _ in range(100):
+            if tab.evaluate(PAGES_MOVE):
+                break
+            tab.wait_for_timeout(30)
+        tab.screenshot(path=path)
         if tab.evaluate(PAGES_MOVE):
             return
-        tab.wait_for_timeout(50)
 
 
 def read_url(up: subprocess.Popen[str]) -> str:
@@ -132,7 +145,7 @@ def send_for_ever(url: str, seed: int, pause: threading.Event) -> None:
         while pause.is_set():
             time.sleep(0.1)
         prompt = "".join(chosen.choice(TOPICS) for _ in range(chosen.randint(1, 12)))
-        body = {"model": "demo", "prompt": prompt, "max_tokens": chosen.randint(20, 240), "temperature": 0.7}
+        body = {"model": "demo", "prompt": prompt, "max_tokens": chosen.randint(300, 700), "temperature": 0.7}
         ask(url, "POST", "/v1/completions", {**body, "ignore_eos": True})
         time.sleep(chosen.random())
 

@@ -126,7 +126,7 @@ def test_drafted_tokens_are_coloured_if_asked_for(start: Callable[..., Running],
     assert tab.locator(".turn.assistant .text").inner_text() == ANSWER
     drafted = "".join(tab.locator(".turn.assistant .drafted").all_inner_texts())
     assert 0.3 * len(SAID) < len(drafted) < len(SAID)
-    assert "% drafted" in tab.locator("#chat-figures").inner_text()
+    assert "drafted and accepted" in tab.locator("#chat-figures").inner_text()
 
 
 def test_a_call_of_a_tool_is_shown_apart_and_its_result_is_sent_back(
@@ -235,7 +235,7 @@ def test_an_api_key_shows_counts_and_the_chat_and_says_what_the_admin_key_would_
     assert not tab.get_by_role("button", name="Flush prefix caches").is_visible()
     ask(tab)
     tab.locator(".turn.assistant .text").get_by_text("brown fox").wait_for()
-    tab.get_by_role("button", name="Key", exact=True).click()
+    tab.get_by_role("button", name="API key", exact=True).click()
     give_key(tab, "the-admin-key")
     tab.get_by_role("button", name="decode-0").wait_for()
     tab.get_by_role("button", name="Flush prefix caches").wait_for()
@@ -253,7 +253,8 @@ def test_all_is_reached_by_the_keyboard(start: Callable[..., Running], visit: Vi
             break  # all of the page has been visited
         reached.append(tab.evaluate("document.activeElement.textContent.trim() || document.activeElement.tagName"))
         assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", reached
-    wanted = ["Skip to the content", "System", "Requests", "Charts", "Key", "Chat", "prefill-0", "decode-0", "decode-1"]
+    wanted = ["Skip to the content", "System", "Requests", "Charts", "API key", "Chat"]
+    wanted += ["prefill-0", "decode-0", "decode-1"]
     assert [name for name in reached if name in wanted] == wanted
     tab.get_by_role("button", name="decode-1").press("Enter")
     tab.locator("#node-dialog[open]").wait_for()

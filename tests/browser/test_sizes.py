@@ -38,6 +38,45 @@ def test_without_a_node_the_page_says_how_to_start_one(visit: Visit) -> None:
         assert not tab.get_by_text("Send a request").is_visible()  # nobody could answer it
 
 
+def test_one_verdict_says_in_words_whether_the_system_does_well(visit: Visit) -> None:
+    now = snapshot(PAIR, [])
+    with StandIn(now) as stand_in:
+        verdict = visit(stand_in.url).locator("#verdict")
+        verdict.get_by_text("Healthy: 2 of 2 nodes take work, nothing waits.").wait_for()
+        now["waits"] = [{"where": "queue", "why": "no decode node takes more", "count": 3, "oldest_s": 4.0}]
+        verdict.get_by_text(
+            "Busy: 2 of 2 nodes take work, and 3 requests wait in queue, the oldest for 4.00 s"
+        ).wait_for()
+        now["nodes"] = [PAIR[0], node("decode-0", "decode", state="gone", why="its connection closed", counters=None)]
+        verdict.get_by_text(
+            "Problem: 1 of 2 nodes takes work. decode-0 is gone, because its connection closed"
+        ).wait_for()
+        now["router"] |= {"reason": "decode: 0 of 1 nodes are ready"}
+        verdict.get_by_text("Problem: decode: 0 of 1 nodes are ready.").wait_for()
+
+
+def test_rates_of_arrows_are_the_sums_of_what_nodes_show(visit: Visit) -> None:
+    nodes = [node("prefill-0", "prefill"), node("decode-0", "decode"), node("decode-1", "decode")]
+    counters = ("computed_tokens", "generated_tokens", "generated_tokens")
+    requests = [request(f"r{index}", decode=f"decode-{index % 2}") for index in range(7)]
+    with StandIn(snapshot(nodes, requests)) as stand_in:
+
+        def each() -> None:
+            for index, name in enumerate(counters):
+                nodes[index]["counters"][name] += 10 * (index + 1)
+
+        stand_in.each = each
+        tab = visit(stand_in.url)
+        tab.locator("#rate-tokens:not(:empty)").wait_for()
+        shown = ".speed strong, #rate-prompt, #rate-tokens"
+        read = "(shown) => [...document.querySelectorAll(shown)].map((element) => parseFloat(element.textContent))"
+        prompt, tokens, computed, *generated = tab.evaluate(read, shown)
+        assert prompt == computed > 0
+        assert len(generated) == 2 and abs(tokens - sum(generated)) <= 2, (tokens, generated)
+        tab.get_by_text("4 running now, of 32").wait_for()
+        tab.get_by_text("3 running now, of 32").wait_for()
+
+
 def test_a_single_decode_node_computes_prompts_itself(visit: Visit) -> None:
     with StandIn(snapshot([node("decode-0", "decode")], [])) as stand_in:
         tab = visit(stand_in.url)
@@ -158,5 +197,6 @@ def test_memory_stays_flat_over_ten_thousand_requests(visit: Visit) -> None:
         before, nodes_before = heap_after(5_000)
         after, nodes_after = heap_after(15_000)
         assert after - before < 1_500_000, (before, after)
-        assert nodes_after - nodes_before < 2_000, (nodes_before, nodes_after)
+        # rows of two snapshots may be here at once, 22 nodes each; ten thousand rows would be 220,000 nodes
+        assert nodes_after - nodes_before < 10_000, (nodes_before, nodes_after)
         assert tab.locator("#request-rows tr").count() == 100

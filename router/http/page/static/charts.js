@@ -5,31 +5,33 @@ import { bytes, clock, duration, figure } from "./format.js";
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 
 const WINDOW_S = 600;
-const LEAST_S = 60; // a tab that was opened just now shows so much
+const LEAST_S = 5; // a tab that was opened just now shows so much
 const HEIGHT = 160;
 const share = (value) => `${Math.round(100 * value)} %`;
+const steps = uPlot.paths.stepped({ align: 1 });
 const perSecond = (value) => `${figure(value)}/s`;
 
 /**
- * Each chart: title, what it says in words, how a value is written, and its lines as [series, label, colour, dashes].
- * Lines of one chart differ in dashes as well as in colour.
+ * Each chart: title, what it says in words, how a value is written, and its lines as [series, label, colour, dashes,
+ * opacity]. Lines of one chart differ in dashes, or have their labels at their ends. Counts are drawn in steps.
  */
 const CHARTS = [
-  ["Time to first token", "From the request's arrival to its first token.", duration, [
+  ["Time to first token", "From the request's arrival to its first token (TTFT).", duration, [
     ["ttft50", "median", "prefill"], ["ttft95", "p95", "prefill", [6, 4]], ["ttft99", "p99", "prefill", [2, 4]]]],
-  ["Time between tokens", "Between two tokens of a stream.", duration, [
+  ["Time between tokens", "Between two tokens of an answer (ITL).", duration, [
     ["itl50", "median", "decode"], ["itl95", "p95", "decode", [6, 4]], ["itl99", "p99", "decode", [2, 4]]]],
   ["Requests", "Running ones, and those that wait in the router.", figure, [
     ["running", "running", "decode"], ["waiting", "waiting", "quiet", [6, 4]]]],
-  ["Tokens per second", "Prompt tokens go in, answer tokens come out.", perSecond, [
+  ["Tokens per second", "Prompt tokens go in, computed or cached; answer tokens come out.", perSecond, [
     ["promptTokens", "prompt", "prefill"], ["outputTokens", "answer", "decode", [6, 4]]]],
-  ["Pages on their way", "Bytes per second from prefill to decode nodes.", (value) => `${bytes(value)}/s`, [
+  ["Handoff rate", "What decode nodes pull from prefill nodes.", (value) => `${bytes(value)}/s`, [
     ["transfer", "moved", "pages"]]],
-  ["Drafts accepted, by position", "How often the first, second, ... drafted token was right.", share,
-    [0, 1, 2, 3, 4, 5, 6, 7].map((position) => [`accepted${position}`, `${position + 1}`, "decode", position ? [9 - position, 1 + position] : undefined])],
-  ["Prefix-cache hits", "Share of prompt tokens whose pages a node still had.", share, [["hits", "hits", "prefill"]]],
-  ["Disturbances", "Requests that lost their pages to older ones, or moved to other nodes.", perSecond, [
+  ["Drafts accepted, by position", "How often the first, second, ... guess of the small model was right.", share,
+    [0, 1, 2, 3, 4, 5, 6, 7].map((position) => [`accepted${position}`, `${position + 1}`, "decode", undefined, 1 - 0.11 * position])],
+  ["Prefix-cache hits", "Share of prompt tokens that a node had computed before.", share, [["hits", "hits", "prefill"]]],
+  ["Moves and preemptions", "Requests that moved to other nodes, or lost their pages to older requests.", perSecond, [
     ["preemptions", "preemptions", "decode"], ["moves", "moves", "bad", [6, 4]]]],
+  ["Requests finished", "Answers that came to their end.", perSecond, [["requests", "finished", "decode"]]],
 ];
 
 /** @type {{plot: any, values: Element[], figure: Element, lines: any[], write: (value: number) => string}[]} */
@@ -57,8 +59,9 @@ export function draw(history) {
 function make([title, words, write, lines]) {
   const colours = getComputedStyle(document.documentElement);
   const colour = (name) => colours.getPropertyValue(`--${name}`);
-  const values = lines.map(([, label, hue, dashes]) => {
+  const values = lines.map(([, label, hue, dashes, opacity = 1]) => {
     const mark = el("i");
+    mark.style.opacity = String(opacity);
     mark.style.borderColor = colour(hue);
     mark.style.borderTopStyle = dashes?.length ? "dashed" : "solid";
     return el("span", {}, mark, `${label} `, el("b"));
@@ -82,9 +85,27 @@ function make([title, words, write, lines]) {
       { ...axis, size: 26, values: (_, times) => times.map((at) => clock(at)) },
       { ...axis, size: 70, values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : write(mark))) },
     ],
-    series: [{}, ...lines.map(([, label, hue, dash]) => ({ label, stroke: colour(hue), width: 2, dash, points: { show: false } }))],
+    padding: [8, 16, 0, 0],
+    hooks: { draw: lines.length > 3 ? [drawLabels] : [] },
+    series: [{}, ...lines.map(([, label, hue, dash, alpha = 1]) =>
+      ({ label, stroke: colour(hue), width: 2, dash, alpha, points: { show: false }, paths: write === figure ? steps : undefined }))],
   };
   return { plot: new uPlot(options, [[], ...lines.map(() => [])], place), values, figure: place, lines, write };
+}
+
+/** Write the label of each line at its end. */
+function drawLabels(plot) {
+  const { ctx, bbox, data, series } = plot;
+  ctx.save();
+  ctx.font = `${11 * devicePixelRatio}px system-ui`;
+  ctx.textBaseline = "middle";
+  ctx.textAlign = "left";
+  ctx.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--quiet");
+  series.slice(1).forEach(({ label }, index) => {
+    const value = data[index + 1].at(-1);
+    if (value !== null && value !== undefined) ctx.fillText(label, bbox.left + bbox.width + 5, plot.valToPos(value, "y", true));
+  });
+  ctx.restore();
 }
 
 function remove() {

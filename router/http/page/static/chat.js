@@ -74,7 +74,7 @@ function submit() {
   const call = calls.shift();
   setText(byId("chat-figures"), "");
   messages.push(call ? { role: "tool", tool_call_id: call.id, content: text } : { role: "user", content: text });
-  addTurn(call ? `result of ${call.function.name}` : "you", "user").text.append(text);
+  addTurn(call ? `Result of ${call.function.name}` : "You", "user").text.append(text);
   byId("chat-text").value = "";
   askForMessage();
   if (!calls.length) answer(body, text);
@@ -116,7 +116,7 @@ async function answer(body, text) {
   Object.assign(body, isChat ? { messages: [...system, ...messages] } : { prompt: text });
   controller = new AbortController();
   showBusy(true);
-  const shown = new Answer(addTurn(body.model, "assistant"));
+  const shown = new Answer(addTurn(`Model: ${body.model}`, "assistant"), body.max_tokens);
   try {
     const path = isChat ? "v1/chat/completions" : "v1/completions";
     for await (const data of events(await ask(path, { method: "POST", body, signal: controller.signal }))) {
@@ -168,11 +168,13 @@ class Answer {
   #lastAt = 0;
   #numTokens = 0;
   #rid = "";
+  #finishReason = "";
   #hasEnded = false;
 
-  constructor({ turn, text }) {
+  constructor({ turn, text }, mostTokens) {
     this.turn = turn;
     this.text = text;
+    this.mostTokens = mostTokens;
   }
 
   /** The answer as a message of the conversation. */
@@ -186,7 +188,8 @@ class Answer {
     if (chunk.error) throw new Error(chunk.error.message);
     this.#rid = chunk.id;
     this.#numTokens = chunk.usage?.completion_tokens ?? this.#numTokens;
-    for (const { delta, text, drafts } of chunk.choices) {
+    for (const { delta, text, drafts, finish_reason } of chunk.choices) {
+      this.#finishReason = finish_reason ?? this.#finishReason;
       this.#drafts.add(drafts ?? []);
       const thought = delta?.reasoning_content ?? delta?.reasoning ?? "";
       const content = delta?.content ?? text ?? "";
@@ -205,11 +208,19 @@ class Answer {
     if (this.#hasEnded) return;
     this.#hasEnded = true;
     if (!this.text.textContent) this.text.remove();
-    if (why) this.turn.append(el("p", { class: "caption", text: why }));
+    const words = why || this.#finishWords();
+    if (words) this.turn.append(el("p", { class: "caption", text: words }));
     if (this.#rid && seesRequests) {
       this.turn.append(el("p", {}, el("button", { type: "button", text: "Where its time went", on: { click: () => openRequest(this.#rid) } })));
     }
     scrollDown();
+  }
+
+  #finishWords() {
+    if (this.#finishReason === "length") {
+      return this.#numTokens === this.mostTokens ? `Stopped at the limit of ${count(this.#numTokens)} tokens (max_tokens).` : "Stopped: the context is full.";
+    }
+    return { stop: "The model ended its answer.", tool_calls: "The model waits for the result of its call." }[this.#finishReason] ?? this.#finishReason;
   }
 
   #note() {
@@ -241,9 +252,9 @@ class Answer {
   #showFigures() {
     const first = this.#firstAt ? `first token after ${duration((this.#firstAt - this.#sentAt) / 1000)}` : "";
     const seconds = (this.#lastAt - this.#firstAt) / 1000;
-    const rate = seconds > 0 && this.#numTokens > 1 ? `${figure((this.#numTokens - 1) / seconds)} tokens/s` : "";
+    const rate = seconds > 0 && this.#numTokens > 1 ? `this answer: ${figure((this.#numTokens - 1) / seconds)} tokens/s` : "";
     const tokens = this.#numTokens ? `${count(this.#numTokens)} tokens` : "";
-    setText(byId("chat-figures"), [first, tokens, rate, this.#drafts.words].filter(Boolean).join(", "));
+    setText(byId("chat-figures"), [first, tokens, rate, this.#drafts.words].filter(Boolean).join("; "));
   }
 }
 
@@ -258,7 +269,7 @@ class Drafts {
   #numDrafted = 0;
 
   get words() {
-    return this.#numTokens ? `${percent(this.#numDrafted / this.#numTokens)} drafted (coloured) and accepted` : "";
+    return this.#numTokens ? `${percent(this.#numDrafted / this.#numTokens)} of its tokens were drafted and accepted (coloured)` : "";
   }
 
   /** @param {{text: string, is_draft: boolean | null}[]} entries one per token */

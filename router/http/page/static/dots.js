@@ -1,6 +1,6 @@
 /**
- * Draws requests as dots that travel from the router over a prefill node to a decode node, and back as text. A dot rests
- * in the lane of the place where its request is. Snapshots come once per second, so a dot catches up on the places that
+ * Draws requests as dots that travel from the client over the router and a prefill node to a decode node, and back as
+ * text. They follow the arrows. A dot rests in the lane of the place where its request is; a full lane says "+3". Snapshots come once per second, so a dot catches up on the places that
  * its request passed in between. Requests that came and went between two snapshots travel, too, a few per second.
  *
  * The picture is drawn only as long as something moves. It repeats what the cards and the list of requests say in words,
@@ -9,24 +9,28 @@
 
 import { byId } from "./dom.js";
 
-const LEG_S = 0.7; // a leg of the way
+const LEG_S = 0.5; // a leg of the way
 const MAX_BRIEF = 8; // dots per snapshot for requests that came and went
 const MAX_DOTS = 400; // if frames are not drawn in time, dots on their way out are dropped
 const SIZE = 3.6; // radius in pixels
+const PITCH = 3 * SIZE; // between two resting dots
+const HEAD = 12; // length of an arrowhead, on which no dot is drawn
+const TRAIL = [0, 9, 18]; // pixels between the squares of moving pages
 const reducesMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 /**
  * @typedef {{x: number, y: number}} Point
- * @typedef {{place: string, legs: string[], from: Point | null, at: Point | null, progress: number, slot: number,
- *   isLeaving: boolean, prefill: string, decode: string}} Dot places are "router", a node's id, or "out"
+ * @typedef {{place: string, legs: string[], from: Point | null, at: Point | null, trail?: Point[], progress: number, slot: number,
+ *   isLeaving: boolean, prefill: string, decode: string}} Dot places are "client", "router", a node's id, or "out"
+ * @typedef {{rect: DOMRect, count: number}} Lane with the number of requests that are there
  */
 
 /** @type {Map<string, Dot>} */
 const dots = new Map();
-/** @type {Map<string, DOMRect>} rectangles of lanes by place, relative to the canvas */
+/** @type {Map<string, Lane>} lanes by place, relative to the canvas */
 let lanes = new Map();
-/** @type {Record<string, Point>} where dots pass between two places */
-let ports = {};
+/** @type {Record<string, Point[]>} beginning and end of each arrow */
+let arrows = {};
 let colours = {};
 let roles = new Map();
 let numDone = null;
@@ -68,16 +72,18 @@ export function place() {
     const rect = element.getBoundingClientRect();
     return new DOMRect(rect.x - origin.x, rect.y - origin.y, rect.width, rect.height);
   };
-  lanes = new Map([["router", relative(byId("router-lane"))]]);
-  for (const lane of document.querySelectorAll(".node .lane")) {
-    const rect = relative(lane);
-    for (const id of lane.dataset.nodes?.split(" ") ?? []) lanes.set(id, rect);
+  const laneOf = (element) => ({ rect: relative(element), count: Number(element.dataset.count ?? 0) });
+  lanes = new Map([["router", laneOf(byId("router-lane"))]]);
+  for (const element of document.querySelectorAll(".node .lane")) {
+    const lane = laneOf(element);
+    for (const id of element.dataset.nodes?.split(" ") ?? []) lanes.set(id, lane);
   }
-  const middle = (id) => {
-    const rect = relative(byId(id).querySelector("svg"));
-    return { x: rect.x + rect.width / 2, y: rect.y + rect.height / 2 };
+  const arrow = (id) => arrowIn(relative(byId(id).querySelector("svg")));
+  const client = relative(byId("link-client"));
+  arrows = {
+    prompt: arrow("link-prompt"), pages: arrow("link-pages"), tokens: arrow("link-tokens").reverse(),
+    in: arrowIn(client, 0.25), out: arrowIn(client, 0.75).reverse(),
   };
-  ports = { prompt: middle("link-prompt"), pages: middle("link-pages"), tokens: middle("link-tokens") };
   const style = getComputedStyle(byId("topology"));
   colours = Object.fromEntries(["quiet", "prefill", "decode", "pages"].map((name) => [name, style.getPropertyValue(`--${name}`)]));
   settle();
@@ -87,24 +93,30 @@ export function place() {
   }
 }
 
+/** Return the beginning and the end of an arrow that fills a rectangle, at a share of its width. Arrowheads stay free. */
+function arrowIn({ x, y, width, height }, share = 0.5) {
+  if (width >= height) return [{ x, y: y + share * height }, { x: x + width - HEAD, y: y + share * height }];
+  return [{ x: x + (1 - share) * width, y }, { x: x + (1 - share) * width, y: y + height - HEAD }];
+}
+
 /** Send the dot of a request on its way to where the request is. */
 function follow(request) {
-  const { rid, stage, prefill, decode } = request;
-  const place = placeOf(stage, request);
+  const { rid, prefill, decode } = request;
+  const place = placeOf(request);
   let dot = dots.get(rid);
   if (!dot) {
-    dot = { place: "router", legs: [], from: null, at: null, progress: 0, slot: 0, isLeaving: false, prefill, decode };
+    dot = { place: "client", legs: ["router"], from: null, at: null, progress: 0, slot: 0, isLeaving: false, prefill, decode };
     dots.set(rid, dot);
-    if (place === decode && prefill && lanes.has(prefill)) dot.legs.push(prefill);
   }
   [dot.prefill, dot.decode] = [prefill, decode];
   const last = dot.legs.at(-1) ?? dot.place;
   if (last === place) return;
-  if (last === "router" && place === decode && prefill) dot.legs.push(prefill);
+  if (last === "router" && place === decode && prefill && lanes.has(prefill)) dot.legs.push(prefill);
   dot.legs.push(place);
 }
 
-function placeOf(stage, { node, prefill, decode }) {
+/** Return the place where a request of a snapshot is. */
+export function placeOf({ stage, node, prefill, decode }) {
   if (stage === "prefill") return prefill || node || "router";
   if (stage === "handoff") return prefill || decode || "router";
   if (stage === "decode" || stage === "local prefill") return decode || node || "router";
@@ -126,9 +138,9 @@ function brief(snapshot) {
   if (!pairs.length && !alone.length) return;
   numBrief++;
   const pair = pairs[numBrief % pairs.length];
-  const legs = pair ? [pair.prefill, pair.decode, "out"] : [alone[numBrief % alone.length].id, "out"];
+  const legs = ["router", ...(pair ? [pair.prefill, pair.decode] : [alone[numBrief % alone.length].id]), "out"];
   dots.set(`brief ${numBrief}`, {
-    place: "router", legs, from: null, at: null, progress: -0.12 * (numBrief % MAX_BRIEF), slot: 0, isLeaving: true, prefill: "", decode: "",
+    place: "client", legs, from: null, at: null, progress: -0.12 * (numBrief % MAX_BRIEF), slot: 0, isLeaving: true, prefill: "", decode: "",
   });
 }
 
@@ -142,23 +154,37 @@ function settle() {
   }
 }
 
+/** Return how many dots a lane shows. A lane with more requests than that has room left for their number. */
+function shownIn({ rect, count }) {
+  const most = Math.max(1, Math.floor(rect.width / PITCH));
+  return count > most ? Math.max(1, most - 3) : most;
+}
+
 /** Return where a dot rests in a lane, null if the lane is full. */
 function slotOf(place, slot) {
   const lane = lanes.get(place);
-  if (!lane) return null;
-  const pitch = 3 * SIZE;
-  const perRow = Math.max(1, Math.floor(lane.width / pitch));
-  if (slot >= perRow) return null;
-  return { x: lane.x + SIZE + pitch * slot, y: lane.y + lane.height / 2 };
+  if (!lane || slot >= shownIn(lane)) return null;
+  return { x: lane.rect.x + SIZE + PITCH * slot, y: lane.rect.y + lane.rect.height / 2 };
 }
 
-const entrance = (place) => slotOf(place === "out" ? "router" : place, 0) ?? slotOf("router", 0);
-
-/** Return the port that a dot passes on its way from one place to another. */
-function portOf(from, to) {
-  if (to === "out" || to === "router") return ports.tokens;
-  if (roles.get(to) === "prefill") return ports.prompt;
-  return roles.get(from) === "prefill" ? ports.pages : ports.tokens;
+/**
+ * Return the way of a dot from a point in one place to another place: along the arrow between them, and inside the
+ * router along its lane.
+ * @returns {Point[]}
+ */
+function wayOf(from, place, next) {
+  const inLane = ({ x }) => ({ x, y: slotOf("router", 0).y });
+  const { prompt, pages, tokens } = arrows;
+  if (place === "client") return [...arrows.in, slotOf("router", 0)];
+  if (next === "out" || next === "router") {
+    const back = place === "router" ? [from] : [from, ...tokens];
+    if (place !== "router" && tokens[1].y > from.y) return back; // on narrow screens, the arrow is below the nodes
+    if (next === "router") return [...back, inLane(tokens[1]), slotOf("router", 0)];
+    return [...back, inLane(place === "router" ? from : tokens[1]), { x: arrows.out[0].x, y: slotOf("router", 0).y }, ...arrows.out];
+  }
+  const arrow = roles.get(next) === "prefill" ? prompt : roles.get(place) === "prefill" ? pages : [...tokens].reverse();
+  const target = slotOf(next, 0);
+  return place === "router" ? [from, inLane(arrow[0]), ...arrow, target] : [from, ...arrow, target];
 }
 
 function step(now) {
@@ -168,6 +194,7 @@ function step(now) {
   const scale = devicePixelRatio || 1;
   context.setTransform(scale, 0, 0, scale, 0, 0);
   context.clearRect(0, 0, context.canvas.width, context.canvas.height);
+  paintNumbers(context);
   let moves = false;
   for (const [rid, dot] of dots) {
     if (dot.legs.length) moves = travel(dot, seconds) || moves;
@@ -180,16 +207,16 @@ function step(now) {
 
 function travel(dot, seconds) {
   const next = dot.legs[0];
-  const target = entrance(next);
-  if (reducesMotion.matches || !target || (next !== "out" && !lanes.has(next))) {
-    arrive(dot, next, target);
+  if (reducesMotion.matches || (next !== "out" && !lanes.has(next))) {
+    arrive(dot, next, slotOf(next, 0));
     return true;
   }
-  dot.from ??= dot.at ?? entrance(dot.place) ?? target;
+  dot.from ??= dot.at ?? slotOf(dot.place, 0) ?? slotOf("router", 0);
+  const way = wayOf(dot.from, dot.place, next);
   const haste = 1 + 0.5 * (dot.legs.length - 1); // a dot that is late hurries
   dot.progress += (seconds * haste) / LEG_S;
-  if (dot.progress >= 1) arrive(dot, next, target);
-  else dot.at = along(dot.from, portOf(dot.place, next), target, ease(Math.max(0, dot.progress)));
+  if (dot.progress >= 1) arrive(dot, next, way[way.length - 1]);
+  else [dot.at, ...dot.trail] = TRAIL.map((behind) => along(way, ease(Math.max(0, dot.progress)), behind));
   return true;
 }
 
@@ -215,11 +242,29 @@ function rest(dot, seconds) {
 
 const ease = (share) => share * share * (3 - 2 * share);
 
-/** Return the point at a share of a curve that passes a point in its middle. */
-function along(from, over, to, share) {
-  const control = { x: 2 * over.x - (from.x + to.x) / 2, y: 2 * over.y - (from.y + to.y) / 2 };
-  const mix = (a, b, c) => (1 - share) ** 2 * a + 2 * share * (1 - share) * b + share ** 2 * c;
-  return { x: mix(from.x, control.x, to.x), y: mix(from.y, control.y, to.y) };
+/** Return the point that lies so many pixels behind a share of a way. */
+function along(way, share, behind) {
+  const lengths = way.slice(1).map((point, index) => Math.hypot(point.x - way[index].x, point.y - way[index].y));
+  let left = Math.max(0, share * lengths.reduce((sum, length) => sum + length, 0) - behind);
+  for (const [index, length] of lengths.entries()) {
+    if (left <= length && length > 0) {
+      const [a, b] = [way[index], way[index + 1]];
+      return { x: a.x + ((b.x - a.x) * left) / length, y: a.y + ((b.y - a.y) * left) / length };
+    }
+    left -= length;
+  }
+  return way[way.length - 1];
+}
+
+/** Write how many requests a full lane does not show. */
+function paintNumbers(context) {
+  context.fillStyle = colours.quiet;
+  context.font = "11px system-ui";
+  context.textBaseline = "middle";
+  for (const lane of new Set(lanes.values())) {
+    const shown = shownIn(lane);
+    if (lane.count > shown) context.fillText(`+${lane.count - shown}`, lane.rect.x + PITCH * shown, lane.rect.y + lane.rect.height / 2 + 1);
+  }
 }
 
 function paint(context, dot) {
@@ -230,7 +275,7 @@ function paint(context, dot) {
   context.fillStyle = carriesPages ? colours.pages : (colours[role] ?? colours.quiet);
   context.globalAlpha = next === "out" ? 1 - Math.max(0, dot.progress) ** 3 : 1;
   context.beginPath();
-  if (carriesPages) for (const shift of [0, 9, 18]) context.rect(dot.at.x - SIZE - shift, dot.at.y - SIZE, 2 * SIZE - 1, 2 * SIZE - 1);
+  if (carriesPages) for (const { x, y } of [dot.at, ...(dot.trail ?? [])]) context.rect(x - SIZE, y - SIZE, 2 * SIZE - 1, 2 * SIZE - 1);
   else context.arc(dot.at.x, dot.at.y, SIZE, 0, 2 * Math.PI);
   context.fill();
   context.globalAlpha = 1;

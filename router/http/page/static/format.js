@@ -27,8 +27,8 @@ export function duration(seconds) {
   return `${Math.floor(total / 86_400)} d ${Math.floor((total % 86_400) / 3600)} h`;
 }
 
-/** Return how long ago: "now", "3 s ago". */
-export const ago = (seconds) => (seconds < 1.5 ? "now" : `${duration(Math.round(seconds))} ago`);
+/** Return how long ago: "0 s ago", "3 s ago", "2 min 0 s ago". */
+export const ago = (seconds) => (seconds < 60 ? `${Math.round(seconds)} s ago` : `${duration(seconds)} ago`);
 
 /** Return a share: "83 %". */
 export const percent = (share) => (share === null ? "–" : `${Math.round(100 * share)} %`);

@@ -5,8 +5,7 @@
 
 export const MAX_POINTS = 600; // one per second
 const MAX_POSITIONS = 8; // of drafts, whose acceptance is kept
-const RECENT = 11; // snapshots: percentiles are those of the last ten seconds
-const RATE_S = 3; // rates are means of so many seconds
+const RECENT_S = 10; // rates, percentiles and shares are those of so many seconds, so that they agree
 const GAP_S = 5; // a longer pause between snapshots is shown as a gap
 
 /** Return the amount by which a counter rose. A counter that fell belongs to a process that has started anew. */
@@ -67,7 +66,7 @@ export class History {
       this.#append({ at: snapshot.at - 0.5 });
     }
     this.#recent.push(snapshot);
-    if (this.#recent.length > RECENT) this.#recent.shift();
+    while (snapshot.at - this.#recent[0].at > RECENT_S + 0.5) this.#recent.shift();
     this.#append(this.#point(snapshot));
   }
 
@@ -77,15 +76,32 @@ export class History {
    */
   rate(read) {
     const now = this.latest;
-    const before = this.#recent.find((each) => now.at - each.at <= RATE_S + 0.5);
-    if (!before || before === now) return null;
+    const before = this.#recent[0];
+    if (before === now) return null;
     const [end, start] = [read(now), read(before)];
     return end === undefined || start === undefined ? null : rise(end, start) / (now.at - before.at);
   }
 
-  /** Return the rise per second of a counter of a node, null if the node is new. */
+  /** Return the rise per second of a counter of a node, 0 if the node is new or gone. */
   nodeRate(id, name) {
-    return this.rate((snapshot) => snapshot.nodes.find((node) => node.id === id)?.counters?.[name]);
+    return this.rate((snapshot) => snapshot.nodes.find((node) => node.id === id)?.counters?.[name]) ?? 0;
+  }
+
+  /** Return the sum of the rates of a counter, which the cards of nodes show one by one. `role`: "" for both. */
+  sumRate(name, role = "") {
+    const nodes = this.latest.nodes.filter((node) => !role || node.role === role);
+    return nodes.reduce((sum, node) => sum + this.nodeRate(node.id, name), 0);
+  }
+
+  /** Return the rate of prompt tokens that nodes computed or had cached. An API key alone sees those of ended requests. */
+  get promptRate() {
+    if (this.latest.sees === "counts") return this.rate((each) => each.totals.prompt_tokens);
+    return this.sumRate("computed_tokens") + this.sumRate("cached_tokens");
+  }
+
+  /** Return the rate of generated tokens. A prefill node generates the first one of each answer. */
+  get outputRate() {
+    return this.latest.sees === "counts" ? this.rate((each) => each.totals.output_tokens) : this.sumRate("generated_tokens");
   }
 
   /** Return a quantile of a latency over the last ten seconds, null if nothing was measured. */
@@ -100,6 +116,7 @@ export class History {
 
   /** Return the share of prompt tokens of the last ten seconds that a prefix cache held, null without a prompt. */
   get hits() {
+    if (this.latest.sees === "everything") return this.promptRate > 0 ? this.sumRate("cached_tokens") / this.promptRate : null;
     const prompt = this.risen((snapshot) => snapshot.totals.prompt_tokens);
     return prompt > 0 ? Math.min(1, this.risen((snapshot) => snapshot.totals.cached_tokens) / prompt) : null;
   }
@@ -116,8 +133,8 @@ export class History {
       at: snapshot.at,
       running: snapshot.counts.running,
       waiting: snapshot.counts.waiting,
-      promptTokens: this.rate((each) => each.totals.prompt_tokens),
-      outputTokens: this.rate((each) => each.totals.output_tokens),
+      promptTokens: this.promptRate,
+      outputTokens: this.outputRate,
       requests: this.rate((each) => each.totals.requests.done),
       transfer: this.rate((each) => each.totals.transfer_bytes),
       preemptions: this.rate((each) => each.totals.preemptions),

@@ -28,14 +28,10 @@ export function refused(why) {
   ask(words);
 }
 
-/** Say what an operator's key would show. */
+/** Say what the admin key would show. */
 export function draw(snapshot) {
-  const { reason, is_draining } = snapshot.router;
-  const trouble = is_draining ? "The router is draining: it takes no new requests." : reason && `Nothing is served yet: ${reason}`;
-  const words = trouble || (snapshot.sees === "counts" ? COUNTS_ONLY : "");
-  byId("notice").classList.toggle("is-bad", Boolean(trouble));
-  setText(byId("notice"), words);
-  show(byId("notice"), words !== "");
+  setText(byId("notice"), COUNTS_ONLY);
+  show(byId("notice"), snapshot.sees === "counts");
 }
 
 function ask(error = "") {

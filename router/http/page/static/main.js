@@ -2,7 +2,7 @@
  * The page. It follows one stream of snapshots (live.js), keeps ten minutes of figures (history.js) and lets each panel
  * draw the newest snapshot:
  *
- *     live.js -> history.js -> numbers.js   topology.js   why.js   requests.js   charts.js
+ *     live.js -> history.js -> verdict.js   numbers.js   topology.js   why.js   requests.js   charts.js
  *
  * A panel exports `draw`. Nothing is drawn in a hidden tab, since there the stream is closed.
  */
@@ -17,6 +17,7 @@ import * as numbers from "./numbers.js";
 import * as operate from "./operate.js";
 import * as requests from "./requests.js";
 import * as topology from "./topology.js";
+import * as verdict from "./verdict.js";
 import * as why from "./why.js";
 
 const VIEWS = ["system", "requests", "charts"];
@@ -32,6 +33,7 @@ function draw(snapshot) {
   isRefused = false;
   keys.draw(snapshot);
   chat.draw(snapshot);
+  verdict.draw(history);
   numbers.draw(history);
   topology.draw(history);
   why.draw(snapshot);
@@ -46,6 +48,7 @@ function showConnection(connection) {
   if (connection.name === "connecting" && isLost) return; // the reason of the loss stays until the router answers
   isLost = connection.name === "waiting";
   byId("main").classList.toggle("is-stale", isLost);
+  if (isLost) verdict.drawLost();
   const words = {
     connecting: "Connecting",
     live: "Live",
@@ -68,6 +71,7 @@ const view = () => VIEWS.find((name) => `#${name}` === location.hash) ?? "system
 
 function showView() {
   show(byId("locked"), isRefused);
+  show(byId("verdict"), !isRefused && byId("verdict-word").textContent !== "");
   for (const name of VIEWS) show(byId(`view-${name}`), name === view() && !isRefused);
   for (const link of document.querySelectorAll(".bar nav a")) {
     if (link.getAttribute("href") === `#${view()}`) link.setAttribute("aria-current", "page");

@@ -12,21 +12,26 @@ export function draw(history) {
       history.risen((each) => each.totals.num_drafted)
     : null;
   const failed = totals.requests.failed;
+  const within = (name) => (history.latency(name, 0.95) === null ? "none measured" : `95 % within ${duration(history.latency(name, 0.95))}`);
   const figures = [
-    ["Running", count(counts.running), `${count(totals.requests.done)} done`],
-    ["Waiting", count(counts.waiting), failed ? `${count(failed)} failed` : ""],
-    ["Tokens per second", figure(rate((each) => each.totals.output_tokens) ?? 0), "generated"],
-    ["First token", duration(history.latency("ttft", 0.5)), `p95 ${duration(history.latency("ttft", 0.95))}`],
-    ["Between tokens", duration(history.latency("itl", 0.5)), `p95 ${duration(history.latency("itl", 0.95))}`],
-    ["Pages moved", `${bytes(rate((each) => each.totals.transfer_bytes) ?? 0)}/s`, `${count(totals.transfer_pages)} pages so far`],
-    ["Drafts accepted", percent(acceptance), "speculation"],
-    ["Prefix cache", percent(history.hits), "of prompts found"],
+    ["Running now", count(counts.running), `${count(totals.requests.done)} done`, "Requests that nodes work on."],
+    ["Waiting now", count(counts.waiting), failed ? `${count(failed)} failed` : "in the router", "Requests that no node has room for yet."],
+    ["Tokens per second", figure(history.outputRate ?? 0), "of answers", "The sum over all nodes."],
+    ["First token, median", duration(history.latency("ttft", 0.5)), within("ttft"),
+      "From the arrival of a request to its first token (TTFT). Half of the requests were faster."],
+    ["Next token, median", duration(history.latency("itl", 0.5)), within("itl"), "Time between two tokens of an answer (ITL)."],
+    ["Handoff rate", `${bytes(rate((each) => each.totals.transfer_bytes) ?? 0)}/s`, `${count(totals.transfer_pages)} pages so far`,
+      "What decode nodes pulled from prefill nodes."],
+    ["Drafts accepted", percent(acceptance), "of guessed tokens",
+      "Speculation: a small model guesses the next tokens, and the model checks them in one step. Right guesses are accepted."],
+    ["Prefix cache", percent(history.hits), "of prompt tokens",
+      "The share of prompt tokens that need no computing, since a node still had the KV pages of the same beginning."],
   ];
   keep(byId("numbers"), figures, ([name]) => name, make, update);
 }
 
-function make([name]) {
-  return el("div", {}, el("dl", {}, el("dt", { text: name }), el("dd"), el("dd", { class: "detail" })));
+function make([name, , , meaning]) {
+  return el("div", { title: meaning }, el("dl", {}, el("dt", { text: name }), el("dd"), el("dd", { class: "detail" })));
 }
 
 function update(element, [, value, detail]) {

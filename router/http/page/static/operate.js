@@ -65,12 +65,12 @@ function drawFacts(element, node) {
   const facts = [
     ["State", node.state],
     ["Model", node.model],
-    ["Last heartbeat", ago(node.last_seen_s)],
+    ["Heard from", ago(node.last_seen_s)],
     ["Works at", node.phase ? `${node.phase}, for ${duration(node.phase_age_s ?? 0)}` : "nothing yet"],
     ["Running, waiting", `${count(node.running)} of ${count(node.max_running)}, ${count(node.waiting)}`],
     ["Tickets of handoffs", count(node.tickets)],
     ["Pages", pages
-      ? `${count(pages.total)}: ${count(pages.request)} of requests, ${count(pages.ticket)} offered, ${count(pages.cache)} cached, ${count(pages.padding)} padding, ${count(pages.free)} free`
+      ? `${count(pages.total)}: ${count(pages.request)} of requests, ${count(pages.ticket)} offered, ${count(pages.cache)} cached (freed when needed), ${count(pages.free)} free, ${count(pages.padding)} never used`
       : `${count(node.num_pages)}, ${count(node.free_pages)} free`],
     ["Tokens per page", count(node.page_size)],
     ["Last step or round", node.round_s ? duration(node.round_s) : "–"],

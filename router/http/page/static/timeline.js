@@ -5,6 +5,7 @@ import { byId, el, setText } from "./dom.js";
 import { bytes, clock, count, duration, plural } from "./format.js";
 
 const AGAIN_MS = 1000; // a live request is read again so often
+const BRIEF_S = 0.0005; // a shorter span has no bar
 
 /** Colours by the kind of work. Every other span waits. */
 const KINDS = {
@@ -23,14 +24,14 @@ const MEANINGS = {
   "local prefill": "the decode node computes the prompt itself",
   "first token": "sampling the first token",
   handoff: "pages move to the decode node",
-  offer: "the prefill node offers its pages",
-  pull: "the decode node pulls the pages and checks them",
-  admission: "joining the decode node's batch",
+  offer: "the prefill node offers its pages; the decode node reads the offer between two steps",
+  pull: "the decode node pulls the pages and checks them; the prefill node keeps them until then",
+  admission: "the pages are here; the decode node admits the request at the end of its running step",
   decode: "generating tokens",
   preempted: "waiting, since older requests needed its pages",
   recompute: "computing lost pages again",
   paused: "waiting for nodes",
-  finish: "ending the stream",
+  finish: "the answer is complete: closing the stream to the client",
 };
 
 let opened = 0; // counts openings, so that answers for an earlier one are dropped
@@ -94,26 +95,49 @@ function drawTrace(trace) {
   ];
   return [
     ...(most ? [el("p", {}, el("strong", { text: most }))] : []),
-    ...facts.map((text) => el("p", { class: "caption", text })),
+    el("p", { class: "caption", text: facts.join(". ") }),
     ...(trace.error ? [el("p", { class: "error", text: trace.error })] : []),
+    drawLegend(),
     ...trace.choices.flatMap((sequence) => drawSequence(sequence, trace)),
   ];
 }
 
 function drawSequence(sequence, trace) {
   const title = trace.choices.length > 1 ? [el("h4", { text: `Choice ${sequence.index + 1}: ${plural(sequence.num_tokens, "token")}` })] : [];
-  const rows = sequence.parts.flatMap((span) => drawSpan(span, trace.total_s));
+  const rows = sequence.parts.flatMap((span) => drawSpan(span, trace));
   const dropped = sequence.num_forgotten ? [el("p", { class: "caption", text: `${plural(sequence.num_forgotten, "span")} in the middle were dropped; their time counts as the span before.` })] : [];
-  return [...title, el("div", { class: "spans" }, ...rows), ...dropped];
+  return [...title, el("div", { class: "spans" }, drawAxis(trace.total_s), ...rows), ...dropped];
 }
 
-function drawSpan(span, total) {
+/** Draw ticks at round times, at most six. */
+function drawAxis(total) {
+  const axis = el("div", { class: "axis", "aria-hidden": "true" });
+  const power = 10 ** Math.floor(Math.log10((total || 1) / 6));
+  const step = [1, 2, 5, 10].map((digit) => digit * power).find((each) => total / each <= 6) ?? 10 * power;
+  for (let at = 0; at < 0.95 * total; at += step) {
+    const tick = el("span", { text: at ? duration(at).replace(/\.0+ /, " ") : "0" });
+    tick.style.left = `${(100 * at) / total}%`;
+    axis.append(tick);
+  }
+  return axis;
+}
+
+const drawLegend = () =>
+  el("p", { class: "spans-legend" }, ...[["waits", "waiting"], ["prefills", "prefill"], ["hands", "handoff"], ["decodes", "decode"]]
+    .map(([kind, words]) => el("span", { class: kind }, el("i"), words)));
+
+function drawSpan(span, { total_s: total, ttft_s }) {
   const [start, seconds] = [span.start_s ?? 0, span.seconds ?? 0];
   const bar = el("i");
   bar.style.left = `${total ? Math.min(99.5, (100 * start) / total) : 0}%`;
   bar.style.width = `${total ? (100 * seconds) / total : 0}%`;
   const attempt = span.attempt ? `attempt ${span.attempt + 1}` : "";
-  const told = [MEANINGS[span.name] ?? "", span.node ? `on ${span.node}` : "", attempt, ...figuresOf(span)].filter(Boolean).join("; ");
+  const isSent = span.name === "first token" && ttft_s && !span.attempt;
+  const sent = isSent ? `sent to the client at ${duration(ttft_s)}, and the handoff happens after that` : "";
+  const told = [MEANINGS[span.name] ?? "", sent, span.node ? `on ${span.node}` : "", attempt, ...figuresOf(span)].filter(Boolean).join("; ");
+  if (seconds < BRIEF_S) {
+    return [el("span", { class: "name", text: span.name }), el("p", { class: "told brief", text: told }), el("span", { class: "number", text: duration(seconds) })];
+  }
   return [
     el("span", { class: "name", text: span.name }),
     el("div", { class: `track ${KINDS[span.name] ?? "waits"}`, "aria-hidden": "true" }, bar),

@@ -6,8 +6,8 @@ import { ago, byName, bytes, count, duration, figure, plural } from "./format.js
 import { openNode } from "./operate.js";
 
 const CROWDED = 12; // nodes of both roles from which cards are drawn small
-const OWNERS = ["request", "ticket", "cache", "padding"];
-const BAD = ["faulty", "silent", "gone"];
+const OWNERS = ["request", "ticket", "cache"];
+export const BAD = ["faulty", "silent", "gone"];
 const IDLE_HINT = "Nodes and requests are shown with the admin key.";
 
 /** @param {import("./history.js").History} history */
@@ -21,15 +21,17 @@ export function draw(history) {
   const numDecode = units.filter((unit) => unit.role === "decode").length;
   const share = units.length >= CROWDED ? Math.min(2, Math.max(0.5, numDecode / Math.max(1, units.length - numDecode))) : 1;
   byId("topology").style.setProperty("--decode-share", `${share}fr`); // of the width, beside 1fr for prefill
+  const placed = placedOf(snapshot);
+  byId("router-lane").dataset.count = String(placed?.here.get("router") ?? snapshot.counts.waiting);
   for (const role of ["prefill", "decode"]) {
     const own = units.filter((unit) => unit.role === role);
-    keep(byId(`${role}-nodes`), own, (unit) => unit.key, makeCard, (card, unit) => updateCard(card, unit, history));
+    keep(byId(`${role}-nodes`), own, (unit) => unit.key, makeCard, (card, unit) => updateCard(card, unit, history, placed));
     show(byId(`${role}-empty`), own.length === 0);
     setText(byId(`${role}-empty`), seesAll ? emptyWords(role, snapshot) : IDLE_HINT);
   }
   show(byId("legend"), seesAll);
   const sizes = [...new Set(snapshot.nodes.map((node) => node.page_size).filter(Boolean))];
-  setText(byId("legend-pages"), sizes.length === 1 ? `Bars: a node's memory in pages, each of ${sizes[0]} tokens:` : "Bars: a node's memory in pages:");
+  if (sizes.length) setText(byId("page-size"), sizes.join(" or "));
   const { running, waiting } = snapshot.counts;
   show(byId("idle-hint"), running + waiting === 0 && snapshot.models.length > 0);
   if (!byId("view-system").hidden) dots.draw(snapshot);
@@ -63,24 +65,28 @@ function emptyWords(role, { nodes, router }) {
 }
 
 function drawRouter({ router, counts, models }) {
-  setText(byId("router-waiting"), `${plural(counts.running, "request")} running, ${count(counts.waiting)} waiting here`);
+  setText(byId("router-waiting"), `${plural(counts.running, "request")} running, ${count(counts.waiting)} waiting`);
   const model = models.length ? `serves ${models.join(", ")}` : "serves no model yet";
-  setText(byId("router-words"), `${model}; version ${router.version}; up for ${duration(router.uptime_s)}`);
+  setText(byId("router-words"), `; ${model}; version ${router.version}, up for ${duration(router.uptime_s)}`);
 }
 
 function drawLinks(history) {
-  const prompts = history.rate((each) => each.totals.prompt_tokens) ?? 0;
-  const tokens = history.rate((each) => each.totals.output_tokens) ?? 0;
+  const seesAll = history.latest.sees === "everything";
+  const [computed, cached] = ["computed_tokens", "cached_tokens"].map((name) => history.sumRate(name, "prefill"));
+  const prompts = seesAll ? computed + cached : (history.promptRate ?? 0);
+  const first = history.sumRate("generated_tokens", "prefill");
+  const tokens = history.outputRate ?? 0;
   const moved = history.rate((each) => each.totals.transfer_bytes) ?? 0;
   const pages = history.rate((each) => each.totals.transfer_pages) ?? 0;
-  const link = (name, rate, words) => {
+  const link = (name, rate, words, parts = "") => {
     byId(`link-${name}`).classList.toggle("is-flowing", rate > 0);
-    setText(byId(`rate-${name}`), rate > 0 ? words : "");
+    setText(byId(`rate-${name}`), rate > 0 ? words + (seesAll && parts) : "");
   };
-  const hasPrefill = history.latest.nodes.some((node) => node.role === "prefill");
-  link("prompt", hasPrefill || history.latest.sees === "counts" ? prompts : 0, `${figure(prompts)} prompt tokens/s`);
-  link("tokens", tokens, `${figure(tokens)} tokens/s`);
+  link("prompt", prompts, `${figure(prompts)} prompt tokens/s`, `: ${figure(computed)} computed, ${figure(cached)} cached`);
+  link("tokens", tokens, `${figure(tokens)} tokens/s`, `: ${figure(tokens - first)} by decode, ${figure(first)} by prefill`);
   link("pages", pages, `${figure(pages)} pages/s\n${bytes(moved)}/s`);
+  const client = byId("link-client").classList;
+  client.toggle("is-flowing", prompts + tokens > 0);
 }
 
 function makeCard(unit) {
@@ -91,12 +97,14 @@ function makeCard(unit) {
     el("p", { class: "why" }),
     el("p", { class: "speed" }, el("strong"), el("span", { class: "unit" }), el("span", { class: "more" })),
     el("div", { class: "lane", "aria-hidden": "true" }),
+    el("div", { class: "load-bar", role: "img" }, el("i"), el("i", { class: "coming" })),
+    el("p", { class: "caption load-words" }),
     el("div", { class: "ranks" }));
-  card.parts = Object.fromEntries(["state", "why", "speed", "lane", "ranks"].map((name) => [name, card.querySelector(`.${name}`)]));
+  card.parts = Object.fromEntries(["state", "why", "speed", "lane", "load-bar", "load-words", "ranks"].map((name) => [name, card.querySelector(`.${name}`)]));
   return card;
 }
 
-function updateCard(card, unit, history) {
+function updateCard(card, unit, history, placed) {
   const { state, why, speed, lane, ranks } = card.parts;
   card.unit = unit;
   const worst = unit.ranks.find((node) => BAD.includes(node.state)) ?? unit.ranks.find((node) => node.state !== "ready") ?? unit.ranks[0];
@@ -109,19 +117,53 @@ function updateCard(card, unit, history) {
   show(why, worst.why !== "");
   const first = unit.ranks[0];
   const counter = unit.role === "prefill" ? "computed_tokens" : "generated_tokens";
-  const rate = worst.state === "gone" ? 0 : unit.ranks.reduce((sum, node) => sum + (history.nodeRate(node.id, counter) ?? 0), 0);
+  const rate = worst.state === "gone" ? 0 : unit.ranks.reduce((sum, node) => sum + history.nodeRate(node.id, counter), 0);
   setText(speed.children[0], figure(rate));
   setText(speed.children[1], unit.role === "prefill" ? " tokens computed/s" : " tokens/s");
-  setText(speed.children[2], moreWords(first));
+  setText(speed.children[2], unit.role === "prefill" && first.queued_tokens ? `, ${count(first.queued_tokens)} tokens queued` : "");
   show(speed, worst.state !== "gone");
+  drawLoad(card, unit, loadOf(unit, placed), worst.state !== "gone");
   lane.dataset.nodes = unit.ranks.map((node) => node.id).join(" ");
   keep(ranks, unit.ranks, (node) => node.id, makeRank, updateRank);
 }
 
-function moreWords(node) {
-  if (node.role === "prefill") return node.queued_tokens ? `, ${count(node.queued_tokens)} tokens queued` : "";
-  const waiting = node.waiting ? `, ${count(node.waiting)} waiting` : "";
-  return `, ${count(node.running)} of ${count(node.max_running)} running${waiting}`;
+/**
+ * Count live requests by the node where they are, and by the decode node that they are going to. Null if the snapshot
+ * does not list all of them.
+ * @returns {{here: Map<string, number>, coming: Map<string, number>} | null}
+ */
+function placedOf({ requests, num_requests }) {
+  if (num_requests > requests.length) return null;
+  const [here, coming] = [new Map(), new Map()];
+  for (const request of requests) {
+    const place = dots.placeOf(request);
+    here.set(place, (here.get(place) ?? 0) + 1);
+    if (place !== request.decode) coming.set(request.decode, (coming.get(request.decode) ?? 0) + 1);
+  }
+  return { here, coming };
+}
+
+/** Return how many requests are at a unit and are coming, as dots show them, and how many slots they take of how many. */
+function loadOf(unit, placed) {
+  const sum = (read) => unit.ranks.reduce((total, node) => total + read(node), 0);
+  const node = unit.ranks[0]; // each rank of a group holds a part of every request
+  const isListed = placed !== null;
+  const here = isListed ? sum(({ id }) => placed.here.get(id) ?? 0) : node.running;
+  const coming = isListed && unit.role === "decode" ? sum(({ id }) => placed.coming.get(id) ?? 0) : 0;
+  return { here, coming, taken: Math.max(node.running, here + coming), most: node.max_running };
+}
+
+function drawLoad(card, unit, { here, coming, taken, most }, isHere) {
+  const [bar, words] = [card.parts["load-bar"], card.parts["load-words"]];
+  card.parts.lane.dataset.count = String(here);
+  bar.children[0].style.width = `${(100 * (taken - coming)) / Math.max(1, most)}%`;
+  bar.children[1].style.width = `${(100 * coming) / Math.max(1, most)}%`;
+  const noun = unit.role === "prefill" ? "in prefill or handoff" : "running";
+  const waiting = unit.ranks[0].waiting ? `, ${count(unit.ranks[0].waiting)} waiting` : "";
+  setText(words, `${count(here)} ${noun} now${coming ? `, ${count(coming)} on the way` : ""}${waiting}, of ${count(most)}`);
+  bar.title = `Load: ${count(taken)} of ${plural(most, "slot")} taken. A request of several choices takes several.`;
+  bar.setAttribute("aria-label", bar.title);
+  for (const part of [bar, words]) show(part, isHere);
 }
 
 function makeRank() {
@@ -134,14 +176,17 @@ function updateRank(element, node) {
   const isGone = node.state === "gone";
   show(bar, !isGone);
   const pages = node.pages;
-  const used = pages ? pages.total - pages.free - pages.padding : node.num_pages - node.free_pages;
+  const used = pages ? pages.request + pages.ticket : node.num_pages - node.free_pages;
   const cached = pages?.cache ? `, ${count(pages.cache)} cached` : "";
-  const words = `${plural(used - (pages?.cache ?? 0), "page")} in use${cached}, of ${count(node.num_pages)}`;
+  const words = `${plural(used, "page")} in use${cached}, of ${count(node.num_pages)}`;
   OWNERS.forEach((owner, index) => {
     const number = pages ? pages[owner] : owner === "request" ? used : 0;
     bar.children[index].style.width = `${(100 * number) / Math.max(1, node.num_pages)}%`;
   });
-  const parts = pages ? `: ${OWNERS.map((owner) => `${owner} ${pages[owner]}`).join(", ")}, free ${pages.free}` : "";
+  const parts = pages
+    ? `: ${count(pages.request)} of running requests, ${count(pages.ticket)} offered for the handoff, ${count(pages.cache)} cached and freed when needed, ` +
+      `${count(pages.free)} free. ${plural(pages.padding, "more page")} ${pages.padding === 1 ? "is" : "are"} never used by requests.`
+    : "";
   const label = `Memory of ${node.id}: ${words}${parts}`;
   if (bar.title !== label) {
     bar.title = label;
@@ -149,5 +194,5 @@ function updateRank(element, node) {
   }
   setText(caption.children[0], isGone ? "" : node.num_ranks > 1 ? `rank ${node.rank}: ${words.replace(/ pages?/, "")}` : words);
   show(caption.children[0], !isGone);
-  setText(caption.children[1], isGone ? `last seen ${ago(node.last_seen_s)}` : `last heartbeat ${ago(node.last_seen_s)}`);
+  setText(caption.children[1], isGone ? `last seen ${ago(node.last_seen_s)}` : `heard from ${ago(node.last_seen_s)}`);
 }
