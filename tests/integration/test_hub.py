@@ -12,7 +12,7 @@ import pytest
 from cluster import Cluster, wait_until
 from hub_server import HubServer, running
 
-pytestmark = [pytest.mark.integration, pytest.mark.whole]
+pytestmark = pytest.mark.whole
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 PROMPT = "import os\n\ndef "

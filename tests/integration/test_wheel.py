@@ -57,7 +57,16 @@ def test_the_wheel_holds_the_program_and_the_demo_model_alone(wheel: Path, capsy
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         licences = [name for name in archive.namelist() if "/licenses/" in name]
     assert {name.split("/")[0] for name in names} == {"baton"}
-    for pattern in ("*/tests/*", "*/training/*", "*bench*", "*planted*", "*synthetic*", "*faulty*", "*/docs/*"):
+    for pattern in (
+        "*/tests/*",
+        "*/training/*",
+        "*/bench_*",
+        "*/benchmarks/*",
+        "*planted*",
+        "*synthetic*",
+        "*faulty*",
+        "*/docs/*",
+    ):
         assert not fnmatch.filter(names, pattern)
     folders = ["decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router"]
     code = (path for folder in folders for path in (ROOT / folder).rglob("*.py") if "training" not in path.parts)

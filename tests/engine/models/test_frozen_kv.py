@@ -16,7 +16,7 @@ from heads import write_head
 from plain_heads import Plain, PlainFrozenHead
 from safetensors.torch import load_file, save_file
 
-from baton.engine.attention import gathered
+from baton.engine.attention import attention
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.frozen_kv import FrozenKvHead, read_frozen_kv
@@ -100,7 +100,7 @@ def test_it_attends_by_the_kernels_of_a_gpu(
 ) -> None:
     """In Triton's interpreter, on tensors that the CPU's own kernels could read too."""
     model = checkpoint("llama", hidden_size=SIZE, num_hidden_layers=3, **GROUP)
-    monkeypatch.setattr(gathered, "attend_stored", lambda *_: pytest.fail("the CPU's kernel was called"))
+    monkeypatch.setattr(attention, "attend_stored", lambda *_: pytest.fail("the CPU's kernel was called"))
     with preferring("triton"):
         check_steps(model, write(model, tmp_path / "head"))
 
