@@ -130,8 +130,8 @@ class Launcher:
             while not self._signals.stops:
                 now = time.monotonic()
                 if now >= next_poll:
-                    if self._client.is_ready():
-                        self._look(now, status.tell)
+                    if self._client.is_ready():  # all that the router expects are here; a snapshot may be older
+                        self._note_joined({child.name for child in self._children}, now, status.tell)
                         return True
                     next_poll = now + _READY_POLL_S
                 if now >= next_look:
@@ -184,12 +184,15 @@ class Launcher:
             snapshot = look(self._client)
         except BatonError:
             return None
-        joined = {node.id for node in snapshot.nodes if node.state != "gone"}
+        self._note_joined({node.id for node in snapshot.nodes if node.state != "gone"}, now, tell)
+        return snapshot
+
+    def _note_joined(self, names: set[str], now: float, tell: Callable[[str], None]) -> None:
+        """Record that the router answers, and that it has these nodes."""
         for child in self._children:
-            has_joined = child.role == "router" or child.name in joined
+            has_joined = child.role == "router" or child.name in names
             if has_joined and self._restarts.joined(child.name, now) and child.num_starts > 1:
                 tell(f"{child.name} serves again")
-        return snapshot
 
     def _stop(self) -> int:
         """Stop the router, which finishes or ends its streams, then the nodes.
