@@ -185,7 +185,7 @@ class Launcher:
     def _look(self, now: float, tell: Callable[[str], None]) -> Snapshot | None:
         """Ask the router for a snapshot, and record the processes that have joined. None: it does not answer."""
         try:
-            snapshot = look(self._client)
+            snapshot = look(self._client, with_pages=False)
         except BatonError:
             return None
         joined = {node.id for node in snapshot.nodes if node.state != "gone"}

@@ -39,7 +39,7 @@ snapshot = json.loads(sys.argv[3])
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = {"data": [{"id": "toy"}]}
-        if self.path == "/live?once=true":
+        if self.path == "/live?once=true&pages=false":
             body, node = snapshot, snapshot["nodes"][0]
             body["at"] = time.time()
             body["totals"]["output_tokens"] += 5

@@ -36,22 +36,23 @@ class _Viewer(NamedTuple):
 
 
 class Feed:
-    """All viewers. `read(sees)` returns a snapshot."""
+    """All viewers. `read(sees, with_pages=...)` returns a snapshot."""
 
-    def __init__(self, read: Callable[[Sees], Snapshot]) -> None:
+    def __init__(self, read: Callable[..., Snapshot]) -> None:
         self._read = read
         self._is_closed = False
         self._viewers: list[_Viewer] = []
         self._of_one: Counter[Hashable] = Counter()
-        self._newest: dict[Sees, tuple[float, bytes]] = {}  # with the loop's time at which it was read
+        self._newest: dict[tuple[Sees, bool], tuple[float, bytes]] = {}  # with the loop's time at which it was read
         self._timer: asyncio.TimerHandle | None = None  # while somebody looks
 
-    def newest(self, sees: Sees) -> bytes:
-        """Return a snapshot as JSON that is no older than PERIOD_S."""
+    def newest(self, sees: Sees, *, with_pages: bool = True) -> bytes:
+        """Return a snapshot as JSON that is no older than PERIOD_S. `with_pages`: it has nodes' pages by owner."""
         now = asyncio.get_running_loop().time()
-        if sees not in self._newest or now - self._newest[sees][0] >= PERIOD_S:
-            self._newest[sees] = now, msgspec.json.encode(self._read(sees))
-        return self._newest[sees][1]
+        kind: tuple[Sees, bool] = (sees, with_pages)
+        if kind not in self._newest or now - self._newest[kind][0] >= PERIOD_S:
+            self._newest[kind] = now, msgspec.json.encode(self._read(sees, with_pages=with_pages))
+        return self._newest[kind][1]
 
     async def watch(
         self, http_request: web.Request, caller: Caller, sees: Callable[[], Sees | None]
