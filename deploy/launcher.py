@@ -97,9 +97,9 @@ class Launcher:
                 return self._stop()
             self._children[0].forget("--expect")  # a router that starts again serves with the nodes that it finds
             key = next(iter(self._plan.router.client_keys), None)
-            self._key_file = make_key_file(self._run_dir, key)
-            words = ready_text(self._client, self._run_dir, asks_key=key is not None, key_file=self._key_file)
-            print(words, flush=True)
+            self._key_file = file = make_key_file(self._run_dir, key)
+            url, model = self._client.url, self._client.model_names()[0]
+            print(ready_text(url, model, self._run_dir, asks_key=key is not None, key_file=file), flush=True)
             monitor = self._watch()
             exit_status = self._stop()
             say(monitor.summary(sum(child.num_starts - 1 for child in self._children), self._run_dir))

@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
-from .client import Client
-
 _NO_BREAK = "\xa0"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -169,22 +167,21 @@ def make_key_file(run_dir: Path, key: str | None) -> Path | None:
     return Path(path)
 
 
-def ready_text(client: Client, run_dir: Path, *, asks_key: bool, key_file: Path | None) -> str:
+def ready_text(address: str, model: str, run_dir: Path, *, asks_key: bool, key_file: Path | None) -> str:
     """Return the text for a system that is ready: the URL, commands to paste, and the place of the logs. `key_file`:
     holds the key that the router asks for, if the environment lacks it; a command takes it."""
-    model = client.model_names()[0]
-    url = shlex.quote(client.url)
+    url = shlex.quote(address)
     header = ' -H "Authorization: Bearer $BATON_API_KEY"' if asks_key else ""
     export = "" if key_file is None else f'  export BATON_API_KEY="$(cat {shlex.quote(str(key_file))})"\n\n'
     return f"""
-Baton is ready: {client.url}/v1   (model {model})
+Baton is ready: {address}/v1   (model {model})
 
-  {client.url}/
+  {address}/
     the live page: nodes, requests, and a chat
 
 {export}  {own_command()} chat --url {url}
   {own_command()} top --url {url}
-  curl {shlex.quote(f"{client.url}/v1/completions")}{header} \\
+  curl {shlex.quote(f"{address}/v1/completions")}{header} \\
     -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "prompt": "import os\\n\\ndef ",
          "max_tokens": 64, "temperature": 0}}'
