@@ -89,11 +89,13 @@ class Feed:
 
     def close(self) -> None:
         """Send a last snapshot and end all streams. No new one begins."""
-        if not self._is_closed:
-            self._send()
-        self._is_closed = True
-        for viewer in self._viewers:
-            viewer.ended.set()
+        try:
+            if not self._is_closed:
+                self._send()
+        finally:
+            self._is_closed = True
+            for viewer in self._viewers:
+                viewer.ended.set()
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)

@@ -244,6 +244,24 @@ def test_streams_end_with_a_last_snapshot_when_the_router_drains(
     assert (status, body["router"]["is_ready"]) == (200, False)
 
 
+def test_streams_end_though_the_last_snapshot_cannot_be_read(
+    make_system: Callable[..., System], watch: Callable[..., Viewer]
+) -> None:
+    system = make_system().up()
+    viewer = watch(system.router)
+    assert viewer.next() is not None
+
+    def close() -> None:
+        feed = system.router.router.api.feed
+        feed._read = lambda *_, **__: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            feed.close()
+
+    system.router.call(close)
+    list(iter(viewer.next, None))
+    assert watch(system.router).status == 503
+
+
 def test_a_probe_without_a_body_gets_no_stream(make_router: Callable[..., RunningRouter]) -> None:
     with urlopen(Request(f"{make_router().url}/live", method="HEAD"), timeout=20) as response:
         assert (response.status, response.read()) == (200, b"")
