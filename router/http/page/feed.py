@@ -7,6 +7,7 @@ snapshot when it has read the one before, and never a queue of older ones.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 from collections import Counter
@@ -20,6 +21,8 @@ from ....metadata.errors import Overloaded, Unavailable
 from ..server.access import Caller, share_of
 from ..server.sse import COMMENT, EventStream
 from .types import Sees, Snapshot
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 UNSENT_BYTES = 1 << 15  # in the kernel, for each viewer
@@ -89,13 +92,14 @@ class Feed:
 
     def close(self) -> None:
         """Send a last snapshot and end all streams. No new one begins."""
-        try:
-            if not self._is_closed:
+        if not self._is_closed:
+            try:
                 self._send()
-        finally:
-            self._is_closed = True
-            for viewer in self._viewers:
-                viewer.ended.set()
+            except Exception:  # the router that shuts down has requests to finish
+                logger.exception("the last snapshot could not be sent")
+        self._is_closed = True
+        for viewer in self._viewers:
+            viewer.ended.set()
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
