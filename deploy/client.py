@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ..metadata.errors import ConfigError, RequestError, Unavailable
+from .terminal import printable
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _TIMEOUT_S = 10.0
@@ -78,7 +79,7 @@ class Client:
             status, body = self.get("/ready")
         except Unavailable as error:
             return str(error)
-        return f"/ready answers {status}: {body.decode('utf-8', 'replace').strip()[:500]}"
+        return f"/ready answers {status}: {_one_line(body.decode('utf-8', 'replace'))[:500]}"
 
     def model_names(self) -> list[str]:
         """Return the names that GET /v1/models lists. Raises Unavailable or RequestError."""
@@ -166,7 +167,7 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[StreamPart]:
             return
         event = json.loads(data)
         if "error" in event:
-            raise Unavailable(event["error"].get("message", "the stream ended in an error"))
+            raise Unavailable(_one_line(event["error"].get("message", "the stream ended in an error")))
         for choice in event.get("choices", ()):
             chunk = StreamPart(choice.get("delta", {}).get("content") or "", choice.get("finish_reason"))
             if any(chunk):
@@ -179,5 +180,10 @@ def failure(status: int, body: bytes) -> RequestError:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = " ".join(body.decode("utf-8", "replace").split())[:500]
-    return RequestError(f"{message} (HTTP {status})")
+        message = _one_line(body.decode("utf-8", "replace"))[:500]
+    return RequestError(f"{_one_line(message)} (HTTP {status})")
+
+
+def _one_line(text: object) -> str:
+    """Return what a server said as one line that a terminal shows and does not obey."""
+    return printable(" ".join(str(text).split()))

@@ -13,7 +13,7 @@ import msgspec
 from ..metadata.config import setting
 from ..router.requests.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
 from .client import Client
-from .terminal import count, duration
+from .terminal import count, duration, printable
 
 BAR = 24  # characters that stand for the whole time
 
@@ -38,7 +38,7 @@ def run(config: ExplainConfig, rid: str | None) -> int:
     if config.json:
         print(msgspec.json.format(body, indent=2).decode())
     elif isinstance(answer, RecentRequests):
-        print("\n".join(_table(answer.requests)))
+        print("\n".join(map(printable, _table(answer.requests))))
     else:
         block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
         print("\n\n".join("\n".join(request_lines(trace, block)) for trace in answer.requests))
@@ -46,7 +46,11 @@ def run(config: ExplainConfig, rid: str | None) -> int:
 
 
 def request_lines(trace: RequestTrace, block: str) -> Iterator[str]:
-    """Yield a request's life as lines. `block`: the character of bars."""
+    """Yield a request's life as lines that a terminal obeys in nothing. `block`: the character of bars."""
+    return map(printable, _request_lines(trace, block))
+
+
+def _request_lines(trace: RequestTrace, block: str) -> Iterator[str]:
     called = f" (x-request-id {trace.client_id})" if trace.client_id else ""
     is_live = trace.outcome == "live"
     yield f"{trace.rid}{called}: {'running for' if is_live else trace.outcome + ' in'} {duration(trace.total_s)}"

@@ -24,7 +24,7 @@ from .monitor import LOOK_EVERY_S, Monitor, look
 from .plan import Plan, check_port, commands, free_port
 from .restarts import GiveUp, Restart, Restarts
 from .run_dir import make_run_dir
-from .terminal import KEY_FILE, Signals, StartProgress, Status, ready_text, say
+from .terminal import Signals, StartProgress, Status, make_key_file, ready_text, say
 
 _TICK_S = 0.1
 _READY_POLL_S = 0.25
@@ -50,7 +50,6 @@ def run(plan: Plan) -> int:
         with Signals() as signals:
             return Launcher(secured, children, client, run_dir, signals).run()
     finally:
-        (run_dir / KEY_FILE).unlink(missing_ok=True)
         if secured.keys_dir is not None:  # no process is left that reads the keys
             shutil.rmtree(secured.keys_dir, ignore_errors=True)
 
@@ -82,6 +81,7 @@ class Launcher:
         self._client = client
         self._run_dir = run_dir
         self._signals = signals
+        self._key_file: Path | None = None  # for the printed request
         self._restarts = Restarts((child.name, child.role) for child in children)
 
     def run(self) -> int:
@@ -97,7 +97,9 @@ class Launcher:
                 return self._stop()
             self._children[0].forget("--expect")  # a router that starts again serves with the nodes that it finds
             key = next(iter(self._plan.router.client_keys), None)
-            print(ready_text(self._client, self._run_dir, key), flush=True)
+            self._key_file = file = make_key_file(self._run_dir, key)
+            url, model = self._client.url, self._client.model_names()[0]
+            print(ready_text(url, model, self._run_dir, asks_key=key is not None, key_file=file), flush=True)
             monitor = self._watch()
             exit_status = self._stop()
             say(monitor.summary(sum(child.num_starts - 1 for child in self._children), self._run_dir))
@@ -108,6 +110,8 @@ class Launcher:
         finally:
             for child in self._children:
                 child.kill()
+            if self._key_file is not None:
+                self._key_file.unlink(missing_ok=True)
 
     def _recommend_shape(self) -> None:
         """Print which shape serves the GPUs of this host best. The nodes load meanwhile."""
@@ -181,7 +185,7 @@ class Launcher:
     def _look(self, now: float, tell: Callable[[str], None]) -> Snapshot | None:
         """Ask the router for a snapshot, and record the processes that have joined. None: it does not answer."""
         try:
-            snapshot = look(self._client)
+            snapshot = look(self._client, with_pages=False)
         except BatonError:
             return None
         self._note_joined({node.id for node in snapshot.nodes if node.state != "gone"}, now, tell)

@@ -17,9 +17,12 @@ _ABSENT = "there is no GET /live: this is no Baton router, or an older one than 
 _TIMEOUT_S = 2.0
 
 
-def look(client: Client) -> Snapshot:
-    """Ask the router for a snapshot. Raises Unavailable or RequestError."""
-    return client.decoded(_PATH, client.read(_PATH, _TIMEOUT_S, _ABSENT), Snapshot)
+def look(client: Client, *, with_pages: bool = True) -> Snapshot:
+    """Ask the router for a snapshot. `with_pages`: the router asks its nodes for their pages by owner.
+
+    Raises Unavailable or RequestError."""
+    path = _PATH if with_pages else f"{_PATH}&pages=false"
+    return client.decoded(path, client.read(path, _TIMEOUT_S, _ABSENT), Snapshot)
 
 
 def service_words(snapshot: Snapshot, now: Rates | None) -> list[str]:

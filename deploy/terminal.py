@@ -10,14 +10,12 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
-from .client import Client
-
-KEY_FILE = "api.key"  # in the run directory, for the printed request
 _NO_BREAK = "\xa0"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -158,28 +156,32 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def ready_text(client: Client, run_dir: Path, key: str | None) -> str:
-    """Return the text for a system that is ready: the URL, commands to paste, and the place of the logs. `key`: one
-    that the router asks for. If the environment lacks it, it is written to `run_dir`, and a command takes it."""
-    model = client.model_names()[0]
-    url = shlex.quote(client.url)
-    header = "" if key is None else ' -H "Authorization: Bearer $BATON_API_KEY"'
-    export = ""
-    if key is not None and os.environ.get("BATON_API_KEY") != key:
-        path = run_dir / KEY_FILE
-        path.unlink(missing_ok=True)  # in a directory of --run-dir somebody else may have made it, or a link
-        path.touch(mode=0o600, exist_ok=False)
-        path.write_text(f"{key}\n")
-        export = f'  export BATON_API_KEY="$(cat {shlex.quote(str(path))})"\n\n'
-    return f"""
-Baton is ready: {client.url}/v1   (model {model})
+def make_key_file(run_dir: Path, key: str | None) -> Path | None:
+    """Write a key that the router asks for to a new file that only the user can read. None: nobody needs it, because
+    the router asks for none or the environment has it."""
+    if key is None or os.environ.get("BATON_API_KEY") == key:
+        return None
+    descriptor, path = tempfile.mkstemp(".key", f"api-{os.getpid()}-", run_dir)  # never the file of somebody else
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{key}\n")
+    return Path(path)
 
-  {client.url}/
+
+def ready_text(address: str, model: str, run_dir: Path, *, asks_key: bool, key_file: Path | None) -> str:
+    """Return the text for a system that is ready: the URL, commands to paste, and the place of the logs. `key_file`:
+    holds the key that the router asks for, if the environment lacks it; a command takes it."""
+    url = shlex.quote(address)
+    header = ' -H "Authorization: Bearer $BATON_API_KEY"' if asks_key else ""
+    export = "" if key_file is None else f'  export BATON_API_KEY="$(cat {shlex.quote(str(key_file))})"\n\n'
+    return f"""
+Baton is ready: {address}/v1   (model {model})
+
+  {address}/
     the live page: nodes, requests, and a chat
 
 {export}  {own_command()} chat --url {url}
   {own_command()} top --url {url}
-  curl {shlex.quote(f"{client.url}/v1/completions")}{header} \\
+  curl {shlex.quote(f"{address}/v1/completions")}{header} \\
     -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "prompt": "import os\\n\\ndef ",
          "max_tokens": 64, "temperature": 0}}'

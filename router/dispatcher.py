@@ -49,7 +49,8 @@ from .health.health import Effect as HealthEffect
 from .health.health import GiveUpCanary, PairHealth, PairsReady, StartCanary
 from .nodes.node import Node, NodeGroup
 from .nodes.registry import Drains, Registry
-from .placement.placement import Placement, Reservations
+from .placement.placement import Placement
+from .placement.reservations import Reservations
 from .requests.cancels import Cancels
 from .requests.request import Attempt, Request, Sequence
 from .requests.rescheduling import Rescheduling

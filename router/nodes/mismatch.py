@@ -45,9 +45,11 @@ def incompatible_nodes(hello: Hello, group: NodeGroup | None, nodes: Iterable[No
 
 
 def refusal(hello: Hello, incompatible: Sequence[Node]) -> str:
-    """Return the reason to refuse a node that can be paired with none of these nodes."""
+    """Return the reason to refuse a node because of these nodes, which incompatible_nodes has found."""
     phrases = [_differences(hello, node) for node in incompatible[:MAX_COMPARED]]
-    return "it can be paired with nobody: " + "; ".join(phrases)
+    is_of_group = any(node.role == hello.role for node in incompatible)  # nodes of one role differ in the commit alone
+    words = "nodes of its group serve another commit" if is_of_group else "it can be paired with nobody"
+    return f"{words}: {'; '.join(phrases)}"
 
 
 def _differences(hello: Hello, node: Node) -> str:

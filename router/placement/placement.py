@@ -1,4 +1,4 @@
-"""Placement: chooses the nodes for a waiting request, and asks its decode node for pages.
+"""Placement: chooses the nodes for a waiting request.
 
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
 probably has in its cache need not be computed. Requests of one session go to the nodes of the one before: to its
@@ -10,24 +10,20 @@ they are.
 
 The functions `..._reason` tell why a node was chosen, from the figures that were compared. Traces keep these words.
 
-PrefixAffinity estimates which leading pages of a prompt each node has in its prefix cache. SessionAffinity knows which
-nodes served a client's session last.
-
 Nodes compute prompts in the order in which they get them. So where several tenants share a group, prompts wait in the
 router, whose order is fair, and a node of either role gets the next one shortly before it has none left to compute.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from ...metadata.wire.messages import Compute, Reserve, Reserved
 from ..nodes.node import Node, NodeGroup, Role
-from ..requests.request import Attempt, Request, page_hashes
 from ..requests.request import Sequence as Output
+from ..requests.request import page_hashes
 from ..waiting.queue import Entry
+from .affinity import PrefixAffinity, SessionAffinity
 from .prompt_placement import (
     SESSION_SLACK,
     LocalFigures,
@@ -457,148 +453,3 @@ def _cached(entry: Entry, num_uncached: int) -> str:
     return (
         f"; it probably holds {prompt_len - num_uncached:,} of the prompt's {prompt_len:,} tokens in its prefix cache"
     )
-
-
-ASK_S = 0.5  # a decode node that has not answered is asked again after so long: less than a lease of its claims
-ANSWER_S = 10.0  # a reservation without an answer is given up after so long
-
-
-class Reservations:
-    """Reservations under way, by request and attempt: those whose decode node has been asked for pages and has not
-    answered yet."""
-
-    def __init__(self, epoch: str) -> None:
-        self._epoch = epoch
-        self._entries: dict[tuple[str, int], Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def begin(self, entry: Entry, attempt: Attempt, decode: Node, now: float) -> Reserve | Compute:
-        """Enter the attempt in the books of its decode node. Return the message that asks for it."""
-        request = entry.request
-        entry.attempt = attempt
-        self._entries[request.rid, attempt.number] = entry
-        num_pages = entry.need.local_pages if attempt.prefill is None else entry.need.decode_pages or 0
-        decode.reserve(request.rid, attempt.number, attempt.choices, num_pages)
-        return self._ask(request, attempt, decode, now)
-
-    def get(self, rid: str, attempt: int) -> Entry | None:
-        """Return the entry that this reservation is for, None if no answer is awaited."""
-        return self._entries.get((rid, attempt))
-
-    def answered(self, node: Node, message: Reserved) -> tuple[Entry, Attempt, tuple[int, ...]] | None:
-        """Take a decode node's answer. Return the entry, its attempt and the choices that the node granted.
-
-        Returns None if nobody awaits this answer. Then what it grants must be cancelled.
-        """
-        key = (message.rid, message.attempt)
-        entry = self._entries.get(key)
-        attempt = entry.attempt if entry is not None else None
-        if entry is None or attempt is None or attempt.decode is not node:
-            return None
-        del self._entries[key]
-        entry.attempt = None
-        granted = tuple(each for each in entry.choices if each in attempt.choices and each in message.granted)
-        node.grant(*key, granted)
-        return entry, attempt, granted
-
-    def take_back(self, request: Request, attempt: Attempt) -> Entry | None:
-        """Await no answer any more. Return the entry of the attempt, None if none was awaited."""
-        entry = self._entries.pop((request.rid, attempt.number), None)
-        if entry is None:
-            return None
-        entry.attempt = None
-        if attempt.decode is not None:
-            attempt.decode.release(request.rid, attempt.number, attempt.choices)
-        return entry
-
-    def overdue(self, now: float) -> list[tuple[Request, Attempt]]:
-        """Return the attempts whose decode node has not answered in time, and could have: a node in one step since it
-        was asked has not read the question."""
-        under_way = [(entry.request, entry.attempt) for entry in self._entries.values()]
-        return [
-            (request, each)
-            for request, each in under_way
-            if each is not None and now - each.sent_at > ANSWER_S and not _is_unread(each)
-        ]
-
-    def repeat(self, now: float) -> list[tuple[Node, Reserve | Compute]]:
-        """Return the messages that ask again for answers that may have been lost."""
-        due = [(entry.request, entry.attempt) for entry in self._entries.values()]
-        return [
-            (each.decode, self._ask(request, each, each.decode, now))
-            for request, each in due
-            if each is not None and each.decode is not None and now > each.ask_at
-        ]
-
-    def _ask(self, request: Request, attempt: Attempt, decode: Node, now: float) -> Reserve | Compute:
-        attempt.ask_at = now + ASK_S
-        attempt.num_asks += 1
-        rid, number, choices = request.rid, attempt.number, tuple(sorted(attempt.choices))
-        wire_request = request.wire_request(choices[0])
-        if attempt.prefill is None:
-            return Compute(self._epoch, rid, number, choices, wire_request)
-        return Reserve(self._epoch, rid, number, choices, wire_request, attempt.prefill.peer_of(decode))
-
-
-def _is_unread(attempt: Attempt) -> bool:
-    """Return whether the decode node has been in one step since it was asked."""
-    busy_since = None if attempt.decode is None else attempt.decode.busy_since
-    return busy_since is not None and busy_since <= attempt.sent_at + ASK_S
-
-
-MAX_KNOWN_PAGES = 32768  # remembered per node
-MAX_SESSIONS = 32768  # remembered per role
-
-
-class PrefixAffinity:
-    """Leading pages that each node was given. Bounded; the least recently used pages are forgotten first."""
-
-    def __init__(self, max_pages: int = MAX_KNOWN_PAGES) -> None:
-        self._max_pages = max_pages
-        self._known: dict[Hashable, OrderedDict[int, None]] = {}
-
-    def num_matched(self, node: Hashable, hashes: Iterable[int]) -> int:
-        """Return how many leading pages of a prompt the node was given before."""
-        known = self._known.get(node)
-        num_pages = 0
-        for page in hashes if known else ():
-            if known is None or page not in known:
-                break
-            num_pages += 1
-        return num_pages
-
-    def note(self, node: Hashable, hashes: Sequence[int]) -> None:
-        """The node gets a prompt with these pages."""
-        known = self._known.setdefault(node, OrderedDict())
-        for page in reversed(hashes):  # the first page is the last to be forgotten
-            known[page] = None
-            known.move_to_end(page)
-        while len(known) > self._max_pages:
-            known.popitem(last=False)
-
-    def forget(self, node: Hashable) -> None:
-        """The node is gone, or its cache was emptied."""
-        self._known.pop(node, None)
-
-
-class SessionAffinity:
-    """The node of one role that served each session last. Bounded; the sessions that are idle longest are forgotten."""
-
-    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
-        self._max_sessions = max_sessions
-        self._nodes: OrderedDict[bytes, Hashable] = OrderedDict()
-
-    def node_of(self, session: bytes | None) -> Hashable:
-        """Return the node that served the session last, None if there is none."""
-        return None if session is None else self._nodes.get(session)
-
-    def note(self, session: bytes | None, node: Hashable) -> None:
-        """The node serves the session now."""
-        if session is None:
-            return
-        self._nodes[session] = node
-        self._nodes.move_to_end(session)
-        if len(self._nodes) > self._max_sessions:
-            self._nodes.popitem(last=False)

@@ -19,7 +19,7 @@ from ...metadata.wire.request import Unit
 from ..errors import NodeFault
 from ..figures.metrics import Metrics, MoveReason
 from ..nodes.node import Node
-from ..placement.placement import Reservations
+from ..placement.reservations import Reservations
 from ..waiting.queue import Entry, Queues, RefusedRequest
 from .cancels import Cancels
 from .request import Attempt, Request

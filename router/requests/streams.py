@@ -220,6 +220,10 @@ def _check(node: Node, message: Tokens, ids: list[int], firsts: list[int], count
         )
     if ids and min(ids) < 0:
         raise ProtocolError(f"Tokens with id {min(ids)}; an id is 0 or more", node=node.node_id)
+    for end in message.ended.values():
+        if end.num_accepted > end.num_drafted:
+            words = f"{end.num_accepted} drafts accepted of {end.num_drafted}"
+            raise ProtocolError(f"Tokens: {words}; no more can be accepted than were drafted", node=node.node_id)
 
 
 def _refused(node: Node, sequence: Sequence, words: str) -> TokensRefused:

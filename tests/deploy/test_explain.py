@@ -147,6 +147,19 @@ def test_several_requests_choices_and_an_error(server: Server, explain: Explain)
     assert "cmpl-1: running for 0.0 ms" in text
 
 
+def test_nothing_that_the_router_says_moves_the_terminal(server: Server, explain: Explain) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\rm"
+    server.say(Explanation([msgspec.structs.replace(TRACE, model=evil, client_id=evil)]))
+    line = RequestLine(evil, None, "demo", "done", 1.8e9, 2.0, 0.75, 628, 21, 1, "prefill", 0.5)
+    texts = [explain("cmpl-1")[1]]
+    server.say(RecentRequests([line]))
+    texts.append(explain()[1])
+    server.say({"error": {"message": evil}}, 404)
+    texts.append(explain("cmpl-1")[2])
+    for text in texts:
+        assert "title" in text and all(line.isprintable() for line in text.split("\n")), repr(text)
+
+
 def test_json_is_what_the_router_says(server: Server, explain: Explain) -> None:
     server.say(Explanation([TRACE]))
     assert json.loads(explain("cmpl-1", "--json")[1]) == json.loads(server.body)

@@ -39,7 +39,7 @@ snapshot = json.loads(sys.argv[3])
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = {"data": [{"id": "toy"}]}
-        if self.path == "/live?once=true":
+        if self.path == "/live?once=true&pages=false":
             body, node = snapshot, snapshot["nodes"][0]
             body["at"] = time.time()
             body["totals"]["output_tokens"] += 5
@@ -58,8 +58,8 @@ SLEEPER = "import time; print('loading', flush=True); time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\nwhile True: time.sleep(1)"
 
 
-def plan(decode: DecodeConfig | None = None, **up: float) -> Plan:
-    return Plan(UpConfig(**up), RouterConfig(), PrefillConfig(), decode or DecodeConfig())  # type: ignore[arg-type]
+def plan(decode: DecodeConfig | None = None, router: RouterConfig | None = None, **up: float) -> Plan:
+    return Plan(UpConfig(**up), router or RouterConfig(), PrefillConfig(), decode or DecodeConfig())  # type: ignore[arg-type]
 
 
 def command(name: str, code: str, *argv: str) -> Command:
@@ -69,14 +69,21 @@ def command(name: str, code: str, *argv: str) -> Command:
 class Running:
     """A launcher in this (the main) thread, and a script in another thread that acts on it."""
 
-    def __init__(self, run_dir: Path, codes: dict[str, str], decode: DecodeConfig | None = None, **up: float) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        codes: dict[str, str],
+        decode: DecodeConfig | None = None,
+        router: RouterConfig | None = None,
+        **up: float,
+    ) -> None:
         port = free_port()
         self.drained = run_dir / "drained"
         argv = str(port), str(self.drained), msgspec.json.encode(snapshot(0.0, node(), node("decode-1"))).decode()
         children = [Child(command(name, code, *argv), run_dir) for name, code in codes.items()]
         self.children = {child.name: child for child in children}
         self._client = Client.local("127.0.0.1", port, None)
-        self._plan = plan(decode, **{"stop_timeout_s": 1.0, "ready_timeout_s": 20.0, **up})
+        self._plan = plan(decode, router, **{"stop_timeout_s": 1.0, "ready_timeout_s": 20.0, **up})
         self._run_dir = run_dir
 
     def run(self, script: threading.Thread | None = None) -> int:
@@ -111,14 +118,20 @@ def interrupt() -> None:
 def test_when_ready_a_request_to_try_is_printed_and_a_signal_stops_all(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
+    """The key for the request is gone afterwards, and files of the user in the same directory stay."""
+    (tmp_path / "api.key").write_text("keys of the user")
+    keyed = RouterConfig(api_key="secret")
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER}, router=keyed)
 
     def script() -> None:
         running.until_ready()
         interrupt()
 
     assert running.run(threading.Thread(target=script)) == 0
+    assert [path.name for path in tmp_path.glob("*.key")] == ["api.key"]
+    assert (tmp_path / "api.key").read_text() == "keys of the user"
     out, err = capfd.readouterr()
+    assert f"cat {tmp_path}/api-{os.getpid()}-" in out
     assert "curl http://127.0.0.1:" in out
     assert "toy" in out
     assert str(tmp_path) in out

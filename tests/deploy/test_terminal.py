@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy.client import Client
-from baton.deploy.terminal import Signals, StartProgress, Status, flow, own_command, ready_text
+from baton.deploy.terminal import Signals, StartProgress, Status, flow, make_key_file, own_command, ready_text
 
 
 class Terminal(io.StringIO):
@@ -79,30 +78,25 @@ def test_texts_flow_into_lines_and_stay_whole() -> None:
     assert max(map(len, flow(words, 20))) <= 20
 
 
-class OneModel(Client):
-    def model_names(self) -> list[str]:
-        return ["demo"]
-
-
 def test_the_printed_request_finds_the_key_wherever_it_came_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a shell that does not know it: the commands up to the request are pasted."""
     monkeypatch.delenv("BATON_API_KEY", raising=False)
-    client = OneModel("http://127.0.0.1:1")
+    url, model = "http://127.0.0.1:1", "demo"
     directory = tmp_path / "with space"
     directory.mkdir()
-    (directory / "api.key").symlink_to(tmp_path / "of another user")
-    text = ready_text(client, directory, "it's secret")
-    assert not (tmp_path / "of another user").exists()
-    assert "secret" not in text and (directory / "api.key").stat().st_mode & 0o77 == 0
+    file = make_key_file(directory, "it's secret")
+    text = ready_text(url, model, directory, asks_key=True, key_file=file)
+    assert file is not None and "secret" not in text and file.stat().st_mode & 0o77 == 0
     export = next(line for line in text.splitlines() if "export" in line)
     said = subprocess.run(["sh", "-c", f'{export}; echo "$BATON_API_KEY"'], capture_output=True, text=True, check=True)
     assert said.stdout == "it's secret\n"
     monkeypatch.setenv("BATON_API_KEY", "known")
-    text = ready_text(client, tmp_path, "known")
+    assert make_key_file(tmp_path, "known") is make_key_file(tmp_path, None) is None
+    text = ready_text(url, model, tmp_path, asks_key=True, key_file=None)
     assert "export" not in text and "$BATON_API_KEY" in text
-    assert "BATON_API_KEY" not in ready_text(client, tmp_path, None)
+    assert "BATON_API_KEY" not in ready_text(url, model, tmp_path, asks_key=False, key_file=None)
 
 
 def test_the_printed_command_is_one_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

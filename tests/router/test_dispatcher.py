@@ -21,7 +21,7 @@ from baton.router.effects import Done, Effect, Error, Output, Send
 from baton.router.errors import DeadlineExceeded, RequestCancelled
 from baton.router.figures.metrics import Metrics
 from baton.router.nodes.node import FULL_S, NodeGroup
-from baton.router.placement.placement import ANSWER_S, ASK_S
+from baton.router.placement.reservations import ANSWER_S, ASK_S
 from baton.router.requests.cancels import ACK_S, MAX_ACK_S
 from baton.router.requests.request import Delta, Request, Sequence, TextOptions
 from baton.router.requests.streams import GAP_S, MAX_RESENDS, SILENCE_S

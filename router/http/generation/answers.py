@@ -121,7 +121,8 @@ def metrics_of(requests: abc.Sequence[Request]) -> AnswerMetrics | None:
     node of an older protocol did not say how many drafts each verification accepted."""
     request = requests[0]
     counts, num_rounds = request.accept_counts, request.num_rounds
-    if len(requests) > 1 or len(request.sequences) > 1 or not num_rounds or sum(counts) != num_rounds:
+    has_drafted = num_rounds > 0 and request.num_drafted > 0  # both come from nodes
+    if len(requests) > 1 or len(request.sequences) > 1 or not has_drafted or sum(counts) != num_rounds:
         return None
     return AnswerMetrics(
         SpeculativeDecoding(

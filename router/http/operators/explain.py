@@ -13,8 +13,9 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from ....metadata.errors import RequestError
-from ...errors import NotFound
+from ...errors import Forbidden, NotFound
 from ...requests.trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, RequestText, TraceRecorder
+from ..server.access import CALLER
 from ..server.api import Api, json_response
 from ..server.errors import from_validation
 
@@ -48,7 +49,13 @@ async def one(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 
 async def text(api: Api, http_request: web.Request) -> web.StreamResponse:
-    """Answers GET /debug/requests/{rid}/text. Raises NotFound if no such request is live: texts are not kept."""
+    """Answers GET /debug/requests/{rid}/text. Raises NotFound if no such request is live: texts are not kept.
+
+    Raises Forbidden for an API key, which opens the other routes of operators on loopback: its holder may be one of
+    several who send requests.
+    """
+    if api.access.has_api_keys and not http_request[CALLER].is_admin:
+        raise Forbidden("texts of requests need the admin key: start the router with --admin-key and send that key")
     wanted = http_request.match_info["rid"]
     for request in api.dispatcher.requests.values():
         if wanted == request.rid and not request.is_canary:

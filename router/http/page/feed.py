@@ -7,6 +7,7 @@ snapshot when it has read the one before, and never a queue of older ones.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 from collections import Counter
@@ -20,6 +21,8 @@ from ....metadata.errors import Overloaded, Unavailable
 from ..server.access import Caller, share_of
 from ..server.sse import COMMENT, EventStream
 from .types import Sees, Snapshot
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 UNSENT_BYTES = 1 << 15  # in the kernel, for each viewer
@@ -36,22 +39,23 @@ class _Viewer(NamedTuple):
 
 
 class Feed:
-    """All viewers. `read(sees)` returns a snapshot."""
+    """All viewers. `read(sees, with_pages=...)` returns a snapshot."""
 
-    def __init__(self, read: Callable[[Sees], Snapshot]) -> None:
+    def __init__(self, read: Callable[..., Snapshot]) -> None:
         self._read = read
         self._is_closed = False
         self._viewers: list[_Viewer] = []
         self._of_one: Counter[Hashable] = Counter()
-        self._newest: dict[Sees, tuple[float, bytes]] = {}  # with the loop's time at which it was read
+        self._newest: dict[tuple[Sees, bool], tuple[float, bytes]] = {}  # with the loop's time at which it was read
         self._timer: asyncio.TimerHandle | None = None  # while somebody looks
 
-    def newest(self, sees: Sees) -> bytes:
-        """Return a snapshot as JSON that is no older than PERIOD_S."""
+    def newest(self, sees: Sees, *, with_pages: bool = True) -> bytes:
+        """Return a snapshot as JSON that is no older than PERIOD_S. `with_pages`: it has nodes' pages by owner."""
         now = asyncio.get_running_loop().time()
-        if sees not in self._newest or now - self._newest[sees][0] >= PERIOD_S:
-            self._newest[sees] = now, msgspec.json.encode(self._read(sees))
-        return self._newest[sees][1]
+        kind: tuple[Sees, bool] = (sees, with_pages)
+        if kind not in self._newest or now - self._newest[kind][0] >= PERIOD_S:
+            self._newest[kind] = now, msgspec.json.encode(self._read(sees, with_pages=with_pages))
+        return self._newest[kind][1]
 
     async def watch(
         self, http_request: web.Request, caller: Caller, sees: Callable[[], Sees | None]
@@ -89,7 +93,10 @@ class Feed:
     def close(self) -> None:
         """Send a last snapshot and end all streams. No new one begins."""
         if not self._is_closed:
-            self._send()
+            try:
+                self._send()
+            except Exception:  # the router that shuts down has requests to finish
+                logger.exception("the last snapshot could not be sent")
         self._is_closed = True
         for viewer in self._viewers:
             viewer.ended.set()

@@ -44,18 +44,19 @@ class _File(NamedTuple):
     etag: str
 
 
-def _read_files() -> dict[str, _File]:
-    """Return the files of the page by name. They are read once, when the router starts."""
+def _read_files(directory: Path) -> dict[str, _File]:
+    """Return the files of the page by name. They are read once, when the router starts. A file of another kind, such
+    as an editor's copy, is none of them."""
     files: dict[str, _File] = {}
-    for path in sorted(STATIC.rglob("*")):
-        if path.is_file():
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.suffix in _TYPES:
             body = path.read_bytes()
             etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-            files[path.relative_to(STATIC).as_posix()] = _File(body, _TYPES[path.suffix], etag)
+            files[path.relative_to(directory).as_posix()] = _File(body, _TYPES[path.suffix], etag)
     return files
 
 
-_FILES = _read_files()
+_FILES = _read_files(STATIC)
 
 
 async def root(_api: Api, http_request: web.Request) -> web.StreamResponse:

@@ -9,23 +9,27 @@ from ..server.access import CALLER, IS_OPERATOR, KeyLevel
 from ..server.api import Api
 from .types import Sees
 
-_ONCE = {"": False, "false": False, "true": True}
+_FLAGS = {"false": False, "true": True}
 
 
 async def live(api: Api, http_request: web.Request) -> web.StreamResponse:
     """GET /live. Who operates the router sees everything, all others see counts. Raises RequestError for a wrong value
-    of `once`."""
-    given = http_request.query.get("once", "")
-    if given not in _ONCE:
-        raise RequestError(f"once: {given!r} is neither true nor false", param="once")
-    if not _ONCE[given] and http_request.method != "HEAD":
+    of `once` or `pages`."""
+    once, with_pages = _flag(http_request, "once", default=False), _flag(http_request, "pages", default=True)
+    if not once and http_request.method != "HEAD":
         return await api.feed.watch(http_request, http_request[CALLER], lambda: _sees_now(api, http_request))
     sees: Sees = "everything" if http_request[IS_OPERATOR] else "counts"
-    if sees == "everything":
+    if sees == "everything" and with_pages:
         await api.snapshots.pages.wait()
-    return web.Response(
-        body=api.feed.newest(sees), content_type="application/json", headers={"Cache-Control": "no-cache"}
-    )
+    body = api.feed.newest(sees, with_pages=with_pages)
+    return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-cache"})
+
+
+def _flag(http_request: web.Request, name: str, *, default: bool) -> bool:
+    given = http_request.query.get(name, "")
+    if given and given not in _FLAGS:
+        raise RequestError(f"{name}: {given!r} is neither true nor false", param=name)
+    return _FLAGS[given] if given else default
 
 
 def _sees_now(api: Api, http_request: web.Request) -> Sees | None:

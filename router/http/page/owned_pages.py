@@ -32,9 +32,10 @@ class NodePages:
         return self._pages
 
     async def wait(self) -> None:
-        """Ask the nodes if that is due, and wait a moment for their answers."""
+        """Ask the nodes if that is due. Wait a moment for the answers if a node has not been asked before."""
         self.look()
-        if self._question is not None:
+        is_new = any(node.node_id not in self._pages for node in self._dispatcher.registry.nodes.values())
+        if is_new and self._question is not None:
             await asyncio.wait((self._question,), timeout=WAIT_S)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from heapq import nlargest
 from itertools import pairwise, zip_longest
 from math import inf
 from typing import NamedTuple, cast
@@ -17,7 +18,8 @@ from ....metadata.wire.node_info import NodeStats
 from ...figures.metrics import INTERVAL_S, LATENCY_S, Metrics
 from ...nodes.node import Node, NodeGroup
 from ...nodes.node_history import LOSS_WORDS, NodeHistory
-from ...requests.request import Request
+from ...requests.request import Request, Sequence
+from ...requests.trace import Span
 from ...runner import RunningDispatcher
 from .owned_pages import NodePages
 from .reasons import GroupQueue, PairStanding, Standing, group_queue, node_standing, pair_standing, why_waits
@@ -76,8 +78,8 @@ class Snapshots:
         """Ask nodes nothing more."""
         self.pages.close()
 
-    def read(self, sees: Sees) -> Snapshot:
-        """Return the state of the service now."""
+    def read(self, sees: Sees, *, with_pages: bool = True) -> Snapshot:
+        """Return the state of the service now. `with_pages`: nodes are asked for their pages by owner."""
         now, registry = time.monotonic(), self._dispatcher.registry
         requests = [request for request in self._dispatcher.requests.values() if not request.is_canary]
         snapshot = Snapshot(
@@ -92,18 +94,22 @@ class Snapshots:
         if sees == "counts":
             return snapshot
         standings = self._pair_standings()
-        live = self._requests(requests, now)
+        stages = self._stages(requests, now)
+        newest = nlargest(MAX_REQUESTS, stages, key=lambda stage: stage.request.created_at)
         return structs.replace(
             snapshot,
-            nodes=[*self._nodes(standings, now), *filter(None, (_gone(each, now) for each in registry.histories))],
+            nodes=[
+                *self._nodes(standings, now, with_pages=with_pages),
+                *filter(None, (_gone(each, now) for each in registry.histories)),
+            ],
             pairs=[
                 LivePair(prefill.node_id, decode.node_id, *standing)
                 for prefill, decode, standing in standings
                 if prefill is not None
             ],
-            requests=sorted((request for request, _ in live), key=lambda each: each.age_s)[:MAX_REQUESTS],
-            num_requests=len(live),
-            waits=_waits(live),
+            requests=[_live_request(stage, now) for stage in newest],
+            num_requests=len(stages),
+            waits=_waits(stages, now),
         )
 
     def _router(self, sees: Sees, now: float) -> LiveRouter:
@@ -154,8 +160,8 @@ class Snapshots:
             for nodes in (*group.pairs(), *((None, node) for node in group.local_nodes()))
         ]
 
-    def _nodes(self, pairs: list[_Pair], now: float) -> Iterator[LiveNode]:
-        registry, pages = self._dispatcher.registry, self.pages.look()
+    def _nodes(self, pairs: list[_Pair], now: float, *, with_pages: bool) -> Iterator[LiveNode]:
+        registry, pages = self._dispatcher.registry, self.pages.look() if with_pages else {}
         of_node: defaultdict[Node, list[PairStanding]] = defaultdict(list)
         for prefill, decode, standing in pairs:
             of_node[decode].append(standing)
@@ -165,17 +171,26 @@ class Snapshots:
             standing = node_standing(node, of_node[node], registry, now)
             yield _live_node(node, standing, pages.get(node.node_id), now)
 
-    def _requests(self, requests: Iterable[Request], now: float) -> list[tuple[LiveRequest, str]]:
-        """Return the live requests, the oldest first, and what each waits for."""
+    def _stages(self, requests: Iterable[Request], now: float) -> list[_Stage]:
+        """Return where each live request is."""
         queues, health = self._dispatcher.queues, self._dispatcher.health
         of_group: dict[NodeGroup, GroupQueue] = {}
-        live: list[tuple[LiveRequest, str]] = []
+        stages: list[_Stage] = []
         for request in requests:
             group = request.group
             if group not in of_group:
                 of_group[group] = group_queue(group, queues.waiting_in(group), health, now)
-            live.append(_live_request(request, of_group[group], now))
-        return live
+            stages.append(_stage(request, of_group[group]))
+        return stages
+
+
+class _Stage(NamedTuple):
+    """Where a live request is: its first choice that still runs, the last span of that, and what it waits for."""
+
+    request: Request
+    sequence: Sequence
+    span: Span
+    wait: str
 
 
 class _Pair(NamedTuple):
@@ -235,13 +250,17 @@ def _gone(history: NodeHistory, now: float) -> LiveNode | None:
     )
 
 
-def _live_request(request: Request, queue: GroupQueue, now: float) -> tuple[LiveRequest, str]:
-    """Return a request as its first choice that still runs stands, and what it waits for."""
+def _stage(request: Request, queue: GroupQueue) -> _Stage:
     sequence = next((each for each in request.sequences if each.finish_reason is None), request.sequences[0])
-    span, attempt = request.timeline.last_span(sequence.index), sequence.attempt
+    span = request.timeline.last_span(sequence.index)
+    return _Stage(request, sequence, span, why_waits(request, sequence.attempt, span, queue))
+
+
+def _live_request(stage: _Stage, now: float) -> LiveRequest:
+    request, sequence, span, wait = stage
+    attempt = sequence.attempt
     prefill, decode = (attempt.prefill, attempt.decode) if attempt is not None else (None, None)
-    wait = why_waits(request, attempt, span, queue)
-    line = LiveRequest(
+    return LiveRequest(
         rid=request.rid,
         model=request.group.key.model,
         stage=cast(LiveStage, span.name),
@@ -253,14 +272,13 @@ def _live_request(request: Request, queue: GroupQueue, now: float) -> tuple[Live
         age_s=round(now - request.created_at, 3),
         why="; ".join(filter(None, (wait, request.timeline.placement(sequence.index)))),
     )
-    return line, wait
 
 
-def _waits(live: Iterable[tuple[LiveRequest, str]]) -> list[LiveWait]:
+def _waits(stages: Iterable[_Stage], now: float) -> list[LiveWait]:
     """Return where requests wait, and why: those that wait longest first."""
     ages: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for request, wait in live:
-        if request.stage in _WAITING:
-            ages[request.stage, wait].append(request.age_s)
+    for request, _, span, wait in stages:
+        if span.name in _WAITING:
+            ages[span.name, wait].append(round(now - request.created_at, 3))
     waits = [LiveWait(where, why, len(each), max(each)) for (where, why), each in ages.items()]
     return sorted(waits, key=lambda wait: wait.oldest_s, reverse=True)

@@ -124,7 +124,7 @@ class LiveNode(Struct, frozen=True, kw_only=True):
     phase: str | None = None
     phase_age_s: float | None = None
     step: int | None = None
-    pages: OwnedPages | None = None  # None until the node has answered
+    pages: OwnedPages | None = None  # None until the node has answered, and if nobody asked it
     free_pages: int = 0
     num_pages: int = 0
     page_size: int = 0

@@ -297,7 +297,10 @@ ROUTES: tuple[Route, ...] = (
         operation_id="watch",
         tag="page",
         summary="State of the service, once per second as a stream of events, or once",
-        parameters=(Parameter("once", bool, "Answer one snapshot as JSON, no stream"),),
+        parameters=(
+            Parameter("once", bool, "Answer one snapshot as JSON, no stream"),
+            Parameter("pages", bool, "With once: false asks no node for its pages by owner, which are then null"),
+        ),
         answer=Snapshot,
         chunk=Snapshot,
         statuses=(400, 429, 503),

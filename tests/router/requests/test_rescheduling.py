@@ -23,7 +23,7 @@ from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unp
 from baton.router.effects import Send
 from baton.router.http.server.errors import body_of, status_of
 from baton.router.nodes.node import Node, NodeGroup
-from baton.router.placement.placement import Reservations
+from baton.router.placement.reservations import Reservations
 from baton.router.requests.cancels import Cancels
 from baton.router.requests.request import Attempt, Request
 from baton.router.requests.rescheduling import MAX_LOSSES, Rescheduling

@@ -131,6 +131,14 @@ def test_log_probabilities_that_do_not_fit_refuse_the_message(logprobs: dict[int
     assert not site.effects
 
 
+def test_a_choice_that_accepted_more_drafts_than_there_were_refuses_the_message() -> None:
+    site = Site()
+    ended = Ended("length", None, 3, 6, 0, num_rounds=1, num_drafted=2, num_accepted=3)
+    with pytest.raises(ProtocolError, match="3 drafts accepted of 2"):
+        list(site.streams.take(site.decode, tokens((site.unit(0), 0, IDS[:1]), ended={0: ended}), 0.0))
+    assert not site.effects
+
+
 @pytest.mark.parametrize("first", [0, 3, 4, 2**31 - 1])
 def test_a_node_that_sends_more_than_max_tokens_is_refused_for_that_sequence_alone(first: int) -> None:
     site = Site(params={"max_tokens": 4})

@@ -115,6 +115,8 @@ def test_the_result_of_speculation_is_there_on_request_as_vllm_gives_it(kind: st
     assert metrics(kind, ended, asked=False) is None
     assert metrics(kind, ended, ended) is None, "vLLM, too, gives it for one output alone"
     assert metrics(kind, Ended("stop", 1, 3, 9, 0)) is None, "nothing was drafted"
+    empty = Ended("stop", 1, 3, 9, 0, num_rounds=1, accept_counts=(1,))
+    assert metrics(kind, empty) is None, "a node verified a round of no drafts"
     old = structs.replace(ended, accept_counts=())
     assert metrics(kind, old) is None, "a node of an older protocol gives no histogram, and none is made up"
 

@@ -20,7 +20,7 @@ from baton.metadata.wire.request import PrefillTimes, Unit
 from baton.router.http.operators.explain import DEFAULT_LIMIT, Filter
 from baton.router.requests.trace import Explanation, RequestTrace, Span, TraceRecorder
 
-from ...conftest import System
+from ...conftest import RunningRouter, System
 from ...fake_nodes import FakeNode
 from ...requests.test_trace import CHUNKS, Traced, check_sums, fake_attempt, names
 from ...test_runner import ignore, own, wait_until
@@ -70,6 +70,19 @@ def test_the_newest_come_first_and_no_more_than_asked_for(system: System) -> Non
     assert [line["rid"] for line in listed(system)] == rids[::-1]
     assert [line["rid"] for line in listed(system, "limit=2")] == rids[:0:-1]
     assert listed(system, "limit=0") == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "status"),
+    [({}, None, 404), ({"api_key": "a"}, "a", 403), ({"api_key": "a", "admin_key": "b"}, "b", 404)],
+)
+def test_an_api_key_opens_the_routes_of_operators_on_loopback_but_no_texts(
+    make_router: Callable[..., RunningRouter], keys: dict[str, str], key: str | None, status: int
+) -> None:
+    router, headers = make_router(**keys), {"Authorization": f"Bearer {key}"} if key else {}
+    assert router.request("GET", "/debug/requests", headers=headers)[0] == 200
+    found, body, _ = router.request("GET", "/debug/requests/unknown/text", headers=headers)
+    assert found == status and ("--admin-key" in body["error"]["message"]) == (status == 403)
 
 
 def explain(system: System, rid: str) -> list[RequestTrace]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.router.http.page.files import STATIC
+from baton.router.http.page.files import STATIC, _read_files
 
 from ...conftest import RunningRouter
 
@@ -77,6 +77,12 @@ def test_programs_that_do_not_ask_for_html_read_where_the_routes_are(make_router
 def test_nothing_but_the_files_of_the_page_is_served(make_router: Callable[..., RunningRouter], name: str) -> None:
     status, _, _ = make_router().request("GET", f"/page/{name}")
     assert status == 404
+
+
+def test_a_stray_file_beside_those_of_the_page_is_none_of_them(tmp_path: Path) -> None:
+    for name in ("page.js", ".page.js.swp", "page.js~", "README"):
+        (tmp_path / name).write_text("words")
+    assert list(_read_files(tmp_path)) == ["page.js"]
 
 
 def test_foreign_pages_get_no_data_through_the_page(make_router: Callable[..., RunningRouter]) -> None:

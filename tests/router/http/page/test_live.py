@@ -83,9 +83,9 @@ def counted_reads(system: System) -> Iterator[list[str]]:
     feed = system.router.router.api.feed
     read, levels = feed._read, list[str]()
 
-    def read_one(sees: Any) -> Snapshot:
+    def read_one(sees: Any, **settings: Any) -> Snapshot:
         levels.append(sees)
-        return msgspec.structs.replace(read(sees), at=float(len(levels)))
+        return msgspec.structs.replace(read(sees, **settings), at=float(len(levels)))
 
     feed._read = read_one
     yield levels
@@ -135,6 +135,18 @@ def test_a_wrong_value_of_once_is_refused_with_the_right_ones(make_router: Calla
     status, body, _ = make_router().request("GET", "/live?once=yes")
     assert (status, body["error"]["param"]) == (400, "once")
     assert "'yes' is neither true nor false" in body["error"]["message"]
+
+
+def test_nodes_are_asked_for_their_pages_only_for_those_who_want_them(system: System) -> None:
+    def pages(query: str) -> list[bool]:
+        status, body, _ = system.router.request("GET", f"/live?once=true{query}")
+        assert status == 200
+        return [node["pages"] is not None for node in body["nodes"]]
+
+    assert pages("&pages=false") == [False, False]
+    assert not system.cluster.by_name("d0").got(m.Inspect)
+    assert pages("") == [True, True], "the snapshot without pages is not what others get"
+    assert system.cluster.by_name("d0").got(m.Inspect)
 
 
 def test_nothing_is_read_if_nobody_looks_and_once_for_all_who_look(
@@ -230,6 +242,23 @@ def test_streams_end_with_a_last_snapshot_when_the_router_drains(
     wait_until(lambda: system.router.router.api.feed._timer is None)
     status, body, _ = system.router.request("GET", "/live?once=true")
     assert (status, body["router"]["is_ready"]) == (200, False)
+
+
+def test_streams_end_though_the_last_snapshot_cannot_be_read(
+    make_system: Callable[..., System], watch: Callable[..., Viewer], caplog: pytest.LogCaptureFixture
+) -> None:
+    system = make_system().up()
+    viewer = watch(system.router)
+    assert viewer.next() is not None
+
+    def drain() -> None:
+        system.router.router.api.feed._read = lambda *_, **__: 1 / 0
+        system.router.router.api.drain()
+
+    system.router.call(drain)
+    list(iter(viewer.next, None))
+    assert "the last snapshot could not be sent" in caplog.text
+    assert watch(system.router).status == 503
 
 
 def test_a_probe_without_a_body_gets_no_stream(make_router: Callable[..., RunningRouter]) -> None:

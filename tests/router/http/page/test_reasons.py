@@ -175,8 +175,11 @@ def test_only_the_newest_live_requests_are_listed(
     make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "MAX_REQUESTS", 2)
+    told, line_of = list[Any](), snapshots._live_request
     system = make_system().up()
     with held(system, 3):
+        monkeypatch.setattr(snapshots, "_live_request", lambda *given: told.append(given) or line_of(*given))
         seen = snapshot(system)
+        assert len(told) == 2, "no line is made of one that is not listed"
         assert (len(seen.requests), seen.num_requests) == (2, 3)
         assert seen.requests[0].age_s <= seen.requests[1].age_s

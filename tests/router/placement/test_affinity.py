@@ -1,0 +1,53 @@
+"""Affinity: bounded memories of the pages and the sessions that nodes were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.metadata.wire import messages as m
+from baton.router.placement.affinity import PrefixAffinity, SessionAffinity
+from baton.router.requests.request import page_hashes
+
+from ..conftest import System
+from ..test_runner import own
+
+
+def test_the_sessions_that_are_idle_longest_are_forgotten() -> None:
+    sessions = SessionAffinity(max_sessions=2)
+    assert sessions.node_of(b"a") is None
+    for session, node in ((b"a", 1), (b"b", 2), (b"a", 3), (b"c", 4), (None, 5)):
+        sessions.note(session, node)
+    assert [sessions.node_of(session) for session in (b"a", b"b", b"c", None)] == [3, None, 4, None]
+
+
+def test_a_page_hash_depends_on_the_salt_and_all_tokens_up_to_its_end() -> None:
+    ids = list(range(40))
+    assert len(page_hashes(ids, 16, "")) == 2
+    assert len(page_hashes(ids[:32], 16, "")) == 1  # the page of the last token is always computed
+    assert page_hashes(ids[:16], 16, "") == []
+    assert page_hashes(ids, 16, "")[0] == page_hashes([*ids[:20], *ids[:20]], 16, "")[0]
+    assert page_hashes(ids, 16, "")[1] != page_hashes([*ids[:20], *ids[:20]], 16, "")[1]
+    assert set(page_hashes(ids, 16, "a")).isdisjoint(page_hashes(ids, 16, "b"))
+    changed = page_hashes([9, *ids[1:]], 16, "")
+    assert set(changed).isdisjoint(page_hashes(ids, 16, "")), "a page depends on all tokens before it"
+
+
+def test_affinity_is_bounded_and_forgets_ends_first() -> None:
+    affinity = PrefixAffinity(max_pages=4)
+    affinity.note("a", [1, 2, 3])
+    assert affinity.num_matched("a", [1, 2, 3, 4]) == 3
+    assert affinity.num_matched("a", [1, 9, 3]) == 1
+    assert affinity.num_matched("b", [1, 2, 3]) == 0
+    affinity.note("a", [7, 8])
+    assert affinity.num_matched("a", [7, 8]) == 2
+    assert affinity.num_matched("a", [1, 2, 3]) == 2
+    affinity.forget("a")
+    assert affinity.num_matched("a", [7, 8]) == 0
+
+
+def test_equal_prefixes_meet_on_one_prefill_node(make_system: Callable[..., System]) -> None:
+    system = make_system().up(2, 1)
+    prefix = "the quick brown fox jumps over lazy dogs " * 3
+    for place in range(6):
+        system.complete(prompt=f"{prefix}{place}")
+    assert sorted(len(own(node, m.Prefill)) for node in system.cluster.nodes if node.role == "prefill") == [0, 6]
