@@ -73,7 +73,7 @@ def rates(old: Snapshot | None, new: Snapshot) -> Rates:
     """Return what happened from `old` to `new`; since the router's start, if `old` is None or of an earlier start."""
     if old is None or old.router.epoch != new.router.epoch:
         old = _at_start(new)
-    seconds = max(new.at - old.at, 1e-3)
+    seconds = max(new.router.uptime_s - old.router.uptime_s, 1e-3)  # `at` may step when a clock is set
     before, after = old.totals, new.totals
     ended = (b - a for a, b in zip(structs.astuple(before.requests), structs.astuple(after.requests), strict=True))
     requests = EndedRequests(*ended)
@@ -121,7 +121,7 @@ class Window:
         if kept and kept[-1].router.epoch != snapshot.router.epoch:
             kept.clear()
         kept.append(snapshot)
-        while len(kept) > 2 and snapshot.at - kept[1].at >= WINDOW_S:
+        while len(kept) > 2 and snapshot.router.uptime_s - kept[1].router.uptime_s >= WINDOW_S:
             kept.popleft()
         return rates(kept[0], snapshot) if len(kept) > 1 else None
 
@@ -153,8 +153,8 @@ def _at_start(snapshot: Snapshot) -> Snapshot:
         name: structs.replace(buckets, counts=[0] * len(buckets.counts))
         for name, buckets in structs.asdict(snapshot.latencies).items()
     }
-    at = snapshot.at - snapshot.router.uptime_s
-    return structs.replace(snapshot, at=at, totals=_NONE, latencies=Latencies(**empty), nodes=[])
+    router = structs.replace(snapshot.router, uptime_s=0.0)
+    return structs.replace(snapshot, router=router, totals=_NONE, latencies=Latencies(**empty), nodes=[])
 
 
 def _serving_on(old: Snapshot, new: Snapshot) -> dict[str, tuple[NodeCounters, NodeCounters]]:
