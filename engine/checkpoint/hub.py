@@ -6,7 +6,7 @@ fetch_weights   *.safetensors
 
 huggingface_hub does the requests and keeps the cache; it is imported when a name is given. Its own download begins an
 interrupted file anew, and Ctrl-C waits for the files under way. So weights come here by its `http_get`, which can
-resume, in threads that end with the process: into a part of a blob, which gets its name when its SHA-256 is right.
+resume, in threads that end with the process: into a part of a blob, which gets its name when its hash is right.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class File(NamedTuple):
     """A file of a repository."""
 
     size: int
-    etag: str  # names its blob in the cache: the SHA-256 of a large file
+    etag: str  # names its blob in the cache: the SHA-256 of a large file, the hash that git has of a small one
 
 
 class HubSnapshot(NamedTuple):
@@ -293,12 +293,12 @@ def _fetch(snapshot: HubSnapshot, path: str, blobs: Path, meter: _Meter) -> None
             expected_size=size,
             tqdm_class=cast(Any, lambda **_: nullcontext(meter)),
         )
-    if _SHA256.fullmatch(etag):
-        with part.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != etag:
-            part.unlink()
-            raise ModelError(f"{path} of {snapshot.words} arrived damaged (SHA-256 {found}, not {etag}); start again")
+    digest = hashlib.sha256() if _SHA256.fullmatch(etag) else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with part.open("rb") as file:
+        found = hashlib.file_digest(file, lambda: digest).hexdigest()
+    if found != etag:
+        part.unlink()
+        raise ModelError(f"{path} of {snapshot.words} arrived damaged (hash {found}, not {etag}); start again")
     part.rename(blobs / etag)
 
 

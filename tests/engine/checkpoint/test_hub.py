@@ -120,8 +120,14 @@ def test_an_interrupted_download_goes_on(host: Host, model: Path, monkeypatch: p
     assert (Path(config.model) / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
-def test_a_file_that_arrived_damaged_is_not_kept(host: Host, model: Path) -> None:
+@pytest.mark.parametrize("is_in_lfs", [True, False])
+def test_a_file_that_arrived_damaged_is_not_kept(
+    host: Host, model: Path, is_in_lfs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part of an earlier download, for one, may have been damaged when the host lost its power."""
+    if not is_in_lfs:
+        monkeypatch.setattr(hub_server, "_etag", hub_server._git)
+        monkeypatch.setattr(hub_server, "_entry", lambda data: {"size": len(data), "blobId": hub_server._git(data)})
     data = (model / "model.safetensors").read_bytes()
     host.hub.add("org/model", model)
     host.fetch(DecodeConfig(model="org/model"))
