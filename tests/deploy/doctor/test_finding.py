@@ -27,6 +27,14 @@ def test_the_table_fits_the_terminal_and_says_everything(width: int) -> None:
     assert "-> Run `export NO_PROXY=...`." in words
 
 
+def test_no_text_of_a_server_controls_the_terminal() -> None:
+    finding = Finding("error", "the router says\n\x1b[2Jno", "Read \x1b]0;title\x07 again.", "service")
+    assert (
+        " ".join(" ".join(table([finding], 80)).split())
+        == "error service the router says ?[2Jno -> Read ?]0;title? again."
+    )
+
+
 def test_a_path_stays_whole_so_that_it_can_be_pasted() -> None:
     path = "/a/very/long/path/of/a/key/file/that/is/longer/than/the/terminal.key"
     assert any(path in line for line in table([Finding("error", f"chmod 600 {path}", "", "key files")], 40))
