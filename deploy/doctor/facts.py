@@ -30,7 +30,7 @@ from ...metadata.config import ProcessConfig
 from ...metadata.errors import BatonError
 from ...metadata.version import package_version
 from ...router.keys import read_keys
-from ..plan import LOOPBACK, check_port
+from ..plan import LOOPBACK, check_port, kernel_folders
 from .config import DoctorConfig
 from .gpu_facts import GpuFacts, read_gpus
 
@@ -91,7 +91,7 @@ class Model(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A directory that Baton or a compiler writes. It may not exist yet; then a parent was config."""
+    """A directory that Baton or a compiler writes. If it does not exist yet, the nearest parent was looked at."""
 
     what: str
     path: str
@@ -273,16 +273,20 @@ def _model(model: str | None) -> Model:
 
 def _caches(environ: Mapping[str, str]) -> Iterator[Cache]:
     base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    triton = Path(environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
     places = {
-        "logs and measured kernels": base / "baton",
-        "kernels of the CPU": Path(environ.get("NUMBA_CACHE_DIR") or base / "numba"),
-        "kernels of Triton": Path(environ.get("TRITON_CACHE_DIR") or triton),
+        "logs and measured kernels": [base / "baton"],
+        "kernels of the CPU": kernel_folders(environ, of_gpus=False),
+        "kernels of Triton": kernel_folders(environ, of_gpus=True),
     }
-    for what, path in places.items():
-        there = next(each for each in (path, *path.parents) if each.exists())
-        is_writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-        yield Cache(what, str(path), is_writable, shutil.disk_usage(there).free)
+    for what, paths in places.items():
+        found = [_cache(what, path) for path in paths]
+        yield next((each for each in found if each.is_writable), found[-1])
+
+
+def _cache(what: str, path: Path) -> Cache:
+    there = next(each for each in (path, *path.parents) if each.exists())
+    is_writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return Cache(what, str(path), is_writable, shutil.disk_usage(there).free)
 
 
 def proxies_of_loopback(environ: Mapping[str, str]) -> dict[str, str]:
