@@ -228,20 +228,8 @@ def _keys(facts: Facts) -> Iterator[Finding]:
 
 
 def _model(facts: Facts) -> Iterator[Finding]:
-    model = facts.model
-    if model is None:
-        return
-    yield _of(model.tried)
-    if model.tried.failure:
-        return
-    gpus = facts.gpu.driver.gpus if facts.gpu.torch is not None and facts.gpu.torch.num_gpus else ()
-    room = int(MEMORY_SHARE * min(each.num_bytes for each in gpus)) if gpus else facts.free_memory
-    needed = model.num_bytes if gpus else model.cpu_bytes
-    if needed < room:
-        return
-    what = f"the weights take {_gib(needed)}, and {'a node takes' if gpus else 'the host has'} {_gib(room)} at most"
-    mend = f"Divide each node over GPUs: --tp {-(-needed // room)} or more." if gpus else "Give the host more memory."
-    yield Finding("error", what, mend)
+    if facts.model is not None:
+        yield _of(facts.model)
 
 
 def _of(tried: Tried) -> Finding:

@@ -20,8 +20,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
-from ...engine.checkpoint.model_check import check_model, resolve_model
-from ...engine.checkpoint.model_files import all_stored_tensors
+from ...engine.checkpoint.model_check import check_memory, check_model, stored_size
 from ...engine.config import EngineConfig
 from ...engine.state.host_memory import available_memory
 from ...metadata.bus.addresses import parse_address
@@ -42,7 +41,6 @@ _BATON = ("baton", "baton.deploy.cli")  # a word of every command line of Baton,
 _IP_MTU = 14  # linux/in.h; the socket module does not name it
 _SIGNATURE = b"\xff"  # first byte that a ZeroMQ socket sends
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
-_SIXTEEN_BITS = ("BF16", "F16")
 
 
 class Requirement(NamedTuple):
@@ -82,14 +80,6 @@ class Tried(NamedTuple):
     failure: str = ""
 
 
-class Model(NamedTuple):
-    """A model directory. `num_bytes`: of all weights as they are stored; `cpu_bytes`: as a node on a CPU keeps them."""
-
-    tried: Tried
-    num_bytes: int = 0
-    cpu_bytes: int = 0
-
-
 class Cache(NamedTuple):
     """A directory that Baton or a compiler writes. If it does not exist yet, the nearest parent was looked at."""
 
@@ -126,7 +116,7 @@ class Facts:
     keys: Tried | None = None
     api_keys: Tried | None = None
     are_api_keys_public: bool = False  # to other users of this host
-    model: Model | None = None
+    model: Tried | None = None
     caches: tuple[Cache, ...] = ()
     proxies: Mapping[str, str] = field(default_factory=dict[str, str])  # that catch http://127.0.0.1, by variable
     router: Reached | None = None
@@ -261,14 +251,15 @@ def _is_public(path: str | None) -> bool:
         return False
 
 
-def _model(model: str | None) -> Model:
-    tried = _tried(model or "the demo model", lambda: check_model(EngineConfig(model=model)))
-    if tried.failure:
-        return Model(tried)
-    tensors = all_stored_tensors(resolve_model(model)).values()
-    doubled = sum(each.num_bytes for each in tensors if each.dtype in _SIXTEEN_BITS)
-    total = sum(each.num_bytes for each in tensors)
-    return Model(tried, total, total + doubled)
+def _model(model: str | None) -> Tried:
+    """Check a model as `baton up` does: its files, and whether one node can hold its weights."""
+    config = EngineConfig(model=model)
+
+    def check() -> None:
+        check_model(config)
+        check_memory([(config, stored_size(config))])
+
+    return _tried(model or "the demo model", check)
 
 
 def _caches(environ: Mapping[str, str]) -> Iterator[Cache]:
