@@ -186,18 +186,18 @@ def _shm(facts: Facts) -> Iterator[Finding]:
 
 
 def _memlock(facts: Facts) -> Iterator[Finding]:
-    size = "unlimited" if facts.locked_bytes is None else f"{facts.locked_bytes >> 10:,} KiB"
+    size = "unlimited" if facts.max_locked_bytes is None else f"{facts.max_locked_bytes >> 10:,} KiB"
     yield Finding("ok", f"locked memory: {size}; Baton locks none itself")
 
 
 def _files(facts: Facts) -> Iterator[Finding]:
-    what = f"a process may open {facts.num_files:,} files and connections"
+    what = f"a process may open {facts.max_open_files:,} files and connections"
     mend = (
         "Raise the hard limit to 65536: `ulimit -Hn` as root, systemd's LimitNOFILE=, or `docker run --ulimit nofile=`."
     )
-    if facts.num_files < _TOO_FEW_FILES:
+    if facts.max_open_files < _TOO_FEW_FILES:
         yield Finding("error", f"{what}, too few for a router", mend)
-    elif facts.num_files < _FEW_FILES:
+    elif facts.max_open_files < _FEW_FILES:
         yield Finding("warning", f"{what}; a router needs one per client", mend)
     else:
         yield Finding("ok", what)

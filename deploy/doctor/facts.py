@@ -99,7 +99,7 @@ class Reached(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All facts about this host. None: not asked for, or the system does not tell."""
+    """Facts about this host. None: not asked for, or the system does not tell."""
 
     python: tuple[int, int, int]
     baton: str
@@ -107,8 +107,8 @@ class Facts:
     triton: str | None = None
     gpu: GpuFacts = field(default_factory=GpuFacts)
     cores: frozenset[int] = frozenset()  # on which this process may run
-    num_files: int  # that a process may open at most
-    locked_bytes: int | None = None  # None: no limit
+    max_open_files: int
+    max_locked_bytes: int | None = None  # None: no limit
     shm_bytes: int | None = None
     has_sealed_memory: bool = True
     free_memory: int
@@ -133,8 +133,8 @@ def read_facts(config: DoctorConfig) -> Facts:
         triton=_installed("triton"),
         gpu=read_gpus(has_torch=installed.get("torch", _installed("torch")) is not None),
         cores=frozenset(os.sched_getaffinity(0)),
-        num_files=_limit(resource.RLIMIT_NOFILE) or 1 << 20,
-        locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        max_open_files=_limit(resource.RLIMIT_NOFILE) or 1 << 20,
+        max_locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         shm_bytes=_size_of(Path("/dev/shm")),
         has_sealed_memory=_has_sealed_memory(),
         free_memory=available_memory(),

@@ -51,7 +51,7 @@ def test_only_an_error_makes_the_exit_status_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    facts = Facts(python=(3, 11, 0), baton="0.1.0", num_files=65536, free_memory=8 << 30, keys=keys)
+    facts = Facts(python=(3, 11, 0), baton="0.1.0", max_open_files=65536, free_memory=8 << 30, keys=keys)
     monkeypatch.setattr(doctor, "read_facts", lambda _: facts)
     assert cli.main(["doctor"]) == status
     assert words in capsys.readouterr().out.replace("\n", " ")
