@@ -50,7 +50,7 @@ class NodeRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What happened in `seconds`. None: nothing happened that the figure could be made of."""
+    """Rates, shares and percentiles of a time of `seconds`. None: nothing happened that the figure could be made of."""
 
     seconds: float
     requests: EndedRequests
@@ -128,7 +128,7 @@ class Window:
 
 @dataclass(slots=True)
 class Sums:
-    """What has happened since the first snapshot, restarts of the router included."""
+    """Sums since the first snapshot, over restarts of the router."""
 
     requests: EndedRequests = field(default=EndedRequests(0, 0, 0, 0))
     tokens: int = 0

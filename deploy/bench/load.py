@@ -49,7 +49,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What the synthetic requests of a load look like. A length is (least, most)."""
+    """The lengths, shared beginnings and turns of a load's synthetic requests. A length is (least, most)."""
 
     prompt_len: tuple[int, int] = (512, 512)
     num_tokens: tuple[int, int] = (128, 128)

@@ -39,7 +39,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Server(NamedTuple):
-    """What a server says about itself."""
+    """A server as it describes itself. None: it does not tell."""
 
     name: str
     model: str
