@@ -83,8 +83,8 @@ class NumaPlace(msgspec.Struct, frozen=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about the GPUs of this host. `num_on_bus`: GPUs of NVIDIA that the kernel lists, also if they are hidden from this container.
-    `used` is empty without nvidia-smi. `visible`: CUDA_VISIBLE_DEVICES, if it is set."""
+    """Facts about the GPUs of this host. `num_on_bus`: GPUs of NVIDIA that the kernel lists, also if they are hidden
+    from this container. `used` is empty without nvidia-smi. `visible`: CUDA_VISIBLE_DEVICES, if it is set."""
 
     num_on_bus: int = 0
     files: tuple[DeviceFile, ...] = ()
