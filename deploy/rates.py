@@ -15,7 +15,7 @@ from msgspec import structs
 
 from ..router.http.page.types import EndedRequests, Latencies, LatencyBuckets, LiveTotals, NodeCounters, Snapshot
 
-WINDOW_S = 5.0  # what is shown now covers this time
+WINDOW_S = 10.0  # what is shown now covers this time, on the page, too (RECENT_S)
 _NONE = LiveTotals(
     requests=EndedRequests(0, 0, 0, 0),
     prompt_tokens=0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.deploy.rates import WINDOW_S, LatencyQuantiles, NodeRates, Sums, Window, rates
+from baton.router.http.page.files import STATIC
 from baton.router.http.page.types import EndedRequests
 
 from .conftest import node, snapshot
@@ -78,12 +79,13 @@ def test_a_clock_that_is_set_back_changes_no_rate() -> None:
     assert now is not None and (now.seconds, now.tokens_per_s) == (2.0, 20.0)
 
 
-def test_what_is_shown_covers_the_last_seconds() -> None:
+def test_what_is_shown_covers_the_last_seconds_as_it_does_on_the_page() -> None:
+    assert f"const RECENT_S = {WINDOW_S:g};" in (STATIC / "history.js").read_text()
     window = Window()
     shown = [window.add(snapshot(100.0 + second, tokens=second**2)) for second in range(20)]
     assert shown[0] is None
     assert shown[1] is not None and (shown[1].seconds, shown[1].output_tokens) == (1.0, 1)
-    assert shown[-1] is not None and (shown[-1].seconds, shown[-1].output_tokens) == (WINDOW_S, 19**2 - 14**2)
+    assert shown[-1] is not None and (shown[-1].seconds, shown[-1].output_tokens) == (WINDOW_S, 19**2 - 9**2)
 
 
 def test_sums_go_on_over_a_restart_of_the_router() -> None:
