@@ -14,12 +14,12 @@ LOOK_EVERY_S = 1.0
 PLAIN_EVERY_S = 5.0  # between lines of figures where there is no terminal
 _PATH = "/live?once=true"
 _ABSENT = "there is no GET /live: this is no Baton router, or an older one than this command"
-TIMEOUT_S = 2.0  # of a question to the router
+_TIMEOUT_S = 2.0
 
 
 def look(client: Client) -> Snapshot:
     """Ask the router for a snapshot. Raises Unavailable or RequestError."""
-    return client.decoded(_PATH, client.read(_PATH, TIMEOUT_S, _ABSENT), Snapshot)
+    return client.decoded(_PATH, client.read(_PATH, _TIMEOUT_S, _ABSENT), Snapshot)
 
 
 def service_words(snapshot: Snapshot, now: Rates | None) -> list[str]:

@@ -16,11 +16,12 @@ from ..router.http.page.types import LiveNode, LiveRequest, Snapshot
 from ..router.requests.trace import Explanation
 from .client import Client
 from .explain import request_lines
-from .monitor import TIMEOUT_S, about, look, service_words, troubles
+from .monitor import about, look, service_words, troubles
 from .rates import Rates, Window
 from .terminal import flow, printable
 
 _OWNERS = ("request", "ticket", "cache", "padding", "free")
+_TIMEOUT_S = 2.0  # of a question for spans: keys wait for it
 _BAR = 12  # characters that stand for all pages of a node
 _NARROW = 70  # columns; with fewer, the tables show less
 _MIN_REQUESTS = 3
@@ -150,7 +151,7 @@ class View:
             return
         path = f"/debug/requests/{quote(self._explained, safe='')}"
         try:
-            answer = self._client.decoded(path, self._client.read(path, TIMEOUT_S), Explanation)
+            answer = self._client.decoded(path, self._client.read(path, _TIMEOUT_S), Explanation)
         except BatonError as error:
             self._spans = [_text(str(error), "bold red")]
             return
