@@ -1,4 +1,4 @@
-"""What `baton up` and `baton top` say of the snapshots that the router answers (GET /live)."""
+"""Words of `baton up` and `baton top` for the snapshots that the router answers (GET /live)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class NodeNews:
 
 
 class Monitor:
-    """What `baton up` shows of the snapshots: news, the status block, and the sums at the end."""
+    """The display of `baton up`: news between snapshots, the status block, and the sums at the end."""
 
     def __init__(self, status: Status) -> None:
         self._status = status

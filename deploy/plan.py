@@ -167,14 +167,9 @@ class Plan:
     @property
     def first_start(self) -> str | None:
         """A sentence if no compiled kernels are kept from an earlier start; None otherwise."""
-        if self._may_use_gpus and _gpus():
-            folders, kept = [Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")], "*"
-        elif own := os.environ.get("NUMBA_CACHE_DIR"):
-            folders, kept = [Path(own)], _COMPILED
-        else:
-            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            folders, kept = [Path(__file__).parents[1] / "kernels", cache / "numba"], _COMPILED
-        if any(next(folder.rglob(kept), None) for folder in folders):
+        of_gpus = self._may_use_gpus and bool(_gpus())
+        kept = "*" if of_gpus else _COMPILED
+        if any(next(folder.rglob(kept), None) for folder in kernel_folders(os.environ, of_gpus=of_gpus)):
             return None
         return "compiling kernels, first start only: this takes a minute or more; later starts take seconds"
 
@@ -191,6 +186,17 @@ class Plan:
     def tables(self) -> dict[str, Any]:
         """Return the configurations by the name of their TOML table."""
         return {"up": self.up, "router": self.router, "prefill": self.prefill, "decode": self.decode}
+
+
+def kernel_folders(environ: Mapping[str, str], *, of_gpus: bool) -> list[Path]:
+    """Return where Triton keeps compiled kernels, or numba those of the CPU: in the first folder that it may write."""
+    if of_gpus:
+        home = Path(environ.get("TRITON_HOME") or Path.home())
+        return [Path(environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")]
+    if own := environ.get("NUMBA_CACHE_DIR"):
+        return [Path(own)]
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return [Path(__file__).parents[1] / "kernels", cache / "numba"]
 
 
 def make_plan(args: argparse.Namespace, tables: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from ..router.http.page.types import EndedRequests, Latencies, LatencyBuckets, LiveTotals, NodeCounters, Snapshot
 
-WINDOW_S = 5.0  # what is shown now covers this time
+WINDOW_S = 10.0  # what is shown now covers this time, on the page, too (RECENT_S)
 _NONE = LiveTotals(
     requests=EndedRequests(0, 0, 0, 0),
     prompt_tokens=0,
@@ -50,7 +50,7 @@ class NodeRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What happened in `seconds`. None: nothing happened that the figure could be made of."""
+    """Rates, shares and percentiles of a time of `seconds`. None: nothing happened that the figure could be made of."""
 
     seconds: float
     requests: EndedRequests
@@ -73,7 +73,7 @@ def rates(old: Snapshot | None, new: Snapshot) -> Rates:
     """Return what happened from `old` to `new`; since the router's start, if `old` is None or of an earlier start."""
     if old is None or old.router.epoch != new.router.epoch:
         old = _at_start(new)
-    seconds = max(new.at - old.at, 1e-3)
+    seconds = max(new.router.uptime_s - old.router.uptime_s, 1e-3)  # `at` may step when a clock is set
     before, after = old.totals, new.totals
     ended = (b - a for a, b in zip(structs.astuple(before.requests), structs.astuple(after.requests), strict=True))
     requests = EndedRequests(*ended)
@@ -121,14 +121,14 @@ class Window:
         if kept and kept[-1].router.epoch != snapshot.router.epoch:
             kept.clear()
         kept.append(snapshot)
-        while len(kept) > 2 and snapshot.at - kept[1].at >= WINDOW_S:
+        while len(kept) > 2 and snapshot.router.uptime_s - kept[1].router.uptime_s >= WINDOW_S:
             kept.popleft()
         return rates(kept[0], snapshot) if len(kept) > 1 else None
 
 
 @dataclass(slots=True)
 class Sums:
-    """What has happened since the first snapshot, restarts of the router included."""
+    """Sums since the first snapshot, over restarts of the router."""
 
     requests: EndedRequests = field(default=EndedRequests(0, 0, 0, 0))
     tokens: int = 0
@@ -153,8 +153,8 @@ def _at_start(snapshot: Snapshot) -> Snapshot:
         name: structs.replace(buckets, counts=[0] * len(buckets.counts))
         for name, buckets in structs.asdict(snapshot.latencies).items()
     }
-    at = snapshot.at - snapshot.router.uptime_s
-    return structs.replace(snapshot, at=at, totals=_NONE, latencies=Latencies(**empty), nodes=[])
+    router = structs.replace(snapshot.router, uptime_s=0.0)
+    return structs.replace(snapshot, router=router, totals=_NONE, latencies=Latencies(**empty), nodes=[])
 
 
 def _serving_on(old: Snapshot, new: Snapshot) -> dict[str, tuple[NodeCounters, NodeCounters]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from urllib.parse import quote
 
@@ -21,6 +21,7 @@ from .rates import Rates, Window
 from .terminal import flow, printable
 
 _OWNERS = ("request", "ticket", "cache", "padding", "free")
+_TIMEOUT_S = 2.0  # of a question for spans: keys wait for it
 _BAR = 12  # characters that stand for all pages of a node
 _NARROW = 70  # columns; with fewer, the tables show less
 _MIN_REQUESTS = 3
@@ -43,6 +44,7 @@ class View:
     _rates: Rates | None = None
     _error: str | None = None  # why there is no newer snapshot
     _explained: str | None = None  # id of the request whose spans are shown
+    _spans: Sequence[Text] = ()  # of it, or why there are none
     _chosen = 0  # index of a request
 
     def __init__(self, client: Client) -> None:
@@ -67,11 +69,12 @@ class View:
         self._rates, self._error = self._window.add(self._snapshot), None
 
     def try_look(self) -> None:
-        """Read a new snapshot. If there is none, the last one is shown with the reason."""
+        """Read a new snapshot, else show the last one with the reason. Read the shown spans anew, too."""
         try:
             self.look()
         except BatonError as error:
             self._error = str(error)
+        self._read_spans()
 
     def press(self, key: bytes) -> None:
         """Do what a key is for. Other keys do nothing."""
@@ -84,6 +87,7 @@ class View:
                 self._orders.append(self._orders.pop(0))
             case b"\n" if self._explained is None and self._snapshot.requests:
                 self._explained = self._requests()[self._chosen].rid
+                self._read_spans()
             case b"\n" | b"\x1b":
                 self._explained = None
             case _:
@@ -99,7 +103,7 @@ class View:
         """Draw as much as the screen holds."""
         console = self._console
         if self._explained is not None:
-            parts: list[RenderableType] = [*self._spans(self._explained), Text("Enter goes back, q leaves", "dim")]
+            parts: list[RenderableType] = [*self._spans, Text("Enter goes back, q leaves", "dim")]
             return self._live.update(Group(*parts), refresh=True)
         requests = self._requests()
         self._chosen = max(0, min(self._chosen, len(requests) - 1))
@@ -141,15 +145,18 @@ class View:
             yield Text(f"\n{num_left:,} older requests are not listed" if num_left > 0 else "")
             yield _request_table(requests, chosen, width)
 
-    def _spans(self, rid: str) -> Iterator[RenderableType]:
-        path = f"/debug/requests/{quote(rid, safe='')}"
-        try:
-            answer = self._client.decoded(path, self._client.read(path), Explanation)
-        except BatonError as error:
-            yield _text(str(error), "bold red")
+    def _read_spans(self) -> None:
+        """Read the spans of the request that the user has opened, if there is one."""
+        if self._explained is None:
             return
-        for trace in answer.requests:
-            yield from (_text(line) for line in request_lines(trace, _blocks(self._console.encoding)[0]))
+        path = f"/debug/requests/{quote(self._explained, safe='')}"
+        try:
+            answer = self._client.decoded(path, self._client.read(path, _TIMEOUT_S), Explanation)
+        except BatonError as error:
+            self._spans = [_text(str(error), "bold red")]
+            return
+        block = _blocks(self._console.encoding)[0]
+        self._spans = [_text(line) for trace in answer.requests for line in request_lines(trace, block)]
 
 
 def _nodes(snapshot: Snapshot, rates: Rates | None, is_wide: bool, encoding: str) -> RenderableType:

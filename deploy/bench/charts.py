@@ -29,7 +29,7 @@ class Panel(NamedTuple):
 
 
 class _Axes(NamedTuple):
-    """Where values lie in a panel."""
+    """The scales of a panel: they turn values into positions."""
 
     width: int
     top: float  # the largest value of the y axis

@@ -55,7 +55,7 @@ class Target:
 
 @dataclass(slots=True)
 class Reply:
-    """What came of one request. It grows while the answer is read. Times are of `time.perf_counter`."""
+    """The answer to one request, or its error. It grows while it is read. Times are of `time.perf_counter`."""
 
     sent_s: float = 0.0
     times: array[float] = field(default_factory=lambda: array("d"))  # when each event with tokens was read
@@ -138,7 +138,7 @@ class _Connection(ResponseHandler):
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Makes such connections, any number of them."""
+    """Opens connections of this kind, without a limit on their number."""
 
     def __init__(self) -> None:
         super().__init__(limit=0)

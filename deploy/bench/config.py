@@ -93,7 +93,7 @@ class BenchConfig:
 
     @property
     def shape(self) -> RequestShape:
-        """What synthetic requests look like. Raises ConfigError."""
+        """The lengths and turns of synthetic requests. Raises ConfigError."""
         return RequestShape(
             read_length("--prompt-len", self.prompt_len),
             read_length("--tokens", self.tokens),

@@ -54,7 +54,7 @@ class Failures(msgspec.Struct, frozen=True):
 
 
 class ClientFigures(msgspec.Struct, frozen=True):
-    """What the client says about itself."""
+    """Figures of the client itself, which show whether it was quick enough to measure the server."""
 
     late: Percentiles | None  # by which requests were sent after their times
     stalls: Percentiles | None  # by which the event loop was late
@@ -79,7 +79,7 @@ class RequestFigures(msgspec.Struct, frozen=True):
 
 
 class TurnFigures(msgspec.Struct, frozen=True):
-    """All requests that were the same turn of their conversations."""
+    """Figures of all requests that were the same turn of their conversations."""
 
     turn: int
     requests: int
@@ -116,7 +116,7 @@ class LoadFigures(msgspec.Struct, frozen=True):
 
     @property
     def doubts(self) -> list[str]:
-        """Why these figures cannot be trusted, a clause for each reason."""
+        """The reasons not to trust these figures, one clause each."""
         found: list[str] = []
         for name, times, against in (
             ("sent requests", self.client.late, self.ttft),
@@ -130,7 +130,7 @@ class LoadFigures(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All loads of one run of `baton bench`, and all that is needed to repeat it."""
+    """The loads of one run of `baton bench`, and the settings that repeat it."""
 
     baton: str  # version of the client
     command: str

@@ -49,7 +49,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What the synthetic requests of a load look like. A length is (least, most)."""
+    """The lengths, shared beginnings and turns of a load's synthetic requests. A length is (least, most)."""
 
     prompt_len: tuple[int, int] = (512, 512)
     num_tokens: tuple[int, int] = (128, 128)
@@ -57,6 +57,15 @@ class RequestShape:
     num_prefixes: int = 1
     num_turns: int = 1
     turn_len: tuple[int, int] = (64, 64)
+
+    @property
+    def later_len(self) -> int:
+        """The tokens that all further turns of a conversation add at most, without the answers."""
+        return (self.num_turns - 1) * self.turn_len[1]
+
+    def longest(self, arrival: Arrival) -> int:
+        """Return the tokens of the last request of a conversation: the history and the last answer."""
+        return arrival.prompt_len + self.num_turns * arrival.num_tokens + self.later_len
 
 
 class Planned(NamedTuple):
@@ -101,11 +110,11 @@ def from_trace(path: Path, speed: float, times: Sequence[float] | None) -> list[
 def plan(arrivals: Sequence[Arrival], shape: RequestShape, vocabulary: Vocabulary, seed: str) -> list[Planned]:
     """Return the conversations of these arrivals. Prompts of another `seed` share nothing with these. Raises
     ConfigError if they are too many tokens."""
-    num_tokens = sum(each.prompt_len for each in arrivals)
+    num_tokens = sum(each.prompt_len + shape.later_len for each in arrivals)
     if num_tokens > MOST_PROMPT_TOKENS:
         raise ConfigError(
             f"the prompts have {num_tokens:,} tokens together, and a load has at most {MOST_PROMPT_TOKENS:,}: lower "
-            "--seconds, --rate or --prompt-len"
+            "--seconds, --rate, --prompt-len or --turns"
         )
     random = Random(f"{seed}/prompts")
     prefixes = [

@@ -39,7 +39,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Server(NamedTuple):
-    """What a server says about itself."""
+    """A server as it describes itself. None: it does not tell."""
 
     name: str
     model: str
@@ -73,11 +73,11 @@ def run(config: BenchConfig, compare: Sequence[str] | None) -> int:
     loads = list(config.loads())
     client = Client(config.url, config.key)
     server = meet(client, config)
-    longest = max(each.prompt_len + each.num_tokens for _, arrivals in loads for each in arrivals)
+    longest = max(config.shape.longest(each) for _, arrivals in loads for each in arrivals)
     if server.context_len is not None and longest > server.context_len:
         raise ConfigError(
             f"the longest request has {longest:,} tokens, and {server.model} takes {server.context_len:,}: lower "
-            "--prompt-len or --tokens"
+            "--prompt-len, --tokens or --turns"
         )
     return run_on_uvloop(_measure(config, client.url, server, loads))
 

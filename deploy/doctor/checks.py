@@ -186,18 +186,18 @@ def _shm(facts: Facts) -> Iterator[Finding]:
 
 
 def _memlock(facts: Facts) -> Iterator[Finding]:
-    size = "unlimited" if facts.locked_bytes is None else f"{facts.locked_bytes >> 10:,} KiB"
+    size = "unlimited" if facts.max_locked_bytes is None else f"{facts.max_locked_bytes >> 10:,} KiB"
     yield Finding("ok", f"locked memory: {size}; Baton locks none itself")
 
 
 def _files(facts: Facts) -> Iterator[Finding]:
-    what = f"a process may open {facts.num_files:,} files and connections"
+    what = f"a process may open {facts.max_open_files:,} files and connections"
     mend = (
         "Raise the hard limit to 65536: `ulimit -Hn` as root, systemd's LimitNOFILE=, or `docker run --ulimit nofile=`."
     )
-    if facts.num_files < _TOO_FEW_FILES:
+    if facts.max_open_files < _TOO_FEW_FILES:
         yield Finding("error", f"{what}, too few for a router", mend)
-    elif facts.num_files < _FEW_FILES:
+    elif facts.max_open_files < _FEW_FILES:
         yield Finding("warning", f"{what}; a router needs one per client", mend)
     else:
         yield Finding("ok", what)
@@ -228,20 +228,8 @@ def _keys(facts: Facts) -> Iterator[Finding]:
 
 
 def _model(facts: Facts) -> Iterator[Finding]:
-    model = facts.model
-    if model is None:
-        return
-    yield _of(model.tried)
-    if model.tried.failure:
-        return
-    gpus = facts.gpu.driver.gpus if facts.gpu.torch is not None and facts.gpu.torch.num_gpus else ()
-    room = int(MEMORY_SHARE * min(each.num_bytes for each in gpus)) if gpus else facts.free_memory
-    needed = model.num_bytes if gpus else model.cpu_bytes
-    if needed < room:
-        return
-    what = f"the weights take {_gib(needed)}, and {'a node takes' if gpus else 'the host has'} {_gib(room)} at most"
-    mend = f"Divide each node over GPUs: --tp {-(-needed // room)} or more." if gpus else "Give the host more memory."
-    yield Finding("error", what, mend)
+    if facts.model is not None:
+        yield _of(facts.model)
 
 
 def _of(tried: Tried) -> Finding:

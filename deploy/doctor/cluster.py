@@ -15,15 +15,11 @@ import msgspec
 from msgspec import Struct
 
 from ...metadata.bus.liveness import PEER_SILENCE_S
-from ...metadata.errors import RequestError, Unavailable
+from ...metadata.errors import Unavailable
 from ...metadata.version import package_version
 from ..client import Client, failure
 from .finding import Finding
 
-_NO_KEY = (
-    "; `baton doctor --cluster` takes the router's admin key, --admin-key or BATON_ADMIN_KEY, else --api-key or "
-    "BATON_API_KEY"
-)
 _LARGE = {f"X-Padding-{number}": "x" * 7000 for number in range(3)}  # two frames of 9,000 bytes, the largest in use
 LARGE_S = 5.0
 _NUM_TRACES = 8
@@ -114,15 +110,15 @@ class _Traces(Struct, frozen=True):
 
 
 class ClusterFacts(Struct, frozen=True, kw_only=True):
-    """All facts. `clock_s`: how far the router's clock is ahead of this host's, exact to `clock_error_s`; None if the
-    router names no date. `frames`: the error of an exchange of large frames. `transports`: by which the last requests'
-    pages came, with the decode node."""
+    """Facts that a router told of itself and its nodes. `clock_s`: how far its clock is ahead of this host's, exact to
+    `clock_error_s`; None if it names no date. `frames_error`: why an exchange of large frames failed; "" if it did not.
+    `transports`: decode nodes, each with a transport that brought it the pages of one of the last requests."""
 
     url: str
     version: str
     clock_s: float | None = None
     clock_error_s: float = 0.0
-    frames: str = ""
+    frames_error: str = ""
     is_ready: bool = True
     reason: str = ""
     nodes: SeenNodes = SeenNodes(())
@@ -134,19 +130,18 @@ def read_cluster(client: Client) -> ClusterFacts:
     """Ask the router. If large frames are lost, nothing else is asked: the answers would not come. Raises Unavailable
     if no Baton router answers, RequestError if it refuses to tell."""
     asked_at = time.time()
-    first = client.exchange("/version")
+    router_s = _seconds(client.exchange("/version").date)
     answered_at = time.time()
-    router_s = _seconds(first.date)
     facts = ClusterFacts(
         url=client.url,
-        version=_decoded(client, "/version", first.status, first.body, _Version).version,
+        version=_ask(client, "/version", _Version).version,
         clock_s=None if router_s is None else router_s + 0.5 - (asked_at + answered_at) / 2,
         clock_error_s=0.5 + (answered_at - asked_at) / 2,  # the date is in whole seconds
     )
     try:
         client.exchange("/openapi.json", _LARGE, LARGE_S)
     except Unavailable as error:
-        return msgspec.structs.replace(facts, frames=str(error))
+        return msgspec.structs.replace(facts, frames_error=str(error))
     nodes = _ask(client, "/debug/nodes", SeenNodes)
     ledgers = _ask(client, "/debug/ledger", _Ledgers)
     status, body = client.ready()
@@ -170,19 +165,8 @@ def _transports(client: Client) -> Iterator[tuple[str, str]]:
 
 
 def _ask(client: Client, path: str, kind: type[_Answer]) -> _Answer:
-    return _decoded(client, path, *client.get(path), kind)
-
-
-def _decoded(client: Client, path: str, status: int, body: bytes, kind: type[_Answer]) -> _Answer:
-    if status in (401, 403):
-        raise RequestError(f"{failure(status, body)}{_NO_KEY}")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError:
-        raise Unavailable(
-            f"{client.url}{path} does not answer as a Baton router does (HTTP {status}): give a router's address with "
-            "--url, or upgrade an old router"
-        ) from None
+    absent = f"there is no GET {path}: this is no Baton router, or an older one than this command"
+    return client.decoded(path, client.read(path, absent=absent), kind)
 
 
 def _seconds(date: str) -> float | None:
@@ -194,7 +178,7 @@ def _seconds(date: str) -> float | None:
 
 def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
     """Yield the findings of all checks that the facts allow, in the order of the tables."""
-    for name, check in (WAY_CHECKS if facts.frames else WAY_CHECKS | NODE_CHECKS).items():
+    for name, check in (WAY_CHECKS if facts.frames_error else WAY_CHECKS | NODE_CHECKS).items():
         for finding in check(facts):
             yield Finding(finding.level, finding.what, finding.mend, name)
 
@@ -323,10 +307,10 @@ def _clock(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _frames(facts: ClusterFacts) -> Iterator[Finding]:
-    if not facts.frames:
+    if not facts.frames_error:
         yield Finding("ok", "large frames pass between here and the router, both ways")
         return
-    what = f"the router answers small requests, but not large ones: {facts.frames}"
+    what = f"the router answers small requests, but not large ones: {facts.frames_error}"
     mend = "Compare `ping -M do -s 1400 ROUTER` with `-s 100`, and set the interface to the MTU that passes."
     yield Finding("error", what, mend)
 

@@ -20,8 +20,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
-from ...engine.checkpoint.model_check import check_model, resolve_model
-from ...engine.checkpoint.model_files import all_stored_tensors
+from ...engine.checkpoint.model_check import check_memory, check_model, stored_size
 from ...engine.config import EngineConfig
 from ...engine.state.host_memory import available_memory
 from ...metadata.bus.addresses import parse_address
@@ -30,7 +29,7 @@ from ...metadata.config import ProcessConfig
 from ...metadata.errors import BatonError
 from ...metadata.version import package_version
 from ...router.keys import read_keys
-from ..plan import LOOPBACK, check_port
+from ..plan import LOOPBACK, check_port, kernel_folders
 from .config import DoctorConfig
 from .gpu_facts import GpuFacts, read_gpus
 
@@ -42,7 +41,6 @@ _BATON = ("baton", "baton.deploy.cli")  # a word of every command line of Baton,
 _IP_MTU = 14  # linux/in.h; the socket module does not name it
 _SIGNATURE = b"\xff"  # first byte that a ZeroMQ socket sends
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
-_SIXTEEN_BITS = ("BF16", "F16")
 
 
 class Requirement(NamedTuple):
@@ -82,16 +80,8 @@ class Tried(NamedTuple):
     failure: str = ""
 
 
-class Model(NamedTuple):
-    """A model directory. `num_bytes`: of all weights as they are stored; `cpu_bytes`: as a node on a CPU keeps them."""
-
-    tried: Tried
-    num_bytes: int = 0
-    cpu_bytes: int = 0
-
-
 class Cache(NamedTuple):
-    """A directory that Baton or a compiler writes. It may not exist yet; then a parent was config."""
+    """A directory that Baton or a compiler writes. If it does not exist yet, the nearest parent was looked at."""
 
     what: str
     path: str
@@ -109,7 +99,7 @@ class Reached(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All facts about this host. None: not asked for, or the system does not tell."""
+    """Facts about this host. None: not asked for, or the system does not tell."""
 
     python: tuple[int, int, int]
     baton: str
@@ -117,8 +107,8 @@ class Facts:
     triton: str | None = None
     gpu: GpuFacts = field(default_factory=GpuFacts)
     cores: frozenset[int] = frozenset()  # on which this process may run
-    num_files: int  # that a process may open at most
-    locked_bytes: int | None = None  # None: no limit
+    max_open_files: int
+    max_locked_bytes: int | None = None  # None: no limit
     shm_bytes: int | None = None
     has_sealed_memory: bool = True
     free_memory: int
@@ -126,7 +116,7 @@ class Facts:
     keys: Tried | None = None
     api_keys: Tried | None = None
     are_api_keys_public: bool = False  # to other users of this host
-    model: Model | None = None
+    model: Tried | None = None
     caches: tuple[Cache, ...] = ()
     proxies: Mapping[str, str] = field(default_factory=dict[str, str])  # that catch http://127.0.0.1, by variable
     router: Reached | None = None
@@ -143,8 +133,8 @@ def read_facts(config: DoctorConfig) -> Facts:
         triton=_installed("triton"),
         gpu=read_gpus(has_torch=installed.get("torch", _installed("torch")) is not None),
         cores=frozenset(os.sched_getaffinity(0)),
-        num_files=_limit(resource.RLIMIT_NOFILE) or 1 << 20,
-        locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        max_open_files=_limit(resource.RLIMIT_NOFILE) or 1 << 20,
+        max_locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         shm_bytes=_size_of(Path("/dev/shm")),
         has_sealed_memory=_has_sealed_memory(),
         free_memory=available_memory(),
@@ -261,28 +251,33 @@ def _is_public(path: str | None) -> bool:
         return False
 
 
-def _model(model: str | None) -> Model:
-    tried = _tried(model or "the demo model", lambda: check_model(EngineConfig(model=model)))
-    if tried.failure:
-        return Model(tried)
-    tensors = all_stored_tensors(resolve_model(model)).values()
-    doubled = sum(each.num_bytes for each in tensors if each.dtype in _SIXTEEN_BITS)
-    total = sum(each.num_bytes for each in tensors)
-    return Model(tried, total, total + doubled)
+def _model(model: str | None) -> Tried:
+    """Check a model as `baton up` does: its files, and whether one node can hold its weights."""
+    config = EngineConfig(model=model)
+
+    def check() -> None:
+        check_model(config)
+        check_memory([(config, stored_size(config))])
+
+    return _tried(model or "the demo model", check)
 
 
 def _caches(environ: Mapping[str, str]) -> Iterator[Cache]:
     base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    triton = Path(environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
     places = {
-        "logs and measured kernels": base / "baton",
-        "kernels of the CPU": Path(environ.get("NUMBA_CACHE_DIR") or base / "numba"),
-        "kernels of Triton": Path(environ.get("TRITON_CACHE_DIR") or triton),
+        "logs and measured kernels": [base / "baton"],
+        "kernels of the CPU": kernel_folders(environ, of_gpus=False),
+        "kernels of Triton": kernel_folders(environ, of_gpus=True),
     }
-    for what, path in places.items():
-        there = next(each for each in (path, *path.parents) if each.exists())
-        is_writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-        yield Cache(what, str(path), is_writable, shutil.disk_usage(there).free)
+    for what, paths in places.items():
+        found = [_cache(what, path) for path in paths]
+        yield next((each for each in found if each.is_writable), found[-1])
+
+
+def _cache(what: str, path: Path) -> Cache:
+    there = next(each for each in (path, *path.parents) if each.exists())
+    is_writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return Cache(what, str(path), is_writable, shutil.disk_usage(there).free)
 
 
 def proxies_of_loopback(environ: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from ..terminal import printable
+
 Level = Literal["ok", "note", "warning", "error"]
 
 _NARROW = 60  # columns; below it the words stand under the name of their check
@@ -27,7 +29,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def table(findings: Iterable[Finding], width: int) -> Iterator[str]:
     """Yield the lines of a table that fits `width` columns. Only a word that is longer, such as a path, is not broken,
-    so that it can be pasted."""
+    so that it can be pasted. Texts of servers and files get no control over the terminal."""
     for finding in findings:
         title = f"{finding.level:<{_LEVEL_LEN}}{finding.check:<{_NAME_LEN}}"
         indent = " " * (4 if width < _NARROW else len(title))
@@ -40,6 +42,7 @@ def table(findings: Iterable[Finding], width: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, width: int, first: str, indent: str) -> list[str]:
+    text = printable(" ".join(text.split()))
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )

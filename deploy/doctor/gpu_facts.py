@@ -24,7 +24,7 @@ _MIB = 1 << 20
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What another process told. `failure` says why it told nothing."""
+    """The answer of another process. `failure` is the reason if there is none, else empty."""
 
     failure: str = ""
 
@@ -83,8 +83,8 @@ class NumaPlace(msgspec.Struct, frozen=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them. `num_on_bus`: GPUs of NVIDIA that the kernel lists, also if they are hidden from this container.
-    `used` is empty without nvidia-smi. `visible`: CUDA_VISIBLE_DEVICES, if it is set."""
+    """Facts about the GPUs of this host. `num_on_bus`: GPUs of NVIDIA that the kernel lists, also if they are hidden
+    from this container. `used` is empty without nvidia-smi. `visible`: CUDA_VISIBLE_DEVICES, if it is set."""
 
     num_on_bus: int = 0
     files: tuple[DeviceFile, ...] = ()

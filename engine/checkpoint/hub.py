@@ -6,7 +6,7 @@ fetch_weights   *.safetensors
 
 huggingface_hub does the requests and keeps the cache; it is imported when a name is given. Its own download begins an
 interrupted file anew, and Ctrl-C waits for the files under way. So weights come here by its `http_get`, which can
-resume, in threads that end with the process: into a part of a blob, which gets its name when its SHA-256 is right.
+resume, in threads that end with the process: into a part of a blob, which gets its name when its hash is right.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ _MAIN = "main"  # the branch of a repository
 _CHUNK_BYTES = 1 << 20  # of a file are written at once; an interruption loses fewer
 _NUM_THREADS = 8  # files at once
 _SAY_EVERY_S = 10.0  # without a terminal
+_STOP_S = 2.0  # that threads get to end after an error or Ctrl-C
 
 
 class File(NamedTuple):
     """A file of a repository."""
 
     size: int
-    etag: str  # names its blob in the cache: the SHA-256 of a large file
+    etag: str  # names its blob in the cache: the SHA-256 of a large file, the hash that git has of a small one
 
 
 class HubSnapshot(NamedTuple):
@@ -253,7 +254,7 @@ def _download(snapshot: HubSnapshot, paths: Sequence[str], blobs: Path, say: Say
 
         def work() -> None:
             with suppress(queue.Empty):
-                while True:
+                while not meter.is_stopped:
                     path = todo.get_nowait()
                     try:
                         _fetch(snapshot, path, blobs, meter)
@@ -261,17 +262,30 @@ def _download(snapshot: HubSnapshot, paths: Sequence[str], blobs: Path, say: Say
                     except Exception as error:
                         done.put(error)
 
-        for _ in range(min(_NUM_THREADS, len(paths))):
-            threading.Thread(target=work, name="download", daemon=True).start()  # Ctrl-C waits for none of them
-        for _ in paths:
-            try:
+        count = min(_NUM_THREADS, len(paths))
+        threads = [threading.Thread(target=work, name="download", daemon=True) for _ in range(count)]
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in paths:
                 error = done.get()
-            except KeyboardInterrupt:
-                meter.close()
-                say(f"stopped; the next start takes the download of {snapshot.name} up where it ended")
-                raise
-            if error is not None:
-                raise _refusal(error, snapshot.name, snapshot.commit) if isinstance(error, _faults()) else error
+                if error is not None:
+                    raise _refusal(error, snapshot.name, snapshot.commit) if isinstance(error, _faults()) else error
+        except KeyboardInterrupt:
+            meter.close()
+            say(f"stopped; the next start takes the download of {snapshot.name} up where it ended")
+            raise
+        finally:
+            _end(threads, meter)
+
+
+def _end(threads: Sequence[threading.Thread], meter: _Meter) -> None:
+    """Let no thread append to a part any longer, since another process may. One that waits for the server is left."""
+    meter.stop()
+    deadline = time.monotonic() + _STOP_S
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _fetch(snapshot: HubSnapshot, path: str, blobs: Path, meter: _Meter) -> None:
@@ -293,12 +307,12 @@ def _fetch(snapshot: HubSnapshot, path: str, blobs: Path, meter: _Meter) -> None
             expected_size=size,
             tqdm_class=cast(Any, lambda **_: nullcontext(meter)),
         )
-    if _SHA256.fullmatch(etag):
-        with part.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != etag:
-            part.unlink()
-            raise ModelError(f"{path} of {snapshot.words} arrived damaged (SHA-256 {found}, not {etag}); start again")
+    digest = hashlib.sha256() if _SHA256.fullmatch(etag) else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with part.open("rb") as file:
+        found = hashlib.file_digest(file, lambda: digest).hexdigest()
+    if found != etag:
+        part.unlink()
+        raise ModelError(f"{path} of {snapshot.words} arrived damaged (hash {found}, not {etag}); start again")
     part.rename(blobs / etag)
 
 
@@ -321,12 +335,18 @@ class _Limited(io.BufferedWriter):
         if self.tell() + len(data) > self._size:
             self._path.unlink()
             raise ValueError(f"it sends more than the {self._size:,} bytes that it lists for a file")
-        return super().write(data)
+        num_bytes = super().write(data)
+        self.flush()  # what a buffer holds would be written when the file is closed, after the download was stopped
+        return num_bytes
+
+
+class _Stopped(Exception):
+    """The download was stopped."""
 
 
 class _Meter:
     """Progress of a download of several files: the library's bar on a terminal, else a line every ten seconds. The
-    library counts the bytes of each file here."""
+    library counts the bytes of each file here before it writes them, so this is also where a download is stopped."""
 
     def __init__(self, name: str, total: int, here: int, say: Say) -> None:
         from huggingface_hub.utils import tqdm
@@ -334,14 +354,22 @@ class _Meter:
         self._name, self._total, self._done, self._say = name, total, here, say
         self._said_at = time.monotonic()
         self._lock = threading.Lock()
+        self.is_stopped = False
         self._bar = tqdm(desc=name, total=total, initial=here, unit="B", unit_scale=True, disable=None)
 
     def close(self) -> None:
         self._bar.close()
 
+    def stop(self) -> None:
+        """Let every further `update` raise _Stopped."""
+        with self._lock:
+            self.is_stopped = True
+
     def update(self, num_bytes: float | None = 1) -> None:
         """Count bytes of one file; fewer than none if the server sends the file from its beginning."""
         with self._lock:
+            if self.is_stopped:
+                raise _Stopped
             self._done += int(num_bytes or 0)
             self._bar.update(num_bytes)
             now = time.monotonic()

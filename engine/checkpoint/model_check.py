@@ -172,9 +172,14 @@ def check_memory(nodes: Sequence[tuple[EngineConfig, int]]) -> None:
 
 
 def stored_size(config: EngineConfig) -> int:
-    """Return the bytes of the files of weights that a node loads of its model. Raises ModelError."""
-    files = safetensors_files(resolve_model(config.model)) if config.load_format == FILES else []
-    return sum(path.stat().st_size for path in files)
+    """Return the bytes of the files of weights that a node loads: of its model and its drafter. Raises ModelError and
+    ConfigError."""
+    if config.load_format != FILES:
+        return 0
+    model_dir = resolve_model(config.model)
+    drafter = find_drafter(settle(config, model_dir), model_dir)
+    places = {model_dir, model_dir if drafter is None else drafter}
+    return sum(path.stat().st_size for place in places for path in safetensors_files(place))
 
 
 def gpu_memory() -> list[int]:

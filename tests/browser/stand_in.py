@@ -114,7 +114,8 @@ class StandIn:
         try:
             while not self._stop.is_set():
                 self.each()
-                data = json.dumps({**self.now, "at": time.time()})
+                router = {**self.now["router"], "uptime_s": time.monotonic()}
+                data = json.dumps({**self.now, "at": time.time(), "router": router})
                 await response.write(f"event: snapshot\ndata: {data}\n\n".encode())
                 await asyncio.sleep(self.interval_s)
         except ConnectionError:

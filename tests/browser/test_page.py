@@ -177,6 +177,20 @@ def test_the_text_of_a_running_request_is_read_only_when_it_is_asked_for_and_an_
     tab.get_by_role("row", name="chatcmpl-").get_by_text("cancelled").wait_for()
 
 
+def test_a_chat_that_is_cleared_during_an_answer_begins_anew(start: Callable[..., Running], visit: Visit) -> None:
+    running = start()
+    running.pause_s = 0.3
+    tab = visit(running.served.url)
+    ask(tab)
+    tab.locator(".turn.assistant .text").get_by_text("A <b>").wait_for()
+    tab.get_by_role("button", name="Clear", exact=True).click()
+    tab.get_by_role("button", name="Stop", exact=True).wait_for(state="hidden")
+    running.pause_s = 0.0
+    with tab.expect_request("**/v1/chat/completions") as sent:
+        ask(tab, "again")
+    assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "again"}]
+
+
 def test_a_node_that_dies_and_one_that_drains_are_shown_with_the_reason(
     start: Callable[..., Running], visit: Visit
 ) -> None:

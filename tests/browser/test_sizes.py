@@ -77,6 +77,19 @@ def test_rates_of_arrows_are_the_sums_of_what_nodes_show(visit: Visit) -> None:
         tab.get_by_text("3 running now, of 32").wait_for()
 
 
+def test_a_clock_that_is_set_back_changes_no_rate(visit: Visit) -> None:
+    snapshots = [snapshot([], [], at=at) for at in (100.0, 70.0)]
+    for index, each in enumerate(snapshots):
+        each["router"]["uptime_s"], each["totals"]["output_tokens"] = 10.0 + 2 * index, 40 * index
+    read = """async (snapshots) => {
+        const history = new (await import("./page/history.js")).History();
+        snapshots.forEach((snapshot) => history.add(snapshot));
+        return history.rate((snapshot) => snapshot.totals.output_tokens);
+    }"""
+    with StandIn(snapshot(PAIR, [])) as stand_in:
+        assert visit(stand_in.url).evaluate(read, snapshots) == 20.0
+
+
 def test_a_single_decode_node_computes_prompts_itself(visit: Visit) -> None:
     with StandIn(snapshot([node("decode-0", "decode")], [])) as stand_in:
         tab = visit(stand_in.url)

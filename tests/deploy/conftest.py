@@ -137,7 +137,7 @@ def snapshot(
     at: float = 100.0,
     *nodes: LiveNode,
     epoch: str = "first",
-    uptime_s: float = 50.0,
+    uptime_s: float | None = None,
     reason: str | None = None,
     done: int = 0,
     failed: int = 0,
@@ -159,7 +159,7 @@ def snapshot(
         router=LiveRouter(
             version="0.1.0",
             epoch=epoch,
-            uptime_s=uptime_s,
+            uptime_s=at - 50.0 if uptime_s is None else uptime_s,
             is_ready=reason is None,
             is_draining=False,
             reason=reason,

@@ -110,7 +110,8 @@ def test_without_a_terminal_figures_come_as_lines_while_tokens_flow(
     assert lines == [
         "0.0 requests/s; 7 tokens/s; 0 running; 0 waiting",  # of the first second
         "0.0 requests/s; 7 tokens/s; 0 running; 0 waiting",
-        "0.2 requests/s; 3 tokens/s; 0 running; 0 waiting",
+        "0.1 requests/s; 5 tokens/s; 0 running; 0 waiting",
+        "0.1 requests/s; 1 tokens/s; 0 running; 0 waiting",
     ]
     assert monitor.summary(1, tmp_path) == (
         f"1 request done; 56 tokens (7 tokens/s while busy); 0 moves, 1 restart; logs in {tmp_path}"

@@ -309,15 +309,21 @@ def test_a_taken_port_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "variable", "kept"), [("", "NUMBA_CACHE_DIR", "kernels_1/a.nbi"), ("0", "TRITON_CACHE_DIR", "AB/c.cubin")]
+    ("gpus", "variable", "kept"),
+    [
+        ("", "NUMBA_CACHE_DIR", "kernels_1/a.nbi"),
+        ("0", "TRITON_CACHE_DIR", "AB/c.cubin"),
+        ("0", "TRITON_HOME", ".triton/cache/AB/c.cubin"),
+    ],
 )
 def test_the_first_start_says_that_it_compiles_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, variable: str, kept: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
     assert "first start only" in (default_plan().first_start or "")
-    (tmp_path / kept).parent.mkdir()
+    (tmp_path / kept).parent.mkdir(parents=True)
     (tmp_path / kept).touch()
     assert default_plan().first_start is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.deploy.rates import WINDOW_S, LatencyQuantiles, NodeRates, Sums, Window, rates
+from baton.router.http.page.files import STATIC
 from baton.router.http.page.types import EndedRequests
 
 from .conftest import node, snapshot
@@ -71,19 +72,27 @@ def test_a_caller_who_sees_counts_only_has_the_sums_of_nodes() -> None:
     assert rates(second, first).tokens_per_round is None, "a node was lost, so the sums fell"
 
 
-def test_what_is_shown_covers_the_last_seconds() -> None:
+def test_a_clock_that_is_set_back_changes_no_rate() -> None:
+    window = Window()
+    window.add(snapshot(100.0, uptime_s=10.0, tokens=100))
+    now = window.add(snapshot(70.0, uptime_s=12.0, tokens=140))
+    assert now is not None and (now.seconds, now.tokens_per_s) == (2.0, 20.0)
+
+
+def test_what_is_shown_covers_the_last_seconds_as_it_does_on_the_page() -> None:
+    assert f"const RECENT_S = {WINDOW_S:g};" in (STATIC / "history.js").read_text()
     window = Window()
     shown = [window.add(snapshot(100.0 + second, tokens=second**2)) for second in range(20)]
     assert shown[0] is None
     assert shown[1] is not None and (shown[1].seconds, shown[1].output_tokens) == (1.0, 1)
-    assert shown[-1] is not None and (shown[-1].seconds, shown[-1].output_tokens) == (WINDOW_S, 19**2 - 14**2)
+    assert shown[-1] is not None and (shown[-1].seconds, shown[-1].output_tokens) == (WINDOW_S, 19**2 - 9**2)
 
 
 def test_sums_go_on_over_a_restart_of_the_router() -> None:
     sums = Sums()
     sums.add(snapshot(100.0, uptime_s=2.0))
-    sums.add(snapshot(101.0, done=4, tokens=60))
-    sums.add(snapshot(103.0, done=5, failed=1, tokens=60))  # no token came: not busy
+    sums.add(snapshot(101.0, uptime_s=3.0, done=4, tokens=60))
+    sums.add(snapshot(103.0, uptime_s=5.0, done=5, failed=1, tokens=60))  # no token came: not busy
     sums.add(snapshot(110.0, epoch="second", uptime_s=2.0, done=1, tokens=30, moves=1))
     assert sums.requests == EndedRequests(done=6, failed=1, cancelled=0, refused=0)
     assert (sums.tokens, sums.busy_s, sums.moves) == (90, 3.0, 1)

@@ -18,6 +18,7 @@ import pytest
 from msgspec import structs
 
 from baton.deploy import cli, top
+from baton.deploy.client import Client
 from baton.deploy.plan import free_port
 from baton.router.http.page.types import LiveRequest, LiveWait, OwnedPages, Snapshot
 
@@ -141,6 +142,28 @@ def test_a_wrong_address_is_one_sentence(run_top: Top, url: str, status: int) ->
     exit_status, _, errors = run_top("--url", url.format(port=free_port()))
     assert (exit_status, errors.count("\n")) == (status, 1)
     assert "--url" in errors
+
+
+def test_keys_and_drawing_ask_the_router_nothing_while_spans_are_shown(server: Server) -> None:
+    from baton.deploy.top_view import View
+
+    asked: list[str] = []
+
+    def ended() -> bytes:
+        asked.append(REQUEST.rid)
+        return b'{"error": {"message": "it has ended"}}'
+
+    server.pages[PATH] = 200, growing()
+    server.pages[f"/debug/requests/{REQUEST.rid}"] = 404, ended
+    view = View(Client(server.url))
+    view.look()
+    view.press(b"\n")
+    for _ in range(5):
+        view.press(b"j")
+        view.draw()
+    assert asked == [REQUEST.rid]
+    view.try_look()
+    assert asked == [REQUEST.rid] * 2
 
 
 def test_a_terminal_is_drawn_anew_until_q_and_left_as_it_was(server: Server) -> None:

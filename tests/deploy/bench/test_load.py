@@ -86,6 +86,8 @@ def test_a_load_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
         times_of(0.001, 1.0, 0, 1.0)
     with pytest.raises(ConfigError, match="lower --seconds"):
         plan([Arrival(0.0, 60_000_000, 1)] * 2, RequestShape(), IDS, "seed")
+    with pytest.raises(ConfigError, match="150,000,002 tokens together"):
+        plan([Arrival(0.0, 1, 1)] * 2, RequestShape(num_turns=4, turn_len=(1, 25_000_000)), IDS, "seed")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         from_trace(tmp_path / "none", 1.0, None)
     (tmp_path / "bad").write_text('{"timestamp": "soon"}')

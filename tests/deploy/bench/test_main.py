@@ -85,6 +85,7 @@ def test_a_trace_is_replayed(server: TimetableServer, tmp_path: Path) -> None:
         (["--url", "http://me:pw@127.0.0.1:9"], "give it by BATON_API_KEY"),
         (["--model", "other"], "does not serve other; it serves toy"),
         (["--prompt-len", "5000"], "has 5,004 tokens, and toy takes 4,096"),
+        (["--turns", "40", "--turn-len", "99-120"], "has 4,880 tokens, and toy takes 4,096"),
         (["--prompt-len", "9-5"], "--prompt-len 9-5: use a number"),
         (["--rate", "fast"], "--rate 20 fast: use numbers"),
         (["--slo", "12"], "TTFT,TPOT such as 200,12"),

@@ -75,7 +75,7 @@ CASES = {  # what is wrong: changed facts, the check, the level, words
     "a clock ahead": ({"clock_s": 9.0}, "clock", "warning", "9.0 s ahead of"),
     "a clock behind": ({"clock_s": -70.0}, "clock", "warning", "70.0 s behind"),
     "no date": ({"clock_s": None}, "clock", "note", "no date"),
-    "lost frames": ({"frames": "timed out"}, "MTU", "error", "not large ones: timed out"),
+    "lost frames": ({"frames_error": "timed out"}, "MTU", "error", "not large ones: timed out"),
 }  # fmt: skip
 
 
@@ -105,6 +105,7 @@ class Router:
 
     url: str = ""
     status: int = 200
+    statuses: dict[str, int] = field(default_factory=dict)  # of single paths
     ahead_s: float = 0.0
     drops_large: bool = False
     keys: list[str | None] = field(default_factory=list)
@@ -141,7 +142,7 @@ def router() -> Iterator[Router]:
             state.keys.append(self.headers["Authorization"])
             found = state.answers.get(self.path.partition("?")[0])
             body = json.dumps({"error": {"message": "no such thing"}} if found is None else found).encode()
-            self.send_response(404 if found is None else state.status)
+            self.send_response(404 if found is None else state.statuses.get(self.path, state.status))
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -196,6 +197,15 @@ def test_a_missing_key_is_one_sentence(router: Router, capsys: pytest.CaptureFix
     assert "--admin-key or BATON_ADMIN_KEY" in line
 
 
+def test_a_router_that_refuses_for_the_moment_is_told_in_its_own_words(
+    router: Router, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.statuses["/debug/ledger"] = 503
+    router.answers["/debug/ledger"] = {"error": {"message": "the router is shutting down"}}
+    assert doctor(router) == 1
+    assert capsys.readouterr().err == "baton: error: the router is shutting down (HTTP 503)\n"
+
+
 @pytest.mark.parametrize("missing", ["/version", "/debug/nodes"])
 def test_an_old_or_foreign_server_is_one_sentence(
     router: Router, capsys: pytest.CaptureFixture[str], missing: str
@@ -203,7 +213,7 @@ def test_an_old_or_foreign_server_is_one_sentence(
     del router.answers[missing]
     assert doctor(router) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{missing} does not answer as a Baton router does (HTTP 404)" in line
+    assert f"there is no GET {missing}: this is no Baton router, or an older one" in line
 
 
 def test_a_closed_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from baton.deploy.doctor.config import DoctorConfig
 from baton.deploy.doctor.facts import Facts, proxies_of_loopback, read_facts
 from baton.deploy.doctor.gpu_facts import Driver, LimitedRun, UsedMemory, parse_cores, parse_used
+from baton.deploy.plan import kernel_folders
 from baton.deploy.run_dir import make_run_dir
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
@@ -75,7 +76,7 @@ def test_all_facts_of_this_machine_are_read_and_nothing_is_changed(tmp_path: Pat
     assert facts.keys is not None
     assert not facts.keys.failure
     assert facts.model is not None
-    assert facts.model.num_bytes > 1e6
+    assert not facts.model.failure
     assert all(each.is_writable and each.free_bytes for each in facts.caches)
     (port,) = facts.ports
     assert port.holder is not None
@@ -87,6 +88,22 @@ def test_all_facts_of_this_machine_are_read_and_nothing_is_changed(tmp_path: Pat
 def test_a_cache_that_baton_up_makes_is_the_one_that_is_checked(tmp_path: Path) -> None:
     folder = make_run_dir(None).parent.parent
     assert str(folder) in {each.path for each in read_facts(DoctorConfig(port=0, node_address="tcp://*:*")).caches}
+
+
+def test_the_folders_of_kernels_are_those_that_baton_up_looks_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    paths = {each.what: Path(each.path) for each in _facts().caches}
+    assert paths["kernels of Triton"] == tmp_path / ".triton" / "cache"
+    assert paths["kernels of the CPU"] in kernel_folders(os.environ, of_gpus=False)
+
+
+def test_a_model_that_this_host_cannot_hold_is_refused_as_baton_up_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.engine.checkpoint.model_check.gpu_memory", lambda: [1 << 10])
+    model = _facts().model
+    assert model is not None and "divide the model among more GPUs with --tp" in model.failure
 
 
 def _facts(**settings: str) -> Facts:
@@ -106,7 +123,7 @@ def test_damaged_files_fail_as_they_would_at_the_start(tmp_path: Path) -> None:
     assert facts.api_keys is not None
     assert not facts.api_keys.failure
     assert facts.model is not None
-    assert "no such directory" in facts.model.tried.failure
+    assert "no such directory" in facts.model.failure
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -120,8 +121,14 @@ def test_an_interrupted_download_goes_on(host: Host, model: Path, monkeypatch: p
     assert (Path(config.model) / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
-def test_a_file_that_arrived_damaged_is_not_kept(host: Host, model: Path) -> None:
+@pytest.mark.parametrize("is_in_lfs", [True, False])
+def test_a_file_that_arrived_damaged_is_not_kept(
+    host: Host, model: Path, is_in_lfs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part of an earlier download, for one, may have been damaged when the host lost its power."""
+    if not is_in_lfs:
+        monkeypatch.setattr(hub_server, "_etag", hub_server._git)
+        monkeypatch.setattr(hub_server, "_entry", lambda data: {"size": len(data), "blobId": hub_server._git(data)})
     data = (model / "model.safetensors").read_bytes()
     host.hub.add("org/model", model)
     host.fetch(DecodeConfig(model="org/model"))
@@ -146,6 +153,38 @@ def test_a_server_that_sends_more_than_it_lists_does_not_fill_the_disk(
     size = (model / "model.safetensors").stat().st_size - 50
     assert f"it sends more than the {size:,} bytes that it lists" in host.refusal(DecodeConfig(model="org/model"))
     assert list(host.cache.rglob("*.incomplete")) == []
+
+
+def test_no_thread_appends_to_a_part_once_a_download_has_ended(
+    host: Host, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may go on with the part as soon as the lock is free."""
+    for name in ("a", "b"):
+        (model / name).write_bytes(name.encode() * 200 * CHUNK)
+    host.hub.add("org/model", model)
+    host.hub.bytes_per_s = 20 * CHUNK
+    snapshot = hub.find("org/model", "org/model", None, host.said.append)
+    hub.fetch_small(snapshot)
+    started = threading.Event()
+    update, http_get = hub._Meter.update, file_download.http_get
+
+    def counted(meter: Any, num_bytes: float | None = 1) -> None:
+        started.set()
+        update(meter, num_bytes)
+
+    def fails(url: str, *args: Any, **more: Any) -> None:
+        if not url.endswith("/b"):
+            return http_get(url, *args, **more)
+        assert started.wait(10)
+        raise OSError("no route to the host")
+
+    monkeypatch.setattr(hub._Meter, "update", counted)
+    monkeypatch.setattr(file_download, "http_get", fails)
+    with pytest.raises(BatonError, match="no route"):
+        hub.fetch_weights(snapshot, ["a", "b"], host.said.append)
+    assert [thread for thread in threading.enumerate() if thread.name == "download"] == []
+    (part,) = [path for path in host.cache.rglob("*.incomplete") if path.stat().st_size]
+    assert part.stat().st_size < 200 * CHUNK
 
 
 def test_drafters_are_found_in_the_repository_of_the_model_and_in_their_own(host: Host, model: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.checkpoint.model_check import check_model, resolve_model
+from baton.engine.checkpoint.model_check import DEMO, check_model, resolve_model, stored_size
 from baton.metadata.errors import BatonError
 
 Checkpoint = Callable[..., Path]
@@ -55,3 +55,11 @@ def test_weights_that_are_made_need_no_files(checkpoint: Checkpoint, tmp_path: P
 
 def test_the_home_directory_is_found() -> None:
     assert resolve_model("~/model") == Path.home() / "model"
+
+
+def test_the_size_of_what_a_node_loads_includes_its_drafter() -> None:
+    alone = (DEMO / "model.safetensors").stat().st_size
+    drafter = sum(path.stat().st_size for path in (DEMO / "eagle").glob("*.safetensors"))
+    assert stored_size(DecodeConfig(speculative="none")) == alone
+    assert stored_size(DecodeConfig(speculative="eagle")) == alone + drafter > alone
+    assert stored_size(DecodeConfig(load_format="dummy")) == 0

@@ -112,7 +112,7 @@ async function answer(body, text) {
   const { elements } = byId("chat-settings");
   const isChat = elements.route.value === "chat";
   const system = elements.system.value.trim() ? [{ role: "system", content: elements.system.value }] : [];
-  messages = messages.slice(-MAX_TURNS);
+  const own = (messages = messages.slice(-MAX_TURNS));
   Object.assign(body, isChat ? { messages: [...system, ...messages] } : { prompt: text });
   controller = new AbortController();
   showBusy(true);
@@ -128,6 +128,7 @@ async function answer(body, text) {
   controller = null;
   showBusy(false);
   shown.end("");
+  if (messages !== own) return; // the chat was cleared meanwhile
   const { message } = shown;
   if (message.content || message.tool_calls) messages.push(message);
   else messages.pop(); // what got no answer is not sent again

@@ -34,6 +34,9 @@ export function quantile(now, before, share) {
   return now.bounds_s[now.bounds_s.length - 1];
 }
 
+/** Return the time between two snapshots of one router. Their `at` may step when the host's clock is set. */
+const secondsBetween = (before, now) => now.router.uptime_s - before.router.uptime_s;
+
 /** The names of all series that are kept. */
 const SERIES = [
   "at", "ttft50", "ttft95", "ttft99", "itl50", "itl95", "itl99", "running", "waiting", "promptTokens", "outputTokens",
@@ -61,12 +64,12 @@ export class History {
   /** Add a snapshot. A pause or a new router leaves a gap in the series. */
   add(snapshot) {
     const before = this.latest;
-    if (before && (before.router.epoch !== snapshot.router.epoch || snapshot.at - before.at > GAP_S)) {
+    if (before && (before.router.epoch !== snapshot.router.epoch || secondsBetween(before, snapshot) > GAP_S)) {
       this.#recent = [];
       this.#append({ at: snapshot.at - 0.5 });
     }
     this.#recent.push(snapshot);
-    while (snapshot.at - this.#recent[0].at > RECENT_S + 0.5) this.#recent.shift();
+    while (secondsBetween(this.#recent[0], snapshot) > RECENT_S + 0.5) this.#recent.shift();
     this.#append(this.#point(snapshot));
   }
 
@@ -79,7 +82,7 @@ export class History {
     const before = this.#recent[0];
     if (before === now) return null;
     const [end, start] = [read(now), read(before)];
-    return end === undefined || start === undefined ? null : rise(end, start) / (now.at - before.at);
+    return end === undefined || start === undefined ? null : rise(end, start) / secondsBetween(before, now);
   }
 
   /** Return the rise per second of a counter of a node, 0 if the node is new or gone. */
