@@ -30,20 +30,13 @@ TOPICS = (
     "def walk(tree):\n    for node in tree:\n        if isinstance(node, list):\n            yield from walk(node)\n",
 )
 CHAT = {"temperature": "0.3", "seed": "1", "max_tokens": "52"}  # the small demo model repeats itself after that
-# Whether pages are drawn between the nodes, while all dots but one rest.
+# Whether pages are drawn between the nodes, and decode nodes have requests.
 PAGES_MOVE = """() => {
   const canvas = document.querySelector("#dots"), link = document.querySelector("#link-pages").getBoundingClientRect();
   const place = canvas.getBoundingClientRect(), scale = canvas.width / place.width;
-  const has = (x, y, width, height) => {
-    const area = [x - place.x, y - place.y, width, height].map((side) => side * scale);
-    return canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
-  };
-  const lanes = [...document.querySelectorAll(".node .lane")].filter((lane) => lane.dataset.count > 0);
-  const restless = lanes.filter((lane) => {
-    const { x, y, width, height } = lane.getBoundingClientRect();
-    return !has(x + 10.8 * (lane.dataset.count - 1), y, 8, height);
-  });
-  return lanes.length > 1 && restless.length < 2 && has(link.x + 40, link.y, link.width - 80, link.height);
+  const area = [link.x + 40 - place.x, link.y - place.y, link.width - 80, link.height].map((side) => side * scale);
+  const numAt = [...document.querySelectorAll(".role.decode .lane b")].map((number) => Number(number.textContent));
+  return Math.min(...numAt) > 0 && canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
 }"""
 
 
