@@ -195,6 +195,30 @@ def test_markup_in_names_reasons_and_errors_stays_text(visit: Visit) -> None:
         assert tab.evaluate("document.querySelectorAll('main img, main script, dialog img, dialog script').length") == 0
 
 
+def test_short_parts_before_decode_are_drawn_a_second_time_enlarged(visit: Visit) -> None:
+    pull = {"num_pages": 3, "num_bytes": 442_000, "moving_s": 0.0002, "had_pages": 5}
+    parts = [
+        {"name": "dispatch", "start_s": 0.0, "seconds": 0.01},
+        {"name": "prefill", "start_s": 0.01, "seconds": 0.02},
+        {"name": "pull", "start_s": 0.03, "seconds": 0.01, "pull_times": {"transport": "local"}, **pull},
+        {"name": "decode", "start_s": 0.04, "seconds": 3.96},
+    ]
+    with StandIn(snapshot(PAIR, [])) as stand_in:
+        stand_in.lines = [finished("r1")]
+        stand_in.trace = {**finished("r1"), "total_s": 4.0, "ttft_s": 0.03}
+        stand_in.trace["choices"] = [{"index": 0, "num_tokens": 20, "parts": parts}]
+        tab = visit(stand_in.url)
+        tab.get_by_role("link", name="Requests").click()
+        tab.locator("#request-rows button").click()
+        moved = "3 pages, 442 kB through shared memory, 0.2 ms under way without the checks"
+        tab.get_by_text(f"{moved}; 5 pages were in its cache already").wait_for()
+        assert tab.locator(".spans .axis .end").all_inner_texts() == ["4.00 s", "40 ms"]
+        drawn = "(bars) => bars.map((bar) => `${bar.className} ${bar.style.width}`)"
+        small = ["waits 0.25%", "prefills 0.5%", "hands 0.25%"]
+        wide = ["waits 25%", "prefills 50%", "hands 25%"]
+        assert tab.locator(".spans .track i").evaluate_all(drawn) == [*small, "decodes 99%", *wide]
+
+
 def test_a_hidden_tab_closes_its_stream_and_opens_it_when_it_is_shown(visit: Visit) -> None:
     with StandIn(snapshot(PAIR, [])) as stand_in:
         tab = visit(stand_in.url)
