@@ -35,7 +35,7 @@ CHAT_TEXT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n 
 # Whether an answer streams, much of it is here, and the message is still in view.
 STREAMS = """() => {
   const log = document.querySelector("#transcript"), stop = document.querySelector("#chat-stop");
-  return !stop.hidden && log.scrollTop === 0 && log.innerText.length > 350;
+  return !stop.hidden && log.scrollTop === 0 && log.innerText.length > 300;
 }"""
 # Whether pages are drawn between the nodes, and decode nodes have requests.
 PAGES_MOVE = """() => {
@@ -112,7 +112,7 @@ def take_while_it_streams(tab: Page, path: Path) -> None:
                 break
             tab.wait_for_timeout(20)
         tab.screenshot(path=path)
-        is_streaming = tab.evaluate(STREAMS)
+        is_streaming = tab.get_by_role("button", name="Stop", exact=True).is_visible()
         tab.get_by_role("button", name="Where its time went").wait_for(timeout=60_000)
         if is_streaming:
             return
