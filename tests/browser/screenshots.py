@@ -23,7 +23,8 @@ from conftest import FLAGS
 from playwright.sync_api import Page, sync_playwright
 
 NUM_CLIENTS = 5
-SIZE = {"width": 1280, "height": 800}
+SIZE = {"width": 1280, "height": 830}
+WARM_S = 15  # the first steps are slower
 WATCH_S = 45  # so that the charts have something to show
 TOPICS = (
     "import os\nimport sys\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\n",
@@ -31,7 +32,7 @@ TOPICS = (
     "def walk(tree):\n    for node in tree:\n        if isinstance(node, list):\n            yield from walk(node)\n",
 )
 CHAT = {"temperature": "0.3", "seed": "1", "max_tokens": "160"}
-CHAT_TEXT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+CHAT_TEXT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
 # Whether an answer streams, much of it is here, and the message is still in view.
 STREAMS = """() => {
   const log = document.querySelector("#transcript"), stop = document.querySelector("#chat-stop");
@@ -59,6 +60,7 @@ def main() -> None:
         wait_ready(url)
         for seed in range(NUM_CLIENTS):
             threading.Thread(target=send_for_ever, args=(url, seed), daemon=True).start()
+        time.sleep(WARM_S)
         with sync_playwright() as running:
             browser = running.chromium.launch(executable_path=shutil.which("chromium"), args=list(FLAGS))
             for scheme in ("light", "dark"):
@@ -85,7 +87,7 @@ def take(tab: Page, url: str, scheme: str, into: Path) -> None:
     tab.get_by_role("link", name="Requests").click()
     tab.locator("#request-rows tr:not(.is-live) button").first.click()
     tab.locator(".spans").first.wait_for()
-    tab.set_viewport_size({**SIZE, "height": 880})
+    tab.set_viewport_size({**SIZE, "height": 900})
     tab.screenshot(path=into / "page-request.png")
     tab.set_viewport_size(SIZE)
     tab.keyboard.press("Escape")

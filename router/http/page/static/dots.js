@@ -74,10 +74,10 @@ export function place() {
   };
   const arrow = (id) => arrowIn(rectOf(byId(id).querySelector("svg")));
   const client = rectOf(byId("link-client"));
-  const tokens = arrow("link-tokens");
+  const tokens = back(arrow("link-tokens"));
   arrows = {
-    prompt: arrow("link-prompt"), pages: arrow("link-pages"), tokens: [...tokens].reverse(), local: tokens,
-    in: arrowIn(client, 0.25), out: arrowIn(client, 0.75).reverse(),
+    prompt: arrow("link-prompt"), pages: arrow("link-pages"), tokens, local: [...tokens].reverse(),
+    in: arrowIn(client, 0.25), out: back(arrowIn(client, 0.75)),
   };
   const style = getComputedStyle(byId("topology"));
   colours = Object.fromEntries(["prefill", "decode", "pages"].map((name) => [name, style.getPropertyValue(`--${name}`)]));
@@ -91,6 +91,12 @@ export function place() {
 function arrowIn({ x, y, width, height }, share = 0.5) {
   if (width >= height) return [{ x, y: y + share * height }, { x: x + width - HEAD, y: y + share * height }];
   return [{ x: x + (1 - share) * width, y }, { x: x + (1 - share) * width, y: y + height - HEAD }];
+}
+
+/** Return an arrow that points the other way. Its head is where the tail was. */
+function back([tail, neck]) {
+  const shift = neck.x > tail.x ? { x: HEAD, y: 0 } : { x: 0, y: HEAD };
+  return [neck, tail].map(({ x, y }) => ({ x: x + shift.x, y: y + shift.y }));
 }
 
 /** Return the node where a request of a snapshot is, or "router". */

@@ -5,7 +5,7 @@ import { byId, el, setText } from "./dom.js";
 import { bytes, clock, count, duration, plural } from "./format.js";
 
 const AGAIN_MS = 1000; // a live request is read again so often
-const BRIEF_S = 0.0005; // a shorter span has no bar
+const BRIEF = 0.002; // a span that takes a smaller share of its axis has no bar
 const SMALL = 0.3; // if all before decode takes a smaller share, it is drawn a second time, enlarged
 
 /** Colours by the kind of work. Every other span waits. */
@@ -126,7 +126,7 @@ function drawRows(spans, trace) {
     ...drawAxis("Whole request", total),
     ...drawTrack("before decode", before, start, total),
     ...after.flatMap((span) => drawSpan(span, trace, total)),
-    ...drawAxis("Enlarged", start),
+    ...drawAxis("Before decode", start),
     ...before.flatMap((span) => drawSpan(span, trace, start)),
   ];
 }
@@ -170,7 +170,7 @@ function drawSpan(span, { ttft_s }, total) {
   const isSent = span.name === "first token" && ttft_s && !span.attempt;
   const sent = isSent ? `sent to the client at ${duration(ttft_s)}, and the handoff happens after that` : "";
   const told = [MEANINGS[span.name] ?? "", sent, span.node ? `on ${span.node}` : "", attempt, ...figuresOf(span)].filter(Boolean).join("; ");
-  if (seconds < BRIEF_S) {
+  if (seconds <= BRIEF * total) {
     return [el("span", { class: "name", text: span.name }), el("p", { class: "told brief", text: told }), el("span", { class: "number", text: duration(seconds) })];
   }
   return [...drawTrack(span.name, [span], seconds, total), el("p", { class: "told", text: told })];
