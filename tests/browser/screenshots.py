@@ -23,27 +23,28 @@ from conftest import FLAGS
 from playwright.sync_api import Page, sync_playwright
 
 NUM_CLIENTS = 5
+SIZE = {"width": 1280, "height": 830}
+WARM_S = 15  # the first steps are slower
 WATCH_S = 45  # so that the charts have something to show
 TOPICS = (
     "import os\nimport sys\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\n",
     "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def put(self, item):\n        ",
     "def walk(tree):\n    for node in tree:\n        if isinstance(node, list):\n            yield from walk(node)\n",
 )
-CHAT = {"temperature": "0.3", "seed": "1", "max_tokens": "52"}  # the small demo model repeats itself after that
-# Whether pages are drawn between the nodes, while all dots but one rest.
+CHAT = {"temperature": "0.3", "seed": "1", "max_tokens": "160"}
+CHAT_TEXT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
+# Whether an answer streams, much of it is here, and the message is still in view.
+STREAMS = """() => {
+  const log = document.querySelector("#transcript"), stop = document.querySelector("#chat-stop");
+  return !stop.hidden && log.scrollTop === 0 && log.innerText.length > 300;
+}"""
+# Whether pages are drawn between the nodes, and decode nodes have requests.
 PAGES_MOVE = """() => {
   const canvas = document.querySelector("#dots"), link = document.querySelector("#link-pages").getBoundingClientRect();
   const place = canvas.getBoundingClientRect(), scale = canvas.width / place.width;
-  const has = (x, y, width, height) => {
-    const area = [x - place.x, y - place.y, width, height].map((side) => side * scale);
-    return canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
-  };
-  const lanes = [...document.querySelectorAll(".node .lane")].filter((lane) => lane.dataset.count > 0);
-  const restless = lanes.filter((lane) => {
-    const { x, y, width, height } = lane.getBoundingClientRect();
-    return !has(x + 10.8 * (lane.dataset.count - 1), y, 8, height);
-  });
-  return lanes.length > 1 && restless.length < 2 && has(link.x + 40, link.y, link.width - 80, link.height);
+  const area = [link.x + 40 - place.x, link.y - place.y, link.width - 80, link.height].map((side) => side * scale);
+  const numAt = [...document.querySelectorAll(".role.decode .lane b")].map((number) => Number(number.textContent));
+  return Math.min(...numAt) > 0 && canvas.getContext("2d").getImageData(...area).data.some((value) => value > 0);
 }"""
 
 
@@ -57,16 +58,14 @@ def main() -> None:
     try:
         url = read_url(up)
         wait_ready(url)
-        pause = threading.Event()
         for seed in range(NUM_CLIENTS):
-            threading.Thread(target=send_for_ever, args=(url, seed, pause), daemon=True).start()
+            threading.Thread(target=send_for_ever, args=(url, seed), daemon=True).start()
+        time.sleep(WARM_S)
         with sync_playwright() as running:
             browser = running.chromium.launch(executable_path=shutil.which("chromium"), args=list(FLAGS))
             for scheme in ("light", "dark"):
-                context = browser.new_context(
-                    viewport={"width": 1280, "height": 800}, color_scheme=scheme, locale="en-GB"
-                )
-                take(context.new_page(), url, scheme, into, pause)
+                context = browser.new_context(viewport=SIZE, color_scheme=scheme, locale="en-GB")
+                take(context.new_page(), url, scheme, into)
                 context.close()
             browser.close()
     finally:
@@ -74,9 +73,8 @@ def main() -> None:
         up.wait(30)
 
 
-def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -> None:
-    """Take the pictures of one colour scheme. The dark one is of the system alone. `pause` lets other clients wait, so
-    that the chat is alone in its picture."""
+def take(tab: Page, url: str, scheme: str, into: Path) -> None:
+    """Take the pictures of one colour scheme. The dark one is of the system alone."""
     tab.goto(url)
     tab.get_by_role("button", name="decode-1").wait_for()
     tab.wait_for_timeout(1000 * (WATCH_S if scheme == "light" else 11))
@@ -89,9 +87,10 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     tab.get_by_role("link", name="Requests").click()
     tab.locator("#request-rows tr:not(.is-live) button").first.click()
     tab.locator(".spans").first.wait_for()
+    tab.set_viewport_size({**SIZE, "height": 900})
     tab.screenshot(path=into / "page-request.png")
+    tab.set_viewport_size(SIZE)
     tab.keyboard.press("Escape")
-    pause.set()
     tab.get_by_role("link", name="System").click()
     tab.get_by_role("button", name="Chat", exact=True).click()
     tab.get_by_label("Colour drafted tokens").check()
@@ -100,14 +99,25 @@ def take(tab: Page, url: str, scheme: str, into: Path, pause: threading.Event) -
     for name, value in CHAT.items():
         tab.get_by_label(name).fill(value)
     tab.get_by_text("Settings").click()
-    tab.get_by_text("0 requests running").wait_for(timeout=60_000)
-    tab.get_by_label("Message", exact=True).fill(TOPICS[0])
-    tab.keyboard.press("Enter")
-    tab.get_by_role("button", name="Where its time went").wait_for(timeout=60_000)
-    tab.evaluate("scrollTo(0, 0)")
-    tab.wait_for_timeout(2500)  # nodes are asked for their pages every two seconds
-    tab.screenshot(path=into / "page-chat.png")
-    pause.clear()
+    take_while_it_streams(tab, into / "page-chat.png")
+
+
+def take_while_it_streams(tab: Page, path: Path) -> None:
+    """Take a picture of the chat while an answer arrives. After many attempts, any picture will do."""
+    for _ in range(20):
+        tab.get_by_role("button", name="Clear").click()
+        tab.get_by_label("Message", exact=True).fill(CHAT_TEXT)
+        tab.keyboard.press("Enter")
+        tab.evaluate("scrollTo(0, 0)")
+        for _ in range(200):
+            if tab.evaluate(STREAMS):
+                break
+            tab.wait_for_timeout(20)
+        tab.screenshot(path=path)
+        is_streaming = tab.get_by_role("button", name="Stop", exact=True).is_visible()
+        tab.get_by_role("button", name="Where its time went").wait_for(timeout=60_000)
+        if is_streaming:
+            return
 
 
 def take_with_pages_on_their_way(tab: Page, path: Path) -> None:
@@ -138,12 +148,10 @@ def wait_ready(url: str) -> None:
         time.sleep(0.5)
 
 
-def send_for_ever(url: str, seed: int, pause: threading.Event) -> None:
-    """Send one request after the other, none during a pause. Some repeat a prompt, so the prefix cache has hits."""
+def send_for_ever(url: str, seed: int) -> None:
+    """Send one request after the other. Some repeat a prompt, so the prefix cache has hits."""
     chosen = random.Random(seed)
     while True:
-        while pause.is_set():
-            time.sleep(0.1)
         prompt = "".join(chosen.choice(TOPICS) for _ in range(chosen.randint(1, 12)))
         body = {"model": "demo", "prompt": prompt, "max_tokens": chosen.randint(300, 700), "temperature": 0.7}
         ask(url, "POST", "/v1/completions", {**body, "ignore_eos": True})

@@ -66,6 +66,7 @@ class StandIn:
     def __init__(self, now: dict[str, Any], interval_s: float = 0.2) -> None:
         self.now, self.interval_s = now, interval_s
         self.lines: list[dict[str, Any]] = []  # of GET /debug/requests
+        self.trace: dict[str, Any] = {}  # of GET /debug/requests/{rid}
         self.each = lambda: None
         self.num_streams = 0
         self.asked: list[str] = []  # path and query of each request
@@ -86,6 +87,7 @@ class StandIn:
         app = web.Application()
         app.router.add_get("/live", self._live)
         app.router.add_get("/debug/requests", self._requests)
+        app.router.add_get("/debug/requests/{rid}", self._trace)
         app.router.add_get("/{path:.*}", self._file)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -105,6 +107,9 @@ class StandIn:
         self.asked.append(http_request.path_qs)
         limit = int(http_request.query.get("limit", 50))
         return web.json_response({"requests": self.lines[:limit], "most_finished": 1024})
+
+    async def _trace(self, _: web.Request) -> web.Response:
+        return web.json_response({"requests": [self.trace]})
 
     async def _live(self, http_request: web.Request) -> web.StreamResponse:
         self.asked.append(http_request.path_qs)

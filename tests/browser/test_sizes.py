@@ -73,8 +73,46 @@ def test_rates_of_arrows_are_the_sums_of_what_nodes_show(visit: Visit) -> None:
         prompt, tokens, computed, *generated = tab.evaluate(read, shown)
         assert prompt == computed > 0
         assert len(generated) == 2 and abs(tokens - sum(generated)) <= 2, (tokens, generated)
-        tab.get_by_text("4 running now, of 32").wait_for()
-        tab.get_by_text("3 running now, of 32").wait_for()
+
+
+def test_bars_dots_and_words_of_a_node_agree_at_any_instant(visit: Visit) -> None:
+    """The number of requests changes with every snapshot, and is read as often as the browser draws."""
+    nodes = [node("prefill-0", "prefill"), *(node(f"decode-{index}", "decode") for index in range(2))]
+    now = snapshot(nodes, [])
+    with StandIn(now, interval_s=0.05) as stand_in:
+
+        def each() -> None:
+            count = (len(now["requests"]) + 3) % 8
+            now["requests"] = [request(f"r{index}", decode=f"decode-{index % 2}") for index in range(count)]
+            now["num_requests"] = now["counts"]["running"] = count
+            for index in (1, 2):
+                nodes[index]["pages"] = {**nodes[index]["pages"], "request": 50 * count}
+
+        stand_in.each = each
+        tab = visit(stand_in.url)
+        tab.get_by_text("slots 3 of 32").first.wait_for()
+        cards = tab.evaluate(READ_CARDS)
+        assert len({here for here, *_ in cards}) > 2
+        for here, *shown in cards:
+            assert shown == [here, here, here, 32], (here, shown)
+
+
+READ_CARDS = """() => new Promise((done) => {
+  const read = [];
+  const number = (text, at) => Number(text.match(/\\d+/g)[at]);
+  const look = () => {
+    for (const card of document.querySelectorAll(".role.decode .node")) {
+      const slots = card.querySelector(".load-words span").textContent, [bar] = card.querySelectorAll(".load-bar i");
+      const dots = card.querySelector(".resting").getBoundingClientRect().width / 11;
+      const share = bar.getBoundingClientRect().width / bar.parentElement.getBoundingClientRect().width;
+      read.push([number(card.querySelector(".lane b").textContent, 0), Math.round(dots), Math.round(32 * share),
+        number(slots, 0), number(slots, 1)]);
+    }
+    if (read.length < 120) requestAnimationFrame(look);
+    else done(read);
+  };
+  look();
+})"""
 
 
 def test_a_clock_that_is_set_back_changes_no_rate(visit: Visit) -> None:
@@ -114,7 +152,8 @@ def test_ranks_of_a_group_are_one_node_with_a_bar_for_each(visit: Visit) -> None
     with StandIn(snapshot([node("prefill-0", "prefill"), *ranks], [])) as stand_in:
         tab = visit(stand_in.url)
         card = tab.locator(".node", has=tab.get_by_role("button", name="big", exact=True))
-        card.get_by_text("rank 3: 72 in use, 39 cached, of 512").wait_for()
+        card.get_by_text("rank 3: memory 72 of 512 pages").wait_for()
+        assert card.get_by_text("39 cached, freed when needed").count() == 4
         assert card.locator(".pages-bar").count() == 4
 
 
@@ -133,7 +172,7 @@ def test_every_view_fits_and_text_stands_out_in_light_and_dark(visit: Visit, sch
         assert num_wide(tab) <= 0
         assert tab.evaluate("document.getAnimations().length") == 0
         assert contrast(tab, "--ink", "--ground") > 7
-        for name in ("--quiet", "--prefill", "--decode", "--pages", "--bad"):
+        for name in ("--quiet", "--prefill", "--decode", "--pages", "--good", "--bad"):
             assert contrast(tab, name, "--ground") > 4.5, name
             assert contrast(tab, name, "--surface") > 4.5, name
 
@@ -167,6 +206,30 @@ def test_markup_in_names_reasons_and_errors_stays_text(visit: Visit) -> None:
         tab.get_by_role("button", name="Chat", exact=True).click()
         assert tab.evaluate("window.hacked === undefined")
         assert tab.evaluate("document.querySelectorAll('main img, main script, dialog img, dialog script').length") == 0
+
+
+def test_short_parts_before_decode_are_drawn_a_second_time_enlarged(visit: Visit) -> None:
+    pull = {"num_pages": 3, "num_bytes": 442_000, "moving_s": 0.0002, "had_pages": 5}
+    parts = [
+        {"name": "dispatch", "start_s": 0.0, "seconds": 0.01},
+        {"name": "prefill", "start_s": 0.01, "seconds": 0.02},
+        {"name": "pull", "start_s": 0.03, "seconds": 0.01, "pull_times": {"transport": "local"}, **pull},
+        {"name": "decode", "start_s": 0.04, "seconds": 3.96},
+    ]
+    with StandIn(snapshot(PAIR, [])) as stand_in:
+        stand_in.lines = [finished("r1")]
+        stand_in.trace = {**finished("r1"), "total_s": 4.0, "ttft_s": 0.03}
+        stand_in.trace["choices"] = [{"index": 0, "num_tokens": 20, "parts": parts}]
+        tab = visit(stand_in.url)
+        tab.get_by_role("link", name="Requests").click()
+        tab.locator("#request-rows button").click()
+        moved = "3 pages, 442 kB through shared memory, 0.2 ms under way without the checks"
+        tab.get_by_text(f"{moved}; 5 pages were in its cache already").wait_for()
+        assert tab.locator(".spans .axis .end").all_inner_texts() == ["4.00 s", "40 ms"]
+        drawn = "(bars) => bars.map((bar) => `${bar.className} ${bar.style.width}`)"
+        small = ["waits 0.25%", "prefills 0.5%", "hands 0.25%"]
+        wide = ["waits 25%", "prefills 50%", "hands 25%"]
+        assert tab.locator(".spans .track i").evaluate_all(drawn) == [*small, "decodes 99%", *wide]
 
 
 def test_a_hidden_tab_closes_its_stream_and_opens_it_when_it_is_shown(visit: Visit) -> None:

@@ -9,28 +9,29 @@ const LEAST_S = 5; // a tab that was opened just now shows so much
 const HEIGHT = 160;
 const share = (value) => `${Math.round(100 * value)} %`;
 const steps = uPlot.paths.stepped({ align: 1 });
+const DASHES = { solid: [], dashed: [6, 4], dotted: [2, 4] };
 const perSecond = (value) => `${figure(value)}/s`;
 
 /**
- * Each chart: title, what it says in words, how a value is written, and its lines as [series, label, colour, dashes,
- * opacity]. Lines of one chart differ in dashes, or have their labels at their ends. Counts are drawn in steps.
+ * Each chart: title, what it says in words, how a value is written, and its lines as [series, label, colour, style,
+ * opacity]. Lines of one chart differ in style, or have their labels at their ends. Counts are drawn in steps.
  */
 const CHARTS = [
   ["Time to first token", "From the request's arrival to its first token (TTFT).", duration, [
-    ["ttft50", "median", "prefill"], ["ttft95", "p95", "prefill", [6, 4]], ["ttft99", "p99", "prefill", [2, 4]]]],
+    ["ttft50", "median", "prefill"], ["ttft95", "p95", "prefill", "dashed"], ["ttft99", "p99", "prefill", "dotted"]]],
   ["Time between tokens", "Between two tokens of an answer (ITL).", duration, [
-    ["itl50", "median", "decode"], ["itl95", "p95", "decode", [6, 4]], ["itl99", "p99", "decode", [2, 4]]]],
+    ["itl50", "median", "decode"], ["itl95", "p95", "decode", "dashed"], ["itl99", "p99", "decode", "dotted"]]],
   ["Requests", "Running ones, and those that wait in the router.", figure, [
-    ["running", "running", "decode"], ["waiting", "waiting", "quiet", [6, 4]]]],
+    ["running", "running", "decode"], ["waiting", "waiting", "quiet", "dashed"]]],
   ["Tokens per second", "Prompt tokens go in, computed or cached; answer tokens come out.", perSecond, [
-    ["promptTokens", "prompt", "prefill"], ["outputTokens", "answer", "decode", [6, 4]]]],
+    ["promptTokens", "prompt", "prefill"], ["outputTokens", "answer", "decode", "dashed"]]],
   ["Handoff rate", "What decode nodes pull from prefill nodes.", (value) => `${bytes(value)}/s`, [
     ["transfer", "moved", "pages"]]],
   ["Drafts accepted, by position", "How often the first, second, ... guess of the small model was right.", share,
     [0, 1, 2, 3, 4, 5, 6, 7].map((position) => [`accepted${position}`, `${position + 1}`, "decode", undefined, 1 - 0.11 * position])],
   ["Prefix-cache hits", "Share of prompt tokens that a node had computed before.", share, [["hits", "hits", "prefill"]]],
   ["Moves and preemptions", "Requests that moved to other nodes, or lost their pages to older requests.", perSecond, [
-    ["preemptions", "preemptions", "decode"], ["moves", "moves", "bad", [6, 4]]]],
+    ["preemptions", "preemptions", "decode"], ["moves", "moves", "bad", "dashed"]]],
   ["Requests finished", "Answers that came to their end.", perSecond, [["requests", "finished", "decode"]]],
 ];
 
@@ -59,11 +60,11 @@ export function draw(history) {
 function make([title, words, write, lines]) {
   const colours = getComputedStyle(document.documentElement);
   const colour = (name) => colours.getPropertyValue(`--${name}`);
-  const values = lines.map(([, label, hue, dashes, opacity = 1]) => {
+  const values = lines.map(([, label, hue, style = "solid", opacity = 1]) => {
     const mark = el("i");
     mark.style.opacity = String(opacity);
     mark.style.borderColor = colour(hue);
-    mark.style.borderTopStyle = dashes?.length ? "dashed" : "solid";
+    mark.style.borderTopStyle = style;
     return el("span", {}, mark, `${label} `, el("b"));
   });
   const place = el("div", { class: "plot", "aria-hidden": "true" });
@@ -79,18 +80,27 @@ function make([title, words, write, lines]) {
     cursor: { sync: { key: "charts" }, drag: { x: false, y: false } },
     scales: {
       x: { time: true, range: (_, oldest, newest) => [newest - Math.min(WINDOW_S, Math.max(LEAST_S, newest - oldest)), newest] },
-      y: { range: (_, __, most) => [0, most > 0 ? 1.1 * most : 1] },
+      y: { range: (_, __, most) => [0, marksUpTo(most, write).at(-1)] },
     },
     axes: [
       { ...axis, size: 26, values: (_, times) => times.map((at) => clock(at)) },
-      { ...axis, size: 70, values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : write(mark))) },
+      { ...axis, size: 70, splits: (_, __, ___, most) => marksUpTo(most, write), values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : write(mark))) },
     ],
     padding: [8, 16, 0, 0],
     hooks: { draw: lines.length > 3 ? [drawLabels] : [] },
-    series: [{}, ...lines.map(([, label, hue, dash, alpha = 1]) =>
-      ({ label, stroke: colour(hue), width: 2, dash, alpha, points: { show: false }, paths: write === figure ? steps : undefined }))],
+    series: [{}, ...lines.map(([, label, hue, style = "solid", alpha = 1]) =>
+      ({ label, stroke: colour(hue), width: 2, dash: DASHES[style], alpha, points: { show: false }, paths: write === figure ? steps : undefined }))],
   };
   return { plot: new uPlot(options, [[], ...lines.map(() => [])], place), values, figure: place, lines, write };
+}
+
+/** Return round marks of an axis from 0 to the first one that is not below the highest value, at most five. */
+function marksUpTo(most, write) {
+  const top = most > 0 ? most : 1;
+  const power = 10 ** Math.floor(Math.log10(top / 4));
+  const rounds = [1, 2, 2.5, 5, 10].map((digit) => digit * power).filter((each) => write !== figure || Number.isInteger(each));
+  const step = rounds.find((each) => each >= top / 4 - 1e-9 * top) ?? 1;
+  return Array.from({ length: 1 + Math.ceil(top / step - 1e-9) }, (_, index) => index * step);
 }
 
 /** Write the label of each line at its end. */

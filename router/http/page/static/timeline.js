@@ -5,11 +5,12 @@ import { byId, el, setText } from "./dom.js";
 import { bytes, clock, count, duration, plural } from "./format.js";
 
 const AGAIN_MS = 1000; // a live request is read again so often
-const BRIEF_S = 0.0005; // a shorter span has no bar
+const BRIEF = 0.002; // a span that takes a smaller share of its axis has no bar
+const SMALL = 0.3; // if all before decode takes a smaller share, it is drawn a second time, enlarged
 
 /** Colours by the kind of work. Every other span waits. */
 const KINDS = {
-  dispatch: "prefills", prefill: "prefills", "local prefill": "prefills", "first token": "prefills", recompute: "prefills",
+  prefill: "prefills", "local prefill": "prefills", "first token": "prefills", recompute: "prefills",
   handoff: "hands", offer: "hands", pull: "hands", admission: "hands", decode: "decodes",
 };
 
@@ -32,6 +33,11 @@ const MEANINGS = {
   recompute: "computing lost pages again",
   paused: "waiting for nodes",
   finish: "the answer is complete: closing the stream to the client",
+};
+
+/** How pages travel, by the name of the transport. */
+const TRANSPORTS = {
+  local: "through shared memory", cuda: "from GPU to GPU", zmq: "over the network", ranks: "between the ranks of both nodes",
 };
 
 let opened = 0; // counts openings, so that answers for an earlier one are dropped
@@ -104,46 +110,70 @@ function drawTrace(trace) {
 
 function drawSequence(sequence, trace) {
   const title = trace.choices.length > 1 ? [el("h4", { text: `Choice ${sequence.index + 1}: ${plural(sequence.num_tokens, "token")}` })] : [];
-  const rows = sequence.parts.flatMap((span) => drawSpan(span, trace));
+  const rows = drawRows(sequence.parts, trace);
   const dropped = sequence.num_forgotten ? [el("p", { class: "caption", text: `${plural(sequence.num_forgotten, "span")} in the middle were dropped; their time counts as the span before.` })] : [];
-  return [...title, el("div", { class: "spans" }, drawAxis(trace.total_s), ...rows), ...dropped];
+  return [...title, el("div", { class: "spans" }, ...rows), ...dropped];
 }
 
-/** Draw ticks at round times, at most six. */
-function drawAxis(total) {
+/** Draw spans on one time axis. If those before decode are too short to be seen there, they get an axis of their own. */
+function drawRows(spans, trace) {
+  const total = trace.total_s;
+  const first = spans.findIndex(({ name }) => name === "decode");
+  const start = spans[first]?.start_s ?? 0;
+  if (first < 1 || start > SMALL * total) return [...drawAxis("", total), ...spans.flatMap((span) => drawSpan(span, trace, total))];
+  const [before, after] = [spans.slice(0, first), spans.slice(first)];
+  return [
+    ...drawAxis("Whole request", total),
+    ...drawTrack("before decode", before, start, total),
+    ...after.flatMap((span) => drawSpan(span, trace, total)),
+    ...drawAxis("Before decode", start),
+    ...before.flatMap((span) => drawSpan(span, trace, start)),
+  ];
+}
+
+/** Draw ticks at round times, at most six, and one at the end. */
+function drawAxis(name, total) {
   const axis = el("div", { class: "axis", "aria-hidden": "true" });
   const power = 10 ** Math.floor(Math.log10((total || 1) / 6));
   const step = [1, 2, 5, 10].map((digit) => digit * power).find((each) => total / each <= 6) ?? 10 * power;
-  for (let at = 0; at < 0.95 * total; at += step) {
+  for (let at = 0; at < 0.88 * total; at += step) {
     const tick = el("span", { text: at ? duration(at).replace(/\.0+ /, " ") : "0" });
     tick.style.left = `${(100 * at) / total}%`;
     axis.append(tick);
   }
-  return axis;
+  if (total > 0) axis.append(el("span", { class: "end", text: duration(total) }));
+  return name ? [el("h4", { class: "name", text: name }), axis] : [axis];
 }
 
 const drawLegend = () =>
   el("p", { class: "spans-legend" }, ...[["waits", "waiting"], ["prefills", "prefill"], ["hands", "handoff"], ["decodes", "decode"]]
     .map(([kind, words]) => el("span", { class: kind }, el("i"), words)));
 
-function drawSpan(span, { total_s: total, ttft_s }) {
-  const [start, seconds] = [span.start_s ?? 0, span.seconds ?? 0];
-  const bar = el("i");
-  bar.style.left = `${total ? Math.min(99.5, (100 * start) / total) : 0}%`;
-  bar.style.width = `${total ? (100 * seconds) / total : 0}%`;
+/** Draw spans in one row of an axis that is `total` seconds long. `seconds`: of all of them. */
+function drawTrack(name, spans, seconds, total) {
+  const bars = spans.map((span) => {
+    const bar = el("i", { class: KINDS[span.name] ?? "waits" });
+    bar.style.left = `${total ? Math.min(99.5, (100 * (span.start_s ?? 0)) / total) : 0}%`;
+    bar.style.width = `${total ? (100 * (span.seconds ?? 0)) / total : 0}%`;
+    return bar;
+  });
+  return [
+    el("span", { class: "name", text: name }),
+    el("div", { class: "track", "aria-hidden": "true" }, ...bars),
+    el("span", { class: "number", text: duration(seconds) }),
+  ];
+}
+
+function drawSpan(span, { ttft_s }, total) {
+  const seconds = span.seconds ?? 0;
   const attempt = span.attempt ? `attempt ${span.attempt + 1}` : "";
   const isSent = span.name === "first token" && ttft_s && !span.attempt;
   const sent = isSent ? `sent to the client at ${duration(ttft_s)}, and the handoff happens after that` : "";
   const told = [MEANINGS[span.name] ?? "", sent, span.node ? `on ${span.node}` : "", attempt, ...figuresOf(span)].filter(Boolean).join("; ");
-  if (seconds < BRIEF_S) {
+  if (seconds <= BRIEF * total) {
     return [el("span", { class: "name", text: span.name }), el("p", { class: "told brief", text: told }), el("span", { class: "number", text: duration(seconds) })];
   }
-  return [
-    el("span", { class: "name", text: span.name }),
-    el("div", { class: `track ${KINDS[span.name] ?? "waits"}`, "aria-hidden": "true" }, bar),
-    el("span", { class: "number", text: duration(seconds) }),
-    el("p", { class: "told", text: told }),
-  ];
+  return [...drawTrack(span.name, [span], seconds, total), el("p", { class: "told", text: told })];
 }
 
 /** Return what a span counted, and why it is where it is. JSON leaves out what is zero. */
@@ -153,14 +183,15 @@ function figuresOf(span) {
     return [reason ? `moved: ${reason}` : "", span.num_refused ? `the decode node was full ${plural(span.num_refused, "time")}` : ""];
   }
   if (name === "prefill" || name === "local prefill") {
-    const cached = span.num_cached ? `, ${count(span.num_cached)} more were cached` : "";
+    const cached = span.num_cached ? `, ${count(span.num_cached)} more were in its cache already` : "";
     return [span.num_prompt ? `${plural(span.num_prompt, "token")}${cached}` : "", reason];
   }
   if (name === "pull") {
-    const had = span.had_pages ? `, ${count(span.had_pages)} more were cached` : "";
-    const rate = span.gb_per_s ? ` at ${span.gb_per_s} GB/s` : "";
-    const over = span.pull_times?.transport ? ` over ${span.pull_times.transport}` : "";
-    return [`${plural(span.num_pages ?? 0, "page")}, ${bytes(span.num_bytes ?? 0)}${rate}${over}${had}`];
+    const had = span.had_pages ? `${plural(span.had_pages, "page")} ${span.had_pages === 1 ? "was" : "were"} in its cache already` : "";
+    const transport = span.pull_times?.transport;
+    const by = transport ? ` ${TRANSPORTS[transport] ?? `by ${transport}`}` : "";
+    const moving = span.moving_s >= 0.00005 ? `, ${duration(span.moving_s)} under way without the checks` : "";
+    return [`${plural(span.num_pages ?? 0, "page")}, ${bytes(span.num_bytes ?? 0)}${by}${moving}`, had];
   }
   if (name === "decode") {
     const rounds = span.num_steps ? ` in ${plural(span.num_steps, "round")}` : "";

@@ -14,7 +14,6 @@ const IDLE_HINT = "Nodes and requests are shown with the admin key.";
 export function draw(history) {
   const snapshot = history.latest;
   const seesAll = snapshot.sees === "everything";
-  drawRouter(snapshot);
   drawLinks(history);
   const units = unitsOf(snapshot.nodes);
   byId("topology").classList.toggle("is-crowded", units.length >= CROWDED);
@@ -22,7 +21,7 @@ export function draw(history) {
   const share = units.length >= CROWDED ? Math.min(2, Math.max(0.5, numDecode / Math.max(1, units.length - numDecode))) : 1;
   byId("topology").style.setProperty("--decode-share", `${share}fr`); // of the width, beside 1fr for prefill
   const placed = placedOf(snapshot);
-  byId("router-lane").dataset.count = String(placed?.here.get("router") ?? snapshot.counts.waiting);
+  drawRouter(snapshot, placed?.here.get("router") ?? snapshot.counts.waiting);
   for (const role of ["prefill", "decode"]) {
     const own = units.filter((unit) => unit.role === role);
     keep(byId(`${role}-nodes`), own, (unit) => unit.key, makeCard, (card, unit) => updateCard(card, unit, history, placed));
@@ -64,8 +63,9 @@ function emptyWords(role, { nodes, router }) {
   return `No ${role} node has joined${router.is_draining ? "" : ` yet. "baton ${role}" starts one`}.`;
 }
 
-function drawRouter({ router, counts, models }) {
+function drawRouter({ router, counts, models }, numHere) {
   setText(byId("router-waiting"), `${plural(counts.running, "request")} running, ${count(counts.waiting)} waiting`);
+  drawLane(byId("router-lane"), numHere, "in the router");
   const model = models.length ? `serves ${models.join(", ")}` : "serves no model yet";
   setText(byId("router-words"), `; ${model}; version ${router.version}, up for ${duration(router.uptime_s)}`);
 }
@@ -89,6 +89,14 @@ function drawLinks(history) {
   client.toggle("is-flowing", prompts + tokens > 0);
 }
 
+/** Show how many requests are in a place: as a number, and as so many dots. A full lane shows as many as fit. */
+function drawLane(lane, number, noun) {
+  const [value, words, dots] = lane.children;
+  setText(value, count(number));
+  setText(words, ` ${noun}`);
+  dots.style.setProperty("--count", String(number));
+}
+
 function makeCard(unit) {
   const card = el("article", { class: "node" },
     el("header", {},
@@ -96,16 +104,16 @@ function makeCard(unit) {
       el("span", { class: "state" })),
     el("p", { class: "why" }),
     el("p", { class: "speed" }, el("strong"), el("span", { class: "unit" }), el("span", { class: "more" })),
-    el("div", { class: "lane", "aria-hidden": "true" }),
+    el("p", { class: "lane" }, el("b"), el("span", { class: "more" }), el("i", { class: "resting" })),
+    el("p", { class: "bar-words load-words" }, el("span"), el("span", { class: "caption" })),
     el("div", { class: "load-bar", role: "img" }, el("i"), el("i", { class: "coming" })),
-    el("p", { class: "caption load-words" }),
     el("div", { class: "ranks" }));
   card.parts = Object.fromEntries(["state", "why", "speed", "lane", "load-bar", "load-words", "ranks"].map((name) => [name, card.querySelector(`.${name}`)]));
   return card;
 }
 
 function updateCard(card, unit, history, placed) {
-  const { state, why, speed, lane, ranks } = card.parts;
+  const { state, why, speed, ranks } = card.parts;
   card.unit = unit;
   const worst = unit.ranks.find((node) => BAD.includes(node.state)) ?? unit.ranks.find((node) => node.state !== "ready") ?? unit.ranks[0];
   const isBad = BAD.includes(worst.state);
@@ -120,10 +128,9 @@ function updateCard(card, unit, history, placed) {
   const rate = worst.state === "gone" ? 0 : unit.ranks.reduce((sum, node) => sum + history.nodeRate(node.id, counter), 0);
   setText(speed.children[0], figure(rate));
   setText(speed.children[1], unit.role === "prefill" ? " tokens computed/s" : " tokens/s");
-  setText(speed.children[2], unit.role === "prefill" && first.queued_tokens ? `, ${count(first.queued_tokens)} tokens queued` : "");
+  setText(speed.children[2], `, 10 s average${unit.role === "prefill" && first.queued_tokens ? `; ${count(first.queued_tokens)} tokens queued` : ""}`);
   show(speed, worst.state !== "gone");
   drawLoad(card, unit, loadOf(unit, placed), worst.state !== "gone");
-  lane.dataset.nodes = unit.ranks.map((node) => node.id).join(" ");
   keep(ranks, unit.ranks, (node) => node.id, makeRank, updateRank);
 }
 
@@ -143,56 +150,54 @@ function placedOf({ requests, num_requests }) {
   return { here, coming };
 }
 
-/** Return how many requests are at a unit and are coming, as dots show them, and how many slots they take of how many. */
+/**
+ * Return how many requests are at a unit, how many are coming, and how many run together at most. Both numbers are of
+ * the snapshot's own list; only a list that is cut short leaves what the node reported last.
+ */
 function loadOf(unit, placed) {
-  const sum = (read) => unit.ranks.reduce((total, node) => total + read(node), 0);
+  const sum = (numbers) => unit.ranks.reduce((total, { id }) => total + (numbers.get(id) ?? 0), 0);
   const node = unit.ranks[0]; // each rank of a group holds a part of every request
-  const isListed = placed !== null;
-  const here = isListed ? sum(({ id }) => placed.here.get(id) ?? 0) : node.running;
-  const coming = isListed && unit.role === "decode" ? sum(({ id }) => placed.coming.get(id) ?? 0) : 0;
-  return { here, coming, taken: Math.max(node.running, here + coming), most: node.max_running };
+  if (placed === null) return { here: node.running, coming: 0, most: node.max_running };
+  return { here: sum(placed.here), coming: unit.role === "decode" ? sum(placed.coming) : 0, most: node.max_running };
 }
 
-function drawLoad(card, unit, { here, coming, taken, most }, isHere) {
-  const [bar, words] = [card.parts["load-bar"], card.parts["load-words"]];
-  card.parts.lane.dataset.count = String(here);
-  bar.children[0].style.width = `${(100 * (taken - coming)) / Math.max(1, most)}%`;
-  bar.children[1].style.width = `${(100 * coming) / Math.max(1, most)}%`;
-  const noun = unit.role === "prefill" ? "in prefill or handoff" : "running";
-  const waiting = unit.ranks[0].waiting ? `, ${count(unit.ranks[0].waiting)} waiting` : "";
-  setText(words, `${count(here)} ${noun} now${coming ? `, ${count(coming)} on the way` : ""}${waiting}, of ${count(most)}`);
-  bar.title = `Load: ${count(taken)} of ${plural(most, "slot")} taken. A request of several choices takes several.`;
+function drawLoad(card, unit, { here, coming, most }, isHere) {
+  const { lane, "load-bar": bar, "load-words": words } = card.parts;
+  drawLane(lane, here, `${here === 1 ? "request" : "requests"} ${unit.role === "prefill" ? "in prefill or handoff" : "running"}`);
+  [here, coming].forEach((number, index) => (bar.children[index].style.width = `${(100 * number) / Math.max(1, most)}%`));
+  const { waiting, running } = unit.ranks[0];
+  setText(words.children[0], `slots ${count(here + coming)} of ${count(most)}`);
+  setText(words.children[1], [coming ? `${count(coming)} on the way` : "", waiting ? `${count(waiting)} waiting` : ""].filter(Boolean).join(", "));
+  bar.title = `Slots: ${count(here + coming)} of ${count(most)} taken. The node last counted ${plural(running, "running sequence")}: a request of several choices has several.`;
   bar.setAttribute("aria-label", bar.title);
-  for (const part of [bar, words]) show(part, isHere);
+  for (const part of [lane, bar, words]) show(part, isHere);
 }
 
 function makeRank() {
   const bar = el("div", { class: "pages-bar", role: "img" }, ...OWNERS.map((owner) => el("i", { class: owner })));
-  return el("div", { class: "rank" }, bar, el("p", { class: "caption" }, el("span"), el("span")));
+  return el("div", { class: "rank" }, el("p", { class: "bar-words" }), bar, el("p", { class: "caption" }, el("span"), el("span")));
 }
 
 function updateRank(element, node) {
-  const [bar, caption] = element.children;
+  const [words, bar, caption] = element.children;
   const isGone = node.state === "gone";
-  show(bar, !isGone);
+  for (const part of [words, bar, caption.children[0]]) show(part, !isGone);
   const pages = node.pages;
   const used = pages ? pages.request + pages.ticket : node.num_pages - node.free_pages;
-  const cached = pages?.cache ? `, ${count(pages.cache)} cached` : "";
-  const words = `${plural(used, "page")} in use${cached}, of ${count(node.num_pages)}`;
   OWNERS.forEach((owner, index) => {
     const number = pages ? pages[owner] : owner === "request" ? used : 0;
     bar.children[index].style.width = `${(100 * number) / Math.max(1, node.num_pages)}%`;
   });
+  setText(words, `${node.num_ranks > 1 ? `rank ${node.rank}: ` : ""}memory ${count(used)} of ${plural(node.num_pages, "page")}`);
   const parts = pages
     ? `: ${count(pages.request)} of running requests, ${count(pages.ticket)} offered for the handoff, ${count(pages.cache)} cached and freed when needed, ` +
       `${count(pages.free)} free. ${plural(pages.padding, "more page")} ${pages.padding === 1 ? "is" : "are"} never used by requests.`
     : "";
-  const label = `Memory of ${node.id}: ${words}${parts}`;
+  const label = `${node.id}, ${words.textContent}${parts}`;
   if (bar.title !== label) {
     bar.title = label;
     bar.setAttribute("aria-label", label);
   }
-  setText(caption.children[0], isGone ? "" : node.num_ranks > 1 ? `rank ${node.rank}: ${words.replace(/ pages?/, "")}` : words);
-  show(caption.children[0], !isGone);
-  setText(caption.children[1], isGone ? `last seen ${ago(node.last_seen_s)}` : `heard from ${ago(node.last_seen_s)}`);
+  setText(caption.children[0], pages?.cache ? `${count(pages.cache)} cached, freed when needed` : "");
+  setText(caption.children[1], `${isGone ? "last seen" : "heard from"} ${ago(node.last_seen_s)}`);
 }

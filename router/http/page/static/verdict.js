@@ -6,6 +6,10 @@ import { BAD, unitsOf } from "./topology.js";
 
 const LONG_S = 10; // a request that has no token after so long is worth a word
 
+const CHECKED =
+  "Checked once per second: the router takes requests, every node and every pair of nodes works, no request failed in " +
+  `the last 10 s, none waits for a node, and none takes more than ${LONG_S} s before its first token.`;
+
 /** @param {import("./history.js").History} history */
 export function draw(history) {
   const numFailed = history.risen((each) => each.totals.requests.failed);
@@ -19,6 +23,7 @@ export function drawLost() {
 
 function write({ word, words }) {
   byId("verdict").className = `verdict is-${word.toLowerCase()}`;
+  byId("verdict").title = CHECKED;
   setText(byId("verdict-word"), `${word}:`);
   setText(byId("verdict-words"), words);
 }
