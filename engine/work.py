@@ -1,4 +1,4 @@
-"""Work that a scheduler gives to a device, and reports that the device returns, as plain values. Imports no torch.
+"""Plain values that a scheduler and a device exchange: works, and the reports on them. Imports no torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 

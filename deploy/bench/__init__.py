@@ -1,4 +1,4 @@
-"""`baton bench`: open-loop load on a server with OpenAI's interface, and the figures of what it answered.
+"""Measure a server with OpenAI's interface under open-loop load: `baton bench`.
 
     load.py      what is sent, and when: arrivals, lengths, prompts, conversations
     client.py    one request, measured

@@ -32,10 +32,12 @@ class BenchConfig:
         "let this many requests per second arrive (default: 1); given several times, one after the other",
         metavar="N",
     )
-    arrivals: Literal["poisson", "gamma", "constant"] = setting(
-        "poisson", "draw the times between arrivals from an exponential or a gamma distribution, or keep them equal"
+    arrivals: Literal["poisson", "constant"] = setting(
+        "poisson", "let requests arrive independently of each other, or at equal distances"
     )
-    burstiness: float = setting(1.0, "with --arrivals gamma: its shape; less than 1 makes bursts", metavar="X")
+    burstiness: float = setting(
+        1.0, "shape of the gamma distribution of the times between arrivals; less than 1 makes bursts", metavar="X"
+    )
     seconds: float = setting(30.0, "let requests arrive for this many seconds")
     prompt_len: str = setting("512", "tokens of each prompt; N, or a range A-B", metavar="N")
     tokens: str = setting("128", "tokens of each answer; N, or a range A-B", metavar="N")
@@ -80,8 +82,8 @@ class BenchConfig:
         for name in ("burstiness", "seconds", "speed", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be more than 0")
-        if self.burstiness != 1.0 and self.arrivals != "gamma":
-            raise ConfigError(f"--burstiness {self.burstiness:g} needs --arrivals gamma")
+        if self.burstiness != 1.0 and self.arrivals == "constant":
+            raise ConfigError(f"--burstiness {self.burstiness:g} needs --arrivals poisson")
         if self.trace is not None and self.turns > 1:
             raise ConfigError("--turns: the requests of a --trace are no conversations; leave out one of both")
         if self.shape.prefix_len >= self.shape.prompt_len[0]:

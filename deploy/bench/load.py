@@ -28,7 +28,7 @@ spell state still stop story study such take talk than that their them then ther
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The pieces of which prompts are made: token ids, or English words whose tokens were counted by the server."""
+    """Pieces to make prompts from: token ids, or English words, whose tokens the server has counted."""
 
     pieces: Sequence[int] | Sequence[str] = tuple(_WORDS.split())
     tokens_per_piece: float = 1.0

@@ -18,8 +18,8 @@ _NAME_LEN = 12
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of one check: what was found, and how to mend it if it is wrong. `mend` is empty if nothing is wrong,
-    or if `what` is an error of Baton that says what to do. `check` is the name of the check."""
+    """The result of the check named `check`. `what` is a sentence about the fact, `mend` one about the remedy. `mend`
+    is empty if nothing is wrong, or if `what` is an error message of Baton, which names the remedy itself."""
 
     level: Level
     what: str

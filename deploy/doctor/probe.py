@@ -36,7 +36,7 @@ def driver() -> dict[str, Any]:
 
 
 def torch() -> dict[str, Any]:
-    """Return the version of torch, that of its CUDA, how many GPUs it sees, and what it says if it sees none."""
+    """Return the versions of torch and of its CUDA, the number of GPUs, and torch's warning if it sees none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

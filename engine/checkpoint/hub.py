@@ -417,7 +417,8 @@ def _why_silent(error: Exception) -> str:
 
 
 def _refusal(error: Exception, name: str, revision: str | None, hint: str = "") -> BatonError:
-    """Return what went wrong in one sentence, with what to do. `hint`: what else the operator may have meant."""
+    """Return an error that names the problem and the remedy in one sentence. `hint`: a clause about a directory or
+    repository that the operator may have meant."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -33,9 +33,11 @@ def resolve_model(model: str | None) -> Path:
 
 
 def fetched(nodes: Sequence[Config], say: Say) -> list[Config]:
-    """Return the configurations of nodes of this host with directories in place of names of the Hugging Face hub, after
-    downloading the models. What config.json alone tells is checked for all nodes before any weights are downloaded.
-    `say` gets lines for the operator. Raises ConfigError or ModelError, saying what to do."""
+    """Download the models of this host's nodes that are named by their repository on the Hugging Face hub. Return the
+    configurations with directories in place of the names.
+
+    All checks that need config.json alone come before the download of any weights. `say` gets lines for the operator.
+    Raises ConfigError or ModelError, which name the remedy."""
     snapshots: dict[tuple[str, str | None], HubSnapshot] = {}  # a name is resolved once for all nodes
     settled: dict[Config, Config] = {}
     wanted: dict[Config, list[tuple[HubSnapshot, list[str]]]] = {}
@@ -74,8 +76,8 @@ def _find_models(
 
 
 def _weights_of(config: EngineConfig, what: str, snapshot: HubSnapshot) -> list[str]:
-    """Return the paths of the weights that a node loads of a repository, once all else is here and checked; of a model
-    also those of a drafter that comes with it. `what`: the setting that names the repository."""
+    """Download all of a repository but its weights, and check it. Return the paths of the weights that the node will
+    load, those of a drafter in the same repository included. `what`: the setting that names the repository."""
     is_model, needs_weights, directory = what == "model", config.load_format == FILES, snapshot.directory
     if snapshot.is_cached:
         _check_cached(snapshot, needs_weights=needs_weights)
@@ -121,8 +123,8 @@ def _shipped_drafter(config: EngineConfig, model_dir: Path) -> Path | None:
 
 
 def check_model(config: EngineConfig) -> None:
-    """Raise ConfigError or ModelError, saying what to do, if the model or the drafter cannot be loaded, as far as
-    config.json and the names and headers of the files tell."""
+    """Check config.json and the names and headers of the files. Raise ConfigError or ModelError, which name the remedy,
+    if they show that the model or the drafter cannot be loaded."""
     model_dir = resolve_model(config.model)
     needs_weights = config.load_format == FILES
     check_config(config)

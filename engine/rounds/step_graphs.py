@@ -1,9 +1,10 @@
-"""CUDA graphs for the single steps of a decode round, if one graph cannot hold the whole round.
+"""CUDA graphs for the single steps of a decode round. They serve rounds that one graph cannot hold:
 
-If a chunk of prompts is computed beside the round, both share one forward, so that weights are read once.
+- A chunk of prompts shares the forward of the round, so that the weights are read once.
+- A grammar limits the tokens of the draft. The host computes these limits when it knows the drafts
+  (sampling/grammar.py).
 
-A grammar says on the host what
-the nodes may be, once the drafts are there (sampling/grammar.py). A round is three graphs then (round.py):
+Such a round is three graphs (round.py):
 
     propose   for a bucket, a draft shape and a kind of sampling
     verify    for a bucket, a draft shape and a number of prompt tokens, which may be 0

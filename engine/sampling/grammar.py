@@ -1,14 +1,14 @@
-"""Grammars: which tokens a request may have next.
+"""Grammars limit the next tokens of a request.
 
 A grammar is a text that llguidance compiles (https://github.com/guidance-ai/llguidance: Lark, regular expressions and
-JSON schemas). It binds the generated tokens, not the prompt. What it allows depends on the tokenizer, so a node reads
-its checkpoint's own, and every process that samples a request's tokens follows them with a matcher of its own: the same
-tokens give the same masks everywhere.
+JSON schemas). It binds the generated tokens, not the prompt. The allowed tokens depend on the tokenizer, so a node
+reads the tokenizer of its checkpoint. Every process that samples tokens of a request has a matcher for it. The same
+tokens give the same masks in all processes.
 
 A mask is a row of bits, 1 for an allowed token: token i is bit i % 32 of word i // 32.
 
-A round with grammars waits for its drafts on the host, in the middle (rounds/round.py). By then the round before is
-done, so the matchers first go on by what that brought. They fill the masks of all drafts while the device verifies them
+In a round with grammars the host waits for the drafts (rounds/round.py). The round before is done by then, so the
+matchers first advance by its tokens. Then they fill the masks of all drafts, while the device verifies the drafts
 (`RoundMasks`).
 """
 

@@ -1,5 +1,5 @@
-"""Allow-list: the public keys that may connect, each with the name of its process. It is a file of lines `NAME KEY`,
-the same for all processes.
+"""The allow-list: a file of lines `NAME KEY`, with the public key of each process that may connect. All processes have
+the same file.
 
     router     rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7
     prefill-0  Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID   # host1, rack 7

@@ -190,7 +190,7 @@ class _Peer:
 
 
 class PeerLiveness(Generic[_K]):
-    """States of the nodes as the router sees them. A node is stuck if its phase exceeds the limit of that phase, and
+    """Judges whether nodes are alive, for the router. A node is stuck if its phase exceeds the limit of that phase, and
     dead if it is silent for too long. Otherwise it is alive.
 
     On a starved machine heartbeats come late, and on a slow network a lost packet holds them up for round trips. So a

@@ -68,7 +68,7 @@ _Key = tuple[bytes | None, bytes | None]  # `unit_key` of a prefill and a decode
 
 
 class _Subject:
-    """What is known of a pair, or of a node alone."""
+    """The health of a pair, or of a node that computes alone: its canary under way, its verdict, its failures."""
 
     __slots__ = (
         "canary",

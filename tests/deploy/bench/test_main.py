@@ -89,7 +89,7 @@ def test_a_trace_is_replayed(server: TimetableServer, tmp_path: Path) -> None:
         (["--prompt-len", "9-5"], "--prompt-len 9-5: use a number"),
         (["--rate", "fast"], "--rate 20 fast: use numbers"),
         (["--slo", "12"], "TTFT,TPOT such as 200,12"),
-        (["--burstiness", "2"], "needs --arrivals gamma"),
+        (["--arrivals", "constant", "--burstiness", "2"], "needs --arrivals poisson"),
         (["--extra-body", "[]"], "must be a JSON object"),
         (["--prefix-len", "40"], "must be less than --prompt-len 40"),
         (["--json", "/no/such/place/a.json"], "there is no folder /no/such/place"),
