@@ -387,6 +387,8 @@ def run_mixed(pair: NodePair, cell: Cell, cases: list[Case], place: Place) -> No
             if case.ask.is_late == is_late:
                 name = name_of(cell, case)
                 pair.submit(name, case.prompt, case.params, n=case.ask.n, is_local=is_local(place, name))
+        if not is_late and not cell.is_preempted:
+            start_together(pair)  # more than any bucket of the tests holds
         first: Result = pair.results[name_of(cell, cases[0]), 0]
         pair.step_until(lambda first=first: len(first.ids) > 2)
     if cell.is_hit and not cell.is_preempted:
