@@ -130,6 +130,7 @@ class _Writer:
         self._security: dict[KeyLevel, list[Any]] = {
             KeyLevel.NOTHING: [],
             KeyLevel.KEY: client,
+            KeyLevel.FIGURES: operator,
             KeyLevel.ADMIN_KEY: operator,
         }
 
