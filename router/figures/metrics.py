@@ -32,7 +32,7 @@ from ..requests.request import Sequence as Output
 from ..waiting.fair_share import DEFAULT
 from ..waiting.queue import Queues
 from .service_figures import ServiceFigures, TenantFigures
-from .vllm_names import VllmNames
+from .other_names import VllmNames
 
 MetricNames = Literal["baton", "vllm"]
 MoveReason = Literal["lost", "failed", "drained"]  # a node was lost, an attempt failed, or a drain ran out of time
