@@ -106,3 +106,11 @@ def test_writing_refuses_to_drop_a_name(
     assert record.read_text(encoding="utf-8") == "flag up --a: int = 1\nroute GET /\n"
     monkeypatch.setattr(stable, "names", lambda: {"route GET /": ""})
     assert stable.main(["--write"]) == 1 and "--a" in record.read_text(encoding="utf-8")
+
+
+def test_the_page_names_what_is_deprecated_and_the_protocols(found: dict[str, str]) -> None:
+    page = " ".join((stable.ROOT / "docs" / "stability.md").read_text(encoding="utf-8").split())
+    assert f"speaks protocols {stable.PROTOCOL_MIN} to {stable.PROTOCOL_MAX}" in page
+    deprecated = [name.split()[-1] for name, words in found.items() if words.startswith("deprecated since ")]
+    assert ("Deprecated now: nothing." in page) == (not deprecated)
+    assert [name for name in deprecated if f"`{name}`" not in page] == []
