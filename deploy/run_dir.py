@@ -14,7 +14,7 @@ _OWNER = "launcher.pid"
 
 
 def make_run_dir(wanted: str | None) -> Path:
-    """Return the directory `wanted`, or a new one if it is None. A directory that is made can be read by the user alone;
+    """Return the directory `wanted`, or a new one if it is None. Only the user can read a directory that is made here;
     one that exists keeps its permissions."""
     try:
         if wanted is not None:

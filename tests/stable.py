@@ -113,8 +113,15 @@ def _routes() -> Iterator[tuple[str, str]]:
         yield from _answers("answer", name, schemas[name])
     for name in {*map(str.lower, openapi._HEADERS), *SESSION_HEADERS}:
         yield f"header {name}", ""
-    for kind, status in errors._STATUSES:
-        yield f"error {status} {kind.code}", ""
+    for kind, status in (*errors._STATUSES, (BatonError, 500)):
+        yield from _error(status, kind.code)
+    for code, status in errors._STATUS_OF_NODE_FAULT.items():
+        yield from _error(status, code)
+
+
+def _error(status: int, code: str) -> Iterator[tuple[str, str]]:
+    kind = errors._TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    yield f"error {status}" if status == 400 else f"error {status} {code}", f"type {kind}"
 
 
 def _structs_of(kind: type[Any]) -> Iterator[type[Any]]:
