@@ -14,7 +14,7 @@ from typing import Any
 from ..metadata.errors import BatonError
 from .child import die_with_parent
 from .config_file import print_tables, read_tables
-from .flags import Parser, Setting, add_flag, by_name, nearest, resolve
+from .flags import Parser, Setting, add_flag, by_name, nearest, replaced_flags, resolve
 from .foreign_flags import COMMANDS
 
 TITLE = """\
@@ -163,6 +163,8 @@ def _run(argv: list[str]) -> int:
         flag = unknown[0].split("=")[0]
         others = [name for name in ("up", *_PROCESSES) if any(each.flag == flag for each in _settings(name).values())]
         parsers[args.command].refuse(unknown[0], [name for name in others if name != args.command])
+    for replaced in replaced_flags(argv):
+        print(f"baton: warning: {replaced.words}", file=sys.stderr)
     if args.version:
         print(f"baton {_version()}")
         return 0

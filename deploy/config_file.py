@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..metadata.errors import ConfigError
-from .flags import Setting, instead, nearest, settings_of
+from .flags import Setting, instead, nearest, replaced_key, settings_of
 
 
 def read_tables(path: str, known: Mapping[str, Mapping[str, Setting]]) -> dict[str, dict[str, Any]]:
@@ -34,7 +35,13 @@ def read_tables(path: str, known: Mapping[str, Mapping[str, Setting]]) -> dict[s
 
 def _checked(path: str, name: str, table: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for key, value in table.items():
+    for given, value in table.items():
+        key, replaced = given, replaced_key(given)
+        if replaced is not None:
+            print(f"baton: warning: {path}: [{name}] {replaced.words}", file=sys.stderr)
+            key = replaced.new or given
+        if key in values:
+            raise ConfigError(f"{path}: [{name}] sets {key} twice, once by its old name; keep {key}")
         if key not in settings:
             flags = {setting.flag: setting for setting in settings.values()}
             hint = nearest(key, settings) or instead(f"--{key.replace('_', '-')}", flags)
@@ -42,7 +49,7 @@ def _checked(path: str, name: str, table: Mapping[str, Any], settings: Mapping[s
         try:
             values[key] = settings[key].check(value)
         except ValueError as error:
-            raise ConfigError(f"{path}: [{name}] {key} = {value!r}: {error}") from None
+            raise ConfigError(f"{path}: [{name}] {given} = {value!r}: {error}") from None
     return values
 
 

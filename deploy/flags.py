@@ -17,6 +17,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ..metadata.deprecation import Replaced
 from ..metadata.errors import ConfigError
 from . import foreign_flags
 
@@ -29,6 +30,10 @@ _ENVIRONMENT = {
     "admin_key": "BATON_ADMIN_KEY",
     "cache_secret": "BATON_CACHE_SECRET",
 }
+
+# Flags of this table still work, and so do their configuration keys: an old one sets what the new one sets.
+# If nothing takes its place, the setting itself is still there.
+REPLACED: tuple[Replaced, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,28 +139,42 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
-    """Add the setting's flag. If it is not given, the parsed arguments have no such attribute."""
+    """Add the setting's flag, and its old flags, which the help does not show. If none is given, the parsed arguments
+    have no such attribute."""
     text = setting.text.replace("%", "%%")
+    options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
     if setting.kind is tuple:
-        parser.add_argument(
-            setting.flag, action="append", default=argparse.SUPPRESS, help=text, metavar=setting.metavar or "TEXT"
-        )
-        return
-    if setting.default is not None and setting.kind is not bool:
-        text += f" (default: {setting.default})"
-    if setting.kind is bool:
+        options |= {"action": "append", "metavar": setting.metavar or "TEXT"}
+    elif setting.kind is bool:
         text += f" (default: {'yes' if setting.default else 'no'})"
-        parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-        return
-    metavar = setting.metavar or (None if setting.choices else {int: "N", float: "X", str: "TEXT"}[setting.kind])
-    parser.add_argument(
-        setting.flag,
-        type=setting.kind,
-        choices=setting.choices,
-        default=argparse.SUPPRESS,
-        help=text,
-        metavar=metavar,
-    )
+        options |= {"action": argparse.BooleanOptionalAction}
+    else:
+        text += "" if setting.default is None else f" (default: {setting.default})"
+        metavar = setting.metavar or (None if setting.choices else {int: "N", float: "X", str: "TEXT"}[setting.kind])
+        options |= {"type": setting.kind, "choices": setting.choices, "metavar": metavar}
+    parser.add_argument(setting.flag, help=text, **options)
+    for replaced in REPLACED:
+        if replaced.new == setting.flag:
+            parser.add_argument(replaced.old, help=argparse.SUPPRESS, **options)
+
+
+def key_of(flag: str) -> str:
+    """Return the configuration key of a flag."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def replaced_flags(argv: Iterable[str]) -> list[Replaced]:
+    """Return the rows of the old flags among the words of a command line."""
+    flags = {word.split("=")[0].replace("--no-", "--", 1) for word in argv if word.startswith("--")}
+    return [each for each in REPLACED if each.old in flags]
+
+
+def replaced_key(key: str) -> Replaced | None:
+    """Return the row of an old configuration key in the words of keys, None for any other key."""
+    for old, new, since in REPLACED:
+        if key_of(old) == key:
+            return Replaced(key, None if new is None else key_of(new), since)
+    return None
 
 
 def resolve(

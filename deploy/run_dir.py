@@ -14,7 +14,8 @@ _OWNER = "launcher.pid"
 
 
 def make_run_dir(wanted: str | None) -> Path:
-    """Return the directory `wanted`, or a new one if it is None. Only the user can read it."""
+    """Return the directory `wanted`, or a new one if it is None. Only the user can read a directory that is made here;
+    one that exists keeps its permissions."""
     try:
         if wanted is not None:
             path = Path(wanted).expanduser().resolve()

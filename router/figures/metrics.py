@@ -31,8 +31,8 @@ from ..requests.request import Request
 from ..requests.request import Sequence as Output
 from ..waiting.fair_share import DEFAULT
 from ..waiting.queue import Queues
+from .other_names import VLLM, OtherNames, old_names
 from .service_figures import ServiceFigures, TenantFigures
-from .vllm_names import VllmNames
 
 MetricNames = Literal["baton", "vllm"]
 MoveReason = Literal["lost", "failed", "drained"]  # a node was lost, an attempt failed, or a drain ran out of time
@@ -218,7 +218,8 @@ class Metrics:
     def __init__(self, names: MetricNames = "baton") -> None:
         registry = CollectorRegistry()
         self._registry = registry
-        self._page: Collector = VllmNames(registry) if names == "vllm" else registry
+        others = (*old_names(), *(VLLM if names == "vllm" else ()))
+        self._page: Collector = OtherNames(registry, others) if others else registry
         self._requests = _counter(registry, "baton_requests", "Requests by outcome.", ["model", "outcome"])
         self._ended = _counter(
             registry, "baton_finished_outputs", "Outputs of finished requests by why they ended.", ["model", "reason"]

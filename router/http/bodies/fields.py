@@ -82,10 +82,11 @@ class Ignored(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """Fields that are served under another name."""
+    """Fields that are served under another name. `since`: the release, such as "0.2", that deprecated the names."""
 
     names: str
     to: str
+    since: str | None = None
 
 
 class Merged(NamedTuple):

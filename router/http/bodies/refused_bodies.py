@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, inspect
 
+from ....metadata.deprecation import Replaced, warn_once
 from ....metadata.errors import RequestError
 from ..generation.tool_types import ClientTool
 from ..generation.types import PARTS_NOT_SERVED, MessagePart
@@ -24,6 +25,7 @@ from .fields import Converted, Ignored, Merged, NotServed, Renamed, Rule, check_
 MAX_NULLS = 1 << 16  # a body with more of them is not searched, since that would take long
 _SHORT = 64  # bytes of a value that the conversion of another field may look at
 _LONGEST_NAME = 64  # of a field that a sentence repeats or compares
+_INDEX = re.compile(r"\[\d+\]")
 
 
 def mended(body: bytes, kind: Any) -> bytes:
@@ -107,6 +109,9 @@ def _stands_for(rule: Rule, name: str, item: Raw, body: Mapping[str, Raw], path:
         case Ignored():
             return ()
         case Renamed():
+            if rule.since is not None:
+                field = _joined(_INDEX.sub("", path), name)
+                warn_once(Replaced(f"the field {field} of requests", rule.to, rule.since))
             return ((rule.to, item),)
         case Merged():
             try:

@@ -5,6 +5,7 @@ line names none, a trusted proxy may name it.
 A route needs    callers that may use it
 nothing          everybody
 a key            holders of an API key or of the admin key; everybody if the router has no API key
+figures          everybody if the router has no key at all, else as for the admin key: figures name nodes and tenants
 the admin key    holders of the admin key; if the router has none: the callers above if it listens on loopback only,
                  else nobody
 
@@ -45,7 +46,8 @@ class KeyLevel(enum.IntEnum):
 
     NOTHING = 0
     KEY = 1
-    ADMIN_KEY = 2
+    FIGURES = 2
+    ADMIN_KEY = 3
 
 
 class Caller:
@@ -117,14 +119,19 @@ class Access:
         caller = self._known(http_request)
         if needs is KeyLevel.NOTHING:
             return caller or self._anyone
-        if needs is KeyLevel.ADMIN_KEY:
+        if needs is KeyLevel.ADMIN_KEY or (needs is KeyLevel.FIGURES and (self.has_api_keys or self.has_admin_key)):
+            instead = "; --ops-address serves it without a key" if needs is KeyLevel.FIGURES else ""
             if self.has_admin_key:
                 if caller is None:
-                    raise Unauthorized("this route needs the admin key; send it as `Authorization: Bearer KEY`")
+                    raise Unauthorized(
+                        f"this route needs the admin key; send it as `Authorization: Bearer KEY`{instead}"
+                    )
                 if not caller.is_admin:
-                    raise Forbidden("this route needs the admin key; an API key is not enough")
+                    raise Forbidden(f"this route needs the admin key; an API key is not enough{instead}")
             elif not self.is_local:
-                raise Forbidden("this route is closed, since the router has no admin key and is not on loopback")
+                raise Forbidden(
+                    f"this route is closed, since the router has no admin key and is not on loopback{instead}"
+                )
         if caller is None and self.has_api_keys:
             raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY` or x-api-key")
         return self._of_tenant(http_request, caller or self._anyone)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ....metadata.version import package_version
-from ..bodies.fields import Ignored, NotServed, rules_of, sent_type
+from ..bodies.fields import Ignored, NotServed, Renamed, rules_of, sent_type
 from ..generation.types import EXACTLY_ONE_OF
 from ..responses.types import INPUT_ITEMS, ResponsesRequest
 from .access import KeyLevel
@@ -130,6 +130,7 @@ class _Writer:
         self._security: dict[KeyLevel, list[Any]] = {
             KeyLevel.NOTHING: [],
             KeyLevel.KEY: client,
+            KeyLevel.FIGURES: operator,
             KeyLevel.ADMIN_KEY: operator,
         }
 
@@ -245,6 +246,9 @@ def _annotate(kind: Any, components: dict[str, Any]) -> None:
             }
         elif isinstance(rule, Ignored):
             fields[name] = fields[name] | {"description": f"Accepted, without effect: {rule.why}."}
+    for name, rule in rules.items():
+        if isinstance(rule, Renamed) and rule.since is not None:
+            fields[name] = {"deprecated": True, "description": f"Deprecated since {rule.since}: use {rule.to}."}
 
 
 def _describe_input(components: dict[str, Any]) -> None:

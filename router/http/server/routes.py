@@ -80,7 +80,7 @@ async def served(_api: Api, _request: web.Request) -> web.StreamResponse:
 
 
 def client_routes() -> list[str]:
-    """Return each route that needs no admin key, as its method and path."""
+    """Return each route that may be open without the admin key, as its method and path."""
     return [f"{route.method} {route.template}" for route in ROUTES if route.needs is not KeyLevel.ADMIN_KEY]
 
 
@@ -247,6 +247,7 @@ ROUTES: tuple[Route, ...] = (
         operation_id="getMetrics",
         tag="status",
         summary="Metrics in Prometheus' text format",
+        needs=KeyLevel.FIGURES,
         text="text/plain",
     ),
     Route(

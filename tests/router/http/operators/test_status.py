@@ -61,7 +61,9 @@ def test_probes_need_no_key_and_without_one_they_tell_only_counts(make_system: A
         assert request("GET", "/ready", headers=headers)[:2] == (200, {"status": "ready"})
         assert request("GET", "/health", headers=headers)[:2] == (200, {"status": "ok"})
     assert request("GET", "/metrics")[0] == 401
-    page = request("GET", "/metrics", headers={"Authorization": "Bearer client"})[1].decode()
+    status, body, _ = request("GET", "/metrics", headers={"Authorization": "Bearer client"})
+    assert status == 403 and "--ops-address serves it without a key" in body["error"]["message"]
+    page = request("GET", "/metrics", headers={"Authorization": "Bearer boss"})[1].decode()
     assert "baton_http_responses_total{" not in page, "answers to probes count"
     assert "\nbaton_ready 1.0\n" in page and "process_resident_memory_bytes" in page
     assert f'\nbaton_build_info{{version="{version("baton-serve")}"}} 1.0\n' in page

@@ -358,7 +358,7 @@ def test_forms_are_not_served(system: System, header: str) -> None:
 
 
 def test_the_official_client_and_probes_are_served(make_system: Callable[..., System]) -> None:
-    system = make_system(router={"host": "0.0.0.0", "api_key": "sesame"})
+    system = make_system(router={"host": "0.0.0.0", "api_key": "sesame", "admin_key": "boss"})
     system.cluster.add("prefill", "p0")
     system.cluster.add("decode", "d0")
     port = system.router.url.rsplit(":", 1)[1]
@@ -367,7 +367,7 @@ def test_the_official_client_and_probes_are_served(make_system: Callable[..., Sy
         assert answer.choices[0].message.content == system.text
     for host in ("10.1.2.3:8000", "baton.svc.cluster.local", "kube-probe", None):
         assert send(system.router, "GET", "/health", host=host).status == 200
-        key = "Authorization: Bearer sesame"
+        key = "Authorization: Bearer boss"
         assert (
             send(system.router, "GET", "/metrics", key, "Accept: application/openmetrics-text", host=host).status == 200
         )

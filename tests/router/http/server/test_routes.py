@@ -52,7 +52,7 @@ def test_every_answer_is_of_its_declared_type(system: System) -> None:
         ("POST", "/health", 405, 405, 405),
         ("GET", "/health/more", 401, 404, 404),
         ("GET", "/nowhere", 401, 404, 404),
-        ("HEAD", "/metrics", 401, 200, 200),
+        ("HEAD", "/metrics", 401, 403, 200),
         ("DELETE", "/v1/models/x", 401, 405, 405),
         ("HEAD", "/debug/nodes", 401, 403, 200),
         ("POST", "/debug/nodes", 401, 403, 405),

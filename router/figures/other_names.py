@@ -1,12 +1,12 @@
-"""Metrics under the names that vLLM gives them, for dashboards and gateways that read these names.
+"""Metrics under a second name: that of vLLM, which dashboards and gateways read, or the one of an older release.
 
-`NAMES` is the whole mapping. Nothing is counted a second time: the values are read from Baton's own metrics when
-Prometheus asks, and with `--metrics-names baton` nothing of this exists.
+`VLLM` and `REPLACED` are the mappings. Nothing is counted a second time: the values are read from Baton's own metrics
+when Prometheus asks. With `--metrics-names baton` and nothing replaced, nothing of this exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,21 +14,24 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from ...metadata.deprecation import Replaced
+
 _OF_MODEL: Mapping[str, str] = MappingProxyType({"model": "model_name"})
 
 
 class Name(NamedTuple):
-    """One of vLLM's metrics and the metric of Baton that has its values. `labels`: their names by ours; a label that is
-    not listed is left out. `values`: their values by ours of labels whose values differ; other series are left out."""
+    """A second name and the metric of Baton that has its values. `labels`: their names by ours, None if they are the
+    same; a label that is not listed is left out. `values`: their values by ours of labels whose values differ; other
+    series are left out."""
 
     theirs: str
     ours: str
     text: str
-    labels: Mapping[str, str] = _OF_MODEL
+    labels: Mapping[str, str] | None = _OF_MODEL
     values: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 
 
-NAMES = (
+VLLM = (
     Name("vllm:num_requests_waiting", "baton_model_waiting_requests", "Requests without nodes yet."),
     Name("vllm:num_requests_running", "baton_model_running_requests", "Requests that nodes work on."),
     Name("vllm:kv_cache_usage_perc", "baton_model_kv_usage", "Part of the KV pages that requests use, 0 to 1."),
@@ -60,13 +63,20 @@ NAMES = (
         {"outcome": {"cancelled": "abort", "failed": "error"}},
     ),
 )
+# Metrics whose old names are still there, without `_total`. The old one's help text is the warning.
+REPLACED: tuple[Replaced, ...] = ()
 
 
-class VllmNames(Collector):
-    """Collects all metrics of `ours`, then those of `NAMES` under their other names."""
+def old_names() -> tuple[Name, ...]:
+    """Return the old names of metrics."""
+    return tuple(Name(each.old, each.new, f"{each.words}.", None) for each in REPLACED if each.new is not None)
 
-    def __init__(self, ours: Collector) -> None:
-        self._ours = ours
+
+class OtherNames(Collector):
+    """Collects all metrics of `ours`, then those of `names` under their second names."""
+
+    def __init__(self, ours: Collector, names: Sequence[Name]) -> None:
+        self._ours, self._names = ours, names
 
     def collect(self) -> Iterator[Metric]:
         ours: dict[str, Metric] = {}
@@ -74,7 +84,7 @@ class VllmNames(Collector):
             ours[family.name] = family
             yield family
         theirs: dict[str, Metric] = {}
-        for name in NAMES:
+        for name in self._names:
             source = ours[name.ours]
             family = theirs.setdefault(name.theirs, Metric(name.theirs, name.text, source.type))
             family.samples += _renamed(name, source)
@@ -83,7 +93,9 @@ class VllmNames(Collector):
 
 def _renamed(name: Name, source: Metric) -> Iterator[Sample]:
     for sample in source.samples:
-        if all(sample.labels[label] in values for label, values in name.values.items()):
+        if name.labels is None:
+            yield sample._replace(name=name.theirs + sample.name.removeprefix(name.ours))
+        elif all(sample.labels[label] in values for label, values in name.values.items()):
             labels = {
                 name.labels.get(label, label): name.values.get(label, {}).get(value, value)
                 for label, value in sample.labels.items()
