@@ -36,7 +36,7 @@ async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
         for node in registry.nodes.values()
     ]
     pairs = [
-        PairState(prefill.node_id, decode.node_id, health.state(prefill, decode))
+        PairState(prefill.node_id, decode.node_id, health.state(prefill, decode), health.is_reported(prefill, decode))
         for group in registry.groups.values()
         for prefill, decode in group.pairs()
     ]

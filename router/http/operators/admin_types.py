@@ -67,11 +67,13 @@ class ListedNode(NodeState, frozen=True, kw_only=True):
 
 
 class PairState(Struct, frozen=True):
-    """A prefill and a decode node, by id, and whether a canary request has passed through both."""
+    """A prefill and a decode node, by id, and whether a canary request has passed through both. `is_reported`: it was
+    one of an earlier router, as both nodes say."""
 
     prefill: str
     decode: str
     state: str
+    is_reported: bool
 
 
 class NodesAnswer(Struct, frozen=True, kw_only=True):
