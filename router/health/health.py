@@ -60,6 +60,7 @@ class TellProven(NamedTuple):
 
 
 Effect = StartCanary | PairsReady | TellProven
+_LOST = ""  # no node's epoch
 _Key = tuple[bytes | None, bytes | None]  # `unit_key` of a prefill and a decode node, None for the one left out
 
 
@@ -283,9 +284,13 @@ class PairHealth:
         vote = self._votes.pop(group, None)
         self._end_runs([] if vote is None else list(vote.subjects.values()))
 
+    def told(self, node: Node) -> tuple[str, ...]:
+        """Return the epochs that the node will name to the next router, unless a message is lost."""
+        return self._told.get(node, node.hello.proven)
+
     def untold(self, node: Node) -> None:
         """What a node had to remember may not have reached it. It is told again."""
-        self._told.pop(node, None)
+        self._told[node] = (_LOST,)
 
     def look(self, now: float) -> list[Effect]:
         """Start the canaries that are due, and tell nodes what is new. Call it several times per second."""
@@ -300,7 +305,7 @@ class PairHealth:
             for nodes in vote.tested():
                 effects += self._test(vote, vote.subject(nodes, now, self._interval_s), nodes, now)
             for node, epochs in vote.proven():
-                if self._told.get(node, node.hello.proven) != epochs:
+                if self.told(node) != epochs:
                     self._told[node] = epochs
                     effects.append(TellProven(node, epochs))
         return effects

@@ -31,7 +31,9 @@ async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
     now = time.monotonic()
     listed = [
         ListedNode(
-            **msgspec.structs.asdict(_node_state(node, now)), num_restarts=registry.histories.num_restarts(node.node_id)
+            **msgspec.structs.asdict(_node_state(node, now)),
+            num_restarts=registry.histories.num_restarts(node.node_id),
+            proven=health.told(node),
         )
         for node in registry.nodes.values()
     ]

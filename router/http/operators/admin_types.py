@@ -61,9 +61,11 @@ class NodeState(Struct, frozen=True, kw_only=True):
 
 
 class ListedNode(NodeState, frozen=True, kw_only=True):
-    """One node among others."""
+    """One node among others. `proven`: epochs of its partners in pairs that are ready, which it will name to the next
+    router."""
 
     num_restarts: int
+    proven: tuple[str, ...]
 
 
 class PairState(Struct, frozen=True):
