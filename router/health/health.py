@@ -139,6 +139,7 @@ class _Vote:
                 if now - joined_at < interval_s:
                     for each in (subject, *(self.subject(node, now, interval_s) for node in alone)):
                         each.begin_as_ready(joined_at)
+                    logger.info("%s is ready, as both nodes report", subject.name)
         return subject
 
     def forget(self, node: Node) -> list[_Subject]:
