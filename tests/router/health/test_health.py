@@ -616,8 +616,9 @@ def test_a_report_counts_only_for_a_while_after_its_nodes_joined(world: World) -
     world.join("p0", "d0")
     old = world.restart("p0")
     old.look(INTERVAL_S)
+    old.mute = {"d0"}
     old.join("d0", proven=("e-p0",))
-    assert old.starts("p0", "d0"), "p0 has said so too long ago"
+    assert old.starts("p0", "d0") and not old.is_usable("p0", "d0"), "p0 has said so too long ago"
 
 
 def test_a_reported_node_that_goes_bad_is_found_by_a_newcomer(world: World) -> None:
