@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ..metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
-from ..metadata.wire.membership import Flush, Heartbeat, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
+from ..metadata.wire.membership import Flush, Heartbeat, Hello, Inspect, Leaving, LedgerReport, Proven, TokenizerFile
 from ..metadata.wire.messages import (
     Admitted,
     Cancelled,
@@ -46,7 +46,7 @@ from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnkno
 from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from .figures.metrics import Metrics
 from .health.health import Effect as HealthEffect
-from .health.health import GiveUpCanary, PairHealth, PairsReady, StartCanary
+from .health.health import PairHealth, PairsReady, StartCanary, TellProven
 from .nodes.node import Node, NodeGroup
 from .nodes.registry import Drains, Registry
 from .placement.placement import Placement
@@ -226,6 +226,8 @@ class Dispatcher:
                 if request is not None and attempt is not None and attempt.prefill is node:
                     self._end_all(self._rescheduling.unreachable(request, attempt, node, now), now)
                     self._pump(request.group, now)
+            case Proven():
+                self.health.untold(node)
             case _:
                 pass  # it is repeated, or its loss shows
         return self._take(now)
@@ -656,10 +658,10 @@ class Dispatcher:
             match effect:
                 case StartCanary(request, nodes):
                     self._start_canary(request, nodes, now)
-                case GiveUpCanary(request, reason):
-                    self._fail(request, BatonError(reason), now)
                 case PairsReady(group):
                     self._pump(group, now)
+                case TellProven(node, epochs):
+                    self._effects.append(Send(node, Proven(router_epoch=self.epoch, epochs=epochs)))
 
     def _start_canary(self, request: Request, nodes: Pinned, now: float) -> None:
         """Send a request through one pair, or to one node alone, outside the queue."""

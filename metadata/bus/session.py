@@ -23,7 +23,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..wire.membership import Drain, Flush, Hello, HelloAgain, Inspect, Refusal, RouterHeartbeat, TokenizerFile, Welcome
+from ..wire.membership import (
+    Drain,
+    Flush,
+    Hello,
+    HelloAgain,
+    Inspect,
+    Proven,
+    Refusal,
+    RouterHeartbeat,
+    TokenizerFile,
+    Welcome,
+)
 from ..wire.messages import Cancel, Compute, Prefill, Resend, Reserve, ToNode, ToRouter
 from .connections import time_limit_s
 
@@ -31,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 ROUTER_SILENCE_S = 5.0
 HELLO_INTERVAL_S = 0.5  # when a Hello crosses several HelloAgain, it is not repeated for each
+PROVEN_S = 60.0  # what a router said of pairs is forgotten when no router has been there for so long
 WELCOME_TIMEOUT_S = 4.8  # Hello is repeated to a router that has not answered for this long; over its CROSSING_S
 
 
@@ -121,6 +133,8 @@ class RouterSession:
             self._take(message, todo)
         now = self._clock()
         silence_s = now - self._heard_at
+        if silence_s > PROVEN_S:
+            self._remember(())
         if self._router_epoch is not None and silence_s > self._limit_s:
             logger.warning("no message from the router for %.1f s", silence_s)
             self._router_epoch = None
@@ -152,10 +166,12 @@ class RouterSession:
             self._rejoin(message, todo)
         elif isinstance(message, RouterHeartbeat):
             pass  # it only proves that the router lives
-        elif self._is_joined:
-            todo.append(message)
-        else:
+        elif not self._is_joined:
             self.ignored += 1
+        elif isinstance(message, Proven):
+            self._remember(message.epochs)
+        else:
+            todo.append(message)
 
     def _meet(self, message: ToNode, todo: list[RouterWork | SessionEvent]) -> None:
         """Handle the first message of a router of another epoch, or of the first router."""
@@ -196,6 +212,10 @@ class RouterSession:
         """End the membership. The next router may be an older version, so it is addressed in the oldest protocol."""
         self._is_joined = False
         self.protocol = self._hello.protocol_min
+
+    def _remember(self, proven: tuple[str, ...]) -> None:
+        """Say in the next Hello with which nodes this one works."""
+        self._hello = msgspec.structs.replace(self._hello, proven=proven)
 
     def _known(self, protocol: int) -> int:
         return min(max(self._hello.protocol_min, protocol), self._hello.protocol_max)

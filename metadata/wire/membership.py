@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -22,6 +22,9 @@ from .protocol import Message, Since
 from .request import Count, Digest, Index, Name, Seconds, Text, Units
 
 HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub
+MAX_PROVEN = 1024  # nodes of which a node remembers that they work together
+
+Epochs = Annotated[tuple[Digest, ...], Meta(max_length=MAX_PROVEN)]
 
 # --- node -> router -----------------------------------------------------------------------------------------------
 
@@ -46,11 +49,17 @@ class Hello(Message, frozen=True, tag="hello"):
     rounds_coarsely: Annotated[bool, Since(6)] = False
     place: Annotated[GroupRank | None, Since(7)] = None  # None: the node is no rank of a group
     commit: Annotated[Digest, Since(8)] = ""  # of the repository that the model is of; "": it is of none
+    proven: Annotated[Epochs, Since(8)] = ()  # what the last router said (Proven)
 
     @property
     def unit(self) -> str:
         """Name of what an operator starts, drains and stops: the group of this rank, or the node itself."""
         return self.node_id if self.place is None else self.place.group
+
+    @property
+    def unit_epoch(self) -> str:
+        """Epoch of the group of this rank, or of the node itself."""
+        return self.epoch if self.place is None else self.place.epoch
 
     @property
     def protocols(self) -> tuple[int, int]:
@@ -132,6 +141,15 @@ class HelloAgain(RouterMessage, frozen=True, tag="hello_again"):
 
 class RouterHeartbeat(RouterMessage, frozen=True, tag="router_beat"):
     """The router's sign of life. A node that hears no router message for 5 s frees all of this router's requests."""
+
+
+class Proven(RouterMessage, frozen=True, tag="proven"):
+    """The node is in a pair that is ready with each of the nodes that have these epochs, and with no others. It names
+    them to the next router in its Hello, so that this one need not test the pairs."""
+
+    since: ClassVar[int] = 8
+
+    epochs: Epochs
 
 
 class Inspect(RouterMessage, frozen=True, tag="inspect"):

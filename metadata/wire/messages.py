@@ -29,6 +29,7 @@ from .membership import (
     Inspect,
     Leaving,
     LedgerReport,
+    Proven,
     Refusal,
     RouterHeartbeat,
     RouterMessage,
@@ -286,7 +287,7 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
 OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | Leaving
 OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | Cancelled
 ToRouter = OfNode | OfWork
-OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Inspect | Flush | Drain
+OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | Drain
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
 ToDecode = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim

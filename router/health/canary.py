@@ -19,11 +19,35 @@ from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogp
 from ..nodes.node import NodeGroup
 from ..requests.request import Delta, Request, Sequence
 from ..waiting.queue import Pinned
-from .verdicts import Answer, Rival
+from .verdicts import Answer, Token
 
 NUM_PAGES = 3
 NUM_TOKENS = 4
 REPEATED = 3  # tokens of the prompt that repeat, unless nodes compute in float32
+TIMEOUT_S = 300.0  # of each request: the nodes may compute long prompts of others first
+# Log-probabilities closer than this are a tie. In bfloat16 logits from 16 on are 0.125 apart, from 32 on 0.25.
+TIE_GAP = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
+COARSE_TIE_GAP = 3.0  # for nodes that round coarsely; up to 2.0 was seen with small random models
+
+
+class Prompt:
+    """The test prompt of a group: always the same tokens for the same length, without special tokens. `tie_gap` says
+    how close the log-probabilities of two tokens must be for a tie."""
+
+    def __init__(self, group: NodeGroup) -> None:
+        special = group.tokenizer.special_ids if group.tokenizer is not None else frozenset[int]()
+        ordinary = [token for token in range(min(group.card.vocab_size, 4096)) if token not in special]
+        dtype, length = group.layout.target.dtype, _length(group)
+        self.group, self._is_coarse = group, group.rounds_coarsely
+        self.tie_gap = COARSE_TIE_GAP if self._is_coarse else TIE_GAP[dtype]
+        period = length if dtype == "float32" and not self._is_coarse else REPEATED
+        self.ids = [ordinary[(7919 * (index % period) + 101) % len(ordinary)] for index in range(length)]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every node that the group has now has room for the prompt, and none rounds more coarsely than its
+        ties allow for."""
+        return len(self.ids) <= _length(self.group) and (self._is_coarse or not self.group.rounds_coarsely)
 
 
 class Canary:
@@ -32,61 +56,46 @@ class Canary:
     The end of a request is reported to PairHealth by the caller, who knows the time; on_done and on_error do nothing.
     """
 
-    def __init__(self, group: NodeGroup, prompt_ids: list[int], nodes: Pinned) -> None:
-        self.group = group
+    def __init__(self, prompt: Prompt, nodes: Pinned) -> None:
+        self.prompt = prompt
         self.nodes = nodes
-        self.request: Request | None = None  # the last one
-        self._prompt_ids = prompt_ids
+        self.answer: Answer = ()
+        self.rid = ""  # of the last request
         self._cache_salt = secrets.token_hex(8)
-        self._logprobs: list[TokenLogprobs] = []
-        self._looked_at = 0.0  # of `wait`
-        self._idle_s = 0.0
 
     @property
     def is_complete(self) -> bool:
         """Whether no further request is needed once the last one is done."""
-        return self.nodes[1] is not None or len(self._output_ids) >= NUM_TOKENS
-
-    @property
-    def answer(self) -> Answer:
-        """The tokens that the nodes gave, and their rivals."""
-        return answer_of(self._output_ids, self._logprobs)
+        return self.nodes[1] is not None or len(self.answer) >= NUM_TOKENS
 
     def next_request(self, now: float) -> Request:
         """Return a request for all tokens, or for the next one if a prefill node runs alone."""
-        output_ids = self._output_ids
-        self._looked_at, self._idle_s = now, 0.0
-        is_prefill_alone = self.nodes[1] is None
-        request = self.request = Request(
-            f"canary-{secrets.token_hex(6)}",
-            self.group,
-            self._prompt_ids,
-            SamplingParams(
-                max_tokens=len(output_ids) + 1 if is_prefill_alone else NUM_TOKENS,
-                temperature=0.0,
-                num_logprobs=MAX_TOP_LOGPROBS,
-            ),
+        num_received = len(self.answer)
+        self.rid = f"canary-{secrets.token_hex(6)}"
+        params = SamplingParams(
+            max_tokens=num_received + 1 if self.nodes[1] is None else NUM_TOKENS,
+            temperature=0.0,
+            num_logprobs=MAX_TOP_LOGPROBS,
+        )
+        request = Request(
+            self.rid,
+            self.prompt.group,
+            self.prompt.ids,
+            params,
             self,
             cache_salt=self._cache_salt,
             now=now,
+            timeout_s=TIMEOUT_S,
             is_canary=True,
         )
-        if output_ids:
+        if num_received:
             (sequence,) = request.sequences
-            sequence.received.extend(output_ids)
+            sequence.received.extend(token.id for token in self.answer)
             sequence.restart()
         return request
 
-    def wait(self, now: float) -> float:
-        """Return for how many seconds the last request has waited while none of its nodes was in a step, as far as
-        calls of this method can tell. Call it several times per second."""
-        if not any(node is not None and node.busy_since is not None for node in self.nodes):
-            self._idle_s += now - self._looked_at
-        self._looked_at = now
-        return self._idle_s
-
     def on_delta(self, _sequence: Sequence, delta: Delta, /) -> None:
-        self._logprobs += delta.logprobs
+        self.answer += answer_of(delta.token_ids, delta.logprobs, self.prompt.tie_gap)
 
     def on_done(self, _request: Request, /) -> None:
         pass
@@ -94,34 +103,23 @@ class Canary:
     def on_error(self, _request: Request, _error: BatonError, /) -> None:
         pass
 
-    @property
-    def _output_ids(self) -> list[int]:
-        return [] if self.request is None else self.request.sequences[0].received
+
+def answer_of(token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs], tie_gap: float) -> Answer:
+    """Return these tokens with their ties. If even the last of the likely tokens that a node named is a tie, there may
+    be more."""
+    ties: list[frozenset[int] | None] = []
+    for entry in logprobs:
+        near = [
+            token_id
+            for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+            if entry.top_logprobs[0] - logprob < tie_gap
+        ]
+        ties.append(None if len(near) == len(entry.top_ids) > 1 else frozenset(near))
+    ties += [frozenset()] * (len(token_ids) - len(ties))
+    return tuple(map(Token, token_ids, ties))
 
 
-def answer_of(token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs]) -> Answer:
-    """Return these tokens as an answer. A token has no rivals if the node named no likely tokens."""
-    rivals = [
-        tuple(
-            Rival(token_id, entry.top_logprobs[0] - logprob)
-            for token_id, logprob in zip(entry.top_ids[1:], entry.top_logprobs[1:], strict=True)
-        )
-        for entry in logprobs
-    ]
-    return Answer(tuple(token_ids), tuple(rivals + [()] * (len(token_ids) - len(rivals))))
-
-
-def canary_prompt(group: NodeGroup) -> list[int]:
-    """Return the group's test prompt: always the same tokens for the same length, without special tokens."""
-    special = group.tokenizer.special_ids if group.tokenizer is not None else frozenset[int]()
-    ordinary = [token for token in range(min(group.card.vocab_size, 4096)) if token not in special]
-    length = canary_prompt_len(group)
-    is_exact = group.layout.target.dtype == "float32" and not group.rounds_coarsely
-    period = length if is_exact else REPEATED
-    return [ordinary[(7919 * (index % period) + 101) % len(ordinary)] for index in range(length)]
-
-
-def canary_prompt_len(group: NodeGroup) -> int:
+def _length(group: NodeGroup) -> int:
     """Return the length of the test prompt: NUM_PAGES pages and a token, or less if a node has no room for that."""
     pages = min((node.hello.capacity.request_pages for node in group.nodes.values()), default=NUM_PAGES)
     room = min(group.context_len, pages * group.page_size) - 2 * NUM_TOKENS

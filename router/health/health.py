@@ -1,46 +1,42 @@
-"""Health of pairs: an automaton, without clock or socket, that decides which (prefill, decode) pairs may get requests,
-and which decode nodes may get local prompts.
+"""Health: an automaton, without clock or socket, that decides which pairs of a prefill and a decode node may get
+requests, and which nodes may compute prompts alone.
 
 The dispatcher reports events with their time, and carries out the effects that come back, in order: StartCanary,
-GiveUpCanary, PairsReady. Every canary that it starts ends with one event: `answered`, `failed` or `no_room`.
+PairsReady, TellProven. Every canary that it starts ends with one event: `answered`, `failed` or `no_room`.
 
-    untried ----- a canary's answer ------------> ready, unconfirmed, undecided or faulty, as the ballot decides
-    any state --- a canary or transfer failed --> failed, until the answer of a later canary; then the ballot decides
+    untried ----- it and its nodes alone have answered --> ready, undecided or faulty, by the votes (verdicts.py)
+    any state --- a canary or transfer failed -----------> failed, until the answer of a later canary
 
-A pair gets a canary when it is new, after a failure, and when it has served no request for `interval_s`. The ballot of
-the pair's group (verdicts.py) judges the answer. It also names nodes that must compute the prompt alone; they get
-canaries of their own. An untried pair gets requests if each of its nodes is in a pair that is ready. Neither nodes
-without room nor clients that end their requests count against a pair.
+Each pair, and each node alone, gets a canary when it is new, while it is not ready, after a request failed on it, and
+when it has served no request for `interval_s`. Neither nodes without room nor clients that end their requests count
+against it. Ranks of a rank group count as one node: a canary runs on any of them, and its answer is that of all.
 
-If decode nodes of a group compute prompts, each of them is judged like a pair: by canaries that it computes alone.
-
-Ranks of a rank group count as one node: a canary runs on any of them, and its answer is that of all.
+Nodes remember for the next router with which other nodes they are in pairs that are ready (TellProven), and their Hello
+says so. If both nodes of a pair name each other, the pair begins as ready, as if it had served a request when the first
+of them joined; and so does each of the two alone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from ...metadata.wire.membership import MAX_PROVEN, Proven
 from ...metadata.wire.messages import Compute
 from ..nodes.availability import drain_summary, missing_for_service
 from ..nodes.node import GroupKey, Node, NodeGroup
 from ..requests.request import Request
 from ..waiting.queue import Pinned
-from .canary import Canary, canary_prompt, canary_prompt_len
-from .verdicts import UNTRIED, Ballot, Verdict, Voter, Voters
+from .canary import Canary, Prompt
+from .verdicts import READY, UNTRIED, Answer, Verdict, Votes
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # from a canary that did not make its nodes ready to their next one
-FULL_RETRY_S = 0.5  # until nodes that had no room for a canary are asked again
-TIMEOUT_S = 30.0  # a canary is given up after so long without an answer, while none of its nodes computes
-MAX_TIMEOUT_S = 300.0  # and after so long at the latest, since a message may be lost while its nodes compute for others
 MAX_RETRY_S = 64.0  # longest wait for a canary after transfers that failed in a row
-# Log-probabilities closer than this are a tie. In bfloat16 logits from 16 on are 0.125 apart, from 32 on 0.25.
-TIE_GAP = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
-COARSE_TIE_GAP = 3.0  # for nodes that round coarsely; up to 2.0 was seen with small random models
 
 
 class StartCanary(NamedTuple):
@@ -50,47 +46,37 @@ class StartCanary(NamedTuple):
     nodes: Pinned
 
 
-class GiveUpCanary(NamedTuple):
-    """End this request with an error for this reason, unless it is over."""
-
-    request: Request
-    reason: str
-
-
 class PairsReady(NamedTuple):
     """A pair of the group became ready: requests that wait for nodes may get some."""
 
     group: NodeGroup
 
 
-Effect = StartCanary | GiveUpCanary | PairsReady
+class TellProven(NamedTuple):
+    """Tell the node the epochs of the nodes with which it is in pairs that are ready. Report `untold` if it fails."""
+
+    node: Node
+    epochs: tuple[str, ...]
+
+
+Effect = StartCanary | PairsReady | TellProven
+_LOST = ""  # no node's epoch
 _Key = tuple[bytes | None, bytes | None]  # `unit_key` of a prefill and a decode node, None for the one left out
 
 
 class _Subject:
-    """The health of a pair, or of a node that computes alone: its canary under way, its verdict, its failures."""
-
-    __slots__ = (
-        "canary",
-        "failure",
-        "is_doubted",
-        "nodes",
-        "num_failed_transfers",
-        "retry_at",
-        "verdict",
-        "was_full",
-        "worked_at",
-    )
+    """The health of a pair, or of a node that computes alone."""
 
     def __init__(self, nodes: Pinned) -> None:
         self.nodes = nodes
-        self.worked_at: float | None = None  # when the last request or canary went through it
-        self.retry_at = 0.0  # no canary before
-        self.failure: str | None = None  # why its last canary got no answer, or why a transfer failed
+        self.answer: Answer | None = None  # to its last canary that got one
         self.verdict: Verdict = UNTRIED
+        self.failure: str | None = None  # why its last canary got no answer, or why a transfer failed
         self.canary: Canary | None = None  # under way
+        self.worked_at = -math.inf  # when the last request or canary went through it
+        self.retry_at = 0.0  # no canary before
         self.was_full = False  # its nodes had no room for the last canary
-        self.is_doubted = False  # a request failed on it, so that a canary is due
+        self.is_doubted = False  # a request failed on it, or its answer is wanted: a canary is due
         self.num_failed_transfers = 0  # of requests, since the pages of one arrived
 
     @property
@@ -99,17 +85,14 @@ class _Subject:
 
     @property
     def name(self) -> str:
-        voters = self.voters
-        return f"pair {voters[0].name} -> {voters[1].name}" if self.is_pair else f"{voters[0]} alone"
-
-    @property
-    def voters(self) -> Voters:
-        """The nodes as the ballot knows them."""
-        return tuple(voter_of(node) for node in self.nodes if node is not None)
+        nodes = [node for node in self.nodes if node is not None]
+        if self.is_pair:
+            return f"pair {' -> '.join(node.unit for node in nodes)}"
+        return f"{nodes[0].role} node {nodes[0].unit}"
 
     @property
     def is_ready(self) -> bool:
-        return self.failure is None and self.verdict.state == "ready"
+        return self.failure is None and self.verdict == READY
 
     @property
     def state(self) -> str:
@@ -117,72 +100,121 @@ class _Subject:
         state, words = self.verdict
         return self.failure or (f"{self.name} is {state}: {words}" if words else state)
 
+    def begin_as_ready(self, worked_at: float) -> None:
+        """Take over what an earlier router found out, unless this one knows better."""
+        if self.verdict == UNTRIED:
+            self.verdict, self.worked_at = READY, worked_at
+
 
 class _Vote:
-    """A group's ballot, the prompt that the vote is on, and what the ballot judges. Made anew if a node joins that asks
-    for another prompt: a shorter one if it has no room for this one, or wider ties if it is the first that rounds
-    coarsely."""
+    """A group's prompt, and all pairs and nodes alone that are tested with it. Made anew if a node joins that asks for
+    another prompt."""
 
     def __init__(self, group: NodeGroup) -> None:
         self.group = group
-        self.prompt_ids = canary_prompt(group)
-        self.is_coarse = group.rounds_coarsely
-        self.ballot = Ballot(COARSE_TIE_GAP if self.is_coarse else TIE_GAP[group.layout.target.dtype])
+        self.prompt = Prompt(group)
         self.subjects: dict[_Key, _Subject] = {}
-        self.proven: set[bytes | None] = set()  # `unit_key` of the nodes in pairs that are ready
+        self._votes: Votes | None = None  # None: they must be counted anew
 
-    @property
-    def is_current(self) -> bool:
-        """Whether prompt and ties are right for the nodes that the group has now."""
-        has_room = len(self.prompt_ids) <= canary_prompt_len(self.group)
-        return has_room and (self.is_coarse or not self.group.rounds_coarsely)
+    def tested(self) -> list[Pinned]:
+        """Return the pairs that take new work, and the nodes that do and can compute alone."""
+        prefills, decodes = self.group.live("prefill"), self.group.live("decode")
+        alone: list[Pinned] = [(node, None) for node in prefills]
+        return [*self.group.pairs(), *alone, *((None, node) for node in decodes if node.knows(Compute))]
 
-    def subject(self, nodes: Pinned) -> _Subject:
-        """Return what is known of these nodes, a new entry if nothing is. They take part in the vote from now on."""
+    def subject(self, nodes: Pinned, now: float, interval_s: float) -> _Subject:
+        """Return what is known of these nodes, a new entry if nothing is."""
         key = _key(*nodes)
-        if key not in self.subjects:
-            self.subjects[key] = _Subject(nodes)
-            for node in nodes:
-                if node is not None:
-                    can_compute = node.role == "prefill" or node.knows(Compute)
-                    self.ballot.joined(voter_of(node), can_compute=can_compute)
-        return self.subjects[key]
+        subject = self.subjects.get(key)
+        if subject is None:
+            subject = self.subjects[key] = _Subject(nodes)
+            prefill, decode = nodes
+            if prefill is None or decode is None:
+                self._votes = None
+                if any(node is not None and node.hello.proven for node in nodes):
+                    subject.retry_at = now + RETRY_S  # until then its partners may join, and confirm what it says
+            elif prefill.unit_epoch in decode.hello.proven and decode.unit_epoch in prefill.hello.proven:
+                joined_at = min(prefill.joined_at, decode.joined_at)
+                alone: list[Pinned] = [(prefill, None), (None, decode)]
+                if now - joined_at < interval_s:
+                    for each in (subject, *(self.subject(node, now, interval_s) for node in alone)):
+                        each.begin_as_ready(joined_at)
+                    logger.info("%s is ready, as both nodes report", subject.name)
+        return subject
 
-    def may_answer_alone(self, prefill: Node) -> bool:
-        """Return whether one of a prefill node's pairs is ready, or none is faulty or undecided."""
-        pairs = (each for (key, _), each in self.subjects.items() if each.is_pair and key == prefill.unit_key)
-        is_proven = prefill.unit_key in self.proven
-        return is_proven or not any(pair.verdict.state in ("faulty", "undecided") for pair in pairs)
+    def forget(self, node: Node) -> list[_Subject]:
+        """Remove and return all that a node is part of."""
+        gone = [self.subjects.pop(key) for key in list(self.subjects) if node.unit_key in key]
+        self._votes = None
+        return gone
 
-    def alone(self, voter: Voter) -> Pinned | None:
-        """Return a voter's node as the nodes of a canary, None if it takes no canaries now."""
-        ranks = (node for node in self.group.nodes.values() if node.unit_key == voter.key)
-        node = next((rank for rank in ranks if rank.is_reachable and not rank.is_draining), None)
-        if node is None:
-            return None
-        return (node, None) if node.role == "prefill" else (None, node)
+    def take(self, subject: _Subject, answer: Answer) -> bool:
+        """Take the answer to a canary. Return whether that makes a pair or node ready."""
+        subject.answer = answer
+        if not subject.is_pair:
+            self._votes = None
+        return self.judge(subject)
+
+    def judge(self, *changed: _Subject) -> bool:
+        """Judge these again, or all if the votes have changed. Return whether one is ready now that was not."""
+        alone = {subject.name: subject for subject in self.subjects.values() if not subject.is_pair}
+        judged = changed if self._votes is not None else tuple(self.subjects.values())
+        if self._votes is None:
+            answers = {name: each.answer for name, each in alone.items() if each.answer is not None}
+            self._votes = Votes(answers, len(alone))
+            if not self._votes.are_unanimous:
+                _ask(self.subjects.values())
+        became_ready = [self._judge_one(self._votes, subject) for subject in judged]
+        return any(became_ready)
+
+    def _judge_one(self, votes: Votes, subject: _Subject) -> bool:
+        prefill, decode = _key(*subject.nodes)
+        keys: list[_Key] = [(None, decode), (prefill, None)] if subject.is_pair else []
+        own = [self.subjects[key] for key in keys if key in self.subjects]
+        if subject.answer is not None:
+            _ask(own)
+        before = subject.verdict
+        verdict = votes.verdict(subject.answer, {each.name: each.answer for each in own})
+        if verdict in (UNTRIED, before):
+            return False
+        subject.verdict = verdict
+        _log(subject.name, before, verdict)
+        return verdict == READY
+
+    def proven(self) -> Iterator[tuple[Node, tuple[str, ...]]]:
+        """Yield each node that can remember it, with the epochs of the nodes with which it is in a pair that is
+        ready."""
+        epochs: defaultdict[bytes, list[str]] = defaultdict(list)
+        for subject in self.subjects.values():
+            prefill, decode = subject.nodes
+            if prefill is not None and decode is not None and subject.is_ready:
+                epochs[prefill.unit_key].append(decode.unit_epoch)
+                epochs[decode.unit_key].append(prefill.unit_epoch)
+        for node in self.group.nodes.values():
+            if node.knows(Proven):
+                yield node, tuple(sorted(epochs[node.unit_key])[:MAX_PROVEN])
 
 
 class PairHealth:
-    """States of all pairs, and the canaries under way. `groups` is a view of the registry's groups."""
+    """States of all pairs and nodes alone, and the canaries under way. `groups` is a view of the registry's groups."""
 
     def __init__(self, groups: Mapping[GroupKey, NodeGroup], interval_s: float) -> None:
         self._groups = groups
         self._interval_s = interval_s
         self._votes: dict[NodeGroup, _Vote] = {}
         self._runs: dict[str, tuple[_Vote, _Subject]] = {}  # by the rid of the canary's request under way
+        self._told: dict[Node, tuple[str, ...]] = {}  # what nodes remember, if it is not what their Hello said
 
     @property
     def is_ready(self) -> bool:
         """Whether a pair that takes new requests is ready, or a decode node that takes local prompts."""
-        return any(self.state(*nodes) == "ready" for group in self._groups.values() for nodes in _serving(group))
+        return any(self.is_usable(*nodes) for group in self._groups.values() for nodes in _serving(group))
 
     @property
     def reason(self) -> str:
         """Why no pair is ready, for operators."""
         groups = list(self._groups.values())
-        states = [self.state(*nodes) for group in groups for nodes in _serving(group)]
-        failures = [state for state in states if state not in ("ready", "untried")]
+        failures = [state for group in groups for state in self._failures(group)]
         words = [
             failures[0] if failures else missing_for_service(groups),
             drain_summary(node for group in groups for node in group.nodes.values()),
@@ -191,38 +223,24 @@ class PairHealth:
 
     def why_unusable(self, group: NodeGroup) -> str:
         """Return why no pair of the group may get requests, for operators."""
-        states = [self.state(*nodes) for nodes in _serving(group) if not self.is_usable(*nodes)]
-        if not states:
+        if not _serving(group):
             return "its nodes know no common protocol version"
-        return next((state for state in states if state != "untried"), "no canary request has passed yet")
+        return next(iter(self._failures(group)), "no canary request has passed yet")
 
     def state(self, prefill: Node | None, decode: Node | None) -> str:
         """Return the state of a pair or of a node alone: "ready", "untried", or a sentence on what is wrong with it."""
         subject = self._find(prefill, decode)
-        if subject is None:
-            return "untried"
-        has_worked = subject.is_pair and subject.worked_at is not None
-        return (
-            "ready" if subject.state == "untried" and has_worked and self.is_usable(prefill, decode) else subject.state
-        )
+        return "untried" if subject is None else subject.state
 
     def is_usable(self, prefill: Node | None, decode: Node | None) -> bool:
-        """Return whether a pair or a node alone may get requests.
-
-        A pair may if it is ready, or untried with both nodes proven in other pairs. A decode node may get local prompts
-        if it is ready. A prefill node may answer requests for one token unless one of its pairs is faulty or undecided
-        and none is ready.
-        """
-        if decode is None:
-            vote = self._votes.get(prefill.group) if prefill is not None else None
-            return prefill is not None and (vote is None or vote.may_answer_alone(prefill))
-        if prefill is not None and not prefill.shares_protocol(decode.hello):
-            return False
+        """Return whether a pair or a node alone may get requests."""
         subject = self._find(prefill, decode)
-        if subject is not None and (subject.is_ready or subject.state != "untried"):
-            return subject.is_ready
-        vote = self._votes.get(decode.group)
-        return vote is not None and prefill is not None and vote.proven >= {prefill.unit_key, decode.unit_key}
+        return subject is not None and subject.is_ready
+
+    def is_reported(self, prefill: Node, decode: Node) -> bool:
+        """Return whether a pair is ready because its nodes say so, and no canary of this router has passed yet."""
+        subject = self._find(prefill, decode)
+        return subject is not None and subject.is_ready and subject.answer is None
 
     def hands_over(self, group: NodeGroup) -> bool:
         """Return whether a pair of the group is not known to fail in handing pages over."""
@@ -252,50 +270,51 @@ class PairHealth:
             subject.failure = f"{subject.name}: {failure}"
             num_before = subject.num_failed_transfers
             subject.num_failed_transfers += 1
-            subject.retry_at = now + (min(RETRY_S * 2 ** min(num_before - 1, 16), MAX_RETRY_S) if num_before else 0.0)
+            subject.retry_at = now + (min(2.0 ** min(num_before, 16), MAX_RETRY_S) if num_before else 0.0)
 
     def forget(self, node: Node) -> None:
-        """Remove a node that is gone, with its pairs, its votes and the canaries under way on it."""
+        """Remove a node that is gone, with its pairs, its vote and the canaries under way on it."""
+        self._told.pop(node, None)
         vote = self._votes.get(node.group)
         if vote is not None:
-            for key in [key for key in vote.subjects if node.unit_key in key]:
-                self._end_run(vote.subjects.pop(key))
-            vote.ballot.left(voter_of(node))
-            self._recount(vote)
+            self._end_runs(vote.forget(node))
+            vote.judge()
 
     def forget_group(self, group: NodeGroup) -> None:
-        """Remove a group that is no more, with its ballot."""
+        """Remove all that is known of a group."""
         vote = self._votes.pop(group, None)
-        for subject in vote.subjects.values() if vote is not None else ():
-            self._end_run(subject)
+        self._end_runs([] if vote is None else list(vote.subjects.values()))
+
+    def told(self, node: Node) -> tuple[str, ...]:
+        """Return the epochs that the node will name to the next router, unless a message is lost."""
+        return self._told.get(node, node.hello.proven)
+
+    def untold(self, node: Node) -> None:
+        """What a node had to remember may not have reached it. It is told again."""
+        self._told[node] = (_LOST,)
 
     def look(self, now: float) -> list[Effect]:
-        """Start the canaries that are due, and give up those without an answer. Call it several times per second."""
+        """Start the canaries that are due, and tell nodes what is new. Call it several times per second."""
         effects: list[Effect] = []
         for group in self._groups.values():
-            served = _serving(group)
-            if group.tokenizer is None or not served:
+            if group.tokenizer is None:
                 continue
-            effects += self._renew_vote(group)
+            if group not in self._votes or not self._votes[group].prompt.fits:
+                self.forget_group(group)
+                self._votes[group] = _Vote(group)
             vote = self._votes[group]
-            for subject in vote.subjects.values():
-                effects += _overdue(subject.canary, now) if subject.canary is not None else []
-            for nodes in served:
-                if self._is_due(subject := vote.subject(nodes), now):
-                    effects += self._begin(vote, subject, nodes, now)
-            effects += self._ask_alone(vote, now)
+            for nodes in vote.tested():
+                effects += self._test(vote, vote.subject(nodes, now, self._interval_s), nodes, now)
+            for node, epochs in vote.proven():
+                if self.told(node) != epochs:
+                    self._told[node] = epochs
+                    effects.append(TellProven(node, epochs))
         return effects
 
     def capacity_freed(self, now: float) -> list[Effect]:
-        """Try the canaries again that found no room, because a decode node may have room now.
-
-        Pairs that are ready need no hurry: they wait for their next turn.
-        """
-        subjects = [each for vote in self._votes.values() for each in vote.subjects.values()]
-        full = [each for each in subjects if each.was_full and each.verdict.state != "ready"]
-        for subject in full:
-            subject.retry_at = 0.0
-        return self.look(now) if full else []
+        """Try the canaries again that found no room, because a decode node may have room now."""
+        is_any_full = any(each.was_full for vote in self._votes.values() for each in vote.subjects.values())
+        return self.look(now) if is_any_full else []
 
     def answered(self, request: Request, now: float) -> list[Effect]:
         """A canary's request is done: count the answer, or ask for the next token."""
@@ -308,92 +327,61 @@ class PairHealth:
             return [self._start(vote, subject, canary, now)]
         subject.canary = subject.failure = None
         subject.worked_at = now
-        logger.debug("%s computes the canary's %s", subject.name, canary.answer)
-        vote.ballot.take(subject.voters, canary.answer)
-        return [*self._recount(vote), *self._ask_alone(vote, now)]
+        return [PairsReady(vote.group)] if vote.take(subject, canary.answer) else []
 
     def failed(self, request: Request, reason: str, now: float) -> list[Effect]:
         """A canary's request ended with an error."""
-        if request.rid not in self._runs:
-            return []
-        vote, subject = self._runs.pop(request.rid)
-        logger.error("%s: its canary failed: %s", subject.name, reason)
-        subject.canary, subject.failure = None, f"{subject.name}: its canary failed: {reason}"
-        subject.retry_at = max(subject.retry_at, now + RETRY_S)
-        if subject.is_pair:
-            return []
-        vote.ballot.unable(subject.voters[0], reason)
-        return [*self._recount(vote), *self._ask_alone(vote, now)]
+        if request.rid in self._runs:
+            _, subject = self._runs.pop(request.rid)
+            logger.error("%s: its canary failed: %s", subject.name, reason)
+            subject.canary, subject.failure = None, f"{subject.name}: its canary failed: {reason}"
+            subject.retry_at = max(subject.retry_at, now + RETRY_S)
+        return []
 
     def no_room(self, request: Request, now: float) -> None:
         """The nodes of a canary have no room for it. That is no fault; the canary is tried again soon."""
         if request.rid in self._runs:
             _, subject = self._runs.pop(request.rid)
-            subject.canary, subject.was_full, subject.retry_at = None, True, now + FULL_RETRY_S
+            subject.canary, subject.was_full, subject.retry_at = None, True, now
 
-    def _find(self, prefill: Node | None, decode: Node | None) -> _Subject | None:
-        node = decode if prefill is None else prefill
-        vote = self._votes.get(node.group) if node is not None else None
-        return None if vote is None else vote.subjects.get(_key(prefill, decode))
-
-    def _end_run(self, subject: _Subject) -> None:
-        """Forget the canary of a subject that is no more."""
-        if subject.canary is not None and subject.canary.request is not None:
-            del self._runs[subject.canary.request.rid]
+    def _test(self, vote: _Vote, subject: _Subject, nodes: Pinned, now: float) -> list[Effect]:
+        """Start a canary on these nodes if one is due."""
+        is_due = subject.is_doubted or not subject.is_ready or now - subject.worked_at >= self._interval_s
+        if not is_due or subject.canary is not None or now < subject.retry_at:
+            return []
+        subject.retry_at = now + RETRY_S
+        subject.is_doubted = subject.was_full = False
+        subject.canary = Canary(vote.prompt, nodes)
+        return [self._start(vote, subject, subject.canary, now)]
 
     def _start(self, vote: _Vote, subject: _Subject, canary: Canary, now: float) -> StartCanary:
         request = canary.next_request(now)
         self._runs[request.rid] = vote, subject
         return StartCanary(request, canary.nodes)
 
-    def _renew_vote(self, group: NodeGroup) -> list[Effect]:
-        """Begin the group's vote, or begin it again if it is not current."""
-        old = self._votes.get(group)
-        if old is not None and old.is_current:
-            return []
-        self.forget_group(group)
-        self._votes[group] = _Vote(group)
-        requests = [each.canary.request for each in old.subjects.values() if each.canary] if old is not None else []
-        why = "a node has joined that asks for another canary"
-        return [GiveUpCanary(request, why) for request in requests if request is not None]
+    def _find(self, prefill: Node | None, decode: Node | None) -> _Subject | None:
+        node = decode if prefill is None else prefill
+        vote = self._votes.get(node.group) if node is not None else None
+        return None if vote is None else vote.subjects.get(_key(prefill, decode))
 
-    def _is_due(self, subject: _Subject, now: float) -> bool:
-        """Return whether a pair, or a node that computes prompts, should get a canary now."""
-        has_worked_lately = subject.worked_at is not None and now - subject.worked_at < self._interval_s
-        return not has_worked_lately or subject.is_doubted or not self.is_usable(*subject.nodes)
+    def _failures(self, group: NodeGroup) -> Iterator[str]:
+        """Yield what is wrong in a group, pairs first."""
+        vote = self._votes.get(group)
+        for subject in (self._find(*nodes) for nodes in (vote.tested() if vote is not None else ())):
+            if subject is not None and subject.state not in ("ready", "untried"):
+                yield subject.state
 
-    def _begin(self, vote: _Vote, subject: _Subject, nodes: Pinned, now: float) -> list[Effect]:
-        """Start a canary on these nodes, unless one is under way or it is too early for the next one."""
-        if subject.canary is not None or now < subject.retry_at:
-            return []
-        subject.retry_at = now + RETRY_S
-        subject.is_doubted = subject.was_full = False
-        subject.canary = Canary(vote.group, vote.prompt_ids, nodes)
-        return [self._start(vote, subject, subject.canary, now)]
+    def _end_runs(self, subjects: list[_Subject]) -> None:
+        """Forget the canaries of subjects that are no more: their ends change nothing."""
+        for subject in subjects:
+            if subject.canary is not None:
+                self._runs.pop(subject.canary.rid, None)
 
-    def _ask_alone(self, vote: _Vote, now: float) -> list[Effect]:
-        """Start canaries on the nodes that the ballot wants to hear alone."""
-        effects: list[Effect] = []
-        for voter in vote.ballot.wanted():
-            nodes = vote.alone(voter)
-            if nodes is None:
-                vote.ballot.unable(voter, "it takes no new work")
-            else:
-                effects += self._begin(vote, vote.subject(nodes), nodes, now)
-        return effects
 
-    def _recount(self, vote: _Vote) -> list[Effect]:
-        """Take over the ballot's verdicts. Those on nodes alone have consequences if the nodes compute prompts."""
-        has_new = False
-        local = {_key(None, node) for node in vote.group.local_nodes()}
-        for key, subject in vote.subjects.items():
-            before, subject.verdict = subject.verdict, vote.ballot.verdict(subject.voters)
-            if before != subject.verdict and (subject.is_pair or key in local):
-                has_new |= subject.verdict.state == "ready"
-                _log(subject.name, before, subject.verdict)
-        ready = [key for key, each in vote.subjects.items() if each.is_pair and each.verdict.state == "ready"]
-        vote.proven = {unit_key for key in ready for unit_key in key}
-        return [PairsReady(vote.group)] if has_new else []
+def _ask(subjects: Iterable[_Subject]) -> None:
+    """Have those answer that have not answered yet, although they may be ready by what their nodes report."""
+    for subject in subjects:
+        subject.is_doubted |= subject.answer is None
 
 
 def _serving(group: NodeGroup) -> list[Pinned]:
@@ -401,25 +389,8 @@ def _serving(group: NodeGroup) -> list[Pinned]:
     return [*group.pairs(), *((None, node) for node in group.local_nodes())]
 
 
-def voter_of(node: Node) -> Voter:
-    """Return the node as the ballot knows it."""
-    return Voter(node.role, node.unit, node.unit_key)
-
-
 def _key(prefill: Node | None, decode: Node | None) -> _Key:
     return None if prefill is None else prefill.unit_key, None if decode is None else decode.unit_key
-
-
-def _overdue(canary: Canary, now: float) -> list[Effect]:
-    """Give a canary up if its request has been under way for too long. Time in which one of its nodes is in a step does
-    not count: prompts before the canary's may be long."""
-    request = canary.request
-    if request is None:
-        return []
-    idle_s, age_s = canary.wait(now), now - request.created_at
-    if idle_s <= TIMEOUT_S and age_s <= MAX_TIMEOUT_S:
-        return []
-    return [GiveUpCanary(request, f"no answer within {TIMEOUT_S if idle_s > TIMEOUT_S else MAX_TIMEOUT_S:.0f} s")]
 
 
 def _log(name: str, before: Verdict, after: Verdict) -> None:
@@ -428,7 +399,7 @@ def _log(name: str, before: Verdict, after: Verdict) -> None:
             logger.info("%s is ready", name)
         case "faulty":
             logger.error("%s is faulty: %s", name, after.words)
-        case "undecided" if before.state != "undecided":
-            logger.warning("%s is undecided: %s", name, after.words)
+        case _ if before.state != after.state:
+            logger.warning("%s is %s: %s", name, after.state, after.words)
         case _:
             logger.debug("%s is %s: %s", name, after.state, after.words)

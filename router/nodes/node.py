@@ -91,6 +91,7 @@ class Node:
         "_welcomed_at",
         "group",
         "hello",
+        "joined_at",
         "protocol",
         "routing_id",
         "unit_key",
@@ -104,6 +105,7 @@ class Node:
         self.unit_key = self.routing_id if place is None else f"{place.group}:{place.epoch}".encode()
         self.protocol = agreed(hello.protocols) or PROTOCOL_MIN  # in which it is addressed
         self.group = group
+        self.joined_at = now
         self._load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
         self._beat: Heartbeat | None = None
         self._last_seen = self._welcomed_at = self._reported_at = now
@@ -127,6 +129,11 @@ class Node:
     def unit(self) -> str:
         """Name of what an operator starts, drains and stops: the node, or the group of which it is a rank."""
         return self.hello.unit
+
+    @property
+    def unit_epoch(self) -> str:
+        """Epoch of the node, or of all ranks of its group together."""
+        return self.hello.unit_epoch
 
     @property
     def role(self) -> Role:

@@ -31,12 +31,14 @@ async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
     now = time.monotonic()
     listed = [
         ListedNode(
-            **msgspec.structs.asdict(_node_state(node, now)), num_restarts=registry.histories.num_restarts(node.node_id)
+            **msgspec.structs.asdict(_node_state(node, now)),
+            num_restarts=registry.histories.num_restarts(node.node_id),
+            proven=health.told(node),
         )
         for node in registry.nodes.values()
     ]
     pairs = [
-        PairState(prefill.node_id, decode.node_id, health.state(prefill, decode))
+        PairState(prefill.node_id, decode.node_id, health.state(prefill, decode), health.is_reported(prefill, decode))
         for group in registry.groups.values()
         for prefill, decode in group.pairs()
     ]

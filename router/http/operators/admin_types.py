@@ -61,17 +61,21 @@ class NodeState(Struct, frozen=True, kw_only=True):
 
 
 class ListedNode(NodeState, frozen=True, kw_only=True):
-    """One node among others."""
+    """One node among others. `proven`: epochs of its partners in pairs that are ready, which it will name to the next
+    router."""
 
     num_restarts: int
+    proven: tuple[str, ...]
 
 
 class PairState(Struct, frozen=True):
-    """A prefill and a decode node, by id, and whether a canary request has passed through both."""
+    """A prefill and a decode node, by id, and whether a canary request has passed through both. `is_reported`: it was
+    one of an earlier router, as both nodes say."""
 
     prefill: str
     decode: str
     state: str
+    is_reported: bool
 
 
 class NodesAnswer(Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ class PairStanding(NamedTuple):
 def pair_standing(health: PairHealth, prefill: Node | None, decode: Node | None) -> PairStanding:
     """Return the state of a pair, or of a decode node alone."""
     state = health.state(prefill, decode)
-    if state == "ready" or (state == "untried" and health.is_usable(prefill, decode)):
+    if state == "ready":
         return PairStanding("ready")
     if state == "untried":
         return PairStanding("untried", "no canary request has passed yet")

@@ -14,8 +14,8 @@ from ports import bind_again
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.liveness import HeartbeatThread
-from baton.metadata.bus.session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession
-from baton.metadata.wire.membership import Hello, HelloAgain, Refusal, RouterHeartbeat, TokenizerFile, Welcome
+from baton.metadata.bus.session import PROVEN_S, Joined, RouterChanged, RouterLost, RouterRefused, RouterSession
+from baton.metadata.wire.membership import Hello, HelloAgain, Proven, Refusal, RouterHeartbeat, TokenizerFile, Welcome
 from baton.metadata.wire.messages import Cancel, ToRouter
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
@@ -187,6 +187,37 @@ def test_the_next_router_may_be_an_older_one(joined: Node, end: list[Any]) -> No
     joined.now += 0.5
     joined.take(HelloAgain(router_epoch="c"))
     assert set(joined.spoken[1:]) == {PROTOCOL_MIN}
+
+
+def proven_to_the_next(node: Node) -> tuple[str, ...]:
+    """Return what the node says to the next router about its partners."""
+    node.now += 0.5
+    node.take(HelloAgain(router_epoch="next", protocol=PROTOCOL_MAX))
+    hello = node.said[-1]
+    assert isinstance(hello, Hello) and hello.protocol == PROTOCOL_MAX
+    return hello.proven
+
+
+def test_the_next_router_hears_which_partners_the_last_one_found_right(joined: Node) -> None:
+    for epochs in (("x", "y"), ("y",)):
+        assert joined.take(Proven(router_epoch="a", epochs=epochs)) == []
+    assert proven_to_the_next(joined) == ("y",)
+
+
+def test_what_a_router_says_of_partners_before_its_welcome_does_not_count(node: Node) -> None:
+    before = proven_to_the_next(node)
+    node.take(Proven(router_epoch="next", epochs=("x",)))
+    assert node.session.ignored == 1 and proven_to_the_next(node) == before
+
+
+@pytest.mark.parametrize(("silence_s", "is_kept"), [(PROVEN_S - 1, True), (PROVEN_S + 1, False)])
+def test_partners_are_forgotten_when_no_router_is_there_for_a_minute(
+    silence_s: float, is_kept: bool, joined: Node
+) -> None:
+    joined.take(Proven(router_epoch="a", epochs=("x",)))
+    joined.now += silence_s
+    joined.take()
+    assert proven_to_the_next(joined) == (("x",) if is_kept else ())
 
 
 def test_a_silent_router_is_reported_lost_once(joined: Node) -> None:

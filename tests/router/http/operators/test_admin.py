@@ -14,7 +14,7 @@ def test_operators_see_the_nodes_and_the_ledger(system: System) -> None:
     assert system.complete()[0] == 200
     _, body, _ = system.router.request("GET", "/debug/nodes")
     assert {node["node_id"]: node["role"] for node in body["nodes"]} == {"p0": "prefill", "d0": "decode"}
-    assert body["pairs"] == [{"prefill": "p0", "decode": "d0", "state": "ready"}]
+    assert body["pairs"] == [{"prefill": "p0", "decode": "d0", "state": "ready", "is_reported": False}]
     for method, path in (("GET", "/debug/ledger"), ("POST", "/admin/flush")):
         status, body, _ = system.router.request(method, path)
         assert status == 200
