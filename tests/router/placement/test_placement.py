@@ -24,8 +24,8 @@ from baton.router.placement.prompt_placement import GroupFacts, LocalPrefill
 from baton.router.waiting.queue import Entry
 
 from ..conftest import System
+from ..dispatching.test_runner import own, wait_until
 from ..sites import add_node, make_group, make_request
-from ..test_runner import own, wait_until
 
 
 def decode(free: int = 100, running: int = 0, most: int = 10, *, is_full: bool = False) -> DecodeFigures:

@@ -29,7 +29,7 @@ from baton.router.waiting.fair_share import DEFAULT, UNSHARED, Tenant
 from baton.router.waiting.queue import AGE_S, MARGIN_S, PATIENCE_S, Asked, Bounds, Entry, Queues, WaitingQueue, turn_of
 
 from ..conftest import System
-from ..test_runner import own, wait_until
+from ..dispatching.test_runner import own, wait_until
 
 # --- the order: first come first served within a priority, and no request starves ------------------------------------
 

@@ -24,8 +24,8 @@ from baton.router.text.grammar import Grammar, GrammarFault, GrammarSource
 from baton.router.text.grammar_process import GrammarProcess, LoadTokenizer
 
 from ...conftest import System
+from ...dispatching.test_runner import own
 from ...sites import add_node, make_group, make_hello
-from ...test_runner import own
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}

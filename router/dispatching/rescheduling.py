@@ -19,10 +19,10 @@ from ...metadata.wire.request import Unit
 from ..errors import NodeFault
 from ..figures.metrics import Metrics, MoveReason
 from ..nodes.node import Node
-from ..placement.reservations import Reservations
+from ..requests.request import Attempt, Request
 from ..waiting.queue import Entry, Queues, RefusedRequest
 from .cancels import Cancels
-from .request import Attempt, Request
+from .reservations import Reservations
 from .streams import TokenStreams
 
 logger = logging.getLogger(__name__)
