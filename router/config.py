@@ -12,8 +12,8 @@ from .keys import read_keys
 from .origins import Authority, allowed_hosts, allowed_origins, is_header, trusted_networks
 from .placement.prompt_placement import LocalPrefill
 from .reasoning_parsers.registry import REASONING_PARSERS
+from .tenants.fair_share import CacheScope
 from .tool_parsers.registry import TOOL_PARSERS
-from .waiting.fair_share import CacheScope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

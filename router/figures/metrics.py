@@ -29,7 +29,7 @@ from ..nodes.registry import Registry
 from ..placement.prompt_placement import PromptPlace
 from ..requests.request import Request
 from ..requests.request import Sequence as Output
-from ..waiting.fair_share import DEFAULT
+from ..tenants.fair_share import DEFAULT
 from ..waiting.queue import Queues
 from .service_figures import ServiceFigures, TenantFigures
 from .vllm_names import VllmNames

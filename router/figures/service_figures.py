@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from ..nodes.node import Node
 from ..nodes.registry import Registry
 from ..requests.request import Request
-from ..waiting.fair_share import DEFAULT
+from ..tenants.fair_share import DEFAULT
 from ..waiting.queue import Queues
 
 MAX_TENANTS = 200  # that have series of their own

@@ -30,7 +30,7 @@ from ..nodes.availability import no_node
 from ..nodes.node import ROLES, Node, NodeGroup
 from ..placement.prompt_placement import PromptPlace, place_prompt
 from ..requests.request import Attempt, Need, Request, page_hashes
-from .fair_share import DEFAULT, FairShares, Share, Tenant
+from ..tenants.fair_share import DEFAULT, FairShares, Share, Tenant
 from .pace import Pace
 
 AGE_S = 10.0  # seconds of waiting that make up for one step of priority

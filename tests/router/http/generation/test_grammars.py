@@ -16,10 +16,10 @@ from thinned import thinned
 
 from baton.metadata.errors import Overloaded, RequestError, Unavailable
 from baton.metadata.wire import messages as m
-from baton.router.fair_turns import FairTurns
 from baton.router.http.generation import grammars
 from baton.router.http.generation.grammars import GrammarChecks
 from baton.router.nodes.node import Node, NodeGroup
+from baton.router.tenants.fair_turns import FairTurns
 from baton.router.text.grammar import Grammar, GrammarFault, GrammarSource
 from baton.router.text.grammar_process import GrammarProcess, LoadTokenizer
 

@@ -29,7 +29,7 @@ from baton.router.http.server.access import (
     session_id,
 )
 from baton.router.origins import trusted_networks
-from baton.router.waiting.fair_share import Tenant
+from baton.router.tenants.fair_share import Tenant
 
 from ...conftest import System
 from ...dispatching.test_runner import own, wait_until
