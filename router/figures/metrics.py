@@ -25,8 +25,8 @@ from prometheus_client.samples import Sample
 from ...metadata.version import package_version
 from ...metadata.wire.messages import Admitted, PrefillDone
 from ..nodes.node import Node
+from ..nodes.prompt_role import PromptPlace
 from ..nodes.registry import Registry
-from ..placement.prompt_placement import PromptPlace
 from ..requests.request import Request
 from ..requests.request import Sequence as Output
 from ..tenants.fair_share import DEFAULT

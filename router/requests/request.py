@@ -33,7 +33,7 @@ from ...metadata.wire.request import (
     pack_ids,
 )
 from ..nodes.node import Node, NodeGroup
-from ..placement.prompt_placement import PromptPlace
+from ..nodes.prompt_role import PromptPlace
 from ..tenants.fair_share import DEFAULT, UNSHARED, Share, Tenant
 from ..text.detokenizer import CONTEXT, StopStrings, TokenBytes, make_detokenizer, skipped_ids
 from ..text.tokenizer import TextTokenizer

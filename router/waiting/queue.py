@@ -28,7 +28,7 @@ from ...metadata.wire.node_info import Role
 from ..errors import NodeFault
 from ..nodes.availability import no_node
 from ..nodes.node import ROLES, Node, NodeGroup
-from ..placement.prompt_placement import PromptPlace, place_prompt
+from ..nodes.prompt_role import PromptPlace, place_prompt
 from ..requests.request import Attempt, Need, Request, page_hashes
 from ..tenants.fair_share import DEFAULT, FairShares, Share, Tenant
 from .pace import Pace

@@ -11,6 +11,7 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load, RankLoad
+from baton.router.nodes.prompt_role import GroupFacts, LocalPrefill
 from baton.router.placement.placement import (
     DecodeFigures,
     Placement,
@@ -20,7 +21,6 @@ from baton.router.placement.placement import (
     decode_reason,
     prefill_reason,
 )
-from baton.router.placement.prompt_placement import GroupFacts, LocalPrefill
 from baton.router.waiting.queue import Entry
 
 from ..conftest import System

@@ -16,20 +16,15 @@ from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unp
 from baton.router.dispatching.dispatcher import SLOW_TICK_S
 from baton.router.dispatching.streams import SILENCE_S
 from baton.router.nodes.node import NodeGroup
+from baton.router.nodes.prompt_role import LOST_S, EstimateError, GroupFacts, PromptTimes, patience_s, place_prompt
 from baton.router.placement.prompt_placement import (
     BUSY_STREAMS,
     LOAD_ROUNDS,
-    LOST_S,
-    EstimateError,
-    GroupFacts,
     LocalFigures,
-    PromptTimes,
     RemoteFigures,
     choose_local,
     choose_remote,
     local_reason,
-    patience_s,
-    place_prompt,
     place_sooner,
     remote_reason,
 )

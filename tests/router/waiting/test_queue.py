@@ -24,7 +24,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.router.errors import NodeFault
-from baton.router.placement.prompt_placement import GroupFacts
+from baton.router.nodes.prompt_role import GroupFacts
 from baton.router.tenants.fair_share import DEFAULT, UNSHARED, Tenant
 from baton.router.waiting.queue import AGE_S, MARGIN_S, PATIENCE_S, Asked, Bounds, Entry, Queues, WaitingQueue, turn_of
 
