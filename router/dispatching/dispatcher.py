@@ -51,7 +51,8 @@ from ..nodes.registry import Drains, Registry
 from ..placement.placement import Placement
 from ..requests.request import Attempt, Request, Sequence
 from ..requests.trace import FinishedTraces, Outcome
-from ..waiting.queue import Asked, Bounds, Entry, PairFull, Pinned, Queues, RefusedRequest
+from ..waiting.admission import Asked, Bounds, Queues, RefusedRequest
+from ..waiting.queue import Entry, PairFull, Pinned
 from .cancels import Cancels
 from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnknown
 from .rescheduling import Rescheduling

@@ -20,7 +20,8 @@ from ..errors import NodeFault
 from ..figures.metrics import Metrics, MoveReason
 from ..nodes.node import Node
 from ..requests.request import Attempt, Request
-from ..waiting.queue import Entry, Queues, RefusedRequest
+from ..waiting.admission import Queues, RefusedRequest
+from ..waiting.queue import Entry
 from .cancels import Cancels
 from .reservations import Reservations
 from .streams import TokenStreams

@@ -18,7 +18,7 @@ from ..nodes.node import Node, NodeGroup
 from ..nodes.registry import Registry
 from ..requests.request import Request
 from ..requests.trace import FinishedTraces, TraceRecorder
-from ..waiting.queue import Asked, Queues
+from ..waiting.admission import Asked, Queues
 from .cancels import Cancels
 from .dispatcher import Dispatcher
 from .effects import Done, Effect, Error, Ledger, Output, Over, Send, SendUnknown

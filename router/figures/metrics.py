@@ -30,7 +30,7 @@ from ..nodes.registry import Registry
 from ..requests.request import Request
 from ..requests.request import Sequence as Output
 from ..tenants.fair_share import DEFAULT
-from ..waiting.queue import Queues
+from ..waiting.admission import Queues
 from .service_figures import ServiceFigures, TenantFigures
 from .vllm_names import VllmNames
 

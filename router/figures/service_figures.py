@@ -15,7 +15,7 @@ from ..nodes.node import Node
 from ..nodes.registry import Registry
 from ..requests.request import Request
 from ..tenants.fair_share import DEFAULT
-from ..waiting.queue import Queues
+from ..waiting.admission import Queues
 
 MAX_TENANTS = 200  # that have series of their own
 OTHER = "other"  # the label of all further ones

@@ -25,7 +25,7 @@ from baton.router.errors import DeadlineExceeded, RequestCancelled
 from baton.router.figures.metrics import Metrics
 from baton.router.nodes.node import FULL_S, NodeGroup
 from baton.router.requests.request import Delta, Request, Sequence, TextOptions
-from baton.router.waiting.queue import Asked
+from baton.router.waiting.admission import Asked
 
 from ..sites import make_hello, text_tokenizer
 

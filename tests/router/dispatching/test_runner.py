@@ -23,7 +23,7 @@ from baton.router.config import RouterConfig
 from baton.router.dispatching import runner
 from baton.router.dispatching.effects import Effect, Ledger
 from baton.router.figures.metrics import Metrics
-from baton.router.waiting.queue import PATIENCE_S
+from baton.router.waiting.admission import PATIENCE_S
 
 from ..conftest import System
 from ..fake_nodes import FakeNode
