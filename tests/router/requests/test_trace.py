@@ -133,7 +133,7 @@ def test_every_span_of_a_request() -> None:
     assert (prefill.num_prompt, prefill.num_cached, prefill.prefill_times.chunks) == (612, 16, CHUNKS)
     assert (prefill.prefill_times.num_offers, prefill.prefill_times.early_pages) == (2, 5)
     assert (pull.num_pages, pull.num_bytes, pull.had_pages, pull.moving_s) == (3, 3_000_000, 1, 0.75)
-    assert (pull.gb_per_s, pull.pull_times.transport, pull.pull_times.num_repeated) == (0.004, "local", 2)
+    assert (pull.gb_per_s, pull.way, pull.pull_times.num_repeated) == (0.004, "through shared memory", 2)
     assert (decode.num_steps, decode.num_drafted, decode.num_accepted) == (6, 40, 12)
 
 
