@@ -11,12 +11,13 @@ from typing import TypeVar
 
 from ...metadata.errors import ConfigError, ModelError
 from ...metadata.handoff.schema.kv_layout import DTYPE_BYTES
+from ...metadata.logs import size_in_words
 from ..config import EngineConfig
 from ..drafters.algorithm import find_drafter, settle
 from ..ranks.shares import check_shares
 from ..state.host_memory import available_memory
 from . import hub
-from .hub import HubSnapshot, Say, in_words
+from .hub import HubSnapshot, Say
 from .model_config import ModelConfig
 from .model_files import check_directory, check_names, path_of, safetensors_files
 from .quantization import chosen
@@ -157,8 +158,8 @@ def check_memory(nodes: Sequence[tuple[EngineConfig, int]]) -> None:
             if of_rank > max(gpus):
                 name = hub.name_of(resolve_model(config.model))
                 raise ConfigError(
-                    f"the weights of {name} take {in_words(of_rank)} of each GPU, which has {in_words(max(gpus))}: "
-                    "divide the model among more GPUs with --tp"
+                    f"the weights of {name} take {size_in_words(of_rank)} of each GPU, which has "
+                    f"{size_in_words(max(gpus))}: divide the model among more GPUs with --tp"
                 )
         elif model.quantization is None and config.dtype in ("auto", "float32"):
             of_host += num_bytes * 4 // DTYPE_BYTES[model.checkpoint_dtype]
@@ -168,8 +169,8 @@ def check_memory(nodes: Sequence[tuple[EngineConfig, int]]) -> None:
     if of_host > has:
         count = "the node" if len(nodes) == 1 else f"{len(nodes)} nodes"
         raise ConfigError(
-            f"the weights take {in_words(of_host)} for {count} on the CPU, and {in_words(has)} of memory are free: "
-            "start fewer nodes (`--prefill 0 --decode 1` is one), or use a smaller model or a larger host"
+            f"the weights take {size_in_words(of_host)} for {count} on the CPU, and {size_in_words(has)} of memory are "
+            "free: start fewer nodes (`--prefill 0 --decode 1` is one), or use a smaller model or a larger host"
         )
 
 
