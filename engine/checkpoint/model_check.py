@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from ...metadata.handoff.schema.kv_layout import DTYPE_BYTES
 from ...metadata.logs import size_in_words
 from ..config import EngineConfig
 from ..drafters.algorithm import find_drafter, settle
+from ..gpus import gpu_memory
 from ..ranks.shares import check_shares
 from ..state.host_memory import available_memory
 from . import hub
@@ -183,21 +182,6 @@ def stored_size(config: EngineConfig) -> int:
     drafter = find_drafter(settle(config, model_dir), model_dir)
     places = {model_dir, model_dir if drafter is None else drafter}
     return sum(path.stat().st_size for place in places for path in safetensors_files(place))
-
-
-def gpu_memory() -> list[int]:
-    """Return the bytes of each GPU that nodes of this host may use; none if that cannot be told without torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible == "" or not list(Path("/dev").glob("nvidia[0-9]*")):
-        return []
-    argv = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(
-            argv if visible is None else [*argv, "-i", visible], capture_output=True, text=True, check=True, timeout=20
-        )
-        return [int(line) << 20 for line in said.stdout.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return []
 
 
 def longest_context(config: EngineConfig, model: ModelConfig) -> int:

@@ -9,7 +9,8 @@ import pytest
 
 from baton.deploy.doctor.checks import check_host
 from baton.deploy.doctor.facts import Cache, Facts, Holder, Port, Reached, Requirement, Tried
-from baton.deploy.doctor.gpu_facts import DeviceFile, Driver, Gpu, GpuFacts, NumaPlace, Torch, UsedMemory
+from baton.deploy.doctor.gpu_facts import DeviceFile, Driver, Gpu, GpuFacts, NumaPlace, Torch
+from baton.engine.gpus import UsedMemory
 
 GIB = 1 << 30
 ONE = Gpu("H200", "0000:1b:00.0", 140 * GIB, can_share=True)
