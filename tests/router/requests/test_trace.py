@@ -146,7 +146,7 @@ def test_the_keys_of_the_answer() -> None:
     assert list(choice) == ["index", "finish_reason", "num_tokens", "parts"]
     spans = {span["name"]: set(span) - {"name", "start_s", "seconds", "node", "attempt"} for span in choice["parts"]}
     assert spans["prefill"] == {"num_prompt", "num_cached", "prefill_times"}
-    assert spans["pull"] == {"num_pages", "num_bytes", "had_pages", "moving_s", "gb_per_s", "pull_times"}
+    assert spans["pull"] == {"num_pages", "num_bytes", "had_pages", "moving_s", "gb_per_s", "way", "pull_times"}
     assert spans["decode"] == {"num_tokens", "num_steps", "num_drafted", "num_accepted"}
     assert spans["preempted"] == {"num_preemptions"}
     assert spans["reserve"] == set()
